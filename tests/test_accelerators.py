@@ -30,7 +30,7 @@ def test_no_other_module_names_a_vendor() -> None:
 
 
 def asked() -> dict[str, object]:
-    """Ask a simulated accelerator for everything."""
+    """Return every property of a simulated accelerator."""
     device = simulated.simulate()
     kind = accelerator.kind()
     assert kind is not None
@@ -56,7 +56,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_an_accelerator_of_any_kind_answers() -> None:
+def test_an_accelerator_of_any_vendor_is_used() -> None:
     assert on_forked_workers(asked, workers=1) == {
         "kind": "sim",
         "count": simulated.NUM_DEVICES,

@@ -80,7 +80,7 @@ def test_spans_on_one_worker_match_plain_pytorch(optimizer: str, accumulation: i
 @every_net
 @every_optimizer
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
-def test_a_batch_schedule_matches_plain_pytorch_however_its_batches_are_divided(
+def test_a_batch_schedule_matches_plain_pytorch_for_any_division(
     net: str, optimizer: str, accumulation: int
 ) -> None:
     """Two updates of 64 samples, two of 96: the loss is divided by the batch of each update."""
@@ -90,7 +90,7 @@ def test_a_batch_schedule_matches_plain_pytorch_however_its_batches_are_divided(
 
 
 @every_net
-def test_two_workers_that_are_threads_match_plain_pytorch(
+def test_two_threads_as_workers_match_plain_pytorch(
     net: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a second; the processes of the tests below take many to start."""
@@ -133,7 +133,7 @@ def on_horovod(workers: int, path: Path, optimizers: Sequence[str]) -> None:
         ),
     ],
 )
-def test_workers_and_micro_batches_train_and_evaluate_as_plain_pytorch(
+def test_workers_and_micro_batches_train_and_evaluate_like_plain_pytorch(
     start: Start, workers: int, optimizers: Sequence[str], tmp_path: Path
 ) -> None:
     """Every case, solved in one start of the workers, which takes longer than the cases."""
@@ -146,7 +146,7 @@ def test_workers_and_micro_batches_train_and_evaluate_as_plain_pytorch(
 
 
 @pytest.mark.long
-def test_32_workers_train_and_evaluate_as_plain_pytorch(tmp_path: Path) -> None:
+def test_32_workers_train_and_evaluate_like_plain_pytorch(tmp_path: Path) -> None:
     """Four or eight of them share each span; some have no sample to evaluate."""
     path, optimizers = tmp_path / "solved.pt", OPTIMIZERS[:2]
     on_forked_workers(crown.solve_in_shares, "torch", path, optimizers, workers=32)

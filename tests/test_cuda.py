@@ -84,7 +84,7 @@ def lars(device: str, dtype: torch.dtype, convention: Any) -> list[nn.Parameter]
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"]
 )
-def test_lars_on_the_gpu_is_lars_on_the_cpu(
+def test_lars_on_the_gpu_matches_lars_on_the_cpu(
     convention: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     ours = [weight.detach().cpu() for weight in lars("cuda", dtype, convention)]
@@ -94,7 +94,7 @@ def test_lars_on_the_gpu_is_lars_on_the_cpu(
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_ghost_groups_on_the_gpu_are_batchnorm_group_by_group(
+def test_ghost_groups_on_the_gpu_match_batchnorm_on_each_group(
     layout: torch.memory_format, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -169,7 +169,7 @@ def test_the_digits_are_learned_in_every_precision(precision: str, tmp_path: Pat
     assert summary.skipped_steps < 10
 
 
-def test_what_the_host_waits_behind_a_busy_gpu_is_no_wait_and_before_an_idle_one_is() -> None:
+def test_only_host_time_before_an_idle_gpu_is_a_wait() -> None:
     busy, idle = Stopwatch(GPU), Stopwatch(GPU)
     torch.cuda._sleep(1_000_000_000)  # cycles: longer than the host sleeps
     with busy:
@@ -181,7 +181,7 @@ def test_what_the_host_waits_behind_a_busy_gpu_is_no_wait_and_before_an_idle_one
     assert 10 * busy.seconds() < idle.seconds()
 
 
-def test_the_steps_of_a_run_say_what_the_gpu_waited_for(tmp_path: Path) -> None:
+def test_the_records_of_a_run_state_what_the_gpu_waited_for(tmp_path: Path) -> None:
     run(load_recipe(DIGITS, SHORT), out=tmp_path / "run", max_steps=5)
     steps = read_run(tmp_path / "run").steps
     assert len(steps) == 5
@@ -214,7 +214,7 @@ def steps_apart(ours: Batch, theirs: Batch) -> Tensor:
         pytest.param("jpg", 4.01, 0.5, id="decoded by the GPU"),
     ],
 )
-def test_dali_on_the_gpu_shows_what_torchvision_shows(
+def test_dali_on_the_gpu_matches_torchvision(
     suffix: str, most: float, mean: float, cache: Path
 ) -> None:
     for number in range(8):
@@ -235,7 +235,7 @@ def test_dali_on_the_gpu_shows_what_torchvision_shows(
 
 @pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.usefixtures("cache")
-def test_the_digits_kept_on_the_gpu_are_those_kept_in_memory(clean: bool) -> None:
+def test_digits_cached_on_the_gpu_equal_those_cached_in_memory(clean: bool) -> None:
     both = []
     scale = ["data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]"]
     for way, device in (("device", GPU), ("memory", torch.device("cpu"))):
@@ -252,7 +252,7 @@ def test_the_digits_kept_on_the_gpu_are_those_kept_in_memory(clean: bool) -> Non
 
 @pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_kept_images_are_resized_on_the_gpu_as_on_the_cpu(
+def test_cached_images_are_resized_on_the_gpu_like_on_the_cpu(
     one_size: bool, interpolation: str, cache: Path
 ) -> None:
     index = png_folder(cache, one_size=one_size)
@@ -288,7 +288,7 @@ def opened(way: str, index: Index, requests: list[Request]) -> Batches:
 @pytest.mark.parametrize(
     "way", [pytest.param("dali", marks=needs_dali), "torchvision", "memory", "device"]
 )
-def test_a_batch_stays_as_it_was_while_the_gpu_is_behind(way: str, cache: Path) -> None:
+def test_a_batch_does_not_change_while_the_gpu_is_behind(way: str, cache: Path) -> None:
     """The host goes on to other batches, and drops this one, before the GPU has read it."""
     index = png_folder(cache, one_size=False)
     requests = augmented(index, 5, 12)
@@ -307,7 +307,7 @@ def test_a_batch_stays_as_it_was_while_the_gpu_is_behind(way: str, cache: Path) 
 
 
 @pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
-def test_nothing_waits_for_a_gpu_that_keeps_the_images(one_size: bool, cache: Path) -> None:
+def test_nothing_waits_for_a_gpu_with_cached_images(one_size: bool, cache: Path) -> None:
     index = png_folder(cache, one_size=one_size)
     batches = kept_on(GPU, index, augmented(index, 13, 4))
     next(batches)  # mean and deviation are copied, once

@@ -85,13 +85,11 @@ def parser() -> ArgumentParser:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_command_is_one_that_the_program_understands(
-    words: list[str], parser: ArgumentParser
-) -> None:
+def test_every_command_is_parsed(words: list[str], parser: ArgumentParser) -> None:
     parser.parse_args(words)
 
 
-def test_commands_were_found_on_most_pages_and_every_prompt_stands_in_a_console_block() -> None:
+def test_most_pages_have_commands_and_every_prompt_is_in_a_console_block() -> None:
     with_commands = [page for page in PAGES if any(b.commands for b in blocks(page, "console"))]
     assert len(with_commands) >= 14
     assert len(COMMANDS) >= 50
@@ -100,7 +98,7 @@ def test_commands_were_found_on_most_pages_and_every_prompt_stands_in_a_console_
         assert len(prompts) == sum(len(block.commands) for block in blocks(page, "console")), page
 
 
-def test_what_a_block_may_need_is_one_of_a_few_things() -> None:
+def test_the_needs_of_a_block_are_known() -> None:
     marks = [
         mark
         for page in PAGES
@@ -112,7 +110,7 @@ def test_what_a_block_may_need_is_one_of_a_few_things() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_is_linked_is_there(page: Path) -> None:
+def test_linked_files_exist(page: Path) -> None:
     text = re.sub(
         r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
     )
@@ -238,5 +236,5 @@ def test_every_row_of_the_table_is_measured_by_a_command(row: table.Row) -> None
 
 
 @pytest.mark.parametrize("name", sources.MEASURED)
-def test_what_a_benchmark_measures_is_there(name: str) -> None:
+def test_measured_files_exist(name: str) -> None:
     assert sources.measured_files(name)

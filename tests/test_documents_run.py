@@ -87,7 +87,7 @@ def test_every_command_of_a_page_runs(
         run(command, capsys)
 
 
-def test_other_pages_are_run_by_tests_of_their_own() -> None:
+def test_other_pages_have_separate_tests() -> None:
     for page, test in ELSEWHERE.items():
         assert f'"{Path(page).name}"' in (Path(__file__).parent / test).read_text(encoding="utf-8")
         assert commands(ROOT / page)
@@ -97,7 +97,7 @@ def test_other_pages_are_run_by_tests_of_their_own() -> None:
 def test_the_python_of_the_reference_trains_on_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
-    """Of its other blocks, those of parts.md and own-code.md, test_parts and test_own_code."""
+    """Other blocks, of parts.md and own-code.md, are run by test_parts and test_own_code."""
     (block,) = blocks(DOCS / "reference" / "python.md", "python")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
@@ -108,7 +108,7 @@ def test_the_python_of_the_reference_trains_on_two_workers(
     assert (tmp_path / "runs/eta/report.html").exists()
 
 
-def test_python_stands_on_pages_that_run_it() -> None:
+def test_python_is_only_on_pages_whose_tests_run_it() -> None:
     pages = {name_of(page): len(blocks(page, "python")) for page in PAGES}
     assert {page: number for page, number in pages.items() if number} == {
         "README.md": 1,

@@ -51,7 +51,7 @@ def test_there_is_a_test_for_every_example() -> None:
 
 
 @pytest.mark.long
-def test_a_plain_loop_with_distributed_data_parallel() -> None:
+def test_the_example_with_distributed_data_parallel_runs() -> None:
     found = re.search(r"top-1 .*%, polished (.*)% of 360 images", on_torchrun("ddp.py"))
     assert found is not None
     assert float(found[1]) > 80
@@ -63,12 +63,12 @@ def same_weights(printed: str) -> bool:
 
 
 @pytest.mark.long
-def test_the_reducer_in_a_loop_of_ones_own() -> None:
+def test_the_reducer_works_in_a_users_loop() -> None:
     assert same_weights(on_torchrun("reducer.py"))
 
 
 @pytest.mark.long
-def test_the_same_reducer_with_horovod() -> None:
+def test_the_reducer_works_in_a_users_loop_with_horovod() -> None:
     pytest.importorskip(
         "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
     )
@@ -78,7 +78,7 @@ def test_the_same_reducer_with_horovod() -> None:
 
 
 @pytest.mark.long
-def test_timms_training_script(tmp_path: Path) -> None:
+def test_the_example_with_timms_training_script_runs(tmp_path: Path) -> None:
     """A script that makes model and optimizer as timm's does; that one is in no package."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN_PY, encoding="utf-8")
@@ -89,7 +89,7 @@ def test_timms_training_script(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("lightning") is None, reason="no Lightning: pip install lightning")
-def test_a_lightning_module() -> None:
+def test_the_lightning_example_runs() -> None:
     found = output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / "lightning_module.py"))
     (top1,) = re.findall("polished: top-1 (.*)% of 360 images", found)
     assert float(top1) > 80

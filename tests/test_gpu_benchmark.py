@@ -42,7 +42,7 @@ def written(name: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_resnet50_names_a_rival_that_cannot_run_and_measures_the_others(
+def test_resnet50_names_a_failing_rival_and_measures_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match="could not run: timm, compiled: turbo, ours, compiled: t"):
@@ -62,7 +62,7 @@ def test_resnet50_names_a_rival_that_cannot_run_and_measures_the_others(
     assert result["peak memory in bytes"] == {}  # the CPU's is not counted
 
 
-def test_the_roofline_holds_what_moves_against_a_copy(
+def test_the_roofline_compares_memory_traffic_with_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = measured("roofline", PARTS["roofline"].tiny, tmp_path, monkeypatch)
@@ -98,7 +98,7 @@ def test_the_roofline_runs_on_an_accelerator(tmp_path: Path) -> None:
     assert result["machine"].endswith(" x simulated")
 
 
-def test_no_round_begins_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_round_starts_after_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
     times = measuring.take_turns({"a": list, "b": dict}, rounds=5, steps=2, seconds=0)
     assert {name: len(values) for name, values in times.items()} == {"a": 1, "b": 1}
     assert capsys.readouterr().out == "cut: 1 of 5 rounds in 0 seconds\n"
@@ -124,7 +124,7 @@ with open(os.environ["NOTE"], "w") as note:
 
 
 @pytest.mark.usefixtures("ends")
-def test_a_command_that_outlasts_its_share_is_stopped_with_all_that_it_started(
+def test_a_command_above_its_time_limit_is_stopped_with_its_children(
     tmp_path: Path,
 ) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
@@ -136,7 +136,7 @@ def test_a_command_that_outlasts_its_share_is_stopped_with_all_that_it_started(
         assert note.read() == "locked\n"
 
 
-def test_a_command_that_fails_is_named_so() -> None:
+def test_a_failed_command_is_reported_as_failed() -> None:
     assert gpu.run([sys.executable, "-c", "exit(3)"], 60, dict(os.environ)).startswith(
         "failed with 3 in "
     )
@@ -151,13 +151,15 @@ def test_parts_need_at_most_25_minutes_and_are_there() -> None:
         assert all((ROOT / file).is_file() for file in files)
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_an_unknown_part_is_named() -> None:
     part = gpu.Part("x", 1, "", "", packages=("json", "no_such_package"))
     assert part.missing() == "not run, not installed: no_such_package"
     assert gpu.Part("x", 1, "", "", packages=("json",)).missing() is None
 
 
-def test_a_machine_without_a_gpu_says_how_to_rehearse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_error_names_the_rehearsal_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     monkeypatch.setattr(accelerator, "count", lambda: 0)
     with pytest.raises(SystemExit, match="torch sees no GPU; --rehearse runs every part at tiny"):

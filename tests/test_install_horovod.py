@@ -98,7 +98,7 @@ def test_the_script_parses() -> None:
         pytest.param("13.0", [], "torch2.13.0.cu130", ["WITHOUT_MPI=1"], id="CUDA without nvcc"),
     ],
 )
-def test_what_is_built_in_is_what_the_machine_has(
+def test_horovod_is_built_with_the_machines_libraries(
     machine: Machine, cuda: str | None, programs: list[str], label: str, options: list[str]
 ) -> None:
     for name in ["c++", *programs]:
@@ -117,7 +117,7 @@ def test_what_is_built_in_is_what_the_machine_has(
     assert not machine.cache.exists()
 
 
-def test_the_cpp_standard_is_the_one_torch_was_written_in(machine: Machine) -> None:
+def test_the_cpp_standard_is_that_of_torch(machine: Machine) -> None:
     machine.add_program("c++", '[[ "$*" == *-std=c++17* ]]')
     machine.add_torch("2.4.1", standard=17)
     done = machine.install(DRY_RUN="1")
@@ -171,7 +171,7 @@ def test_a_failed_build_leaves_nothing_behind(machine: Machine) -> None:
         ),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(
+def test_a_missing_tool_is_a_one_line_error(
     machine: Machine, programs: list[str], torch: bool, python: str, message: str
 ) -> None:
     for name in programs:

@@ -105,7 +105,7 @@ def test_a_script_parses_and_shellcheck_finds_nothing(path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_shellcheck_is_one_that_finds_something() -> None:
+def test_shellcheck_detects_a_mistake() -> None:
     done = subprocess.run([SHELLCHECK, "-s", "bash", "-"], input="rm $1\n", text=True, check=False)
     assert done.returncode == 1
 
@@ -118,7 +118,7 @@ def test_a_dry_run_prints_the_command(cluster: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_another_command_and_program_take_their_place(cluster: Path, name: str) -> None:
+def test_another_command_and_program_can_be_substituted(cluster: Path, name: str) -> None:
     printed = dry_run(
         ROOT / "launch" / name, "doctor", "--network", PYTHON="apptainer exec --nv x.sif python3"
     )
@@ -127,7 +127,7 @@ def test_another_command_and_program_take_their_place(cluster: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["horovodrun.sh", "mpirun.sh", "torchrun.sh"])
-def test_hosts_that_are_not_named_are_asked_for(
+def test_missing_hosts_are_an_error(
     cluster: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("HOSTS", "FIRST"):
@@ -180,7 +180,7 @@ def test_a_job_is_filled_in_for_the_plan(
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
-def test_a_manifest_is_what_its_operator_takes(
+def test_a_manifest_matches_its_operators_schema(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [kind, "digits_96", "--nodes", "3", "--data", "$(A)$$B$"]
@@ -207,7 +207,7 @@ def test_a_manifest_is_what_its_operator_takes(
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
-def test_the_schema_refuses_what_an_operator_would(
+def test_the_schema_rejects_invalid_manifests(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = filled(capsys, kind, "digits_96", "--nodes", "3")
@@ -233,7 +233,7 @@ def test_the_schema_refuses_what_an_operator_would(
         (["pbs", "digit_96", "--nodes", "2"], "digit_96: neither a file nor an installed recipe;"),
     ],
 )
-def test_what_cannot_be_launched_is_one_line(
+def test_a_job_that_cannot_be_launched_is_a_one_line_error(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", *words]) == USER
@@ -252,7 +252,7 @@ def test_what_cannot_be_launched_is_one_line(
     ],
     ids=["protocol", "bf16"],
 )
-def test_a_recipe_that_horovod_cannot_train_is_no_job_of_its_workers(
+def test_a_recipe_that_horovod_cannot_train_has_no_horovod_job(
     kind: str, words: list[str], needs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by_torch = ["slurm", "pytorchjob", "torchrun"]
@@ -267,7 +267,7 @@ def test_a_recipe_that_horovod_cannot_train_is_no_job_of_its_workers(
 
 
 @pytest.mark.parametrize("kind", ["slurm", "mpijob"])
-def test_a_path_that_is_no_utf_8_is_one_line(
+def test_a_path_that_is_not_utf_8_is_a_one_line_error(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A job is text; the terminal's encoding has no part in it."""
@@ -302,7 +302,7 @@ def interruptible(answers: str, code: int) -> str:
     ],
 )
 @pytest.mark.parametrize("code", [75, 1, 0])
-def test_a_job_that_was_interrupted_is_queued_again(
+def test_an_interrupted_job_is_queued_again(
     cluster: Path, name: str, program: str, answers: str, again: str, code: int
 ) -> None:
     """The warning reaches the run, and only its exit code 75 asks for another turn."""
@@ -321,7 +321,7 @@ def test_a_job_that_was_interrupted_is_queued_again(
         pytest.param("pbs.sh", "mpirun", "qrerun", id="PBS"),
     ],
 )
-def test_a_warning_after_the_run_has_ended_changes_no_code(
+def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(
     cluster: Path, name: str, program: str, queues: str
 ) -> None:
     add_program(cluster / "bin", program, "exit 75")
@@ -332,7 +332,7 @@ def test_a_warning_after_the_run_has_ended_changes_no_code(
     assert job.wait(timeout=120) == 75
 
 
-def test_a_warning_before_horovod_has_a_worker_ends_nothing(cluster: Path) -> None:
+def test_a_signal_before_horovods_first_worker_ends_nothing(cluster: Path) -> None:
     add_program(cluster / "bin", "horovodrun", "touch running; sleep 2; touch over; exit 7")
     job = subprocess.Popen(
         ["bash", ROOT / "launch" / "slurm_horovod.sh"], stdout=subprocess.DEVNULL
@@ -344,7 +344,7 @@ def test_a_warning_before_horovod_has_a_worker_ends_nothing(cluster: Path) -> No
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saves", "saved long ago"])
-def test_horovods_job_is_queued_again_by_what_the_run_wrote(cluster: Path, saves: bool) -> None:
+def test_horovods_job_is_queued_again_based_on_the_run_folder(cluster: Path, saves: bool) -> None:
     """horovodrun makes a 1 of 75; a summary that is older than this start proves nothing."""
     folder = cluster / "runs" / "digits_96"
     folder.mkdir(parents=True)
@@ -377,7 +377,7 @@ def wait_for(path: Path) -> None:
     raise TimeoutError(path)
 
 
-def test_images_copy_what_is_there_and_their_commands_pass_shellcheck() -> None:
+def test_images_copy_existing_files_and_their_commands_pass_shellcheck() -> None:
     docker = (ROOT / "launch" / "Dockerfile").read_text().replace("\\\n", " ")
     steps = [line.split(" ", 1) for line in docker.splitlines() if line and line[0] != "#"]
     copied = [word for step, rest in steps if step == "COPY" for word in rest.split()[:-1]]

@@ -58,7 +58,7 @@ def test_every_arm_is_searched_with_as_many_trials_before_its_seeds(tmp_path: Pa
         assert rates == pytest.approx([start * factor for factor in FACTORS], rel=1e-3)
     best = {arm.key: work.searches[arm.key].best for arm in (SMALL, LARGE, NESTEROV)}
     trained = [reach(work, 0.9) for _ in range(4)]
-    again = Measurement(path, tmp_path, ["cifar10"])  # stopped, and begun anew
+    again = Measurement(path, tmp_path, ["cifar10"])  # stopped and restarted
     trained += [reach(again, 0.9) for _ in range(SEEDS * 4 - 4)]
     assert again.next() is None
     assert [job.seed for job in trained] == [1] * 4 + [2] * 4 + [3] * 4
@@ -68,7 +68,7 @@ def test_every_arm_is_searched_with_as_many_trials_before_its_seeds(tmp_path: Pa
     assert set(json.loads(path.read_text())["runs"]) == {job.key for job in trained}
 
 
-def test_a_trial_that_was_under_way_is_run_again_at_its_rate(tmp_path: Path) -> None:
+def test_an_interrupted_trial_is_repeated_at_its_rate(tmp_path: Path) -> None:
     first = Search(LARGE, tmp_path).ask()
     assert first is not None
     again = Search(LARGE, tmp_path)
@@ -84,7 +84,7 @@ def test_a_trial_that_was_under_way_is_run_again_at_its_rate(tmp_path: Path) -> 
     assert again.study.best_value == 0.5
 
 
-def test_a_machine_without_trials_goes_on_from_the_results(tmp_path: Path) -> None:
+def test_a_machine_without_trials_continues_from_the_results(tmp_path: Path) -> None:
     path, (first, second) = tmp_path / "results.json", (tmp_path / "a", tmp_path / "b")
     first.mkdir()
     second.mkdir()
@@ -102,7 +102,7 @@ def test_a_machine_without_trials_goes_on_from_the_results(tmp_path: Path) -> No
     assert json.loads(path.read_text())["search"].keys() == work.searches.keys()
 
 
-def test_runs_at_another_rate_than_the_search_has_found_are_not_mixed_with_others(
+def test_runs_at_another_rate_than_the_best_are_not_mixed_in(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "results.json"
@@ -131,7 +131,7 @@ def fake(arm: Arm, seed: int, top1: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_page_has_the_differences_and_says_what_is_missing(
+def test_a_page_has_the_differences_and_names_missing_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: dict[str, Any] = {}

@@ -35,7 +35,7 @@ def test_the_modules_of_the_core_and_of_polishing_are_mutated() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
 
 
-def test_what_they_replace_is_there_once() -> None:
+def test_every_replaced_text_occurs_once() -> None:
     package = ROOT / "largebatch"
     gone = [
         mutant.name
@@ -59,8 +59,8 @@ def test_a_planted_fault_is_caught_by_its_test(mutant: Mutant, report: str) -> N
 
 
 @pytest.mark.long
-def test_a_copy_that_does_not_run_does_not_count_as_caught() -> None:
-    """Of this code it is said that it was missed; of a fault that changes nothing too."""
+def test_a_broken_copy_does_not_count_as_caught() -> None:
+    """Broken code is reported as missed, and so is a fault without an effect."""
     first = MUTANTS[0]
     for put in ("absent", f"({first.find})"):
         fault = Mutant("another name", first.module, first.find, put, first.test)

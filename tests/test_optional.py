@@ -79,13 +79,13 @@ print(tuple(model(torch.zeros(2, 3, 32, 32)).shape))
         assert declared == "declared"
 
 
-def test_where_the_operators_are_missing_they_are_declared(tmp_path: Path) -> None:
+def test_missing_operators_are_declared(tmp_path: Path) -> None:
     bare, declared = output_of(IMPORT_TWICE, path=write_torchvision(tmp_path, BROKEN)).splitlines()
     assert bare == "the bare import fails: operator torchvision::nms does not exist"
     assert declared == "declared"
 
 
-def test_where_the_operators_load_nothing_is_declared(tmp_path: Path) -> None:
+def test_loaded_operators_are_not_declared(tmp_path: Path) -> None:
     schema = "\nprint(torch.ops.torchvision.nms.default._schema)"
     bare, declared, found = output_of(
         IMPORT_TWICE + schema, path=write_torchvision(tmp_path, WORKING)
@@ -110,7 +110,7 @@ def test_where_the_operators_load_nothing_is_declared(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_another_failure_of_torchvision_is_shown_as_it_is(
+def test_another_failure_of_torchvision_is_not_changed(
     tmp_path: Path, init: str, message: str
 ) -> None:
     code = """
@@ -125,7 +125,7 @@ print(optional._declare_operators.cache_info().currsize)
     assert output_of(code, path=path).splitlines() == [message, "0"]
 
 
-def test_a_missing_torchvision_is_named_with_the_way_to_get_it(
+def test_a_missing_torchvision_is_named_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)

@@ -54,7 +54,7 @@ def test_the_commands_lead_from_photographs_to_a_polished_run(
         assert (tmp_path / name).exists()
 
 
-def test_every_command_of_the_table_is_understood() -> None:
+def test_every_command_of_the_table_is_parsed() -> None:
     found = re.findall(
         r"^\|.*?\| .*?`largebatch (data .*?)`", PAGE.read_text("utf-8"), re.MULTILINE
     )

@@ -153,7 +153,7 @@ def test_every_block_of_the_page_runs_on_two_workers(torch_found: Found) -> None
     assert len(headings) == 7
 
 
-def test_a_process_that_is_alone_polishes_and_evaluates_alone() -> None:
+def test_a_single_process_polishes_and_evaluates_alone() -> None:
     model = AveragedModel(network())
     polish(model, data())
     assert_right(model.module, one_pass(network(), data()), rel=1e-10)
@@ -161,10 +161,10 @@ def test_a_process_that_is_alone_polishes_and_evaluates_alone() -> None:
     assert isinstance(running_backend(CPU), Serial)
 
 
-def test_workers_that_nothing_has_connected_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconnected_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(BackendError, match="worker 1 of 4, and neither torch.distributed nor"):
+    with pytest.raises(BackendError, match="worker 1 of 4, but neither torch.distributed nor"):
         polish(network(), data())
     with pytest.raises(BackendError, match="or pass backend=Serial()"):
         evaluate(network(), data())
@@ -214,7 +214,7 @@ def test_a_process_group_without_a_library_for_gpus_sums_on_the_cpu_and_stays_op
         pytest.param(None, "a NoneType; expected images", id="nothing"),
     ],
 )
-def test_a_batch_without_images_is_refused_with_what_it_holds(batch: object, message: str) -> None:
+def test_a_batch_without_images_is_refused_with_its_content(batch: object, message: str) -> None:
     parts: list[Callable[..., object]] = [polish, evaluate]
     for part in parts:
         with pytest.raises(ValueError, match=f"a batch is {message}"):

@@ -75,7 +75,7 @@ def test_a_docstring_may_begin_with(text: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", STANDING)
-def test_a_phrase_is_found_and_its_honest_neighbour_is_not(pattern: str) -> None:
+def test_a_phrase_is_reported_and_a_similar_valid_one_is_not(pattern: str) -> None:
     broken, plain = STANDING[pattern]
     assert len(found(broken)) == 1
     assert not found(plain)
@@ -104,7 +104,7 @@ def test_docstrings_comments_and_strings_are_read_and_names_are_not(tmp_path: Pa
     ]
 
 
-def test_comments_apart_are_texts_apart() -> None:
+def test_separate_comments_are_separate_texts() -> None:
     assert [text.words for text in texts("x = 1  # for\n\ny = 2  # ever\n# more\n")] == [
         "# for",
         "# ever\n# more",

@@ -34,7 +34,7 @@ POLISHED = {
 
 
 @pytest.mark.long
-def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
+def test_an_arm_equals_a_run_without_shared_stages(
     tmp_path: Path,
 ) -> None:
     changes = ["polish=null", "duration.epochs=2", "schedule.warmup.epochs=1", *SMALL]
@@ -101,7 +101,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 @pytest.mark.parametrize("data", ["cifar10", "fashion_mnist"])
 @pytest.mark.parametrize("optimizer", ["lars", "sgd"])
-def test_both_batches_make_as_many_epochs_with_one_span(data: str, optimizer: str) -> None:
+def test_both_batches_train_the_same_epochs_with_one_span(data: str, optimizer: str) -> None:
     size = Size(images=7_680, epochs=12)
     large, small = (
         recipe_of(
@@ -117,7 +117,7 @@ def test_both_batches_make_as_many_epochs_with_one_span(data: str, optimizer: st
     assert large.data == small.data
 
 
-def test_rates_are_sought_until_the_best_lies_between_others() -> None:
+def test_rates_are_tried_until_the_best_has_neighbours_on_both_sides() -> None:
     tuning: dict[str, Any] = {}
     asked = []
     while missing := [cell for cell in to_tune(tuning) if cell.data == "cifar10"]:
@@ -140,13 +140,13 @@ def test_rates_are_sought_until_the_best_lies_between_others() -> None:
     assert by_batch["large"] == 32 * by_batch["small"]
 
 
-def test_a_search_that_is_not_over_gives_no_rate() -> None:
+def test_an_unfinished_search_has_no_rate() -> None:
     first = to_tune({})[0]
     tuning = {"a": {"group": first.group, "rate": 4.0, "arms": {"control": {"top1": 0.5}}}}
     assert not best_rates(tuning)
 
 
-def test_a_result_at_another_rate_or_with_fewer_arms_is_not_taken_for_this_one() -> None:
+def test_a_result_at_another_rate_or_with_fewer_arms_is_not_reused() -> None:
     cell = Cell(data="cifar10", batch="large", area=0.35, seed=1, rate=2)
     assert has({cell.key: result(cell.arms, rate=2)}, cell)
     assert not has({cell.key: result(cell.arms, rate=4)}, cell)
@@ -164,7 +164,7 @@ def result(arms: set[str], *, rate: float) -> dict[str, Any]:
     return {"rate": rate, "arms": {arm: {"top1": 0.5, "loss": 1.0} for arm in arms}}
 
 
-def test_words_are_whole() -> None:
+def test_labels_are_complete_words() -> None:
     one, ten = (Cell(data="cifar10", batch="large", area=0.35, seed=n, rate=2) for n in (1, 10))
     assert _selected([one, ten], ["large", "seed 1"]) == [one]
 
@@ -188,7 +188,7 @@ def synthetic() -> dict[str, Any]:
     }
 
 
-def test_what_is_written_says_how_it_came_about_now(tmp_path: Path) -> None:
+def test_a_written_result_states_its_current_circumstances(tmp_path: Path) -> None:
     write(synthetic() | {"command": "an old one", "commit": "0"}, tmp_path / "study.json")
     found = json.loads((tmp_path / "study.json").read_text())
     assert found["command"] == " ".join(["python", *sys.argv])

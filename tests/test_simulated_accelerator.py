@@ -68,7 +68,7 @@ def counted() -> dict[str, dict[str, int]]:
     return found
 
 
-def test_launches_syncs_and_copies_are_counted() -> None:
+def test_kernel_launches_syncs_and_copies_are_counted() -> None:
     found = on_forked_workers(counted, workers=1)
     assert found == {name: {**NOTHING, **counts} for name, counts in EXPECTED.items()}
 
@@ -171,7 +171,7 @@ def test_a_lost_member_is_noticed_when_the_host_reads_a_sum() -> None:
 
 
 def hung() -> None:
-    """Ask a device for more after it hung, and read it through another stream."""
+    """Queue operations on a hanging device, and read it through another stream."""
     device = accelerator.simulate()
     x = torch.ones(3, device=device)
     before = torch.Event(device)
@@ -190,5 +190,5 @@ def hung() -> None:
         assert x.tolist() == [1.0] * 3
 
 
-def test_a_device_that_hangs_holds_whoever_reads_it_and_keeps_what_it_had() -> None:
+def test_a_hanging_device_blocks_readers_and_keeps_its_memory() -> None:
     on_forked_workers(hung, workers=1)

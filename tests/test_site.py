@@ -90,7 +90,7 @@ def keys(key: str, seen: list[str], root: type[Section]) -> Iterator[str]:
 
 
 @pytest.mark.long
-def test_every_page_is_there(site: Path) -> None:
+def test_every_page_exists(site: Path) -> None:
     for page in PAGES:
         assert (site / page.relative_to(ROOT)).with_suffix(".html").exists(), page
     assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
@@ -135,7 +135,7 @@ def test_every_command_is_on_one_page_with_its_options(site: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_python_that_others_use_is_on_one_page(site: Path) -> None:
+def test_the_public_python_api_is_on_one_page(site: Path) -> None:
     page = (site / "docs/reference/python.html").read_text(encoding="utf-8")
     for name in PUBLIC:
         assert f'id="{name}"' in page, name

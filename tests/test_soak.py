@@ -11,7 +11,7 @@ SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 
 
 @pytest.mark.long
-def test_runs_that_are_disturbed_at_random_end_as_undisturbed_ones(tmp_path: Path) -> None:
+def test_randomly_disturbed_runs_end_like_undisturbed_ones(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [sys.executable, str(SOAK), "--faults", "12", "--seed", "3", "--out", str(out)]
     subprocess.run(command, check=True, timeout=3600)

@@ -81,7 +81,7 @@ def test_products_are_compared_within_a_protocol(cells: dict[str, dict[str, Cell
     assert {one["protocol"] for one in found if "products" in one} >= {"hardsync"}
 
 
-def test_every_question_is_answered_from_the_cells_that_it_is_about(
+def test_every_question_uses_its_own_cells(
     cells: dict[str, dict[str, Cell]],
 ) -> None:
     """Late cells lose 10 points to one learner; with BatchNorm 20, 15 of them until the pass."""

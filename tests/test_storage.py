@@ -10,7 +10,7 @@ from largebatch.errors import DataError, LargebatchError
 from largebatch.storage import new_folder, remove_leftovers, whole_file, write_html
 
 
-def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
     def fail() -> None:
         with new_folder(tmp_path / "out") as folder:
             (folder / "a").write_text("half")
@@ -22,7 +22,7 @@ def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", [".", "/", "empty/.."])
-def test_the_working_directory_is_no_new_folder(
+def test_the_working_directory_is_not_a_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     (tmp_path / "here" / "empty").mkdir(parents=True)
@@ -34,7 +34,7 @@ def test_the_working_directory_is_no_new_folder(
         write_html(Path("."), "a page")  # noqa: PTH201 -- what a command line has
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> None:
     left = tmp_path / ".out.partial"
     (left / "train").mkdir(parents=True)
     (left / "train/000000.tar").write_bytes(b"half")
@@ -46,7 +46,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
 
-def test_a_folder_that_another_process_fills_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_in_use_by_another_process_is_not_changed(tmp_path: Path) -> None:
     theirs = tmp_path / ".out.partial"
     theirs.mkdir()
     (theirs / "half").write_text("theirs")
@@ -61,7 +61,7 @@ def test_a_folder_that_another_process_fills_is_left_alone(tmp_path: Path) -> No
     assert (theirs / "half").read_text() == "theirs"
 
 
-def test_only_what_is_half_written_is_a_leftover(tmp_path: Path) -> None:
+def test_only_partial_files_are_leftovers(tmp_path: Path) -> None:
     (tmp_path / "notes.partial").write_text("a name that is not ours")
     with whole_file(tmp_path / "summary.json") as file:
         file.write(b"{}")

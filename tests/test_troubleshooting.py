@@ -345,14 +345,12 @@ def is_of(entry: str, error: Exception) -> bool:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_the_package_ends_with_every_message_of_the_page(
-    entry: str, found: dict[str, Exception]
-) -> None:
+def test_every_message_of_the_page_is_produced(entry: str, found: dict[str, Exception]) -> None:
     assert len(entry.replace("...", "").split()) >= 2, "anything would match"
     assert any(is_of(entry, error) for error in found.values())
 
 
-def test_every_message_that_is_provoked_stands_on_the_page(
+def test_every_produced_message_is_on_the_page(
     found: dict[str, Exception],
 ) -> None:
     for words, error in found.items():

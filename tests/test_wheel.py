@@ -83,7 +83,7 @@ def test_an_installed_recipe_trains_from_any_folder(environment: Path, tmp_path:
     assert "<h1>digits-96</h1>" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_everything_comes_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+def test_all_modules_are_imported_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     code = "import largebatch.optional as one; print(one.__file__); print(one.INSTALL_HOROVOD)"
     module, command = call(environment, tmp_path, "python", "-c", code).splitlines()
     assert Path(module).is_relative_to(environment.parent)

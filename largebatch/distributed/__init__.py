@@ -1,7 +1,7 @@
-"""The workers of a run and what they send each other: gradients, statistics, the index.
+"""Communication between the workers of a run: gradients, statistics, the index.
 
-The names below are imported when they are first asked for: which worker a process is can be found
-without PyTorch (`environment`).
+The names below are imported on first use: the rank of a process can be read without PyTorch
+(`environment`).
 """
 
 from importlib import import_module

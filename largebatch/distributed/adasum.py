@@ -1,13 +1,13 @@
-"""Adasum: gradients of parts of a batch are combined by how far they agree, and not added up.
+"""Adasum: combines the gradients of parts of a batch by their agreement instead of summing them.
 
 Two gradients become (1 - g1.g2 / 2|g1|^2) g1 + (1 - g1.g2 / 2|g2|^2) g2 (arXiv:2006.02924, section
-3): equal ones their mean, orthogonal ones their sum. More are combined in pairs, then pairs of
-pairs, and, as in Horovod, every tensor by itself.
+3): the mean of equal gradients, the sum of orthogonal ones. More gradients are combined in pairs,
+then pairs of pairs, and, as in Horovod, separately for every tensor.
 
-The paper's parts are the workers. Here the recipe says how many there are, so that any machine
-computes the same: a worker goes through several parts one after the other, or several workers add
-up their shares of one. Nothing is sent before the last backward pass is over, and log2(workers)
-times the whole gradient, between two workers each time.
+In the paper the parts are the workers. Here the recipe sets their number, so that the result does
+not depend on the machine: a worker computes several parts one after the other, or several workers
+sum their shares of one part. Nothing is sent before the last backward pass ends; then the whole
+gradient is exchanged log2(workers) times, between two workers each time.
 """
 
 import torch
@@ -21,9 +21,9 @@ from largebatch.distributed.serial import Serial
 class Adasum(Reducer):
     """A Reducer whose `wait` combines `parts` gradients, each of its own part of the batch.
 
-    Of each step's `accumulation` forward passes in training mode, which the model counts, an equal
-    run belongs to every part of this worker. A loss divided by the global batch makes the gradient
-    of a part `parts` times too small, which `wait` makes up for: parts that agree give the mean
+    The `accumulation` forward passes of a step in training mode, which a hook counts, are divided
+    evenly over this worker's parts, in order. A loss divided by the global batch makes the gradient
+    of a part `parts` times too small; `wait` multiplies by it, so that equal parts give the mean
     gradient of the batch.
     """
 
@@ -58,15 +58,15 @@ class Adasum(Reducer):
         self._counting = model.register_forward_pre_hook(self._count)
 
     def zero(self) -> None:
-        """Forget every gradient, and those of the parts that were complete."""
+        """Clear all gradients, including those of complete parts."""
         super().zero()
         self._combined.clear()
         self._passes = 0
 
     def wait(self) -> None:
-        """Block until every gradient is what the parts of all workers combine to.
+        """Block until every gradient is the combination of the parts of all workers.
 
-        Raises what Reducer.wait does, and ValueError after another number of forward passes.
+        Raises the errors of Reducer.wait, and ValueError after a wrong number of forward passes.
         """
         super().wait()
         if self._passes != self._accumulation:
@@ -78,7 +78,7 @@ class Adasum(Reducer):
         ((_, gradients),) = self._combined
         for pair in self._pairs:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            both = pair.all_gather(flat).split([each.numel() for each in gradients], dim=1)
+            both = pair.all_gather(flat).split([g.numel() for g in gradients], dim=1)
             halves = zip(*(part.unbind() for part in both), strict=True)
             first, second = ([*map(torch.Tensor.view_as, half, gradients)] for half in halves)
             gradients = [*map(adasum, first, second)]
@@ -86,13 +86,13 @@ class Adasum(Reducer):
         self._combined.clear()
 
     def close(self) -> None:
-        """Take the hooks off the model and let go of the gradients."""
+        """Remove the hooks from the model and release the gradients."""
         self._counting.remove()
         self._combined.clear()
         super().close()
 
     def _count(self, model: nn.Module, _: object) -> None:
-        """Count a forward pass; put the gradients aside if it begins another part."""
+        """Count a forward pass; store the gradients of the previous part if a new part starts."""
         if not model.training:
             return
         if self._passes and self._passes % self._passes_each == 0:
@@ -107,7 +107,7 @@ class Adasum(Reducer):
         self._passes += 1
 
     def _add(self, gradients: list[Tensor], level: int = 0) -> None:
-        """Combine what has come so far as far as it is pairs, of pairs, of parts."""
+        """Add a part's gradients; combine complete pairs, then pairs of pairs, and so on."""
         while self._combined and self._combined[-1][0] == level:
             _, before = self._combined.pop()
             gradients, level = [*map(adasum, before, gradients)], level + 1
@@ -116,15 +116,15 @@ class Adasum(Reducer):
 
 @torch.no_grad()
 def adasum(first: Tensor, second: Tensor) -> Tensor:
-    """Combine two gradients of one tensor; of one that is zero nothing but the other remains."""
+    """Combine two gradients of one tensor; if one is zero, the result is the other."""
     a, b = first.double().flatten(), second.double().flatten()
-    both, one, other = a @ b, a @ a, b @ b
-    kept = [torch.where(norm > 0, 1 - both / (2 * norm), 1.0) for norm in (one, other)]
-    return first * kept[0] + second * kept[1]
+    product = a @ b
+    scales = [torch.where(norm > 0, 1 - product / (2 * norm), 1.0) for norm in (a @ a, b @ b)]
+    return first * scales[0] + second * scales[1]
 
 
 def _team(backend: Backend, size: int) -> Group:
-    """Return the workers that hold one part together."""
+    """Return the group of workers that share one part."""
     if size == 1:
         return Serial(backend.device)
     firsts = range(0, backend.world_size, size)
@@ -132,7 +132,7 @@ def _team(backend: Backend, size: int) -> Group:
 
 
 def _pairs(backend: Backend, distance: int) -> list[Group]:
-    """Return the groups of two in which this worker combines, the nearest worker first."""
+    """Return the pairs in which this worker combines gradients, the nearest worker first."""
     groups = []
     while distance < backend.world_size:
         lower = [rank for rank in range(backend.world_size) if rank // distance % 2 == 0]

@@ -1,8 +1,8 @@
-"""Workers compare what they were started to do, before a difference can stop or spoil the run.
+"""Checks that all workers have the same command, recipe, packages and weights.
 
-Each adds its checksum, which has one size whatever it is of, to a sum, so this exchange works
-however much the workers differ and however many there are. All see the same sum and so take the
-same path: on, or to an exchange of the facts themselves and one message.
+The workers sum checksums of fixed size, so the exchange works for any difference and any number of
+workers. All see the same sum and so take the same branch: continue, or exchange the facts
+themselves and raise one error.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from largebatch.distributed.backend import Group
 from largebatch.errors import DesynchronizedError, MismatchError, shorten
 
 Facts = Mapping[str, object]
-"""Plain values by key, nested like a recipe. None means the same as a missing key."""
+"""Plain values by key, nested like a recipe. None is equivalent to a missing key."""
 
 
 def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
-    """Raise MismatchError on every worker unless all of them state the same facts.
+    """Raise MismatchError on every worker unless all of them have the same facts.
 
-    This is one all-reduce of 512 bytes where they do. `device` is where the group's tensors live.
+    If they do, this is one all-reduce of 512 bytes. `device` is the device of the group's tensors.
     """
     if group.world_size == 1:
         return
@@ -38,7 +38,7 @@ def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
 
 
 def require_same(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise MismatchError unless the facts of all workers, in the order of their ranks, are equal.
+    """Raise MismatchError unless the facts of all workers, ordered by rank, are equal.
 
     >>> require_same([{"seed": 1}, {"seed": 2}, {"seed": 1}])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -73,8 +73,8 @@ def require_same_bits(
 ) -> None:
     """Raise DesynchronizedError on every worker unless all of them hold the same tensors.
 
-    Sums of the bits are compared, so any one bit that differs is found. This is one pass over the
-    tensors and an all-reduce of 128 bytes. `workers` are the numbers of those in the group, where
+    Sums of the bits are compared, so any single different bit is found. This is one pass over the
+    tensors and an all-reduce of 128 bytes. `workers` are the numbers of the group's workers, if
     these are not their ranks.
     """
     if group.world_size == 1:
@@ -83,22 +83,22 @@ def require_same_bits(
     own = torch.stack(sums).sum().to(device)
     if have_same_bytes(own.view(1).view(torch.uint8), group):
         return
-    every = group.all_gather(own).tolist()  # sync: once in many updates
-    most = max(set(every), key=every.count)
+    digests = group.all_gather(own).tolist()  # sync: once in many updates
+    common = max(set(digests), key=digests.count)
     numbers = range(group.world_size) if workers is None else workers
-    odd = [str(n) for n, digest in zip(numbers, every, strict=True) if digest != most]
+    odd = [str(n) for n, digest in zip(numbers, digests, strict=True) if digest != common]
     raise DesynchronizedError(
         f"the weights of worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the "
-        f"others at {when}: a machine or a library computes wrongly; in the last checkpoint "
-        "they were the same: look at these machines, and go on with --resume"
+        f"others at {when}: a machine or a library computes incorrectly; they were equal in the "
+        "last checkpoint: check these machines, and continue with --resume"
     )
 
 
 def have_same_bytes(own: Tensor, group: Group) -> bool:
-    """Return True if all workers hold the same bytes, which are as many on each.
+    """Return True if all workers hold the same bytes; the number of bytes must be equal.
 
-    This is one all-reduce: n sum(b^2) = sum(b)^2 for equal numbers alone (Cauchy and Schwarz), and
-    whole numbers are exact. `own` is where the group's tensors live.
+    This is one all-reduce: n sum(b^2) = sum(b)^2 holds only for equal numbers (Cauchy-Schwarz), and
+    integer sums are exact. `own` must be on the device of the group's tensors.
     """
     assert own.dtype == torch.uint8
     sums = torch.stack([own.long(), own.long().square()])
@@ -109,13 +109,13 @@ def have_same_bytes(own: Tensor, group: Group) -> bool:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's memory as integers, which no order of summation changes."""
+    """Return the sum of a tensor's memory as integers, which is independent of the order."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of the names and the content of tensors that are on the CPU."""
+    """Return a digest of the names and contents of tensors on the CPU."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {shape(tensor)}".encode())
@@ -124,7 +124,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def shape(tensor: Tensor) -> str:
-    """Return a tensor's type and shape in words.
+    """Format a tensor's dtype and shape.
 
     >>> shape(torch.zeros(64, 3, dtype=torch.float16))
     'float16 [64, 3]'
@@ -133,7 +133,7 @@ def shape(tensor: Tensor) -> str:
 
 
 def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
-    """Give every value by its dotted key, in the order of the keys."""
+    """Yield (dotted key, value) pairs in the order of the keys."""
     for key, value in sorted(facts.items()):
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{above}{key}.")
@@ -142,11 +142,11 @@ def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _describe(ranks: Mapping[str, list[str]]) -> str:
-    each = [
-        f"{value} on worker{'s' if len(those) > 1 else ''} {shorten(those)}"
-        for value, those in ranks.items()
+    values = [
+        f"{value} on worker{'s' if len(workers) > 1 else ''} {shorten(workers)}"
+        for value, workers in ranks.items()
     ]
-    return shorten(each, between=" and ")
+    return shorten(values, between=" and ")
 
 
 def _tensor(content: bytes, device: torch.device) -> Tensor:

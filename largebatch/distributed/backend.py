@@ -1,7 +1,6 @@
-"""What training asks of a communication library, and what every implementation of it shares.
+"""The interface of a communication library, and functions shared by its implementations.
 
-Implementations do not inherit from these classes; mypy compares the shapes where the objects are
-put together.
+Implementations do not inherit from these protocols; mypy checks them where objects are passed.
 """
 
 from collections.abc import Sequence
@@ -17,77 +16,77 @@ from largebatch.errors import BackendError
 
 
 class Work(Protocol):
-    """A collective operation under way."""
+    """A collective operation in progress."""
 
     def wait(self) -> None:
-        """Block until the tensors handed in hold the result; raise PeerLostError if they cannot."""
+        """Block until the tensors hold the result; raise PeerLostError if a worker is lost."""
 
 
 class Group(Protocol):
-    """Some workers that compute together. Every call is made by all of its workers alike."""
+    """A group of workers. Every call must be made by all of its workers."""
 
     @property
     def rank(self) -> int:
-        """This worker, 0 .. world_size - 1."""
+        """Number of this worker in the group, 0 .. world_size - 1."""
 
     @property
     def world_size(self) -> int:
-        """How many workers the group has."""
+        """Number of workers in the group."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """Start to replace `tensor`, in place, by its elementwise sum over the group."""
+        """Start to replace `tensor`, in place, with its elementwise sum over the group."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape: every worker's tensor (all of one shape), by rank."""
 
 
 class Backend(Group, Protocol):
-    """What training asks of a communication library: the group of all workers, and more."""
+    """The group of all workers, with the operations that only this group has."""
 
     @property
     def name(self) -> str:
-        """The word for it on the command line: serial, torch or horovod."""
+        """Name of the library on the command line: serial, torch or horovod."""
 
     @property
     def local_rank(self) -> int:
-        """This worker among those on the same machine."""
+        """Number of this worker on its machine."""
 
     @property
     def local_size(self) -> int:
-        """How many workers are on this machine."""
+        """Number of workers on this machine."""
 
     @property
     def device(self) -> torch.device:
-        """Where this worker's tensors live."""
+        """Device of this worker's tensors."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replace `tensor`, in place, by worker 0's."""
+        """Replace `tensor`, in place, with worker 0's."""
 
     def split(self, parts: Sequence[Sequence[int]]) -> Group:
-        """Divide the workers into groups, given by their ranks, and return this worker's.
+        """Divide the workers into groups, given by their ranks, and return this worker's group.
 
-        Every worker is in exactly one part, in rising order; a worker's rank in its group is its
-        place there. A group belongs to the thread that uses it; another thread asks for its own.
+        Every worker is in exactly one part, in rising order; its rank in the group is its position
+        there. A group must be used by one thread only; another thread creates its own.
         """
 
     def busy(self) -> AbstractContextManager[None]:
-        """Let the others wait in this block for what this worker does, longer than --timeout."""
+        """Keep the other workers waiting during this block, even longer than --timeout."""
 
     def started(self) -> None:
-        """Note that the first update is made: from here on, wait for no longer than --timeout."""
+        """Mark the end of the first update: from here on, wait for at most --timeout."""
 
     def before_leaving(self, rescue: Rescue | None) -> None:
-        """Call this before the process ends itself because another worker is lost or silent."""
+        """Set the function called before the process exits because another worker is lost."""
 
     def barrier(self) -> None:
-        """Wait until every worker is here."""
+        """Wait until every worker has called this."""
 
     def close(self) -> None:
         """Leave the group. Safe to call twice."""
 
 
 def sum_over_workers(tensor: Tensor, backend: Backend) -> None:
-    """Replace `tensor`, in place and wherever it lives, by its elementwise sum over all workers."""
+    """Replace `tensor`, in place and on any device, with its elementwise sum over all workers."""
     sent = tensor.to(backend.device)
     backend.all_reduce(sent).wait()
     if sent is not tensor:
@@ -95,10 +94,9 @@ def sum_over_workers(tensor: Tensor, backend: Backend) -> None:
 
 
 def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> list[int]:
-    """Return the part that holds `rank`; raise ValueError if the parts are no division of all.
+    """Return the part that contains `rank`; raise ValueError if the parts are not a partition.
 
-    Both libraries number the workers of a group in rising order whatever is asked for, so that is
-    the only order that is taken.
+    Both libraries number the workers of a group in rising order, so no other order is accepted.
 
     >>> own_part([[0, 2], [1, 3]], rank=3, world_size=4)
     [1, 3]
@@ -113,22 +111,22 @@ def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> l
 
 
 def on_cpu() -> str:
-    """Return how to compute without accelerators, for messages."""
+    """Return how to compute without accelerators, as part of a message."""
     return f"set {accelerator.visible_devices_variable()}= to compute on the CPU"
 
 
 def remedy() -> str:
-    """Return what to do about too few accelerators, for messages."""
+    """Return what to do about too few accelerators, as part of a message."""
     return f"start as many workers as GPUs, or {on_cpu()}"
 
 
 def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> torch.device:
-    """Return this worker's own GPU, or the CPU where there is none, and make it the current one.
+    """Return this worker's GPU, or the CPU if there is none, and make it the current device.
 
-    `compared`: the workers will find out whether two of them took one GPU. Then the only one that a
-    worker sees is taken to be its own: SLURM shows to each task the GPU it gave it, as number 0.
+    With `compared`, the workers check later that no two of them use the same GPU. Then a worker
+    that sees one GPU uses it: SLURM shows each task only its own GPU, as number 0.
 
-    Raises BackendError where a machine has GPUs, but fewer than workers.
+    Raises BackendError if a machine has GPUs, but fewer than workers.
     """
     number = accelerator.count()
     if number == 0:
@@ -141,6 +139,6 @@ def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> 
 
 
 def identify(device: torch.device) -> str | None:
-    """Return what tells this device from all others of all machines; None: nothing does."""
+    """Return a unique name of this device among all machines, or None if it has none."""
     unit = accelerator.uuid(device)
     return None if unit is None else f"GPU {unit}"

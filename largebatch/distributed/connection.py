@@ -1,4 +1,4 @@
-"""Join the workers of a run: which communication library connects them is chosen at run time."""
+"""Connect the workers of a run with the communication library chosen at run time."""
 
 import os
 import sys
@@ -30,14 +30,14 @@ def connect(
     starting: bool = False,
     splits: bool = True,
 ) -> Backend:
-    """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
+    """Connect to the other workers. `auto` is torch under torchrun or --workers, else horovod.
 
-    A process group of torch.distributed, or Horovod, that this process has initialised is used as
-    it is and stays open. Else a worker that waits for another one for `timeout` s ends, and so it
-    does soon after what started it. `starting`: STARTING times as long until `started` is called.
-    `splits`: the workers may be divided into groups.
+    A process group of torch.distributed, or Horovod, that this process has already initialised is
+    used as it is and stays open. Otherwise a worker exits if it waits for another one longer than
+    `timeout` seconds (with `starting`, STARTING times as long until `started` is called), and soon
+    after its parent process has ended. `splits` allows groups of workers.
 
-    Raises BackendError or MissingPackageError saying how to start what was asked for.
+    Raises BackendError or MissingPackageError; the message says how to start the workers.
     """
     join_slurm()
     adopted = _adopted(name)
@@ -58,14 +58,14 @@ def connect(
         case _:
             if launched_rank() is not None:
                 raise BackendError(
-                    "--backend serial is for a single process, and this one was started as one of "
-                    "several workers; leave --backend out"
+                    "--backend serial is for a single process, but this one was started as one of "
+                    "several workers; remove --backend"
                 )
             return Serial()
 
 
 def _adopted(name: BackendName) -> Backend | None:
-    """Return the workers that this process has connected by itself, on the device it has chosen."""
+    """Return the backend that this process has already initialised, if it matches `name`."""
     running = _running(accelerator.current())
     return running if running is not None and name in {"auto", running.name} else None
 
@@ -80,28 +80,28 @@ def _running(device: torch.device) -> Backend | None:
 
 
 def running_backend(device: torch.device) -> Backend:
-    """Return the workers that are connected already, for tensors on `device`; nothing is opened.
+    """Return a backend over the workers that are already connected, for tensors on `device`.
 
-    That is the default process group of torch.distributed if it is initialised, else Horovod if it
-    is, else this process alone. `close` leaves all of them as they are.
+    This is the default process group of torch.distributed if it is initialised, else Horovod if it
+    is, else this process alone. `close` does not close them.
 
-    Raises BackendError where a launcher started several workers and neither is initialised: each
-    would take its own share of the data for all of it.
+    Raises BackendError if a launcher started several workers and neither library is initialised:
+    each worker would mistake its own share of the data for all of it.
     """
     running = _running(device)
     if running is not None:
         return running
     if launched_size() > 1:
         raise BackendError(
-            f"this process was started as worker {launched_rank()} of {launched_size()}, and "
+            f"this process was started as worker {launched_rank()} of {launched_size()}, but "
             "neither torch.distributed nor Horovod is initialised; call init_process_group or "
-            "hvd.init first, or pass backend=Serial() for this worker's batches alone"
+            "hvd.init first, or pass backend=Serial() to use only this worker's batches"
         )
     return Serial(device)
 
 
 def broadcast_bytes(content: bytes | None, backend: Backend) -> bytes:
-    """Return worker 0's `content` on every worker; the others pass None."""
+    """Return worker 0's `content` on every worker; the other workers pass None."""
     size = torch.tensor([len(content or b"")], device=backend.device)
     backend.broadcast(size)
     length = int(size.item())  # sync: once, before training

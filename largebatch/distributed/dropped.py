@@ -20,12 +20,12 @@ class DroppedWorkers:
         self._rounds = count()
 
     def add(self, worker: int) -> None:
-        """Note that the run goes on without a worker."""
+        """Record that the run continues without a worker."""
         self._store.append("all", f"{worker} ")  # type: ignore[attr-defined]  # torch's stubs
         self._store.set(str(worker), "")
 
     def include(self, worker: int) -> bool:
-        """Return True if a worker is noted."""
+        """Return True if a worker was dropped."""
         return bool(self._store.check([str(worker)]))
 
     def agree(

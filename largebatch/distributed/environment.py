@@ -1,4 +1,4 @@
-"""What the launcher and the machine set for this process; read without PyTorch."""
+"""The environment of this process: rank, launcher, network and cores, read without PyTorch."""
 
 import os
 import re
@@ -13,30 +13,30 @@ from typing import Literal
 BackendName = Literal["auto", "serial", "torch", "horovod"]
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
-"""The variable in which a local worker finds the process that started it."""
+"""Environment variable with the process that started a local worker."""
 
 _STARTED = "LARGEBATCH_STARTED"
-"""The variable with the time at which the command was started, in seconds since 1970."""
+"""Environment variable with the start of the command, in seconds since 1970."""
 
 LOST, ABSENT = 3, 4
-"""Exit codes of a worker that lost another one, and of one that waited for an absent one."""
+"""Exit codes of a worker that lost another worker, and of one whose wait timed out."""
 
 TIMEOUT_SECONDS = 300.0
-"""How long an operation waits for a worker that is there and silent, unless --timeout is given."""
+"""Seconds that an operation waits for a silent worker; the default of --timeout."""
 
 STARTING = 6
-"""How many times as long it waits until the first update: data are read for the first time, models
-compiled, thousands of workers connected."""
+"""Factor of the timeout until the first update: data are read for the first time, models compiled,
+thousands of workers connected."""
 
 _SLURM_SCRIPTS = 2**32 - 16
-"""From here on SLURM numbers steps that are scripts and shells."""
+"""Smallest SLURM step number of batch scripts and shells."""
 
 GRACE_SECONDS = 5.0
-"""How long workers have to explain a lost connection, or to leave after a crash."""
+"""Seconds for workers to explain a lost connection, or to exit after a crash."""
 
 
 def launched_rank() -> int | None:
-    """Return this process's rank if something started it as one of many workers, else None."""
+    """Return this process's rank if a launcher started it as one of many workers, else None."""
     for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if name in os.environ:
             return int(os.environ[name])
@@ -44,10 +44,10 @@ def launched_rank() -> int | None:
 
 
 def join_slurm() -> None:
-    """Set the variables of torchrun where srun started this process as one of several.
+    """Set the variables of torchrun if srun started this process as one of several.
 
-    A batch script and the shell of salloc have variables of srun too, and are no workers. Variables
-    that are set already stay.
+    A batch script and the shell of salloc have srun's variables too, but are not workers. Existing
+    variables are not changed.
     """
     own, tasks = os.environ.get("SLURM_PROCID"), _slurm_tasks()
     if own is None or tasks < 2 or launched_rank() is not None:
@@ -55,10 +55,10 @@ def join_slurm() -> None:
     nodes = _slurm("NNODES", "NUM_NODES") or "1"
     first = "127.0.0.1" if nodes == "1" else _first_host(_slurm("NODELIST") or "")
     number = int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
-    each = _slurm("TASKS_PER_NODE") or str(tasks)  # as in 4(x2),1
+    per_node = _slurm("TASKS_PER_NODE") or str(tasks)  # such as 4(x2),1
     counts = [
         int(count)
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", each)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
         for _ in range(int(times or 1))
     ]
     for name, value in {
@@ -73,7 +73,7 @@ def join_slurm() -> None:
 
 
 def _slurm_tasks() -> int:
-    """Return how many processes srun started with this one."""
+    """Return the number of processes of this srun step."""
     if "SLURM_STEP_NUM_TASKS" in os.environ:
         return int(os.environ["SLURM_STEP_NUM_TASKS"])
     step = int(os.environ.get("SLURM_STEP_ID", _SLURM_SCRIPTS))
@@ -83,14 +83,14 @@ def _slurm_tasks() -> int:
 
 
 def _slurm(*names: str) -> str | None:
-    """Return what SLURM says of the step, else of the job."""
+    """Return the first variable with one of these names that SLURM sets for the step or the job."""
     kinds = ("SLURM_STEP_", "SLURM_", "SLURM_JOB_")
-    found = (os.environ.get(kind + name) for kind in kinds for name in names)
-    return next(filter(None, found), None)
+    values = (os.environ.get(kind + name) for kind in kinds for name in names)
+    return next(filter(None, values), None)
 
 
 def _first_host(hosts: str) -> str:
-    """Return the first of SLURM's list of hosts.
+    """Return the first host of SLURM's list.
 
     >>> [_first_host(hosts) for hosts in ("gpu[07-09,12],x1", "a-1,b", "rack[1-2]n[3-4]")]
     ['gpu07', 'a-1', 'rack1n3']
@@ -99,18 +99,18 @@ def _first_host(hosts: str) -> str:
 
 
 def worker_rank() -> int | None:
-    """Return this process's rank if it was started as one of many or has joined them, else None."""
+    """Return this process's rank if it is one of several workers, else None."""
     joined = _joined()
     return launched_rank() if joined is None else joined[0]
 
 
 def own_rank() -> int:
-    """Return this process's rank; one that is alone is worker 0."""
+    """Return this process's rank, which is 0 for a single process."""
     return worker_rank() or 0
 
 
 def launched_size() -> int:
-    """Return how many workers this process was started as one of; 1 if it was started alone."""
+    """Return the number of workers that the launcher started; 1 for a single process."""
     for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if name in os.environ:
             return int(os.environ[name])
@@ -118,27 +118,27 @@ def launched_size() -> int:
 
 
 def world_size() -> int:
-    """Return how many workers this process was started as one of or has joined, itself included."""
+    """Return the number of workers, connected or started by the launcher."""
     joined = _joined()
     return launched_size() if joined is None else joined[1]
 
 
 def _joined() -> tuple[int, int] | None:
-    """Return rank and number of the workers where this process has connected them by itself."""
+    """Return rank and world size if this process has connected several workers, else None."""
     dist, hvd = map(sys.modules.get, ("torch.distributed", "horovod.torch"))
-    found = None
+    rank, size = 0, 1
     if dist is not None and dist.is_available() and dist.is_initialized():
-        found = dist.get_rank(), dist.get_world_size()
+        rank, size = dist.get_rank(), dist.get_world_size()
     elif hvd is not None and hvd.is_initialized():
-        found = hvd.rank(), hvd.size()
-    return found if found is not None and found[1] > 1 else None
+        rank, size = hvd.rank(), hvd.size()
+    return (rank, size) if size > 1 else None
 
 
 @contextmanager
 def noting_start(*, of_process: bool) -> Iterator[None]:
-    """Note that a command starts now, or started with this process, for it and its workers.
+    """Record the start of a command, now or at the start of this process, for it and its workers.
 
-    A worker that something else started does not know when the command was.
+    A worker started by another launcher does not know the command's start.
     """
     if LAUNCHER in os.environ or launched_rank() is not None:
         yield
@@ -155,13 +155,13 @@ def noting_start(*, of_process: bool) -> Iterator[None]:
 
 
 def command_started() -> float | None:
-    """Return when the command was started, in seconds since 1970; None: this is no command."""
-    noted = os.environ.get(_STARTED)
-    return None if noted is None else float(noted)
+    """Return the start of the command in seconds since 1970; None if there is no command."""
+    start = os.environ.get(_STARTED)
+    return None if start is None else float(start)
 
 
 def _process_seconds() -> float:
-    """Return the seconds since this process was started; 0 where the system does not record it."""
+    """Return the seconds since this process was started; 0 if the system does not record it."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:  # macOS has no /proc; in a container it may be hidden
@@ -172,29 +172,28 @@ def _process_seconds() -> float:
 def let_threads_sleep() -> None:
     """Make waiting OpenMP threads sleep, unless the user chose otherwise.
 
-    By itself GNU's library lets them spin for a while, which is time that other processes of a busy
-    machine, or other workers, do not get. Of use before PyTorch is imported, and to what is started
-    then.
+    By default GNU's library makes them spin for a while, which takes time from other processes and
+    workers. This has an effect only before PyTorch is imported, and on child processes.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def loopback() -> str:
-    """Return the name of the interface that only this machine reaches."""
+    """Return the name of the loopback network interface."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def use_loopback() -> None:
-    """Make libraries whose workers are all on this machine listen to nothing else.
+    """Restrict Gloo and NCCL to the loopback interface, for workers on one machine.
 
-    By itself Gloo takes the address of the host's name. An interface that the user chose stays.
+    By default Gloo uses the address of the host's name. An interface chosen by the user is kept.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, loopback())
 
 
 def available_cores() -> int:
-    """Return how many processor cores this process may use."""
+    """Return the number of processor cores available to this process."""
     if hasattr(os, "sched_getaffinity"):  # Linux; a container may have fewer than the machine
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

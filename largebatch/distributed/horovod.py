@@ -1,12 +1,12 @@
 """Horovod: its collective operations, without its optimizer.
 
-The workers are already there, started by --workers, horovodrun or mpirun; one that was started
-alone is a group of one.
+The workers are started by --workers, horovodrun or mpirun; a process started alone is a group of
+one.
 
-Horovod matches operations by name: all workers must give one the same name, no name may be under
-way twice, and a name that comes back with the same type and shape skips the negotiation. The names
-it makes up never come back. Ours are the type and shape of the tensor and the lowest number that is
-free: all workers count alike, and a step repeats the names of the step before.
+Horovod matches operations by name: all workers must use the same name, a name may not be in use
+twice at the same time, and a repeated name with the same type and shape skips the negotiation.
+Horovod's default names never repeat. Here a name is the type and shape of the tensor and the lowest
+free number: all workers count in the same way, and every step repeats the names of the previous.
 """
 
 import math
@@ -38,18 +38,18 @@ from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
 
 _SETTINGS = {
-    "HOROVOD_FUSION_THRESHOLD": "0",  # which sums it puts together depends on when they come
-    "HOROVOD_STALL_CHECK_DISABLE": "1",  # the watch does that, and ends
+    "HOROVOD_FUSION_THRESHOLD": "0",  # fused groups of sums would depend on timing
+    "HOROVOD_STALL_CHECK_DISABLE": "1",  # the watch checks for stalls
 }
-"""What is set when the backend is opened, unless the user has set it."""
+"""Environment variables set when the backend is opened, unless the user has set them."""
 
 
 _LATER_SECONDS = 20
-"""How much longer than the watch Horovod waits."""
+"""Additional seconds that Horovod waits after the watch's timeout."""
 
 
 class _ServerNotes:
-    """Notes in the server through which horovodrun's workers, those with Gloo, find each other."""
+    """Notes in the rendezvous server of horovodrun's Gloo workers."""
 
     def __init__(self, address: str, port: str, *, rank: int) -> None:
         self._url = f"http://{address}:{port}/watch/"
@@ -58,39 +58,39 @@ class _ServerNotes:
         self._beats: dict[int, str] = {}
 
     def wait(self) -> None:
-        """Note that this worker waits."""
+        """Record that this worker is waiting."""
         self._set("waits", "yes")
 
     def resume(self) -> None:
-        """Take that note back."""
+        """Remove the record of `wait`."""
         self._set("waits", "")
 
     def absent(self, members: Sequence[int]) -> list[int]:
-        """Return which of these workers do not wait; the server can count nothing: ask for each."""
+        """Return the workers that are not waiting, with one request per worker."""
         found = [n for n in members if n != self._rank and not self._get("waits", n)]
         self._first = min(set(members) - set(found))
         return found
 
     def beat(self) -> None:
-        """Note that this worker is busy."""
+        """Record that this worker is busy."""
         self._set("busy", str(next(self._numbers)))
 
     def are_busy(self, workers: Sequence[int]) -> bool:
-        """Return True if one of these has noted since the last call that it is busy."""
+        """Return True if one of these workers has recorded since the last call that it is busy."""
         beats = {worker: self._get("busy", worker) for worker in workers}
         new = any(beat != self._beats.get(worker, "") for worker, beat in beats.items())
         self._beats |= beats
         return new
 
     def speaks(self) -> bool:
-        """Return True on the first worker that waits."""
+        """Return True on the first waiting worker."""
         return self._rank == self._first
 
     def _set(self, kind: str, value: str) -> None:
         self._call(f"{kind}.{self._rank}", value.encode(), "PUT")
 
     def _get(self, kind: str, worker: int) -> str:
-        """Return a note, or nothing."""
+        """Return a note, or an empty string if there is none."""
         try:
             return self._call(f"{kind}.{worker}", None, "GET").decode()
         except HTTPError as error:
@@ -107,17 +107,17 @@ class _ServerNotes:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A sum under way."""
+    """A sum in progress."""
 
     wait: Callable[[], None]
-    """Block until the result is there. To be called once."""
+    """Function that blocks until the result is available; call it once."""
 
 
 class HorovodGroup:
-    """Some of the workers, over a process set of an initialised `horovod.torch`.
+    """A group of workers, over a process set of an initialised `horovod.torch`.
 
-    `prefix` starts the name of every operation: two groups of the same workers share Horovod's
-    process set, and each counts its own operations.
+    Every operation's name starts with `prefix`: two groups of the same workers share Horovod's
+    process set, but each counts its own operations.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class HorovodGroup:
         self._hvd, self._set, self._prefix = hvd, process_set, prefix
         self._members, self._watch = members, watch
         self._under_way: set[str] = set()
-        self._worker: int = hvd.rank()  # its number among all, which error messages use
+        self._worker: int = hvd.rank()  # global rank, for error messages
         self.rank = list(members).index(self._worker)
         self.world_size = len(members)
 
@@ -144,7 +144,7 @@ class HorovodGroup:
         name = next(name for name in numbered if name not in self._under_way)
         handles: list[int] = []
         number = self._begin("all_reduce", target, lambda: bool(handles and hvd.poll(handles[0])))
-        with self._lost_peers_named():  # which may wait for the others already
+        with self._lost_peers_named():  # starting may already wait for the others
             handles.append(hvd.allreduce_async_(sent, name=name, op=hvd.Sum, process_set=self._set))
         self._under_way.add(name)
 
@@ -178,7 +178,7 @@ class HorovodGroup:
 
     @contextmanager
     def _watched(self, name: str, tensor: Tensor | None = None) -> Iterator[None]:
-        """Let the watch follow an operation that blocks."""
+        """Monitor a blocking operation with the watch."""
         if self._watch is None:
             yield
             return
@@ -191,7 +191,7 @@ class HorovodGroup:
 
     @contextmanager
     def _lost_peers_named(self) -> Iterator[None]:
-        """Turn Horovod's error into PeerLostError, unless it says that the workers disagree."""
+        """Convert Horovod's error to PeerLostError, unless it reports mismatched operations."""
         try:
             yield
         except self._hvd.HorovodInternalError as error:
@@ -204,9 +204,9 @@ class HorovodGroup:
 
 
 class RunningHorovod(Watched, HorovodGroup):
-    """A Backend over an initialised `horovod.torch`, which is not shut down.
+    """A Backend over an initialised `horovod.torch`, which `close` does not shut down.
 
-    Its tensors live on `device`, or on the CPU where Horovod was built without GPU support.
+    Its tensors are on `device`, or on the CPU if Horovod was built without GPU support.
     """
 
     name = "horovod"
@@ -222,7 +222,7 @@ class RunningHorovod(Watched, HorovodGroup):
         self.device = device if _supports_gpus(hvd) else torch.device("cpu")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replace `tensor` by worker 0's, in place."""
+        """Replace `tensor` with worker 0's, in place."""
         target = tensor.detach()
         sent = _sendable(target)
         with self._lost_peers_named(), self._watched("broadcast", tensor):
@@ -231,9 +231,9 @@ class RunningHorovod(Watched, HorovodGroup):
             target.copy_(sent)
 
     def split(self, parts: Sequence[Sequence[int]]) -> HorovodGroup:
-        """Make a process set of every part there is none of; return the group of this worker."""
+        """Create the missing process sets of the parts; return the group of this worker."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
-        for part in map(tuple, parts):  # every worker makes all of them, in this order
+        for part in map(tuple, parts):  # every worker creates all of them, in this order
             if part not in self._sets:
                 with self._lost_peers_named(), self._watched("add_process_set"):
                     self._sets[part] = self._hvd.add_process_set(list(part))
@@ -256,9 +256,9 @@ class RunningHorovod(Watched, HorovodGroup):
 
 
 class Horovod(RunningHorovod):
-    """A Backend over an initialised `horovod.torch`, which it shuts down.
+    """A Backend over an initialised `horovod.torch`, which `close` shuts down.
 
-    Raises BackendError where torch sees a GPU and Horovod was built without GPU support.
+    Raises BackendError if torch sees a GPU but Horovod was built without GPU support.
     """
 
     def __init__(self, hvd: ModuleType, watch: Watch | None = None) -> None:
@@ -272,7 +272,7 @@ class Horovod(RunningHorovod):
         super().__init__(hvd, device, watch)
 
     def close(self) -> None:
-        """Shut Horovod down; operations under way on other workers fail there."""
+        """Shut Horovod down; operations in progress on other workers fail there."""
         with self._watched("shutdown"):
             self._hvd.shutdown()
         if self._watch is not None:
@@ -282,12 +282,12 @@ class Horovod(RunningHorovod):
 def open_horovod(
     timeout: float = TIMEOUT_SECONDS, *, starting: bool = False, splits: bool = True
 ) -> Horovod:
-    """Join the group this process was started in, and take this worker's GPU if there are any.
+    """Initialise Horovod for the group this process was started in, on this worker's GPU if any.
 
-    An operation that another worker has not joined after `timeout` s ends this one; `starting`:
-    STARTING times as long until `started` is called. `splits`: the workers may be divided. Horovod
-    then lets no operation begin while it waits for a worker, and no thread of this process run, so
-    it ends it itself, later, also at the start, and does not know for whom.
+    The process exits if another worker has not joined an operation after `timeout` seconds; with
+    `starting`, STARTING times as long until `started` is called. `splits` allows groups of workers.
+    Horovod then blocks all operations and all threads of this process while it waits for a worker,
+    so Horovod itself ends the process, later, also during the start, and cannot name the worker.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -300,9 +300,9 @@ def open_horovod(
             watch = Watch(_notes(), rank=own_rank(), timeout=timeout, starting=starting)
         with watch.during("init", range(launched_size())) if watch else nullcontext():
             hvd.init(process_sets="dynamic" if splits else None)  # none yet: `split` adds them
-    except ModuleNotFoundError:  # of what Horovod needs
+    except ModuleNotFoundError:  # a dependency of Horovod is missing
         raise
-    except (ImportError, AttributeError) as error:  # built for another torch, or for none
+    except (ImportError, AttributeError) as error:  # built for another torch, or without torch
         raise BackendError(
             f"Horovod was not built for torch {torch.__version__}; build it again: {_INSTALL}"
         ) from error
@@ -315,13 +315,13 @@ def open_horovod(
             "horovod out"
         )
     backend = Horovod(hvd, watch)
-    # From the CPU, for Horovod sends no tensor that is on a GPU here and on the CPU there.
+    # On the CPU: Horovod cannot sum a GPU tensor with another worker's CPU tensor.
     require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))
     return backend
 
 
 def _notes() -> Notes | None:
-    """Return where the workers can leave notes; mpirun gives them no such place."""
+    """Return the notes in horovodrun's server; None under mpirun, which has no server."""
     address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if address is None:
         return None
@@ -333,6 +333,6 @@ def _supports_gpus(hvd: ModuleType) -> bool:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy as Horovod wants it, which refuses bfloat16 and strides."""
+    """Return `tensor`, or a contiguous copy not in bfloat16, as Horovod requires."""
     accepted = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     return accepted.contiguous()

@@ -1,9 +1,9 @@
-"""Links: two workers that send each other tensors, over a process group of their own.
+"""Links: point-to-point sends between two workers, over a process group of the two.
 
-A group of torch.distributed is for one thread at a time, and when one of its members dies all its
-operations fail. Over groups of two, threads of one worker talk to different workers at once, and
-the loss of one is seen at once, and by those alone who talk to it. The groups are Gloo's: what is
-on a GPU goes through the memory of the host.
+A group of torch.distributed is for one thread at a time, and all its operations fail when one
+member dies. With groups of two, threads of one worker talk to different workers at the same time,
+and the loss of a worker is detected immediately, and only by its peers. The groups use Gloo:
+GPU tensors are copied through the host's memory.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,25 @@ from largebatch.errors import BackendError
 
 
 class Link:
-    """The way to one other worker. Each end is used by one thread at a time."""
+    """A connection to one other worker. Each end must be used by one thread at a time."""
 
     def __init__(self, group: dist.ProcessGroup, *, peer: int) -> None:
         self.peer = peer
-        """The rank of the other worker."""
+        """Rank of the other worker."""
 
         self._group, self._own = group, dist.get_rank()
 
     def send(self, tensor: Tensor) -> None:
-        """Send a tensor; return when it may be changed again. Raises PeerLostError."""
-        sent = tensor.to("cpu").contiguous()  # sync: it leaves the device
+        """Send a tensor; it may be changed after the return. Raises PeerLostError."""
+        sent = tensor.to("cpu").contiguous()  # sync: a copy to the host
         with lost_peers_named(self._own):
             dist.send(sent, dst=self.peer, group=self._group)
 
     def receive(self, into: Tensor) -> None:
-        """Wait for a tensor of this type and size, and write it there. Raises PeerLostError."""
+        """Wait for a tensor of the type and size of `into`, and copy it there.
+
+        Raises PeerLostError.
+        """
         received = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
         with lost_peers_named(self._own):
             dist.recv(received, src=self.peer, group=self._group)
@@ -44,8 +47,8 @@ class Link:
 def open_links(backend: Backend, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Link]:
     """Open a link for each of these pairs of ranks, and return those of this worker.
 
-    Every worker calls this with the same pairs. torch.distributed connects them, which alone can
-    send to one worker; raises BackendError for another backend.
+    Every worker must call this with the same pairs. Raises BackendError unless the backend is
+    torch.distributed, the only one with point-to-point sends.
     """
     if not pairs:
         return {}

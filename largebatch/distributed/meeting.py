@@ -1,6 +1,6 @@
-"""Where torch's workers meet before they have a process group, and what they compare there.
+"""The store of torch's workers, and the checks made there before a process group exists.
 
-Worker 0, or what started the workers, serves a store at MASTER_ADDR and MASTER_PORT.
+Worker 0, or the launcher, serves the store at MASTER_ADDR and MASTER_PORT.
 """
 
 import ipaddress
@@ -25,18 +25,18 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
-    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and number of workers.
+    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and world size.
 
-    Worker 0 serves it on that address only, unless torchrun does so already; where the address is
-    not this host's own, on all. `alone`: all workers are on this host.
+    Unless torchrun serves the store, worker 0 does: on that address only, or on all interfaces if
+    the address is not this host's. `alone` is True if all workers are on this host.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = None
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listener = listen_on(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), alone=alone)
     if listener is None:
-        met: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
-        return met
+        joined: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
+        return joined
     address, port = listener.getsockname()[:2]
     file = listener.detach()
     store = TCPStore(
@@ -46,24 +46,24 @@ def open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
 
 
 def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
-    """Return a socket that listens on one address of this host; log a warning where none can.
+    """Return a socket that listens on one address of this host; log a warning if none can.
 
-    An address may be another machine's that passes connections on, and the name of a host among
-    several may mean the loopback interface to that host itself (Debian's 127.0.1.1): then another
-    address of that name is taken, if it has one.
+    An address may belong to another machine that forwards connections. With several hosts, a
+    host's own name may resolve to its loopback interface (Debian's 127.0.1.1): then another address
+    of that name is used, if there is one.
     """
-    found = []
+    places = []
     with suppress(OSError):
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in found:
+        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, place in places:
         if alone or not ipaddress.ip_address(place[0]).is_loopback:
             with suppress(OSError):
                 return socket.create_server((str(place[0]), int(place[1])), family=family)
     if not alone:
-        places = ", ".join(dict.fromkeys(str(place[0]) for *_, place in found)) or "unknown"
+        names = ", ".join(dict.fromkeys(str(place[0]) for *_, place in places)) or "unknown"
         _LOG.warning(
-            "MASTER_ADDR %s (%s) is no address at which this host can listen for others: the "
-            "workers' store is open on all of its interfaces", address, places,
+            "MASTER_ADDR %s (%s) is not an address on which this host can listen for others: the "
+            "workers' store is open on all interfaces", address, names,
         )  # fmt: skip
     return None
 
@@ -73,9 +73,9 @@ def require_one_type(
 ) -> None:
     """Raise MismatchError on every worker unless all compute on the same type of device.
 
-    So it does where two compute on one `unit`, if their devices have such names. Asked before the
-    process group is made: NCCL and Gloo would wait for each other. The worker that comes last
-    compares, so that each of the others makes a few requests, however many there are.
+    Also raised if two workers use the same `unit`, a device's unique name, if it has one. This must
+    precede the creation of the process group: NCCL and Gloo would wait for each other. The last
+    worker to arrive compares, so that the others make only a few requests for any world size.
     """
     store.set(f"device/{rank}", own)
     store.add(f"on/{own}", 1)
@@ -84,9 +84,9 @@ def require_one_type(
         if other != str(rank):
             store.set("shared", f"{other} and {rank} share {unit}")
     if store.add("arrived", 1) == world_size:
-        alike = store.add(f"on/{own}", 0) == world_size
-        difference = "" if alike else _difference(store, world_size)
-        if unit is not None and alike and store.check(["shared"]):
+        same = store.add(f"on/{own}", 0) == world_size
+        difference = "" if same else _difference(store, world_size)
+        if unit is not None and same and store.check(["shared"]):
             difference = f"workers {store.get('shared').decode()}; {remedy()}"
         store.set("difference", difference)
     difference = store.get("difference").decode()
@@ -94,17 +94,17 @@ def require_one_type(
         return
     if store.add("informed", 1) == world_size:
         store.set("all informed", "")
-    if rank == 0:  # whose process may hold the store
+    if rank == 0:  # its process may serve the store
         with suppress(dist.DistStoreError):
             store.wait(["all informed"], timedelta(seconds=GRACE_SECONDS))
     raise MismatchError(difference)
 
 
 def _difference(store: Store, world_size: int) -> str:
-    """Describe which workers have which type of device."""
+    """Return a message that lists the workers of each type of device."""
     types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
     try:
-        require_same([{"device": found.decode()} for found in types])
+        require_same([{"device": kind.decode()} for kind in types])
     except MismatchError as error:
         return str(error)
-    raise AssertionError("the types are alike")
+    raise AssertionError("the types are the same")

@@ -1,8 +1,8 @@
-"""How fast the workers' hosts reach each other: sums over all of them, and between two hosts.
+"""Network speed between the workers' hosts: all-reduces over all workers, and between two hosts.
 
-Each host is measured with the next one, the last one with the first, and pairs that share no host
-at the same time. So a slow host shows in both of its pairs, and the time does not grow with the
-number of hosts.
+Each host is measured with the next one, and the last one with the first; pairs without a common
+host are measured at the same time. So a slow host is slow in both of its pairs, and the time does
+not grow with the number of hosts.
 """
 
 import socket
@@ -17,18 +17,18 @@ from largebatch import accelerator
 from largebatch.distributed.backend import Backend, Group
 
 SIZES = (2**12, 2**20, 2**26)
-"""Bytes of a sum: one that waits, one of a layer, one of ResNet-50's gradients in fp16 and more."""
+"""Bytes of a sum: latency-bound, like one layer, and like ResNet-50's gradients in fp16 or more."""
 
 REPEATS = 5
 SLOW = 0.5
-"""A pair is slow below this part of the bandwidth that most hosts have."""
+"""A pair is slow below this fraction of the median bandwidth of the hosts."""
 
 _LONGEST_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two hosts, and the bandwidth of a sum between their workers in bytes a second."""
+    """Two hosts, and the bandwidth of a sum over their workers in bytes per second."""
 
     hosts: tuple[str, str]
     bandwidth: float
@@ -36,20 +36,20 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What was measured; the same on every worker."""
+    """Result of the measurement; the same on every worker."""
 
     hosts: tuple[str, ...]
     seconds: dict[int, float]
-    """Of a sum over all workers, by its bytes: the median of REPEATS on the slowest worker."""
+    """Seconds of a sum over all workers, by its bytes: the median of REPEATS, slowest worker."""
 
     pairs: tuple[Pair, ...]
-    """Empty where all workers are on one host."""
+    """Pairs of hosts; empty if all workers are on one host."""
 
     @property
     def slow_pairs(self) -> tuple[Pair, ...]:
-        """Those far below what most hosts have in the better one of their pairs.
+        """Pairs far below the hosts' median bandwidth, taken in the better pair of each host.
 
-        The median of all pairs will not do: of three hosts a slow one is in two pairs.
+        The median of all pairs does not work: of three hosts, a slow one is in two pairs.
         """
         if not self.pairs:
             return ()
@@ -61,7 +61,7 @@ class Network:
 
     @property
     def slow_hosts(self) -> tuple[str, ...]:
-        """Hosts all of whose pairs are slow beside one that is not."""
+        """Hosts with slow pairs only, if other hosts have fast ones."""
         slow = self.slow_pairs
         fine = {host for pair in self.pairs if pair not in slow for host in pair.hosts}
         return tuple(host for host in self.hosts if slow and host not in fine)
@@ -71,17 +71,17 @@ def measure_network(backend: Backend, *, sizes: Sequence[int] = SIZES) -> Networ
     """Time sums of `sizes` bytes over all workers, and of the last size between pairs of hosts."""
     ranks = _ranks_by_host(backend)
     seconds = {size: max(_times(backend, backend, size)) for size in sizes}
-    pairs = [pair for some in rounds(list(ranks)) for pair in _pairs(some, ranks, backend, sizes)]
+    pairs = [pair for hosts in rounds(list(ranks)) for pair in _pairs(hosts, ranks, backend, sizes)]
     return Network(hosts=tuple(ranks), seconds=seconds, pairs=tuple(pairs))
 
 
 def bandwidth(size: int, *, workers: int, seconds: float) -> float:
-    """Return the bytes a second that each worker sends, in a ring: 2 (n - 1) / n of the sum's."""
+    """Return the bytes per second that each worker sends in a ring: 2 (n - 1) / n of the sum's."""
     return size * 2 * (workers - 1) / workers / seconds
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return each host with the next, in rounds in which every host occurs at most once.
+    """Pair each host with the next, in rounds in which every host occurs at most once.
 
     >>> rounds(["a", "b", "c"])
     [[('a', 'b')], [('b', 'c')], [('c', 'a')]]
@@ -96,46 +96,46 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def _pairs(
-    some: Sequence[tuple[str, str]],
+    paired_hosts: Sequence[tuple[str, str]],
     ranks: dict[str, list[int]],
     backend: Backend,
     sizes: Sequence[int],
 ) -> Iterator[Pair]:
-    """Measure pairs at the same time; the hosts in none of them wait."""
-    parts = [sorted(ranks[one] + ranks[other]) for one, other in some]
+    """Measure pairs at the same time; unpaired hosts wait."""
+    parts = [sorted(ranks[first] + ranks[second]) for first, second in paired_hosts]
     paired = {rank for part in parts for rank in part}
     rest = [rank for rank in range(backend.world_size) if rank not in paired]
     group = backend.split([*parts, rest] if rest else parts)
     times = _times(group, backend, sizes[-1])
-    for hosts, part in zip(some, parts, strict=True):
+    for hosts, part in zip(paired_hosts, parts, strict=True):
         slowest = max(times[rank] for rank in part)
         yield Pair(hosts, bandwidth(sizes[-1], workers=len(part), seconds=slowest))
 
 
 def _times(group: Group, backend: Backend, size: int) -> list[float]:
-    """Return the median time that a sum over its group took each worker, in seconds."""
+    """Return each worker's median seconds of a sum over its group."""
     tensor = torch.ones(size // 4, device=backend.device)
-    found = []
-    for number in range(REPEATS + 2):  # the first ones connect
+    durations = []
+    for number in range(REPEATS + 2):  # the first two connect
         backend.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         group.all_reduce(tensor).wait()
         accelerator.synchronize(tensor.device)  # sync: this is a measurement
         if number >= 2:
-            found.append(time.perf_counter() - begun)
+            durations.append(time.perf_counter() - start)
         tensor.fill_(1)
-    own = torch.tensor([statistics.median(found)], dtype=torch.float64, device=backend.device)
+    own = torch.tensor([statistics.median(durations)], dtype=torch.float64, device=backend.device)
     times: list[float] = backend.all_gather(own).flatten().tolist()
     return times
 
 
 def _ranks_by_host(backend: Backend) -> dict[str, list[int]]:
-    """Return the workers of each host by its name, in the order of their ranks."""
+    """Return the ranks of the workers of each host, by host name."""
     name = socket.gethostname().encode()[:_LONGEST_NAME]
     own = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
     own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
     names = backend.all_gather(own.to(backend.device)).cpu().numpy()
-    found: dict[str, list[int]] = {}
-    for rank, each in enumerate(names):
-        found.setdefault(each.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
-    return found
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(names):
+        ranks.setdefault(host.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    return ranks

@@ -1,18 +1,18 @@
 """Sums gradients over all workers while the backward pass is still running.
 
-Parameters are put into static groups counted from the last layer, whose gradients are ready first;
-each group is one flat buffer and one all-reduce, started as soon as its last gradient is there and
-never before the group above it, so that all workers send in the same order. A `Grouping` takes the
-sizes of the gradients in bytes, in the order of the model, and returns runs of their numbers, the
-one to send first in front: small groups start early and cost a latency each; large ones use the
-wire well and start late.
+Parameters are divided into static groups counted from the last layer, whose gradients are ready
+first. Each group is one flat buffer and one all-reduce. It starts as soon as the group's last
+gradient is ready, and never before the previous group, so that all workers send in the same order.
+A `Grouping` takes the sizes of the gradients in bytes, in the order of the model, and returns
+ranges of their numbers, the first to send in front: small groups start early but cost a latency
+each; large groups use the bandwidth well but start late.
 
-A gradient is a view into its buffer. The first backward pass of a step leaves a fresh tensor, which
-is copied there; the later ones add to the view. Zeroing the buffer and adding every time would
-read and write the memory twice as often. One worker that sends nothing has no buffers.
+A gradient is a view into its buffer. The first backward pass of a step creates a new tensor, which
+is copied there; the later ones add to the view. Zeroing the buffer and always adding would read and
+write the memory twice as often. A single worker needs no buffers.
 
-A library's own wrapper (DistributedDataParallel, hvd.DistributedOptimizer) would discover the order
-at run time, and differs from the next in what it does to accumulation.
+The libraries' own wrappers (DistributedDataParallel, hvd.DistributedOptimizer) determine the order
+at run time, and differ in their handling of accumulation.
 """
 
 import math
@@ -33,7 +33,7 @@ Grouping = Callable[[Sequence[int]], list[range]]
 
 
 def cubic(sizes: Sequence[int]) -> list[range]:
-    """Put 3 (k+1)^3 - 3 k^3 tensors in group k (Fujitsu's MLPerf v0.6 entry).
+    """Form groups of 3 (k+1)^3 - 3 k^3 tensors (Fujitsu's MLPerf v0.6 entry).
 
     >>> [len(group) for group in cubic([4] * 161)]
     [3, 21, 57, 80]
@@ -44,7 +44,7 @@ def cubic(sizes: Sequence[int]) -> list[range]:
 
 
 def quadratic(sizes: Sequence[int]) -> list[range]:
-    """Put 3 (k+1)^2 - 3 k^2 tensors in group k.
+    """Form groups of 3 (k+1)^2 - 3 k^2 tensors.
 
     >>> [len(group) for group in quadratic([4] * 161)]
     [3, 9, 15, 21, 27, 33, 39, 14]
@@ -53,7 +53,7 @@ def quadratic(sizes: Sequence[int]) -> list[range]:
 
 
 def constant(tensors: int) -> Grouping:
-    """Put the same number of tensors in each group.
+    """Form groups of the same number of tensors.
 
     >>> constant(2)([4] * 5)
     [range(3, 5), range(1, 3), range(0, 1)]
@@ -64,7 +64,7 @@ def constant(tensors: int) -> Grouping:
 
 
 def by_bytes(limit: float) -> Grouping:
-    """Close a group as soon as it has `limit` bytes.
+    """Form groups of at least `limit` bytes.
 
     >>> by_bytes(10)([1, 20, 4, 8, 2])
     [range(3, 5), range(1, 3), range(0, 1)]
@@ -86,7 +86,7 @@ def by_bytes(limit: float) -> Grouping:
 
 
 def _cut(num_tensors: int, counts: Iterable[int]) -> list[range]:
-    """Cut runs of `counts` tensors off the end; the last run is what remains."""
+    """Return ranges of `counts` tensors from the end; the last range is the remainder."""
     groups, end = [], num_tensors
     for taken in counts:
         if end == 0:
@@ -98,31 +98,31 @@ def _cut(num_tensors: int, counts: Iterable[int]) -> list[range]:
 
 @dataclass(slots=True)
 class _Group:
-    """Some parameters, one buffer, and what the running step has brought and still owes."""
+    """Parameters with one buffer, and the state of their gradients in this step."""
 
     parameters: dict[str, nn.Parameter]
     buffer: Tensor
     views: dict[str, Tensor]
-    """Where gradients are kept: parts of the buffer in the shape of the parameters."""
+    """Storage of the gradients: views of the buffer in the shape of the parameters."""
 
     sent: Tensor
-    """What goes over the wire: the buffer itself, or as many numbers of a shorter type."""
+    """Tensor to send: the buffer itself, or one of the same length in a shorter type."""
 
     held: dict[str, Tensor] = field(default_factory=dict)
-    """The gradients of this step."""
+    """Gradients of this step."""
 
     pending: set[str] = field(default_factory=set)
-    """Who gets another gradient in the armed backward pass."""
+    """Parameters that still get a gradient in the armed backward pass."""
 
     first: Tensor | None = None
-    """The squared length of the gradients of a step's first backward pass, where it is measured."""
+    """Squared norm of the gradients of a step's first backward pass, if measured."""
 
     def tensors(self) -> list[Tensor]:
-        """Return what holds the gradients: the buffer, or the gradients one by one."""
+        """Return the tensors of the gradients: the buffer, or the gradients one by one."""
         return [self.buffer] if self.views else list(self.held.values())
 
     def square(self) -> Tensor:
-        """Return the squared length of the gradients: 0-d, on the device."""
+        """Return the squared norm of the gradients: 0-d, on the device."""
         return torch.stack(torch._foreach_norm(self.tensors())).square().sum()
 
     def send(self, workers: Group, divisor: float) -> Work:
@@ -139,20 +139,20 @@ class Reducer:
     """Owns the gradients of a model: zero them, accumulate, and `wait` for the global sum.
 
     Per optimizer step: `zero`, any number of backward passes, `arm` before the last one, `wait`.
-    Every gradient is then the sum over workers and micro-batches; a loss divided by the global
-    batch makes that the mean over all its samples, with nothing left to scale.
+    Every gradient is then the sum over workers and micro-batches; with a loss divided by the global
+    batch it is the mean over all samples, and needs no further scaling.
 
-    `dtype` is a shorter type to send in. Each worker divides by `divisor` before rounding, and
-    multiplies the sum by it: by their number, so that no sum of representable gradients overflows,
-    or by 1 where the loss was divided by the global batch, which has done that already; dividing
-    twice would lose small gradients. One worker rounds too, so that a recipe means the same there.
-    The gradients of `exact` keep their type and go last, together. `measure` keeps the squared
-    lengths of gradients before and after the sum, for the gradient noise scale: one more reading of
-    the gradients of the first micro-batch and of the sum. With `copies`, memory that the backward
-    pass returns a gradient in may be overwritten by the next one (CUDA graphs).
+    `dtype` is a shorter type to send. Each worker divides by `divisor` before rounding and
+    multiplies the sum by it. The default is the number of workers, so that no sum of representable
+    gradients overflows; use 1 if the loss is already divided by the global batch, because dividing
+    twice would lose small gradients. A single worker rounds too, so that a recipe computes the same
+    on any number. The gradients of `exact` keep their type and are sent last, together. `measure`
+    records the squared norms of the gradients before and after the sum, for the gradient noise
+    scale, at the cost of reading the gradients of the first micro-batch and the sum once more. With
+    `copies`, the next backward pass may overwrite the memory of a gradient (CUDA graphs).
 
-    Gradients are numbers: backward(create_graph=True) is refused, on one worker too. A loss may
-    hold gradients of its own, from torch.autograd.grad(..., create_graph=True).
+    backward(create_graph=True) is an error, also on one worker: gradients with a graph cannot be
+    summed. A loss may contain gradients from torch.autograd.grad(..., create_graph=True).
     """
 
     def __init__(  # noqa: PLR0913 -- how gradients are grouped and sent
@@ -184,8 +184,8 @@ class Reducer:
         self._armed = False
         self._under_way: list[Work] = []
         self.squares: Tensor | None = None
-        """With `measure`, after `wait`: the squared length of this worker's gradients of the step's
-        first backward pass, and of the sum. Two numbers on the device."""
+        """With `measure`, after `wait`: squared norm of this worker's gradients in the step's first
+        backward pass, and of the sum. Two numbers on the device."""
 
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._on_gradient(group, name))
@@ -194,7 +194,7 @@ class Reducer:
         ]
 
     def zero(self) -> None:
-        """Forget every gradient; the buffers stay."""
+        """Clear all gradients; the buffers stay allocated."""
         for group in self._groups:
             group.held.clear()
             group.first = None
@@ -202,9 +202,9 @@ class Reducer:
                 weight.grad = None
 
     def arm(self) -> None:
-        """Announce the last backward pass of a step: send each group when it is complete.
+        """Announce the last backward pass of a step, which sends each group when it is complete.
 
-        Raises ValueError if something else made or took away a gradient, naming the parameter.
+        Raises ValueError, naming the parameter, if other code has set or removed a gradient.
         """
         for group in self._groups:
             for name, weight in group.parameters.items():
@@ -218,8 +218,8 @@ class Reducer:
         """Block until every gradient is the sum over all workers.
 
         Raises UnusedParametersError, a ValueError, naming the parameters that the armed backward
-        pass did not reach: their groups and those after them were never sent. Raises ValueError if
-        there was none.
+        pass did not reach; their groups and the later ones were not sent. Raises ValueError if
+        `arm` was not called.
         """
         if not self._armed:
             raise ValueError("wait comes after arm and one backward pass")
@@ -242,20 +242,20 @@ class Reducer:
             self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
 
     def finite(self) -> Tensor:
-        """Return whether every gradient is a finite number, after `wait`: 0-d, bool, on the device.
+        """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device.
 
-        All workers find the same, for all have the same sums. Gradients are real.
+        The result is the same on all workers, because the sums are. Gradients must be real.
         """
         held = [tensor for group in self._groups for tensor in group.tensors() if tensor.numel()]
         if self.device.type != "cpu":  # one launch for many tensors
             return _all_finite(torch._foreach_norm(held, ord=math.inf))
-        finite = _all_finite(torch._foreach_norm(held))  # 20 times as fast there
-        if not finite:  # or a square is too large
+        finite = _all_finite(torch._foreach_norm(held))  # 20 times as fast on the CPU
+        if not finite:  # or a square overflowed
             finite = _all_finite([end for tensor in held for end in torch.aminmax(tensor)])
         return finite
 
     def close(self) -> None:
-        """Take the hooks off the parameters and let go of the gradients."""
+        """Remove the hooks from the parameters and release the gradients."""
         for hook in self._hooks:
             hook.remove()
         for group in self._groups:
@@ -283,7 +283,7 @@ class Reducer:
                     weight.grad = gradient = keep(gradient)
                 group.held[name] = gradient
                 if self._measure and len(group.held) == len(group.parameters):
-                    group.first = group.square()  # before more is added, and before it is sent
+                    group.first = group.square()  # before later passes add, and before it is sent
             elif gradient is not held:
                 raise _not_ours(name)
             if self._armed:
@@ -294,7 +294,7 @@ class Reducer:
         return note
 
     def _require_summable(self, group: _Group, name: str) -> None:
-        """Raise ValueError where the gradient that has just come can be no part of the sum."""
+        """Raise ValueError if the new gradient cannot be part of the sum."""
         if torch.is_grad_enabled():  # in a hook of backward(create_graph=True), and only there
             raise ValueError(
                 f"{name} got a gradient from backward(create_graph=True), which cannot be summed "
@@ -315,10 +315,10 @@ class Reducer:
 def divide(
     parameters: Iterable[Named], *, grouping: Grouping, exact: Collection[nn.Parameter] = ()
 ) -> list[list[Named]]:
-    """Put the parameters that are trained into groups, first to send in front, `exact` ones last.
+    """Divide the trained parameters into groups, the first to send in front, `exact` ones last.
 
-    Raises ValueError where two parameters have one name, or one has two: a parameter that a model
-    has under two names is to be listed once, as named_parameters does.
+    Raises ValueError if two parameters have the same name, or one has two names: a parameter that a
+    model has under two names must be listed once, like in named_parameters.
     """
     named = list(parameters)
     _require_one_name_each(named)
@@ -346,7 +346,7 @@ def _require_one_name_each(named: Iterable[Named]) -> None:
 
 
 def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | None) -> _Group:
-    """Lay the gradients of some parameters side by side in one buffer."""
+    """Return a group whose gradients are views of one buffer."""
     kinds = {(weight.dtype, weight.device) for weight in parameters.values()}
     if len(kinds) > 1:
         raise ValueError(f"parameters of different types or devices in one group: {kinds}")

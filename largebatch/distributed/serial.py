@@ -11,10 +11,10 @@ from largebatch.distributed.watch import Watched
 
 
 class Done:
-    """An operation that is already over."""
+    """A completed operation."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class Serial(Watched):
@@ -41,12 +41,12 @@ class Serial(Watched):
         return tensor.unsqueeze(0)
 
     def split(self, parts: Sequence[Sequence[int]]) -> Self:
-        """Return the group of the only worker: this one."""
+        """Return this backend, as the group of the only worker."""
         own_part(parts, rank=self.rank, world_size=self.world_size)
         return self
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is no connection."""

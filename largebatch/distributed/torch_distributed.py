@@ -1,7 +1,7 @@
-"""torch.distributed: NCCL where there are GPUs, Gloo elsewhere.
+"""torch.distributed: NCCL on GPUs, Gloo elsewhere.
 
-The workers are already there, started by `--workers`, torchrun or a scheduler, and described by
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+The workers are started by `--workers`, torchrun or a scheduler, and described by RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
@@ -29,35 +29,35 @@ from largebatch.distributed.watch import Watch, Watched
 from largebatch.errors import BackendError, PeerLostError, PeerSilentError
 
 _NCCL = re.compile(r"\bNCCL\b|\bnccl[A-Z]\w+Error", re.IGNORECASE)
-"""What is in NCCL's reports, which come out of whatever waits for the device."""
+"""Pattern of NCCL's errors, which are raised by any call that waits for the device."""
 
 _GONE = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
-"""How a library words that a peer is gone."""
+"""Pattern of a library's error for a lost peer."""
 
 _CONNECTION = re.compile(f"{_GONE.pattern}|{_NCCL.pattern}", re.IGNORECASE)
-"""The same, or NCCL's words: Gloo reports the loss of a peer as a plain RuntimeError."""
+"""_GONE or _NCCL: Gloo reports the loss of a peer as a plain RuntimeError."""
 
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
-"""How it words that a peer did nothing."""
+"""Pattern of a library's error for a silent peer."""
 
 _LOCAL = re.compile("nccl(SystemError|UnhandledCudaError|InvalidUsage|InvalidArgument)")
-"""How NCCL words a fault of this worker; a lost connection is a system error too."""
+"""Pattern of NCCL's errors of this worker; a lost connection is a system error too."""
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Into one tensor, by its name since torch 2.13 or before."""
+"""Gather into one tensor; the name changed in torch 2.13."""
 
 _SUCCESS = 0
-"""As torch's WorkResult has it."""
+"""Value of success in torch's WorkResult."""
 
 _LATER = timedelta(minutes=1)
-"""How much longer than the watch the libraries wait, which do not know for whom."""
+"""Additional wait of the libraries after the watch, because they cannot name the worker."""
 
 
 class _Pending:
-    """An operation under way."""
+    """An operation in progress."""
 
     def __init__(
         self, work: dist.Work, worker: int, has_failed: Callable[[dist.Work], bool]
@@ -65,16 +65,16 @@ class _Pending:
         self._work, self._worker, self._has_failed = work, worker, has_failed
 
     def wait(self) -> None:
-        """Block until the result is there."""
+        """Block until the result is available."""
         with lost_peers_named(self._worker):
-            if self._has_failed(self._work):  # to wait would let the device go on without it
+            if self._has_failed(self._work):  # waiting would let the device continue without it
                 raise dist.DistBackendError("NCCL reported an error in this operation")
             self._work.wait()
 
 
 def _has_failed(work: dist.Work) -> bool:
-    """Return whether NCCL reported an error in it, which then counts as completed."""
-    with suppress(RuntimeError):  # of other libraries, which have no such result
+    """Return True if NCCL reported an error in an operation, which then counts as completed."""
+    with suppress(RuntimeError):  # other libraries have no such result
         result = work.get_future_result()  # type: ignore[attr-defined]  # torch's stubs
         return bool(result.done() and result.value() != _SUCCESS)
     return False
@@ -85,14 +85,14 @@ def _never(_: dist.Work) -> bool:
 
 
 class TorchGroup:
-    """Some of the workers, over a process group of torch.distributed; None is the default one.
+    """A group of workers, over a process group of torch.distributed; None is the default one.
 
-    `watch` follows its operations, if there is one.
+    `watch` monitors its operations, if given.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, watch: Watch | None = None) -> None:
         self._watch = watch
-        self._worker = dist.get_rank()  # its number among all, which error messages use
+        self._worker = dist.get_rank()  # global rank, for error messages
         self._use(group)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:
@@ -100,7 +100,7 @@ class TorchGroup:
         self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        # Gloo's raise what they find when they are waited for.
+        # Gloo's operations raise their errors in `wait`.
         self._has_failed = _never if dist.get_backend(group) == "gloo" else _has_failed
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
@@ -121,10 +121,10 @@ class TorchGroup:
         return gathered.view(self.world_size, *tensor.shape)
 
     def _start(self, name: str, begin: Callable[[], dist.Work | None]) -> _Pending:
-        """Begin an operation, and let the watch follow it until it is complete."""
+        """Start an operation that the watch monitors until it is complete."""
         works: list[dist.Work] = []
         has_failed = self._has_failed
-        if self._watch is not None:  # from here on: to begin may be to wait
+        if self._watch is not None:  # before the start, which may already wait
             self._watch.begin(
                 name,
                 self._members,
@@ -139,17 +139,16 @@ class TorchGroup:
 
 
 class RunningTorch(Watched, TorchGroup):
-    """A Backend over the default process group of torch.distributed, which is open and stays so.
+    """A Backend over the default process group of torch.distributed, which `close` leaves open.
 
-    Its tensors live on `device` if the group has a library for such devices, else on those that it
-    has one for: NCCL alone sends nothing that is on the CPU.
+    Its tensors are on `device` if the group has a library for that type of device, else on a device
+    that it supports: NCCL cannot send CPU tensors.
     """
 
     name = "torch"
     _timeout: timedelta | None = None
     _limit: timedelta | None = None
-    """How long an operation waits, and the library, which does not know for whom; None is its own
-    limit."""
+    """Time limits of an operation and of the library; None is the library's default."""
 
     def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
         super().__init__(None, watch)
@@ -160,14 +159,14 @@ class RunningTorch(Watched, TorchGroup):
         self.device = device if device.type in kinds else _current_device(kinds[0])
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replace `tensor` by worker 0's, in place."""
+        """Replace `tensor` with worker 0's, in place."""
         name = f"broadcast {shape(tensor)}"
         self._start(
             name, lambda: dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         ).wait()
 
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
-        """Make process groups of the parts; return the one this worker is in."""
+        """Create process groups of the parts and return this worker's."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
         with lost_peers_named(self._worker):
             if _can_split():
@@ -179,17 +178,17 @@ class RunningTorch(Watched, TorchGroup):
         return TorchGroup(group, self._watch)
 
     def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:
-        """Make all groups, which every worker does in this order; return its own."""
+        """Create all groups, in the same order on every worker; return its own."""
         groups = [dist.new_group(list(part), timeout=self._limit) for part in parts]
         return groups[[list(part) for part in parts].index(own)]
 
     def pair_groups(
         self, pairs: Sequence[tuple[int, int]]
     ) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """Make a group of Gloo for each pair of ranks; return those this worker is in.
+        """Create a Gloo group for each pair of ranks; return those of this worker.
 
-        Every worker makes all of them, in this order. A pair may come twice, the other way round.
-        No watch follows their operations, so they wait for no longer than it would.
+        Every worker creates all of them, in this order. A pair may occur twice, once reversed.
+        The watch does not monitor their operations, so their timeout is that of the watch.
         """
         made: dict[tuple[int, int], dist.ProcessGroup] = {}
         with lost_peers_named(self._worker), _by_members_alone():
@@ -201,7 +200,7 @@ class RunningTorch(Watched, TorchGroup):
         return made
 
     def barrier(self) -> None:
-        """Wait for every worker; after `wait` of a sum on an accelerator the host goes on."""
+        """Wait for every worker; unlike `wait` of a sum, this blocks the host on accelerators."""
         index = self.device.index
         devices = None if self.device.type == "cpu" or index is None else [index]
         self._start(
@@ -210,14 +209,14 @@ class RunningTorch(Watched, TorchGroup):
         ).wait()
 
     def close(self) -> None:
-        """Leave the group open, for the code that opened it."""
+        """Do nothing: the code that opened the group closes it."""
 
 
 class TorchDistributed(RunningTorch):
     """A Backend over the default process group, which it opens and closes.
 
-    An operation that another worker has not joined after `timeout` s ends this one. `starting`:
-    until `started` is called it waits STARTING times as long.
+    The process exits if another worker has not joined an operation after `timeout` seconds; with
+    `starting`, STARTING times as long until `started` is called.
     """
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS, *, starting: bool = False) -> None:
@@ -234,13 +233,13 @@ class TorchDistributed(RunningTorch):
         if alone:
             use_loopback()
         library = _library_for(device)
-        # Its own thread would end this process, before or after the state is saved.
+        # NCCL's watchdog thread could end this process before the state is saved.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._limit = timedelta(seconds=timeout * STARTING if starting else timeout) + _LATER
         self._timeout = timedelta(seconds=timeout)
         with lost_peers_named(int(os.environ["RANK"])):
             store, rank, world_size = open_store(self._limit, alone=alone)
-            # torchrun's store outlives a restart, with the addresses of the workers before.
+            # torchrun's store survives a restart, with the addresses of the previous workers.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = StoreNotes(PrefixStore(attempt, store.clone()), rank=rank, workers=world_size)
             self._dropped = DroppedWorkers(store.clone(), attempt=attempt)
@@ -261,10 +260,10 @@ class TorchDistributed(RunningTorch):
         super().__init__(device, watch)
 
     def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:  # noqa: ARG002
-        """Make this worker's group alone, however many parts there are.
+        """Create only this worker's group, for any number of parts.
 
-        Torch names it by its members and by how many groups this process has already. Members agree
-        on that as long as every worker makes its groups by `split` before those of `pair_groups`.
+        Torch names it by its members and the number of groups this process has. Members agree on
+        that number if every worker creates its groups by `split` before those of `pair_groups`.
         """
         return dist.new_group(own, timeout=self._limit, use_local_synchronization=True)
 
@@ -309,18 +308,18 @@ class TorchDistributed(RunningTorch):
 
 
 def _library_for(device: torch.device) -> str:
-    """Return the name of what torch sums over such devices with; raise BackendError without one."""
+    """Return torch's library for this type of device; raise BackendError if there is none."""
     try:
         return dist.get_default_backend_for_device(device)
     except ValueError:
         raise BackendError(
-            f"torch {torch.__version__} has no library that sums over {device.type} devices; "
+            f"torch {torch.__version__} has no communication library for {device.type} devices; "
             f"install a torch that has one, or {on_cpu()}"
         ) from None
 
 
 def _can_split() -> bool:
-    """Return whether a call of all workers divides the group of all (NCCL, of a bound device)."""
+    """Return True if the default group supports split_group (NCCL with a bound device)."""
     world = dist.group.WORLD
     assert world is not None
     bound = world.bound_device_id
@@ -329,9 +328,9 @@ def _can_split() -> bool:
 
 @contextmanager
 def _by_members_alone() -> Iterator[None]:
-    """Make groups by their members alone, without splitting the default group.
+    """Create groups by their members only, without splitting the default group.
 
-    Torch divides it wherever a device is bound, also for a group of another library, and NCCL then
+    Torch splits it whenever a device is bound, even for a group of another library, and NCCL then
     waits for a call of every worker.
     """
     world = dist.group.WORLD
@@ -344,7 +343,7 @@ def _by_members_alone() -> Iterator[None]:
 
 
 def _current_device(kind: str) -> torch.device:
-    """Return the device of this kind (cpu, cuda, ...) that this process has chosen."""
+    """Return this process's current device of this type (cpu, cuda, ...)."""
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.accelerator.current_device_index())
@@ -352,10 +351,10 @@ def _current_device(kind: str) -> torch.device:
 
 @contextmanager
 def lost_peers_named(worker: int, *, reads: bool = False) -> Iterator[None]:
-    """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError.
+    """Convert the RuntimeError of a lost peer to PeerLostError.
 
-    `reads`: the block does more than send and receive, and of its errors only those are the loss of
-    a peer that name NCCL.
+    `reads` is True if the block does more than send and receive: then only errors that name NCCL
+    are treated as a lost peer.
     """
     try:
         yield
@@ -366,12 +365,12 @@ def lost_peers_named(worker: int, *, reads: bool = False) -> Iterator[None]:
 def _lost(
     rank: int, error: RuntimeError, *, words: re.Pattern[str]
 ) -> PeerLostError | BackendError:
-    """Return what the error means; raise it again if it is none of the library."""
+    """Return the matching error; raise `error` itself if it is not one of the library."""
     text = str(error).strip()
     if not isinstance(error, dist.DistError) and not words.search(text):
         raise error
     first, _, rest = text.partition("\n")
-    last = rest.partition("Last error:")[2].strip()  # where NCCL names the cause
+    last = rest.partition("Last error:")[2].strip()  # NCCL's cause
     reason = " ".join((last or first).split()) or type(error).__name__
     if _LOCAL.search(text) and last and not _GONE.search(last):
         return BackendError(

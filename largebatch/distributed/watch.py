@@ -1,10 +1,10 @@
-"""What ends a worker that waits for another one longer than `--timeout`, and says for whom.
+"""A watchdog that ends a worker after waiting longer than `--timeout`, and names the absent worker.
 
-Libraries report a worker that is gone. One that is there and does nothing (suspended, or waiting
-for a disk or a device) they report late, without its number, or never. So a thread of every worker
-looks at the oldest operation under way. When half of the time is over it leaves a note in a store;
-when all of it is, those that left none are absent, and the process ends. A worker that does for
-long what the others have to wait for notes that it is busy, again and again, unless it waits too.
+Libraries report a worker that has exited. A worker that hangs (suspended, or waiting for a disk or
+a device) is reported late, without its number, or never. So a thread of every worker monitors the
+oldest operation in progress. After half of the timeout it leaves a note in a store; after all of
+it, the workers without a note are absent, and the process exits. A worker that keeps the others
+waiting on purpose records regularly that it is busy, unless it waits too.
 """
 
 import atexit
@@ -25,46 +25,46 @@ from largebatch.errors import shorten
 
 
 class Notes(Protocol):
-    """What this worker leaves in a store that every worker reaches without the help of others."""
+    """Notes in a store that every worker reaches without the other workers."""
 
     def wait(self) -> None:
-        """Note that this worker waits for others."""
+        """Record that this worker is waiting for others."""
 
     def resume(self) -> None:
-        """Take that note back."""
+        """Remove the record of `wait`."""
 
     def absent(self, members: Sequence[int]) -> list[int]:
-        """Return which of these workers, in rising order, have no such note; a few of many."""
+        """Return the first few of these workers, in rising order, that are not waiting."""
 
     def beat(self) -> None:
-        """Note that this worker, for which others wait, is busy."""
+        """Record that this worker, for which others wait, is busy."""
 
     def are_busy(self, workers: Sequence[int]) -> bool:
-        """Return True if one of these absent workers has noted since the last call that it is."""
+        """Return True if one of these workers has recorded since the last call that it is busy."""
 
     def speaks(self) -> bool:
-        """Return True on one of the workers that have looked for those absent."""
+        """Return True on exactly one of the workers that called `absent`."""
 
 
 Rescue = Callable[[Callable[[], bool]], bool]
-"""Saves what is sound while the main thread is held by an operation; takes what returns whether it
-still is. Returns False where the main thread is on its way out by itself."""
+"""Function that saves the run while the main thread is blocked in an operation. It takes a function
+that returns True while it is blocked, and returns False if the main thread is exiting by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
     name: str
     members: Sequence[int]
-    begun: float
+    start: float
     is_done: Callable[[], bool]
     has_failed: Callable[[], bool]
 
 
 class Watch:
-    """Follows the operations of one worker; `timeout` is in seconds.
+    """Monitors the operations of one worker; `timeout` is in seconds.
 
-    `notes` is None where there is no store: who is absent is then not known. `starting`: it waits
-    STARTING times as long until `started` is called.
+    `notes` is None if there is no store: absent workers are then unknown. With `starting` the
+    timeout is STARTING times as long until `started` is called.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Watch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread in the middle of a call would abort the process
+        atexit.register(self.close)  # a thread inside a call would abort the process
 
     def begin(
         self,
@@ -94,9 +94,9 @@ class Watch:
         is_done: Callable[[], bool] = lambda: False,
         has_failed: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Follow an operation until `end` is called with the number returned, or `is_done`.
+        """Monitor an operation until `is_done`, or until `end` is called with the returned number.
 
-        One that `has_failed` will never be done, and the thread that began it may not notice.
+        An operation that `has_failed` is never done, and the thread that started it may not notice.
         """
         number = next(self._numbers)
         with self._lock:
@@ -106,13 +106,13 @@ class Watch:
         return number
 
     def end(self, number: int) -> None:
-        """Forget an operation."""
+        """Stop monitoring an operation."""
         with self._lock:
             self._under_way.pop(number, None)
 
     @contextmanager
     def during(self, name: str, members: Sequence[int]) -> Iterator[None]:
-        """Follow an operation that blocks."""
+        """Monitor a blocking operation."""
         number = self.begin(name, members)
         try:
             yield
@@ -121,7 +121,7 @@ class Watch:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Let the others wait for this worker for as long as it is alive."""
+        """Keep the other workers waiting for this one during the block, while it is alive."""
         self._busy += 1
         try:
             yield
@@ -129,32 +129,32 @@ class Watch:
             self._busy -= 1
 
     def before_leaving(self, rescue: Rescue | None) -> None:
-        """Call this, in another thread, before this process ends because of another worker."""
+        """Set the function called, in another thread, before an exit because of another worker."""
         self._rescue = rescue
 
     def started(self) -> None:
-        """Wait for no longer than `timeout` from here on."""
+        """Wait for at most `timeout` from here on."""
         self._timeout = self._after_start
 
     def close(self) -> None:
-        """Follow nothing more."""
+        """Stop monitoring."""
         self._closed.set()
         self._thread.join(GRACE_SECONDS)
 
     def _follow(self) -> None:
         while not self._closed.wait(self._period):
             operation = self._oldest()
-            waited = time.monotonic() - operation.begun if operation else 0.0
+            waited = time.monotonic() - operation.start if operation else 0.0
             self._leave_notes(waits=waited > self._timeout / 2)
             if operation is not None and self._is_lost(operation):
                 message = _describe_failure(operation.name, self._rank)
-                prints = self._rank in operation.members[:2]  # one of which may be lost
+                prints = self._rank in operation.members[:2]  # two, because one may be lost
                 self._leave_unless_saved(operation, message, print_it=prints)
             elif operation is not None and waited > self._timeout:
                 self._judge(operation)
 
     def _is_lost(self, operation: _Operation) -> bool:
-        """Return whether it failed so long ago that the main thread would have raised that."""
+        """Return True if it failed so long ago that the main thread has missed the error."""
         if not operation.has_failed():
             self._failed_since = None
             return False
@@ -162,7 +162,7 @@ class Watch:
         return time.monotonic() - self._failed_since > GRACE_SECONDS
 
     def _leave_notes(self, *, waits: bool) -> None:
-        """Note what has changed; without the store from now on where that fails."""
+        """Update the notes; stop using the store if that fails."""
         if self._notes is None:
             return
         try:
@@ -175,7 +175,7 @@ class Watch:
         self._waits = waits
 
     def _oldest(self) -> _Operation | None:
-        """Return the first operation that is not done."""
+        """Return the oldest operation that is not done."""
         with self._lock:
             for number, operation in list(self._under_way.items()):
                 if not _is_done(operation):
@@ -184,20 +184,20 @@ class Watch:
         return None
 
     def _judge(self, operation: _Operation) -> None:
-        """End this process, unless an absent worker is busy."""
+        """Exit this process, unless an absent worker is busy."""
         absent: list[int] | None = None
         prints = self._rank == min(operation.members)
         excused = threading.Event()
 
         def look(notes: Notes) -> None:
             nonlocal absent, prints
-            found = notes.absent(operation.members)
-            if notes.are_busy(found):
+            workers = notes.absent(operation.members)
+            if notes.are_busy(workers):
                 excused.set()
             elif time.monotonic() > self._excused_until:
-                prints, absent = notes.speaks(), found
+                prints, absent = notes.speaks(), workers
 
-        if self._notes is not None:  # whose host may be what does not answer
+        if self._notes is not None:  # in a thread, because the store's host may not respond
             looking = threading.Thread(target=look, args=(self._notes,), daemon=True)
             looking.start()
             looking.join(GRACE_SECONDS)
@@ -209,7 +209,7 @@ class Watch:
         self._leave_unless_saved(operation, message, print_it=prints)
 
     def _leave_unless_saved(self, operation: _Operation, message: str, *, print_it: bool) -> None:
-        """Call the rescue, then end this process, unless the rescue says that it ends by itself."""
+        """Call the rescue, then exit, unless it returns False: the main thread is exiting."""
         rescue, leaves = self._rescue, True
 
         def save() -> None:
@@ -217,7 +217,7 @@ class Watch:
             assert rescue is not None
             leaves = rescue(lambda: not _is_done(operation))
 
-        if rescue is not None:  # whose disk may be what does not answer
+        if rescue is not None:  # in a thread, because the disk may not respond
             saving = threading.Thread(target=save, daemon=True)
             saving.start()
             saving.join(self._after_start)
@@ -228,7 +228,7 @@ class Watch:
 
 
 def _is_done(operation: _Operation) -> bool:
-    """Return whether it is; one that the main thread has just finished may be unknown."""
+    """Return True if it is done, or if the library no longer knows it."""
     try:
         return operation.is_done()
     except (RuntimeError, ValueError):
@@ -236,21 +236,21 @@ def _is_done(operation: _Operation) -> bool:
 
 
 class Watched:
-    """What every backend asks of its watch; without a watch these calls do nothing."""
+    """The calls of a backend to its watch; they do nothing without one."""
 
     _watch: Watch | None = None
 
     def busy(self) -> AbstractContextManager[None]:
-        """Let the others wait for this worker; without a watch their library has its own limit."""
+        """Keep the other workers waiting; without a watch, their library's timeout applies."""
         return self._watch.busy() if self._watch else nullcontext()
 
     def before_leaving(self, rescue: Rescue | None) -> None:
-        """Call this before the watch ends this process."""
+        """Set the function called before the watch ends this process."""
         if self._watch is not None:
             self._watch.before_leaving(rescue)
 
     def started(self) -> None:
-        """Wait for no longer than --timeout from here on."""
+        """Wait for at most --timeout from here on."""
         if self._watch is not None:
             self._watch.started()
 
@@ -263,14 +263,14 @@ _LONGER = "or give a longer --timeout"
 
 
 def describe(operation: str, absent: Sequence[int] | None, seconds: float) -> str:
-    """Say who has not joined an operation; None: this cannot be known.
+    """Format a message that names the absent workers of an operation; None if unknown.
 
     >>> print(describe("barrier", [2], 300))
     worker 2 has not joined barrier for 300 s; look at its host, or give a longer --timeout
     """
     what = f"{operation} for {seconds:g} s"
     if absent is None:
-        return f"a worker has not joined {what}, and no store answers that knows which one"
+        return f"a worker has not joined {what}; the store that knows which one does not respond"
     if not absent:
         return f"every worker waits in {what}; look at the network between them"
     if len(absent) == 1:
@@ -280,19 +280,19 @@ def describe(operation: str, absent: Sequence[int] | None, seconds: float) -> st
 
 
 def leave(message: str, *, print_it: bool) -> NoReturn:
-    """End this process at once because of another worker; its main thread may wait for ever."""
+    """Exit this process immediately, because its main thread may wait indefinitely."""
     if LAUNCHER in os.environ:
         report(message)
     elif print_it:
         sys.stderr.write(f"largebatch: {message}\n")
         sys.stderr.flush()
     else:
-        time.sleep(1)  # launchers end all workers when the first one has ended
+        time.sleep(1)  # launchers end all workers when the first one ends
     os._exit(ABSENT)
 
 
 def report(message: str) -> None:
-    """Leave a message to the process that started this worker, in the file it named."""
+    """Write a message for the launcher to the file that it named."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
@@ -300,7 +300,7 @@ def report(message: str) -> None:
 
 
 def leave_with(parent: int) -> None:
-    """End this process soon after the one that started it, which cannot end it any more."""
+    """Exit this process soon after its parent process has ended."""
 
     def follow() -> None:
         while os.getppid() == parent:

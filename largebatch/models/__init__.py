@@ -1,4 +1,4 @@
-"""Models by name, and which of their parameters are decayed and adapted."""
+"""Models by name, and the parameter groups that are decayed and adapted."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ _OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
     "cifar_resnet9": (CifarResNet9, {}),
     **{f"cifar_resnet{depth}": (CifarResNet, {"depth": depth}) for depth in DEPTHS},
 }
-"""Their constructors, and what each takes that no recipe can change."""
+"""Constructors by name, with the arguments that a recipe cannot change."""
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
@@ -35,13 +35,13 @@ def build(
     arguments: Mapping[str, Any] | None = None,
     head_std: float | None = None,
 ) -> nn.Module:
-    """Build one of our models, timm's or torchvision's: N x 3 x H x W to N x num_classes.
+    """Build a model of this package, timm or torchvision: N x 3 x H x W to N x num_classes.
 
-    `lstm` takes N x T words to N x T x num_classes.
+    `lstm` maps N x T words to N x T x num_classes.
 
-    Weights are fresh. `arguments` go to the model's constructor; `head_std` draws the classifier
-    from N(0, head_std) with zero bias. Raises RecipeError for a name or an argument that is not
-    known.
+    The weights are newly initialised. `arguments` are passed to the model's constructor; `head_std`
+    draws the classifier from N(0, head_std) with zero bias. Raises RecipeError for an unknown name
+    or argument.
     """
     if name in _OURS:
         construct, fixed = _OURS[name]
@@ -60,15 +60,16 @@ def build(
 
 
 def is_timms(name: str) -> bool:
-    """Return whether the model of this name would be built by timm."""
+    """Return True if the model of this name is built by timm."""
     return name not in _OURS and not name.startswith(zoo.TORCHVISION)
 
 
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the parameters into those that are decayed and adapted, and those that are neither.
+    """Split the parameters into a group that is decayed and adapted, and one that is neither.
 
-    Normalisation layers and biases are neither (MLPerf's rule for LARS). They are found by the type
-    of the layer and by being vectors, not by name: ResNet's `downsample.1.weight` is a BatchNorm's.
+    Normalisation layers and biases are neither (MLPerf's rule for LARS). They are identified by the
+    type of the layer and by their dimension, not by name: ResNet's `downsample.1.weight` belongs to
+    a BatchNorm.
     """
     norms = norm_parameters(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -81,7 +82,7 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
 
 
 def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the scales and shifts of the normalisation layers, found by the type of the layer."""
+    """Return the scales and shifts of the normalisation layers, identified by layer type."""
     return {
         parameter
         for module in model.modules()
@@ -93,8 +94,8 @@ def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
 def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the scales and shifts of BatchNorm layers and all parameters of the classifier.
 
-    Those of InstanceNorm too, where it has some: it normalises by moments like BatchNorm, of one
-    image instead of many.
+    InstanceNorm's are included, if any: like BatchNorm it normalises by moments, of one image
+    instead of many.
     """
     norms = {
         parameter
@@ -106,16 +107,18 @@ def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def classifier(model: nn.Module) -> nn.Module:
-    """Return what gives the logits: what the model calls so, else its last nn.Linear.
+    """Return the layer of the logits: `get_classifier` of the model, else its last nn.Linear.
 
-    Raises ValueError where there is neither.
+    Raises ValueError if there is neither.
     """
-    if hasattr(model, "get_classifier"):  # timm's models and ours
-        found = model.get_classifier()  # type: ignore[operator]  # nn.Module has no such method
-        head = found if isinstance(found, nn.Module) else nn.ModuleList(found)  # LeViT has two
+    if hasattr(model, "get_classifier"):  # timm's models and this package's
+        layer = model.get_classifier()  # type: ignore[operator]  # nn.Module has no such method
+        head = layer if isinstance(layer, nn.Module) else nn.ModuleList(layer)  # LeViT has two
         if any(True for _ in head.parameters()):
             return head
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no classifier that could be found")
+        raise ValueError(
+            f"{type(model).__name__} has no classifier: neither get_classifier nor an nn.Linear"
+        )
     return layers[-1]

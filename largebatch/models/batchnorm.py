@@ -1,24 +1,23 @@
-"""BatchNorm with a span: how many samples share statistics is part of the recipe.
+"""BatchNorm with a span: the recipe sets how many samples share statistics.
 
-Plain BatchNorm normalises over whatever a device holds, so the same recipe trains another network
-on another machine. Here the global batch is divided into contiguous groups of `span` samples, each
-normalised by itself: several groups in a device batch ("ghost batches", Hoffer et al. 2017,
-arXiv:1705.08741, section 4), or one over several workers, who then train with common statistics.
+Plain BatchNorm normalises over a device's batch, so the same recipe trains a different network on a
+different machine. Here the global batch is divided into contiguous groups of `span` samples that
+are normalised separately: several groups in a device batch ("ghost batches", Hoffer et al. 2017,
+arXiv:1705.08741, section 4), or one group over several workers with common statistics.
 
-With `Spans`, the running statistics move once per optimizer step, towards the mean over all spans
-of the global batch: over groups, micro-batches and workers. Without it a model moves them as
-PyTorch does, once per forward pass, so that accumulation changes them and every worker keeps its
-own.
+With `Spans`, the running statistics are updated once per optimizer step, with the mean over all
+spans of the global batch: over groups, micro-batches and workers. Without it they are updated once
+per forward pass, as in PyTorch, so accumulation changes them and every worker has its own.
 
-Every forward pass in training mode counts once, as in PyTorch. What a backward pass computes again
-(activation checkpointing: torch.utils.checkpoint, a network's `memory_efficient`) does not.
+Every forward pass in training mode counts once, as in PyTorch. Recomputation in a backward pass
+(activation checkpointing: torch.utils.checkpoint, a network's `memory_efficient`) does not count.
 
 In a graph of torch.compile the spans are counted on the device: a Python number that changes with
-every micro-batch would be compiled again each time.
+every micro-batch would cause a recompilation each time.
 
-Only training communicates. Where a layer normalises by its batch without keeping statistics, as
-Final Polishing makes it do, workers may hold different numbers of samples or none, and each
-normalises the spans it holds by itself.
+Only training communicates. If a layer normalises by its batch without updating statistics, as in
+Final Polishing, workers may hold different numbers of samples or none, and each normalises its own
+spans.
 """
 
 import math
@@ -47,12 +46,12 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class SpanBatchNorm(_BatchNorm):
     """BatchNorm over contiguous groups of `span` samples; 1d, 2d and 3d inputs (N x C x ...).
 
-    A forward pass in training mode moves the running buffers towards the mean over its groups, or
-    `moments` where `Spans` moves the buffers. Children of the layer it stands for (an activation)
-    are kept under their names and come after it, in their order.
+    A forward pass in training mode updates the running buffers with the mean over its groups, or
+    `moments` if `Spans` updates the buffers. Children of the replaced layer (an activation) keep
+    their names and are applied after it, in order.
 
-    A copy, pickled or not, belongs to no workers and no `Spans`: it normalises the samples it is
-    given and moves its own buffers, until `Spans` is given the copy.
+    A copy, pickled or not, has no workers and no `Spans`: it normalises its input alone and updates
+    its own buffers, until it is passed to `Spans`.
     """
 
     running_mean: Tensor
@@ -71,30 +70,30 @@ class SpanBatchNorm(_BatchNorm):
         self.training = like.training
         self.span = span
         self.group: Group | None = None
-        """The workers that share each span while training, or None: this one holds whole spans."""
+        """Workers that share each span in training; None if this worker holds whole spans."""
 
         self.moments: Moments | None = None
-        """Mean over the spans of a step so far, where `Spans` moves the buffers."""
+        """Mean over the spans of the step so far; None unless `Spans` updates the buffers."""
 
         self.num_spans = 0
-        """How many spans that is, without those of compiled graphs."""
+        """Number of spans in `moments`, without those of compiled graphs."""
 
         self.num_in_graphs: Tensor | None = None
-        """How many spans that is in compiled graphs: 0-d, on the device, where `Spans` moves the
-        buffers."""
+        """Number of spans in `moments` from compiled graphs: 0-d, on the device; None unless
+        `Spans` updates the buffers."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a copy has: not the process group, which belongs to this process."""
+        """Return the state of a copy, without the process group, which belongs to this process."""
         state = {**self.__dict__, "group": None, "moments": None, "num_spans": 0}
         state.pop("_normalise", None)  # see leave_graphs
         return {**state, "num_in_graphs": None}
 
     def leave_graphs(self) -> None:
-        """Keep the statistics out of compiled graphs: workers exchange them."""
+        """Exclude the statistics from compiled graphs, because workers exchange them."""
         self._normalise = torch.compiler.disable(self._normalise)  # type: ignore[method-assign]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalise N x C x ...; in training, N is this worker's part of a span or whole spans."""
+        """Normalise N x C x ...; in training, N is this worker's part of a span, or whole spans."""
         out = self._normalise(images) if self.training else super().forward(images)
         for child in self.children():
             out = child(out)
@@ -110,21 +109,21 @@ class SpanBatchNorm(_BatchNorm):
         )
         if not self.track_running_stats:
             return normalised()
-        again = _in_backward()  # computed once more, and counted already
-        # A span over several workers counts once: for the first of them.
+        again = _in_backward()  # recomputed, and already counted
+        # A span over several workers counts once, on the first of them.
         if self.moments is not None and not again and (group is None or group.rank == 0):
             before = self.num_spans
             self.num_spans += -(-len(images) // self.span) if group is None else 1
             return normalised(moments=self.moments, num=before)
         empty = torch.zeros(2, self.num_features, dtype=exact_type(images), device=images.device)
-        moments = Moments(*empty)  # also in backward, where as many tensors are saved as before
+        moments = Moments(*empty)  # also in backward, so that the same tensors are saved
         out = normalised(moments=moments)
         if self.moments is None and not again:
             self._move_buffers(moments)
         return out
 
     def _normalise_in_graph(self, images: Tensor) -> Tensor:
-        """Normalise by operations that torch.compile can trace, without a group of workers."""
+        """Normalise with operations that torch.compile can trace, without a group of workers."""
         affine = self.weight, self.bias
         out, sums, num = normalise_in_graph(images, *affine, eps=self.eps, span=self.span)
         if not self.track_running_stats:
@@ -140,9 +139,9 @@ class SpanBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _move_buffers(self, means: Moments) -> None:
-        """Move the buffers once towards the spans' mean mean and variance, as PyTorch."""
+        """Update the buffers once with the spans' mean moments, like PyTorch."""
         self.num_batches_tracked += 1
-        average = (1 / self.num_batches_tracked).to(means.mean.dtype)  # PyTorch's, without momentum
+        average = (1 / self.num_batches_tracked).to(means.mean.dtype)  # PyTorch, if no momentum
         weight = average if self.momentum is None else self.momentum
         for buffer, mean in zip((self.running_mean, self.running_var), means, strict=True):
             buffer.copy_(buffer.to(mean.dtype).lerp(mean, weight))
@@ -153,21 +152,21 @@ class SpanBatchNorm(_BatchNorm):
 
 
 def _in_backward() -> bool:
-    """Tell whether this thread runs a backward pass: a forward pass then is a recomputed one."""
+    """Return True if this thread runs a backward pass: a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def with_span(model: M, span: int) -> M:
-    """Replace every BatchNorm of the model, in place, by one with a span; return the model.
+    """Replace every BatchNorm of the model, in place, with one that has a span; return the model.
 
-    Parameters and buffers keep their names and values. While it trains with several spans in a
-    device batch, or one over several workers, the model can be differentiated once only: a loss
-    with gradients of its own (a gradient penalty) needs plain BatchNorm there.
+    Parameters and buffers keep their names and values. With several spans in a device batch, or one
+    over several workers, the model can be differentiated only once: a loss that contains gradients
+    (a gradient penalty) needs plain BatchNorm.
 
-    Raises ValueError for a kind of BatchNorm that does more than normalise and then apply its
-    children in turn, naming the layer.
+    Raises ValueError, naming the layer, for a type of BatchNorm that does more than normalise and
+    apply its children in order.
     """
-    replaced: dict[nn.Module, SpanBatchNorm] = {}  # a layer may stand in a model under two names
+    replaced: dict[nn.Module, SpanBatchNorm] = {}  # a layer may occur under two names
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, _BatchNorm) or isinstance(layer, SpanBatchNorm):
             continue
@@ -188,8 +187,8 @@ def with_span(model: M, span: int) -> M:
 def by_spans(images: Tensor, model: nn.Module, *, together: bool) -> list[Tensor]:
     """Divide a batch into the model's spans.
 
-    `together`: divide only what has to be. That is a last span of one sample: a layer that sees one
-    value of it per channel refuses it in training, whatever is beside it.
+    With `together`, only a last span of one sample is separated: in training, a layer with one
+    value per channel in any span raises an error.
     """
     spans = {layer.span for layer in model.modules() if isinstance(layer, SpanBatchNorm)}
     if not together and len(spans) == 1:
@@ -200,7 +199,7 @@ def by_spans(images: Tensor, model: nn.Module, *, together: bool) -> list[Tensor
 
 
 def _is_timms_with_activation(layer: _BatchNorm) -> bool:
-    """Tell timm's BatchNorm with `drop` and `act` after it, by name: timm may not be installed."""
+    """Return True for timm's BatchNorm with `drop` and `act`, by name: timm may be missing."""
     kind = type(layer)
     return kind.__name__ == "BatchNormAct2d" and kind.__module__.partition(".")[0] == "timm"
 
@@ -208,9 +207,8 @@ def _is_timms_with_activation(layer: _BatchNorm) -> bool:
 class Spans:
     """The moments of every BatchNorm layer in one flat tensor, averaged with one all-reduce.
 
-    From now on the model's running statistics move by `update` alone.
-
-    With `sync_workers` > 1, so many workers side by side share each span from now on.
+    Once created, only `update` changes the model's running statistics. With `sync_workers` > 1,
+    each span is shared by that number of consecutive workers.
     """
 
     def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:
@@ -224,19 +222,19 @@ class Spans:
         self._kept = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=backend.device)
         self._moments, self._in_graphs = self._kept.split([sum(sizes), len(sizes)])
         self._sums = self._moments.new_zeros(sum(sizes) + len(sizes))
-        """What has been sent while more is added: moments times spans, and each layer's spans."""
+        """Buffer of the all-reduce: moments times spans, and the number of spans per layer."""
 
         self._counts: tuple[int, ...] = ()
-        """How many spans each layer had in the last step."""
+        """Number of spans per layer in the last step."""
 
         self._spans = self._sums[len(self._moments) :].clone()
-        """The same on the device, and for each of the moments."""
+        """`_counts` on the device; `_weights` repeats it for each of the moments."""
 
         self._weights = torch.zeros_like(self._moments)
 
         owners = np.repeat(np.arange(len(sizes)), sizes)
         self._owners = torch.tensor(owners, device=backend.device)
-        """The number of the layer that each of the moments belongs to."""
+        """Number of the layer that each of the moments belongs to."""
 
         momenta = [math.nan if m.momentum is None else m.momentum for m in self._layers]
         self._momentum = torch.tensor(momenta, dtype=dtype, device=backend.device)
@@ -244,10 +242,10 @@ class Spans:
         self.attach()
 
     def attach(self) -> None:
-        """Let the model's layers count here from now on, after other Spans had them."""
+        """Connect the model's layers to these Spans, also after they belonged to others."""
         sizes = [layer.num_features for layer in self._layers for _ in Moments._fields]
-        # Autograd saves what batch_norm is given, and would miss it when the buffer is zeroed:
-        # tensors of `.data` have versions of their own.
+        # Autograd saves the arguments of batch_norm and would raise an error when the buffer is
+        # zeroed: tensors of `.data` have their own version counters.
         parts = [part.data for part in self._moments.split(sizes)]
         numbers = [number.data for number in self._in_graphs.unbind()]
         each = zip(self._layers, parts[::2], parts[1::2], numbers, strict=True)
@@ -260,17 +258,17 @@ class Spans:
     def reduce(self) -> None:
         """Start to sum the moments over all workers; call it after the step's last forward.
 
-        A forward pass between this and `update` counts for the step after.
+        A forward pass between this and `update` counts for the next step.
         """
         if not self._layers:
             return
         counts = tuple(layer.num_spans for layer in self._layers)
-        if counts != self._counts:  # as good as never: a step is like the one before
+        if counts != self._counts:  # rare: steps are alike
             self._counts = counts
             self._spans = torch.tensor(counts, dtype=self._sums.dtype).to(self._sums.device)
             self._weights = self._spans[self._owners]
         spans, weights = self._spans, self._weights
-        if not all(counts):  # layers in compiled graphs, and those that were not used
+        if not all(counts):  # layers in compiled graphs, and unused layers
             spans = spans + self._in_graphs
             weights = spans[self._owners]
         torch.mul(self._moments, weights, out=self._sums[: len(self._moments)])
@@ -280,10 +278,10 @@ class Spans:
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
-        """Move every running buffer once towards the mean over the step's spans.
+        """Update every running buffer once with the mean over the step's spans.
 
-        A layer counts its own spans: used twice it has twice as many, not used it stays. Where
-        `skipped` is true, a bool on the device, all stay, whatever the step's moments are.
+        Each layer counts its own spans: a layer used twice has twice as many, and an unused one is
+        not updated. Nothing is updated if `skipped`, a bool on the device, is true.
         """
         if self._work is None:
             return
@@ -291,14 +289,14 @@ class Spans:
         self._work = None
         layers = self._layers
         sums, spans = self._sums.split([len(self._moments), len(layers)])
-        used = spans.clamp(max=1)  # 1, or 0 if the step's forward passes left the layer out
+        used = spans.clamp(max=1)  # 1, or 0 if the step did not use the layer
         if skipped is not None:
             used = used * ~skipped
         tracked = [layer.num_batches_tracked for layer in layers]
         torch._foreach_add_(tracked, list(used.long().unbind()))
         momentum = self._momentum
         if self._cumulative:
-            average = 1 / torch.stack(tracked).clamp(min=1)  # PyTorch's, without momentum
+            average = 1 / torch.stack(tracked).clamp(min=1)  # PyTorch's rule for no momentum
             momentum = torch.where(momentum.isnan(), average.to(momentum.dtype), momentum)
         weights, means = (used * momentum)[self._owners], sums / spans.clamp(min=1)[self._owners]
         buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
@@ -309,13 +307,13 @@ class Spans:
         torch._foreach_copy_(buffers, list(moved.split([len(buffer) for buffer in buffers])))
 
     def _forget(self) -> None:
-        self._kept.zero_()  # or a number that is not finite would stay
+        self._kept.zero_()  # multiplying by 0 would keep a NaN
         for layer in self._layers:
             layer.num_spans = 0
 
 
 def _neighbours(backend: Backend, num: int) -> Group | None:
-    """Return the group of `num` workers side by side that this one is in; None if it is alone."""
+    """Return this worker's group of `num` consecutive workers; None if it is alone."""
     if backend.world_size % num:
         raise ValueError(
             f"{backend.world_size} workers cannot be divided into groups of {num} that share "

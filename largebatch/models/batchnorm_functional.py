@@ -1,15 +1,14 @@
 """Normalise groups of samples by their own moments, forward and backward.
 
-A single group of one worker is PyTorch's batch_norm. Several are normalised by its kernels group by
-group, each written into its place in one output; their input gradients are joined by one copy,
-which takes the memory of the largest of these tensors a second time for as long as a layer's
-backward pass. A group is either a contiguous part of the batch (ghost batches, Hoffer et al. 2017,
-arXiv:1705.08741, section 4), or the batches of several workers together, who then exchange two
-numbers per channel forward and two backward.
+A single group on one worker uses PyTorch's batch_norm. Several groups are normalised one by one
+with its kernels, which write into one output. Their input gradients are concatenated, which needs
+the memory of the largest of these tensors twice during a layer's backward pass. A group is either a
+contiguous part of the batch (ghost batches, Hoffer et al. 2017, arXiv:1705.08741, section 4), or
+the batches of several workers, which exchange two numbers per channel forward and two backward.
 
 With y = (x - mean) / std over the n values that a channel has in a group, the gradient is
 dx = weight / std * (dy - mean(dy) - y * mean(dy * y)) (Ioffe and Szegedy 2015, arXiv:1502.03167,
-section 3), so backward needs no more of the other workers than two sums.
+section 3), so backward needs only two sums from the other workers.
 """
 
 import math
@@ -24,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from largebatch.distributed.backend import Group
 
 _GRADIENT_PART = 2**18
-"""Values of a part of the gradient that the processor's cache still holds in the second of the two
-passes over it. A GPU's parts are whole groups: there, launching a kernel costs more."""
+"""Values per part of the gradient on a CPU: small enough to stay in the cache between the two
+passes over it. On a GPU a part is a whole group, because launching a kernel costs more."""
 
 _aten = torch.ops.aten
 
@@ -35,7 +34,7 @@ class Moments(NamedTuple):
 
     mean: Tensor
     variance: Tensor
-    """Unbiased, as PyTorch keeps it."""
+    """Unbiased variance, as in PyTorch's running_var."""
 
 
 def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
@@ -51,15 +50,16 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
 ) -> Tensor:
     """Return N x C x ... images, each group normalised by its own moments.
 
-    Without a `group` of workers, groups are `span` samples that lie side by side; the last may be
-    smaller. With one, its workers together hold a single span, each an equal number of samples of
-    any size, and all call this alike.
+    Without a `group` of workers, groups are `span` consecutive samples; the last may be smaller.
+    With one, its workers together hold a single span, each the same number of samples of any image
+    size, and all must call this.
 
-    `moments` is the mean over `num` groups so far and becomes, in place, the mean over these groups
-    too. They are computed in float32 or longer, whatever the images are. Several groups, and one of
+    `moments` is the mean over the previous `num` groups and is updated in place to include these
+    groups. It is computed in float32 or longer for images of any type. Several groups, and one over
     several workers, cannot be differentiated twice.
 
-    Raises ValueError where a channel has a single value, or a worker not its part of the span.
+    Raises ValueError if a channel has a single value, or if the number of samples is not this
+    worker's part of the span.
     """
     _check(images, span=span, group=group)
     exact = exact_type(images)  # PyTorch's kernels take weights of the type of the moments
@@ -88,10 +88,10 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
 def normalise_in_graph(
     images: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, span: int
 ) -> tuple[Tensor, Moments, int]:
-    """Normalise as `normalise` without `group`, by operations that torch.compile can trace.
+    """Normalise like `normalise` without `group`, with operations that torch.compile can trace.
 
     Returns N x C x ... images, the sums of the groups' moments (C each), and the number of groups.
-    Groups are laid side by side as channels.
+    The groups are arranged as channels.
     """
     _check(images, span=span, group=None)
     exact = exact_type(images)
@@ -110,7 +110,7 @@ def normalise_in_graph(
             weight=None if weight is None else weight.repeat(groups),
             bias=None if bias is None else bias.repeat(groups),
             training=True,
-            momentum=1.0,  # the moments of these groups, and nothing of the zeros
+            momentum=1.0,  # replaces the zeros by the moments of these groups
             eps=eps,
         )
         outs.append(out.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1))
@@ -186,7 +186,7 @@ def _over_parts(
     moments: Moments | None,
     num: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, and 2 S x C: mean and 1 / std of one group after the other."""
+    """Return the result, and 2 S x C: mean and 1 / std of each group in turn."""
     out = torch.empty_like(images)
     shape = (2 * -(-len(images) // span), images.shape[1])
     saved = torch.empty(shape, dtype=exact_type(images), device=images.device)
@@ -194,7 +194,7 @@ def _over_parts(
     rows = saved.unbind()
     parts = zip(images.split(span), out.split(span), rows[::2], rows[1::2], strict=True)
     for done, (part, result, mean, inverse) in enumerate(parts, start=num):
-        # The kernel moves the running statistics by momentum: to the mean over the groups so far.
+        # This momentum makes the running statistics the mean over the groups so far.
         _aten.native_batch_norm.out(
             part,
             *affine,
@@ -247,7 +247,7 @@ def _backward_over_workers(  # noqa: PLR0913 -- as PyTorch's own
     group: Group,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """As _backward_over_parts, for one span of `num` values that workers hold parts of."""
+    """Return the gradients like _backward_over_parts, for one span of `num` values over workers."""
     mean, inverse = saved.unbind()
     sums = _sums(images, grad, mean, inverse)
     by_bias, by_weight = sums.clone()
@@ -264,12 +264,14 @@ def _backward_over_workers(  # noqa: PLR0913 -- as PyTorch's own
 def _over_workers(
     images: Tensor, affine: tuple[Tensor | None, Tensor | None], *, eps: float, group: Group
 ) -> tuple[Tensor, Moments, Tensor, Tensor]:
-    """As _over_parts, for one span that the workers of the group hold parts of.
+    """Normalise one span over the workers of a group.
 
-    Each finds its own mean and squared deviations from that, which then are merged (Chan, Golub
-    and LeVeque 1983, equation 2.1): sums of squares would cancel where the mean is large. Workers
-    weigh by the values that a channel has there, for images may differ in size. Also returns, after
-    the result, the moments, and last the number of values over all workers, 0-d.
+    Each worker computes its mean and squared deviations, which are then merged (Chan, Golub and
+    LeVeque 1983, equation 2.1): sums of squares would cancel if the mean is large. Workers are
+    weighted by their number of values per channel, because image sizes may differ.
+
+    Returns the result, the moments, 2 x C mean and 1 / std, and the number of values over all
+    workers, 0-d.
     """
     zeros = torch.zeros(images.shape[1], dtype=exact_type(images), device=images.device)
     # The buffers only tell PyTorch's kernel the type to compute in.
@@ -313,7 +315,7 @@ def _input_gradient(
     mean: Tensor,
     factors: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Fill `result` with gain * grad + slope * (images - mean) + shift, the factors by channel."""
+    """Write gain * grad + slope * (images - mean) + shift to `result`; factors are per channel."""
     gain, slope, shift = factors
     gain = gain.view(-1, *[1] * (images.ndim - 2))
     size = len(images)
@@ -322,7 +324,7 @@ def _input_gradient(
     one, nothing = torch.ones_like(mean), mean.new_empty(0)
     for start in range(0, len(images), size):
         part = slice(start, start + size)
-        # In evaluation mode the kernel is a scale and a shift in one pass.
+        # In evaluation mode the kernel applies a scale and a shift in one pass.
         _aten.native_batch_norm.out(
             images[part],
             slope,
@@ -340,7 +342,7 @@ def _input_gradient(
 
 
 def _area(images: Tensor) -> int:
-    """Return how many values a channel has in one sample."""
+    """Return the number of values per channel in one sample."""
     return math.prod(images.shape[2:])
 
 

@@ -1,16 +1,16 @@
-"""The small network for CIFAR-10 of the studies of staleness: three convolutions and one layer.
+"""A small network for CIFAR-10, used by the staleness studies.
 
-Caffe's `cifar10_quick` without its hidden layer, as Rudra has it (arXiv:1509.04210):
-three convolutions with pooling and one fully connected layer, about 90,000 parameters.
+Caffe's `cifar10_quick` without its hidden layer, as in Rudra (arXiv:1509.04210): three convolutions
+with pooling and one fully connected layer, about 90,000 parameters.
 """
 
 from torch import Tensor, nn
 
 
 class CifarQuick(nn.Module):
-    """Takes N x 3 x 32 x 32 and returns N x num_classes; 89,578 parameters for 10 classes.
+    """Maps N x 3 x 32 x 32 to N x num_classes; 89,578 parameters for 10 classes.
 
-    `batch_norm` puts BatchNorm behind every convolution, which the papers do not have.
+    `batch_norm` adds BatchNorm after every convolution, which the papers do not have.
     """
 
     def __init__(self, num_classes: int, *, batch_norm: bool = False) -> None:
@@ -30,7 +30,7 @@ class CifarQuick(nn.Module):
         return logits
 
     def get_classifier(self) -> nn.Linear:
-        """Return the last layer, as timm's models do."""
+        """Return the last layer, like timm's models."""
         return self.head
 
 

@@ -1,21 +1,22 @@
 """The residual networks for CIFAR-10 (He et al. 2015, arXiv:1512.03385, section 4.2).
 
-timm's ResNets begin by dividing the sides of an image by four, which leaves little of one of
-32 x 32; these begin with a 3 x 3 convolution at full size and divide twice, between their stages.
+timm's ResNets start by downsampling an image by four, which leaves little of 32 x 32 pixels; these
+start with a 3 x 3 convolution at full size and downsample twice, between the stages.
 """
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTHS = (16, 32, 64)
-"""Channels of the three stages."""
+"""Number of channels of the three stages."""
 
 DEPTHS = (8, 20, 32, 44, 56, 110)
-"""Layers with weights: 6 n + 2 with n blocks in a stage. All but the shallowest are the paper's."""
+"""Numbers of layers with weights: 6 n + 2 for n blocks per stage. All but the first are the
+paper's."""
 
 
 class CifarResNet(nn.Module):
-    """Takes N x 3 x H x W and returns N x num_classes; H and W are 32 in the paper."""
+    """Maps N x 3 x H x W to N x num_classes; H and W are 32 in the paper."""
 
     def __init__(self, num_classes: int, *, depth: int) -> None:
         super().__init__()
@@ -40,14 +41,14 @@ class CifarResNet(nn.Module):
         return logits
 
     def get_classifier(self) -> nn.Linear:
-        """Return the last layer, as timm's models do."""
+        """Return the last layer, like timm's models."""
         return self.head
 
 
 class _Block(nn.Module):
-    """Two convolutions beside a shortcut without weights, the paper's option A.
+    """Two convolutions and a shortcut without weights, the paper's option A.
 
-    Where the stages change, the shortcut takes every second pixel and adds channels of zeros.
+    Between stages the shortcut takes every second pixel and pads with channels of zeros.
     """
 
     def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:

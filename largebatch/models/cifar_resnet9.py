@@ -1,22 +1,22 @@
 """The nine-layer residual network of DAWNBench's CIFAR-10 records.
 
-D. Page, "How to train your ResNet" (2018), parts 4 and 8: wide where maps are small, so it learns
-more for its arithmetic than the networks of arXiv:1512.03385, section 4.2. Maps are pooled before
-BatchNorm (part 8), which then reads a quarter of the numbers.
+D. Page, "How to train your ResNet" (2018), parts 4 and 8: it is wide where feature maps are small,
+so it learns more per operation than the networks of arXiv:1512.03385, section 4.2. Pooling precedes
+BatchNorm (part 8), which then reads a quarter of the values.
 """
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 LOGIT_SCALE = 0.125
-"""Logits are multiplied by it, as in the original."""
+"""Factor of the logits, as in the original."""
 
 
 class CifarResNet9(nn.Module):
-    """Takes N x 3 x H x W, H and W 16 or more, and returns N x num_classes.
+    """Maps N x 3 x H x W, H and W 16 or more, to N x num_classes.
 
-    `width` is the channels of the first convolution; the original has 64, and 8 times as many at
-    the end.
+    `width` is the number of channels of the first convolution, 64 in the original; the last one has
+    8 times as many.
     """
 
     def __init__(self, num_classes: int, *, width: int = 64) -> None:
@@ -36,12 +36,12 @@ class CifarResNet9(nn.Module):
         return logits * LOGIT_SCALE
 
     def get_classifier(self) -> nn.Linear:
-        """Return the last layer, as timm's models do."""
+        """Return the last layer, like timm's models."""
         return self.head
 
 
 class _Unit(nn.Module):
-    """A 3 x 3 convolution, a maximum over `pool` x `pool`, BatchNorm and ReLU."""
+    """A 3 x 3 convolution, max pooling over `pool` x `pool`, BatchNorm and ReLU."""
 
     def __init__(self, inputs: int, outputs: int, *, pool: int = 1) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Unit(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Two units beside a shortcut, added after their last ReLU."""
+    """Two units and a shortcut, added after the last ReLU."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Compile a model's forward pass by torch.compile, and with it its backward pass.
+"""Compilation of a model's forward and backward pass by torch.compile.
 
-Random numbers are those of the model as it is written, so that dropout draws the same masks. Every
-shape of a batch gets a graph of its own. All gradients of a graph come at its end: their sums over
-workers no longer overlap with the backward pass.
+Random numbers are those of the uncompiled model, so that dropout draws the same masks. Every batch
+shape gets its own graph. All gradients of a graph are ready at its end: their sums over workers no
+longer overlap with the backward pass.
 """
 
 import os
@@ -18,8 +18,8 @@ from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.recipe.choices import Compile
 
 _MOST_GRAPHS = 256
-"""Limit for one model, above the 100 image sizes that a recipe may have; PyTorch's is 8, and after
-that it runs uncompiled."""
+"""Maximum number of graphs of one model, above the 100 image sizes that a recipe may have;
+PyTorch's default is 8, after which a model runs uncompiled."""
 
 
 def compile_model(
@@ -27,10 +27,10 @@ def compile_model(
 ) -> None:
     """Compile the forward pass of the model in place; parameters and buffers keep their names.
 
-    With `shares_spans` several workers share a BatchNorm span: these layers exchange their moments,
-    stay outside, and divide the model into several graphs.
+    `shares_spans` is True if several workers share a BatchNorm span: these layers exchange moments,
+    so they stay uncompiled and divide the model into several graphs.
 
-    Raises RecipeError where there is no compiler for the device.
+    Raises RecipeError if there is no compiler for the device.
     """
     if not mode:
         return
@@ -41,7 +41,7 @@ def compile_model(
             if isinstance(layer, SpanBatchNorm):
                 layer.leave_graphs()
     options = torch._inductor.list_mode_options("default" if mode is True else mode)
-    # Module.compile does not trace an nn.Sequential at the root.
+    # Module.compile does not trace a model that is an nn.Sequential.
     model.forward = torch.compile(
         model.forward, dynamic=False, options={**options, "fallback_random": True}
     )
@@ -49,31 +49,31 @@ def compile_model(
 
 @contextmanager
 def failures_named() -> Iterator[None]:
-    """Raise RecipeError where a model, or its backward pass, cannot be compiled.
+    """Convert errors of the compiler to RecipeError.
 
-    That is found when a pass is made for the first time with a shape.
+    They are raised by the first forward or backward pass with a shape.
     """
     try:
         yield
     except Exception as error:
-        dynamo = sys.modules.get("torch._dynamo.exc")  # loaded where something was compiled
+        dynamo = sys.modules.get("torch._dynamo.exc")  # loaded if anything was compiled
         if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
             raise
         cause = getattr(error, "inner_exception", error)
         reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
         raise RecipeError(
             f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
-            f"{reason}; leave compile out"
+            f"{reason}; remove compile"
         ) from error
 
 
 def reuses_memory(mode: Compile, device: torch.device) -> bool:
-    """Return True if a compiled pass overwrites the gradients of the one before, by CUDA graphs."""
+    """Return True if a compiled pass overwrites the previous gradients (CUDA graphs)."""
     return mode in {"reduce-overhead", "max-autotune"} and device.type != "cpu"
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise RecipeError where nothing can compile for the device."""
+    """Raise RecipeError if there is no compiler for the device."""
     import torch._dynamo
     import torch._inductor.cpp_builder
     import torch._inductor.exc
@@ -84,13 +84,13 @@ def require_compiler(device: torch.device) -> None:
             torch._inductor.cpp_builder.get_cpp_compiler()
         except torch._inductor.exc.InvalidCxxCompiler:
             named = os.environ.get("CXX")
-            found = f"CXX={named} is none that works" if named else "none was found"
+            problem = f"CXX={named} does not work" if named else "none was found"
             raise RecipeError(
-                f"execution.compile: a CPU needs a C++ compiler, and {found}; install g++, or name "
-                "one by the variable CXX, or leave compile out"
+                f"execution.compile: a CPU needs a C++ compiler, and {problem}; install g++, or "
+                "name one by the variable CXX, or remove compile"
             ) from None
     elif not has_triton():
         raise RecipeError(
-            "execution.compile: a GPU needs Triton, which is not installed or does not know this "
-            "one; install it, or leave compile out"
+            "execution.compile: a GPU needs Triton, which is not installed or does not support "
+            "this one; install it, or remove compile"
         )

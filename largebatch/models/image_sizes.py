@@ -1,6 +1,6 @@
-"""Whether a model takes images of a size, or windows of words, found before a run begins.
+"""Checks that a model accepts the recipe's image sizes or windows of words, before a run starts.
 
-Shapes alone are computed: that takes no memory and no arithmetic.
+Only shapes are computed (on the meta device), which needs no memory and no arithmetic.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ from largebatch.recipe.text import LANGUAGE_MODEL, Text
 
 
 def require_inputs(recipe: Recipe, sizes: Collection[int]) -> None:
-    """Raise RecipeError where the recipe's model takes no words, or no images of these sizes."""
+    """Raise RecipeError unless the recipe's model accepts its text, or images of these sizes."""
     if isinstance(recipe.data, Text):
         require_words(recipe)
     else:
@@ -23,7 +23,7 @@ def require_inputs(recipe: Recipe, sizes: Collection[int]) -> None:
 
 
 def require_image_sizes(recipe: Recipe, sizes: Collection[int]) -> None:
-    """Raise RecipeError where the recipe's model takes no images of one of these sizes."""
+    """Raise RecipeError unless the recipe's model accepts images of all these sizes."""
     if not sizes:
         return
     with torch.device("meta"), torch.no_grad():
@@ -35,24 +35,24 @@ def require_image_sizes(recipe: Recipe, sizes: Collection[int]) -> None:
                 reason = clip(" ".join(str(error).split()), 200)
                 raise RecipeError(
                     f"data.resolution: {recipe.model.name} does not take images of {size} x {size} "
-                    f"({reason}); leave that size out or choose another model"
+                    f"({reason}); remove that size or choose another model"
                 ) from None
 
 
 def require_words(recipe: Recipe) -> None:
-    """Raise RecipeError unless the recipe's model gives every word of a window its scores."""
+    """Raise RecipeError unless the recipe's model returns scores for every word of a window."""
     assert isinstance(recipe.data, Text)
     shape = (2, recipe.data.window)
     with torch.device("meta"), torch.no_grad():
         try:
-            found = _shown(_build(recipe)(torch.zeros(shape, dtype=torch.int64)).shape)
+            output = _shown(_build(recipe)(torch.zeros(shape, dtype=torch.int64)).shape)
         except (RuntimeError, AssertionError, TypeError, ValueError, IndexError) as error:
-            found = clip(" ".join(str(error).split()), 200)
-    if found != _shown((*shape, recipe.data.vocabulary)):
+            output = clip(" ".join(str(error).split()), 200)
+    if output != _shown((*shape, recipe.data.vocabulary)):
         raise RecipeError(
-            f"model.name: {recipe.model.name} does not take words, as data.source: text has them: "
-            f"of {_shown(shape)} it makes {found}, expected one score for every word; "
-            f"{LANGUAGE_MODEL} does"
+            f"model.name: {recipe.model.name} does not take the words of data.source: text: it "
+            f"maps {_shown(shape)} to {output}, expected one score for every word; use "
+            f"{LANGUAGE_MODEL}"
         )
 
 

@@ -1,4 +1,4 @@
-"""LeNet-5 (LeCun et al. 1998) in the form that Caffe made the common one."""
+"""LeNet-5 (LeCun et al. 1998) in the common form of Caffe."""
 
 from torch import Tensor, nn
 
@@ -6,8 +6,8 @@ from torch import Tensor, nn
 class LeNet5(nn.Module):
     """Two convolutions of 20 and 50 maps with max pooling, then 500 hidden units; no BatchNorm.
 
-    Takes N x 3 x H x W, H and W at least 16, and returns N x num_classes. The second pooling makes
-    4 x 4 maps of any input; at 28 x 28 it is the usual one over 2 x 2.
+    Maps N x 3 x H x W, H and W at least 16, to N x num_classes. The second pooling returns 4 x 4
+    maps for any input; at 28 x 28 it is the usual one over 2 x 2.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -29,5 +29,5 @@ class LeNet5(nn.Module):
         return logits
 
     def get_classifier(self) -> nn.Linear:
-        """Return the last layer, as timm's models do."""
+        """Return the last layer, like timm's models."""
         return self.head

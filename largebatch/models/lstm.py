@@ -1,20 +1,20 @@
-"""The LSTM language model of Zaremba et al. 2014 (arXiv:1409.2329), on torch's own nn.LSTM."""
+"""The LSTM language model of Zaremba et al. 2014 (arXiv:1409.2329), with torch's nn.LSTM."""
 
 from torch import Tensor, nn
 
 INITIAL = 0.1
-"""All weights are drawn from the uniform distribution from -INITIAL to INITIAL (section 4.1)."""
+"""Bound of the uniform distribution of all initial weights, -INITIAL to INITIAL (section 4.1)."""
 
 
 class LSTM(nn.Module):
     """Embedding, stacked LSTM layers and a softmax layer over the vocabulary; no BatchNorm.
 
-    Takes word numbers, N x T, and returns the logits of the next word, N x T x num_classes; the
-    hidden state begins at zero. Dropout is on what is not recurrent: the embedding, between the
-    layers and before the logits (section 3.1). `tied` takes the embedding as the last layer's
-    weight (arXiv:1608.05859), where both have the same size.
+    Maps word numbers, N x T, to the logits of the next word, N x T x num_classes; the initial
+    hidden state is zero. Dropout is applied to non-recurrent connections: after the embedding,
+    between the layers and before the logits (section 3.1). `tied` uses the embedding as the last
+    layer's weight (arXiv:1608.05859).
 
-    Raises ValueError where `tied` and the sizes differ.
+    Raises ValueError if `tied` and the sizes differ.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class LSTM(nn.Module):
             nn.init.uniform_(weight, -INITIAL, INITIAL)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return the logits of the word after each."""
+        """Return the logits of the next word at each position."""
         hidden, _ = self.lstm(self.dropout(self.embedding(words)))
         logits: Tensor = self.head(self.dropout(hidden))
         return logits
 
     def get_classifier(self) -> nn.Linear:
-        """Return the last layer, as timm's models do."""
+        """Return the last layer, like timm's models."""
         return self.head

@@ -1,8 +1,9 @@
-"""Models as they are held in a training loop: parallel, compiled, averaged.
+"""Wrapped models: parallel, compiled or averaged.
 
-A forward pass of DistributedDataParallel broadcasts buffers, one of FSDP gathers weights: workers
-that hold different numbers of batches, or none, would wait for each other. Measuring needs only the
-module inside, which every worker has whole under DistributedDataParallel.
+A forward pass of DistributedDataParallel broadcasts buffers, and one of FSDP gathers weights:
+workers with different numbers of batches, or none, would wait for each other. Evaluation and
+polishing need only the inner module, which is complete on every worker under
+DistributedDataParallel.
 """
 
 import sys
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 _PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
-"""Classes whose forward pass is no matter of one worker and device: torch's, and apex's."""
+"""Classes whose forward pass needs other workers or devices: torch's, and apex's."""
 
 _INSIDE = {
     "AveragedModel": "module",
@@ -22,13 +23,13 @@ _INSIDE = {
     "ModelEmaV3": "module",
     "OptimizedModule": "_orig_mod",
 }
-"""Where wrappers keep the module that they call, by class: torch's, and timm's (ModelEma)."""
+"""Attribute of the inner module, by class of the wrapper: torch's, and timm's (ModelEma)."""
 
 
 def local_model(model: nn.Module) -> nn.Module:
-    """Return the model, or the outermost module inside it whose forward pass is this worker's own.
+    """Return the outermost module of a model whose forward pass needs only this worker.
 
-    Raises ValueError where the model is sharded, or parallel somewhere inside.
+    Raises ValueError if the model is sharded, or has a parallel module inside.
     """
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)
@@ -36,15 +37,15 @@ def local_model(model: nn.Module) -> nn.Module:
             name, module = parallel[0]
             raise ValueError(
                 f"{f'layer {name}' if name else 'the model'} is a {type(module).__name__}, whose "
-                "forward pass waits for other workers or devices; pass the module inside, or a "
-                "copy of it that this worker holds whole"
+                "forward pass waits for other workers or devices; pass the inner module, or a "
+                "complete copy of it"
             )
         model = model.get_submodule(attribute)
     return model
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the first of the model's tensors lives; the CPU for a model that has none."""
+    """Return the device of the model's first tensor; the CPU for a model without tensors."""
     for tensors in (model.parameters(), model.buffers()):
         for tensor in tensors:
             return tensor.device
@@ -53,9 +54,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into its own on exit.
+    """Set every module to evaluation mode, and restore each module's mode on exit.
 
-    Flags are set one by one: a module may do more than that in its own train() and eval().
+    The flags are set directly, because a module's train() and eval() may do more than that.
     """
     modes = {module: module.training for module in model.modules()}
     try:
@@ -68,9 +69,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Let compiled modules run as they are written: hooks on their layers are no part of a graph.
+    """Run compiled modules uncompiled, because graphs do not include hooks added later.
 
-    The compiler takes seconds to import; where nothing has done that, nothing is compiled.
+    Importing the compiler takes seconds; if it was not imported, nothing is compiled.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -79,9 +80,9 @@ def uncompiled() -> AbstractContextManager[object]:
 
 
 def keep_in_place(tensors: Iterable[Tensor]) -> None:
-    """Declare that tensors stay where they are, so that CUDA graphs may write to them.
+    """Declare that the tensors' addresses do not change, so that CUDA graphs may write to them.
 
-    As `uncompiled`, it does nothing where nothing has imported the compiler.
+    Does nothing if the compiler was not imported, like `uncompiled`.
     """
     if "torch._dynamo" in sys.modules:
         for tensor in tensors:
@@ -89,8 +90,8 @@ def keep_in_place(tensors: Iterable[Tensor]) -> None:
 
 
 def _kinds(module: nn.Module) -> set[str]:
-    """Return the names of the module's class and of all that it inherits from.
+    """Return the names of the module's class and its base classes.
 
-    By name, because importing FSDP takes seconds and apex and timm may not be installed.
+    Names are compared, because importing FSDP takes seconds and apex and timm may be missing.
     """
     return {kind.__name__ for kind in type(module).__mro__}

@@ -1,4 +1,4 @@
-"""Models of timm and torchvision by name, and how each library prepares images for them."""
+"""Models of timm and torchvision by name, and their image preparation."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from largebatch.errors import RecipeError, nearest
 from largebatch.optional import require_timm, require_torchvision
 
 TORCHVISION = "torchvision/"
-"""What the name of one of torchvision's models begins with."""
+"""Prefix of the names of torchvision's models."""
 
 _FRESH: dict[str, dict[str, bool | None]] = {
     "timm": dict.fromkeys(
@@ -20,44 +20,44 @@ _FRESH: dict[str, dict[str, bool | None]] = {
     | {"pretrained": False},
     "torchvision": {"weights": None},
 }
-"""What keeps each library from fetching or loading weights. It is given with every call, so that no
-argument can say otherwise: Python takes a keyword once."""
+"""Arguments that keep each library from downloading or loading weights. They are passed with every
+call, so that a recipe's arguments cannot override them: a repeated keyword is an error."""
 
 
 _REFUSALS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError),
 )
-"""What the constructors raise for arguments that they do not expect."""
+"""Exceptions of the constructors for unexpected arguments."""
 
 
 def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a known model with fresh weights; raise RecipeError where its library refuses."""
-    own, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
-    library = "torchvision" if own else "timm"
-    create = _torchvision().get_model if own else require_timm().create_model
+    """Build a known model with new weights; raise RecipeError if its library cannot."""
+    is_torchvisions, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
+    library = "torchvision" if is_torchvisions else "timm"
+    create = _torchvision().get_model if is_torchvisions else require_timm().create_model
     fixed = {"num_classes": num_classes, **_FRESH[library]}
     try:
         model: nn.Module = create(plain, **fixed, **arguments)
     except _REFUSALS as error:
         reason = str(error) or type(error).__name__
         raise RecipeError(
-            f"model.arguments: {library} cannot build {name} with them: {reason}"
+            f"model.arguments: {library} cannot build {name} with these arguments: {reason}"
         ) from None
     return model
 
 
 def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
-    """Raise RecipeError with the nearest names, also of `others`, unless there is such a model."""
+    """Raise RecipeError with the nearest names, including `others`, if there is no such model."""
     if name.startswith(TORCHVISION):
         library, known = "torchvision", _torchvision_names()
     elif "." not in name and require_timm().is_model(name):
-        return  # to list a thousand names takes longer
+        return  # faster than listing a thousand names
     else:
         library, known = "timm", [*others, *require_timm().list_models()]
         tagged, _, tag = name.partition(".")
         if tag and tagged in known:
-            known = [*known, *(f"{tagged}.{one}" for one in _tags(tagged))]
+            known = [*known, *(f"{tagged}.{suffix}" for suffix in _tags(tagged))]
     if name not in known:
         where = "torchvision.models" if library == "torchvision" else library
         hint = nearest(name, known, otherwise=f"see {where}.list_models()")
@@ -65,25 +65,25 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
 
 
 def same_name(name: str) -> list[str]:
-    """Return the names under which the libraries have a model of this `name`.
+    """Return the full names of this model in timm and torchvision.
 
     Raises RecipeError with the nearest names of timm if neither has one.
     """
-    found, reasons = [], []
-    for each in [name] if name.startswith(TORCHVISION) else [name, TORCHVISION + name]:
+    names, errors = [], []
+    for full_name in [name] if name.startswith(TORCHVISION) else [name, TORCHVISION + name]:
         try:
-            require_known(each)
+            require_known(full_name)
         except RecipeError as error:
-            reasons.append(error)
+            errors.append(error)
         else:
-            found.append(each)
-    if not found:
-        raise reasons[0]
-    return found
+            names.append(full_name)
+    if not names:
+        raise errors[0]
+    return names
 
 
 def preparation(name: str) -> dict[str, Any]:
-    """Return how images are shown to this model in evaluation, as keys of a recipe's data."""
+    """Return the model's image preparation in evaluation, as keys of a recipe's data section."""
     if name.startswith(TORCHVISION):
         transform = (
             _torchvision().get_model_weights(name.removeprefix(TORCHVISION)).DEFAULT.transforms()
@@ -121,6 +121,6 @@ def _torchvision_names() -> list[str]:
 
 
 def _tags(name: str) -> list[str]:
-    """Return what can stand behind a name of timm's, after a dot."""
-    found = require_timm().list_pretrained(f"{name}.*")
-    return [each.partition(".")[2] for each in found]
+    """Return timm's tags of a model: the suffixes of its name after a dot."""
+    names = require_timm().list_pretrained(f"{name}.*")
+    return [full_name.partition(".")[2] for full_name in names]

@@ -1,3 +1,3 @@
-"""Optimizers that torch.optim does not have: LARS, and the kernels that compute its update."""
+"""Optimizers that torch.optim does not have, such as LARS and its kernels."""
 
 from largebatch.optim.lars import LARS as LARS

@@ -1,12 +1,13 @@
-"""LARS: momentum SGD whose step length is chosen tensor by tensor.
+"""LARS: momentum SGD with a step length per tensor.
 
 For a weight w with gradient g, averaged over the global batch (You et al. 2017, arXiv:1708.03888):
 
     ratio = eta |w| / (|g| + weight_decay |w| + eps)        1 where |w| or |g| is 0
 
-Published codes disagree on where the rate enters the momentum buffer b (m is the momentum). At a
-constant rate three of the conventions are the same method; over a schedule their steps differ by up
-to an order of magnitude, so the convention is named and saved with every checkpoint:
+Published codes disagree on where the learning rate enters the momentum buffer b (m is the
+momentum). At a constant rate three of the conventions are the same method; over a schedule their
+steps differ by up to an order of magnitude, so the convention is a parameter and saved in every
+checkpoint:
 
     reference        b = m b + lr ratio (g + weight_decay w)   w -= b            MLPerf TF2
     scaled-momentum  b = m b + ratio (g + weight_decay w)      w -= lr b         timm, MXNet
@@ -16,23 +17,23 @@ to an order of magnitude, so the convention is named and saved with every checkp
 
 (`fujitsu` writes lr as s_t base_lr, with the schedule s_t in [0, 1].)
 
-optax is `reference` without weight decay only: with it, optax divides by |g + weight_decay w|.
-MLPerf's TF2 code turns eps 0 into 1e-7; eps=1e-7 is that code, eps=0 its rules.
+optax equals `reference` only without weight decay: with it, optax divides by |g + weight_decay w|.
+MLPerf's TF2 code replaces eps 0 with 1e-7; eps=1e-7 is that code, eps=0 its rules.
 
-Two limits are off unless they are given: `clip_ratio` is the largest ratio, and every element of
-g + weight_decay w is cut off at -clip_gradient and clip_gradient, whether the group is adapted or
-not. LARS-ImageNet-PyTorch (NUS) has both, 50 and 10, in its code.
+Two limits are off by default: `clip_ratio` is the maximum ratio, and every element of
+g + weight_decay w is clipped to [-clip_gradient, clip_gradient], in adapted groups and others.
+LARS-ImageNet-PyTorch (NUS) has both in its code, 50 and 10.
 
-Warning: `outside` can blow up. Its ratio is that of the newest gradient and its buffer is of older
-ones, so a gradient that is tiny for once makes a step of lr eta |w| |b| / |g|. In a round bowl,
-|w - c|^2 / 2 with w = (1, 1) at first and c = (1.4, 0.6), at lr 1, eta 0.1 and momentum 0.9, the
-loss goes from 0.16 up to 533 in 83 steps; in the other conventions it never exceeds 0.16.
+Warning: `outside` can diverge. Its ratio is from the newest gradient but its buffer from older
+ones, so a single tiny gradient causes a step of lr eta |w| |b| / |g|. For the quadratic
+|w - c|^2 / 2 with initial w = (1, 1) and c = (1.4, 0.6), at lr 1, eta 0.1 and momentum 0.9, the
+loss grows from 0.16 to 533 in 83 steps; in the other conventions it never exceeds 0.16.
 
-Lengths are right wherever weights and gradients are normal numbers of float32, although the squares
-of those beyond 1e19 or below 1e-19 are not. The ratio has to be one too: |w| and |g| may be some 35
-orders of magnitude apart.
+Norms are correct for all weights and gradients that are normal float32 numbers, although squares of
+numbers above 1e19 or below 1e-19 are not. The ratio must be a normal number too: |w| and |g| may
+differ by about 35 orders of magnitude.
 
-The arithmetic is done by `kernels`; what is here chooses one and keeps what it works on.
+The modules of `kernels` do the arithmetic; this one selects a kernel and owns the state.
 """
 
 import math
@@ -49,37 +50,37 @@ from largebatch.optim.kernels import Rule, Update, apex, batched, fused
 from largebatch.recipe.choices import Convention, Kernels
 
 Number = float | Tensor
-"""A tensor has one element; every step reads it anew and leaves it as it is."""
+"""A number, or a tensor with one element that every step reads and never changes."""
 
 _SHORT = (torch.float16, torch.bfloat16)
-"""Types too short to add small steps in."""
+"""Types that are too short to accumulate small steps."""
 
 _NUMBERS = ("lr", "base_lr", "momentum", "weight_decay", "eta", "eps")
 _LIMITS = ("clip_ratio", "clip_gradient")
 _SAVED = {"momentum_buffer", "master"}
-"""The state of a parameter; a master only where the parameter is short."""
+"""Keys of a parameter's state; `master` only for short parameters."""
 
 
 class LARS(Optimizer):
     """Layer-wise adaptive rate scaling over momentum SGD.
 
-    A group with `adapt=False` (biases, normalisation layers) takes plain momentum steps. Every
-    hyper-parameter lives in the parameter groups, never on `self`, and has a default: Horovod
-    rebuilds an optimizer from its groups alone. `base_lr` is the peak of the schedule; only
-    `fujitsu` needs it, and it defaults to the `lr` given here.
+    A group with `adapt=False` (biases, normalisation layers) takes plain momentum steps. All
+    hyper-parameters are in the parameter groups, not on `self`, and have defaults: Horovod rebuilds
+    an optimizer from its groups only. `base_lr` is the peak of the schedule; only `fujitsu` uses
+    it, and its default is `lr`.
 
     Gradients must be averaged and unscaled before `step`: with weight decay the ratio is not
-    scale-free, and groups that are not adapted never are. A GradScaler unscales them, and lends
-    `grad_scale` and `found_inf` while it steps, as to torch's fused optimizers: on an accelerator
-    the host does not wait to know whether a step is skipped, but with `kernels="apex"` it does.
+    scale-free, and non-adapted groups never are. A GradScaler unscales them and sets `grad_scale`
+    and `found_inf` during its step, as for torch's fused optimizers: on an accelerator the host
+    does not wait to know whether a step is skipped, except with `kernels="apex"`.
 
-    A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state;
-    whoever changes such a weight from outside must make a new optimizer.
+    A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state.
+    Create a new optimizer after changing such a weight from outside.
     """
 
     _ratios: Sequence[tuple[list[Tensor], Tensor]] = ()
-    """What the kernels of the last step returned, by the parameters they updated. It stands here
-    because a copy of an optimizer is made of its groups and state alone."""
+    """Ratios of the last step with the parameters of each kernel call. A class attribute, because a
+    copy of an optimizer has only its groups and state."""
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of the method
         self,
@@ -110,9 +111,9 @@ class LARS(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; raise ValueError where a hyper-parameter or a parameter cannot be.
+        """Add a group; raise ValueError for an invalid hyper-parameter or parameter.
 
-        Raises MissingPackageError where `kernels` asks for a package that is not installed.
+        Raises MissingPackageError if `kernels` needs a package that is not installed.
         """
         super().add_param_group(param_group)
         try:
@@ -123,11 +124,11 @@ class LARS(Optimizer):
         param_group.setdefault("base_lr", _number(param_group, "lr"))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take over rates and momentum; masters stay in float32, and `kernels` as they are here.
+        """Load hyper-parameters and momentum; masters stay in float32, and `kernels` unchanged.
 
-        Raises ValueError, before anything has changed, for what is not a whole state of LARS over
-        parameters of these shapes, naming what is missing. A state without masters is one: that of
-        a float32 model.
+        Raises ValueError, before any change, if this is not a complete state of LARS for parameters
+        of these shapes; the message names what is missing. A state without masters is valid: it is
+        that of a float32 model.
         """
         loaded: StateDict = {}
 
@@ -141,7 +142,7 @@ class LARS(Optimizer):
             self._keep_exact(loaded)
 
         kernels = [group["kernels"] for group in self.param_groups]
-        hooks = [  # after those of others that change the state, before those that use it
+        hooks = [  # after other hooks that change the state, before hooks that use it
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(finish, prepend=True),
         ]
@@ -152,7 +153,7 @@ class LARS(Optimizer):
                 hook.remove()
 
     def _keep_exact(self, loaded: StateDict) -> None:
-        """Take masters and their momentum as saved; torch rounds them to the type of the weight."""
+        """Restore masters and their momentum exactly; torch rounds them to the weight's type."""
         for name, weight in _pairs(loaded, self.param_groups):
             if weight not in self.state:
                 continue
@@ -165,7 +166,7 @@ class LARS(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler leaves unscaling and skipping to `step`; on a CPU nothing waits."""
+        """True if GradScaler leaves unscaling and skipping to `step`; not needed on a CPU."""
         weights = (weight for group in self.param_groups for weight in group["params"])
         kernels = {group["kernels"] for group in self.param_groups}
         return kernels == {"torch"} and all(weight.device.type != "cpu" for weight in weights)
@@ -186,7 +187,7 @@ class LARS(Optimizer):
                 if scale is not None:
                     torch._foreach_div_(grads, scale.to(device))
                 rule = _rule(group)
-                if found_inf is not None:  # a sum over devices
+                if found_inf is not None:  # it is a sum over devices
                     rule = replace(rule, found_inf=found_inf.to(device).clamp(max=1))
                 update = _kernel(device, group["kernels"])
                 ratios = update(lists.weights, grads, lists.buffers, rule)
@@ -198,11 +199,11 @@ class LARS(Optimizer):
         return loss
 
     def trust_ratios(self) -> dict[Tensor, Tensor]:
-        """Return the ratio that the last step used of each parameter it adapted.
+        """Return the ratios of the last step, by adapted parameter.
 
-        As they are after eta, eps and clip_ratio, and before the rate. 0-d tensors on the devices
-        of the parameters; reading them waits for a GPU. They mean nothing after a step that a
-        GradScaler skipped.
+        They include eta, eps and clip_ratio, but not the learning rate. The ratios are 0-d tensors
+        on the parameters' devices; reading them waits for a GPU. They are meaningless after a step
+        that a GradScaler skipped.
         """
         return {
             parameter: ratio
@@ -211,7 +212,7 @@ class LARS(Optimizer):
         }
 
     def _gather(self, group: dict[str, Any]) -> "dict[tuple[torch.device, torch.dtype], _Lists]":
-        """Sort what the group has to update by device and type."""
+        """Return the tensors of a group's update by device and type."""
         found: dict[tuple[torch.device, torch.dtype], _Lists] = {}
         for weight in group["params"]:
             if weight.grad is None or weight.numel() == 0:
@@ -236,7 +237,7 @@ class LARS(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """Tensors of one group, device and type, as the kernels take them."""
+    """Tensors of one group, device and type, as arguments of a kernel."""
 
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -244,11 +245,11 @@ class _Lists:
     parameters: list[Tensor] = field(default_factory=list)
     exact: list[Tensor] = field(default_factory=list)
     rounded: list[Tensor] = field(default_factory=list)
-    """The parameters that are not updated themselves, and what is updated in their place."""
+    """Parameters that are copied from `exact` after the update of `exact`."""
 
 
 def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return what to update: the weight, its float32 master, or a copy that has no gaps."""
+    """Return the tensor to update: the weight, its float32 master, or a contiguous copy."""
     if weight.dtype in _SHORT and "master" in state:
         master: Tensor = state["master"]
         return master
@@ -260,17 +261,17 @@ def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def _buffer(weight: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return the momentum buffer, laid out in memory as the weight is."""
+    """Return the momentum buffer in the weight's memory layout."""
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(weight)
-    elif state["momentum_buffer"].stride() != weight.stride():  # a checkpoint's, perhaps
+    elif state["momentum_buffer"].stride() != weight.stride():  # possibly from a checkpoint
         state["momentum_buffer"] = torch.empty_like(weight).copy_(state["momentum_buffer"])
     buffer: Tensor = state["momentum_buffer"]
     return buffer
 
 
 def _alike(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in the type and layout of the models; those that differ are copied."""
+    """Return the tensors in the type and layout of the models; copy those that differ."""
     alike = [
         tensor
         if tensor.dtype == model.dtype and tensor.stride() == model.stride()
@@ -294,7 +295,7 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
 
 
 def _rule(group: dict[str, Any]) -> Rule:
-    """Say a group's convention, rate included, as the one formula that the kernels know."""
+    """Convert a group's convention and numbers to the formula of the kernels."""
     lr, decay = _number(group, "lr"), _number(group, "weight_decay")
     convention = group["convention"]
     rate_inside = convention in {"reference", "fujitsu"}
@@ -314,9 +315,9 @@ def _rule(group: dict[str, Any]) -> Rule:
 
 
 def _number(group: dict[str, Any], key: str) -> float:
-    """Return a hyper-parameter as it is now; one that is a tensor is the user's, to fill in place.
+    """Return the current value of a hyper-parameter; a tensor may be changed by the user in place.
 
-    Raises ValueError for a tensor of several numbers.
+    Raises ValueError for a tensor with several elements.
     """
     value = group[key]
     if not isinstance(value, Tensor):
@@ -327,12 +328,12 @@ def _number(group: dict[str, Any], key: str) -> float:
 
 
 def _limit(group: dict[str, Any], key: str) -> float | None:
-    """Return a limit as it is now; states saved before there were limits have none."""
+    """Return the current value of a limit; None if it is off or missing from a saved state."""
     return None if group.get(key) is None else _number(group, key)
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise ValueError where a hyper-parameter, or a parameter, cannot be."""
+    """Raise ValueError for an invalid hyper-parameter or parameter."""
     _check_word(group, "convention", get_args(Convention))
     _check_word(group, "kernels", get_args(Kernels))
     _check_numbers(group)
@@ -364,7 +365,7 @@ def _check_numbers(group: dict[str, Any]) -> None:
 
 
 def _check_state(state: StateDict, groups: list[dict[str, Any]]) -> None:
-    """Raise ValueError where a state to load is not a whole one of these groups."""
+    """Raise ValueError if a state to load is not a complete state of these groups."""
     _require(state, ("state", "param_groups"), "the state")
     for number, group in enumerate(state["param_groups"]):
         _require(group, ("params", "convention", "adapt", *_NUMBERS), f"group {number}")
@@ -373,7 +374,7 @@ def _check_state(state: StateDict, groups: list[dict[str, Any]]) -> None:
     if [len(group["params"]) for group in state["param_groups"]] != [
         len(group["params"]) for group in groups
     ]:
-        return  # torch says so
+        return  # torch raises an error
     for name, weight in _pairs(state, groups):
         if name in state["state"]:
             _check_saved(state["state"][name], weight, f"parameter {name}")
@@ -398,7 +399,7 @@ def _require(holder: dict[str, Any], keys: Sequence[str], name: str) -> None:
 
 
 def _pairs(state: StateDict, groups: list[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:
-    """Go through the parameters: what a state calls each, and the parameter."""
+    """Return pairs of a parameter's name in a state and the parameter."""
     names, weights = (
         chain.from_iterable(group["params"] for group in every)
         for every in (state["param_groups"], groups)

@@ -1,8 +1,7 @@
-"""Schedule-Free optimizers: gradients are computed at one set of weights, another is evaluated.
+"""Schedule-Free optimizers: they compute gradients at one set of weights and evaluate another.
 
-The library moves a model from y, where it trains, to the average x and back. It comes back to
-within a rounding; here the weights are kept meanwhile, so that an evaluation changes no bit of a
-run.
+The library moves a model from the training weights y to the average x and back, up to rounding.
+Here the weights are saved and restored, so that an evaluation does not change a single bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +13,18 @@ from torch.optim import Optimizer
 
 
 def is_averaging(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell by the groups of an optimizer, or saved ones, whether the weights beside them are y."""
+    """Return True if an optimizer's groups, live or saved, belong to training weights y."""
     return any(group.get("train_mode", False) for group in groups)
 
 
 def store_average(optimizer: Optimizer) -> None:
-    """Let the weights become the average, for good."""
-    optimizer.eval()  # type: ignore[attr-defined]  # only what is averaging comes here
+    """Replace the weights permanently with the average."""
+    optimizer.eval()  # type: ignore[attr-defined]  # only called for averaging optimizers
 
 
 @contextmanager
 def at_average(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Let the weights be the average; afterwards every parameter and buffer is as it was."""
+    """Set the weights to the average in this block, then restore every parameter and buffer."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     store_average(optimizer)
     try:

@@ -1,4 +1,4 @@
-"""PyTorch's SGD; in fp16 on an accelerator its fused one, which skips a step there."""
+"""PyTorch's SGD; in fp16 on an accelerator the fused one, which can skip a step on the device."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch.optim.optimizer import Optimizer
 def build_sgd(
     groups: list[dict[str, Any]], *, lr: float, momentum: float, nesterov: bool, scaled: bool
 ) -> SGD:
-    """Return SGD; where it is `scaled`, by a GradScaler, no step on an accelerator is waited for.
+    """Return SGD; with `scaled`, by a GradScaler, the host does not wait for an accelerator.
 
-    A CPU has nothing to wait for, and its numbers are the same, scaled or not.
+    On a CPU the optimizer is the same with or without `scaled`.
     """
     weights = (weight for group in groups for weight in group["params"])
     fused = scaled and all(weight.device.type != "cpu" for weight in weights)
@@ -23,9 +23,9 @@ def build_sgd(
 
 
 def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
-    """Begin momentum at zero.
+    """Initialise momentum with zeros.
 
-    Where torch's fused first step is skipped, it is memory that nothing has been written to.
+    If torch's fused first step is skipped, its momentum would be uninitialised memory.
     """
     for group in optimizer.param_groups:
         for weight in group["params"] if group["momentum"] else ():

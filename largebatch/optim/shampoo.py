@@ -1,8 +1,8 @@
-"""Shampoo of pytorch-optimizer, fit for several workers and for checkpoints.
+"""Shampoo of pytorch-optimizer, adapted to several workers and to checkpoints.
 
-The library finds the largest eigenvalue of a matrix from a random vector, so that workers whose
-generators differ would not have the same weights; and it keeps objects in its state, of which a
-checkpoint holds the tensors.
+The library computes the largest eigenvalue of a matrix from a random vector, so workers with
+different generators would get different weights. And its state contains objects; a checkpoint
+stores their tensors.
 """
 
 from collections.abc import Callable
@@ -18,26 +18,26 @@ _MATRICES = ("statistics", "pre_conditioners")
 
 
 class Shampoo(ScalableShampoo):
-    """ScalableShampoo whose update is a function of weights, gradients and state alone."""
+    """ScalableShampoo whose update depends only on weights, gradients and state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 -- a loss
-        """Make an update; every one draws the same random vectors."""
+        """Update the weights; every update draws the same random vectors."""
         weight = self.param_groups[0]["params"][0]
-        where = weight.device
-        own = [where] if is_remote(where) else []
-        with torch.random.fork_rng(own, device_type=where.type):
+        device = weight.device
+        devices = [device] if is_remote(device) else []
+        with torch.random.fork_rng(devices, device_type=device.type):
             torch.manual_seed(0)
             return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as tensors and plain values."""
+        """Return the state as tensors and plain values."""
         packed = super().state_dict()
         plain = {number: _plain(entry) for number, entry in packed["state"].items()}
         return {**packed, "state": plain}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`; raise ValueError where its matrices are not of these blocks."""
+        """Load a state; raise ValueError if its matrices do not match the blocks."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for weight in group["params"]:
@@ -46,7 +46,7 @@ class Shampoo(ScalableShampoo):
                     _fill(self._fresh(weight, group), saved)
 
     def _fresh(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Let the library make the state of one weight, which takes a gradient."""
+        """Return a new state of one weight, created by the library, which needs a gradient."""
         grad, weight.grad = weight.grad, torch.zeros_like(weight)
         self.init_group({**group, "params": [weight]})
         weight.grad = grad
@@ -55,23 +55,26 @@ class Shampoo(ScalableShampoo):
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return what a weight's entry holds, without the objects that hold it."""
+    """Return the tensors of a weight's state, without the library's objects."""
     matrices = {key: getattr(entry["pre_conditioner"], key) for key in _MATRICES}
     graft = {key: value for key, value in vars(entry["graft"]).items() if isinstance(value, Tensor)}
     return {"momentum": entry["momentum"], "pre_conditioner": matrices, "graft": graft}
 
 
 def _fill(entry: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Copy what was saved into a fresh entry."""
+    """Copy a saved state into a new one."""
     _copy(entry["momentum"], saved["momentum"])
     for key, value in saved["graft"].items():
         _copy(getattr(entry["graft"], key), value)
     for key in _MATRICES:
-        own, given = getattr(entry["pre_conditioner"], key), saved["pre_conditioner"][key]
-        if len(own) != len(given):
-            raise ValueError(f"Shampoo: {len(given)} {key}, expected {len(own)}")
-        for one, other in zip(own, given, strict=True):
-            _copy(one, other)
+        matrices, saved_matrices = (
+            getattr(entry["pre_conditioner"], key),
+            saved["pre_conditioner"][key],
+        )
+        if len(matrices) != len(saved_matrices):
+            raise ValueError(f"Shampoo: {len(saved_matrices)} {key}, expected {len(matrices)}")
+        for matrix, saved_matrix in zip(matrices, saved_matrices, strict=True):
+            _copy(matrix, saved_matrix)
 
 
 def _copy(own: Tensor, saved: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Final Polishing: BatchNorm statistics, measured exactly on clean training data.
 
-`statistics` has the pass over the data, `moments` the exact sums that it pools over batches and
-workers.
+`statistics` runs the passes over the data; `moments` computes exact sums over batches and workers.
 """
 
 from largebatch.polish.statistics import Drift as Drift

@@ -1,10 +1,10 @@
 """Exact moments per channel: of a batch, of many batches, of all workers.
 
-PyTorch's own moments are not enough. On the CPU its BatchNorm kernel sums channels-last values one
-after the other in float32 (a variance is wrong by 1e-4 over 600,000 values), and in any layout it
-rounds the mean to float32, so that the variance of several batches loses digits where the mean is
-many standard deviations. Here values are centred before they are squared, sums of part of a batch
-are added in float64, and parts are merged as Chan, Golub and LeVeque (1983) do, equation 2.1.
+PyTorch's moments are not precise enough. On the CPU its BatchNorm kernel sums channels-last values
+one by one in float32 (an error of 1e-4 in a variance over 600,000 values), and in any layout it
+rounds the mean to float32, so the variance of several batches loses digits if the mean is many
+standard deviations. Here values are centred before they are squared, sums over parts of a batch are
+added in float64, and parts are merged by equation 2.1 of Chan, Golub and LeVeque (1983).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,43 +17,43 @@ from torch import Tensor
 from largebatch.distributed.backend import Backend, sum_over_workers
 
 _PART = 2**17
-"""Values of a part of a batch that the processor's cache still holds for the second look at it. A
-part needs as much memory again, which keeps this below what norm_functions takes for gradients."""
+"""Values per part of a batch: small enough to stay in the cache for the second pass over it. A part
+needs the same memory again, so this is less than batchnorm_functional's part of a gradient."""
 
 _UNLIKE = 9.0
-"""Squared distance, in variances, of an origin that is not near enough for sums in float32."""
+"""Squared distance, in variances, from which an origin is too far for sums in float32."""
 
 _FAR = 8.0
-"""Standard deviations from zero to a mean beyond which rounding it to float32 costs the variance
-more than 1e-6, when batches differ from each other as much as samples do."""
+"""Distance of a mean from zero, in standard deviations, from which rounding it to float32 changes
+the variance by more than 1e-6, if batches differ as much as samples do."""
 
 _LOSSY = 1e4
-"""Squared distance, in variances, of an origin whose sums of squares keep only 12 digits."""
+"""Squared distance, in variances, of an origin from which sums of squares keep only 12 digits."""
 
 
 @dataclass(slots=True)
 class Moments:
-    """Count, mean and sum of squared deviations from it, per channel, in float64."""
+    """Count, mean and sum of squared deviations from the mean, per channel, in float64."""
 
     count: float
     mean: Tensor
     deviations: Tensor
     _far: Tensor | None = None
-    """The channels that a GPU measures twice: see in_one."""
+    """Channels that a GPU measures twice, see in_one."""
 
     @classmethod
     def of_nothing(cls, channels: int, *, device: torch.device) -> Self:
-        """Return the moments before any value was added."""
+        """Return the moments of no values."""
         zeros = torch.zeros(channels, dtype=torch.float64, device=device)
         return cls(0.0, zeros, zeros.clone())
 
     @property
     def variance(self) -> Tensor:
-        """With Bessel's correction, as PyTorch keeps it."""
+        """Unbiased variance, as in PyTorch's running_var."""
         return self.deviations / (self.count - 1)
 
     def add(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in N x C x ... values and return their own mean and variance (uncorrected)."""
+        """Add N x C x ... values and return their own mean and (biased) variance."""
         if values.device.type == "cpu":
             mean, deviations = self.in_parts(values)
         else:
@@ -70,8 +70,8 @@ class Moments:
     def in_parts(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and squared deviations, part by part: faster than PyTorch's kernel for NCHW.
 
-        The mean so far is a good origin to centre by, and their own mean, which costs another look,
-        is needed only for the first values and for such as are unlike those before.
+        Values are centred by the mean so far. Their own mean, which costs another pass, is needed
+        only for the first values and for values that differ much from the earlier ones.
         """
         if self.count:
             mean, deviations = _about(self.mean, values)
@@ -85,9 +85,9 @@ class Moments:
     def in_one(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and squared deviations by PyTorch's kernel, which reads the values once.
 
-        Channels whose mean is far from zero are measured again, centred: which ones is decided by
-        the first batch, so that a GPU is waited for only then. Where all batches together have a
-        far mean, the first has one too, or is so unlike the rest that their variance is large.
+        Channels with a mean far from zero are measured again, centred. The first batch determines
+        these channels, so that the host waits for a GPU only once: if the mean of all batches is
+        far, so is that of the first, unless the batches differ so much that the variance is large.
         """
         mean, var = _kernel(values)
         if self._far is None:
@@ -107,14 +107,13 @@ def pool(
 ) -> list[Moments]:
     """Return the moments of each part over all workers, after one all-reduce for all parts.
 
-    Sums of squares add up only about origins that all workers share; zero is one that needs no
-    agreement. Where a mean is so far from it that digits are lost, all workers see that in the sums
-    and sum once more, about the means that they have just found, as numbers of `dtypes` and at
-    least float32.
+    Sums of squares can be added only if all workers use the same origin; the first origin is zero.
+    If a mean is so far from zero that digits are lost, all workers see that in the sums and sum
+    again, with these means as origins, rounded to `dtypes` or float32, whichever is longer.
     """
     pooled, lossy = _pool_about(parts, [part.mean.new_zeros(1) for part in parts], backend)
     if lossy:
-        # In the layers' type the new origins are near enough, and memory stays below a megabyte.
+        # Rounded to the layers' type, the origins are near enough and take less than a megabyte.
         kinds = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
         means = [part.mean.to(kind) for part, kind in zip(pooled, kinds, strict=True)]
         del pooled
@@ -125,7 +124,7 @@ def pool(
 def _pool_about(
     parts: Sequence[Moments], origins: Sequence[Tensor], backend: Backend
 ) -> tuple[list[Moments], bool]:
-    """Return the moments over all workers, and whether origins so far off cost them digits."""
+    """Return the moments over all workers, and True if far origins cost digits."""
     sizes = [len(part.mean) for part in parts]
     counts = parts[0].mean.new_tensor([part.count for part in parts])
     sums = torch.cat([counts, counts.new_empty(2 * sum(sizes))])
@@ -143,17 +142,17 @@ def _pool_about(
         excess = shift.square() * total
         second.sub_(excess)
         lossy.append((excess > _LOSSY * second).any())
-        torch.add(shift, origin, out=first)  # in place: memory for one copy
+        torch.add(shift, origin, out=first)  # in place, to save memory
         pooled.append(Moments(total, first, second.clamp_(min=0)))
     return pooled, bool(torch.stack(lossy).any())  # sync: whether to sum again
 
 
 def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and squared deviations, from sums about an origin that is near the mean."""
+    """Return mean and squared deviations, from sums about an origin near the mean."""
     first, second = torch.zeros_like(origin), torch.zeros_like(origin)
     near = origin.to(torch.promote_types(values.dtype, torch.float32))
     per_channel = near.view(-1, *[1] * (values.ndim - 2))
-    room = None  # for all parts: memory that is new costs more than what is done in it
+    room = None  # shared by all parts: allocating memory costs more than the arithmetic
     for part in _parts(values):
         if room is None:
             room = torch.empty_like(part, dtype=near.dtype)
@@ -171,7 +170,7 @@ def _parts(values: Tensor) -> Iterator[Tensor]:
 
 
 def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance (uncorrected), at least in float32."""
+    """Return mean and (biased) variance, at least in float32."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     # The buffers only tell PyTorch's kernel the type to compute in.
     unused = torch.zeros(2, values.shape[1], dtype=dtype, device=values.device)

@@ -1,23 +1,22 @@
 """Final Polishing: BatchNorm statistics measured exactly on clean training data.
 
-Augmented training images are distributed differently from the clean ones that a model is
-validated on, and running averages lag behind the weights (Kasagi et al., HPDC 2020, doi
-10.1145/3369583.3392687). The statistics pass shows the model clean training images, forward only,
-and replaces every running mean and variance by the moments over all of them, on all workers:
-counts, means and sums of squares are pooled (`moments.py`), never averaged. What is exact is a
-layer's moments over every value that it was given; what it is given depends on how the layers
-before it normalise, and there are two answers:
+Augmented training images have another distribution than the clean images of validation, and running
+averages lag behind the weights (Kasagi et al., HPDC 2020, doi 10.1145/3369583.3392687). The
+statistics pass runs the model forward on clean training images and replaces every running mean and
+variance with the moments over all of them, on all workers: counts, means and sums of squares are
+pooled (`moments.py`), never averaged. A layer's moments are exact over all its inputs. These inputs
+depend on how the previous layers normalise, in one of two ways:
 
-- In one pass, the default, each layer normalises by the statistics of its batch, as in training, so
-  that the layers above see what they were trained on. With a span (`batchnorm.py`) those are the
-  recipe's, and neither batch size nor number of workers shows in the result; a plain BatchNorm's
-  are the whole batch's. One value per channel, which training refuses, is normalised to zero.
-- `sequential`, each layer normalises by statistics that are polished already, as in evaluation, so
-  that each gets the moments of what it will see from then on. The order and the size of the
-  batches do not matter, nor does a span. It costs several passes.
+- One pass, the default: each layer normalises by the statistics of its batch, as in training, so
+  that the later layers get the inputs they were trained on. With a span (`batchnorm.py`) the result
+  does not depend on the batch size or the number of workers; plain BatchNorm normalises by the
+  whole batch. One value per channel, an error in training, is normalised to zero.
+- `sequential`: each layer normalises by polished statistics, as in evaluation, so that each layer
+  gets the moments of its inputs in evaluation. The result does not depend on the order and size of
+  the batches, nor on the span. It needs several passes.
 
-The first layer of a model has the same statistics either way. Further up the two come apart as far
-as statistics of batches differ from those of all data: much for small batches, little for large.
+The first layer has the same statistics in both. In later layers they differ as much as the
+statistics of batches differ from those of all data: much for small batches, little for large ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,28 +38,28 @@ from largebatch.polish.moments import Moments, pool
 from largebatch.tracking.events import LayerDrift
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Parts of the channels of a layer; a drift gives the changes below which they lie."""
+"""Quantiles over the channels of a layer in a drift."""
 
 _SPARE_PASSES = 20
-"""Passes beyond one per layer, for layers that are used several times in a forward pass."""
+"""Additional passes beyond one per layer, for layers used several times in a forward pass."""
 
 
 class Drift(tuple[LayerDrift, ...]):
-    """What polishing changed: the layers it reached, in the order of the model."""
+    """Changes by polishing, of the layers that it reached, in the order of the model."""
 
     passes = 1
-    """How often the data was gone through."""
+    """Number of passes over the data."""
 
     settling = 0.0
-    """Sequential: the largest change of the last pass, in standard deviations or ln(variance)."""
+    """Largest change in the last sequential pass, in standard deviations or ln(variance)."""
 
     settled = True
-    """Sequential: false where passes were given up though the last one changed too much."""
+    """True unless the sequential passes ended before they converged."""
 
 
 @dataclass(slots=True)
 class _Statistics:
-    """A running mean and variance, and the layers that own them: one, or several that are tied."""
+    """A running mean and variance, and the one or more layers that use them."""
 
     name: str
     mean: Tensor
@@ -68,18 +67,18 @@ class _Statistics:
     eps: float
     layers: list[_BatchNorm] = field(default_factory=list)
 
-    def drift(self, found: Moments) -> LayerDrift:
-        """Compare with what was found."""
+    def drift(self, measured: Moments) -> LayerDrift:
+        """Return the change from these statistics to the measured ones."""
         old = self.mean, self.var
-        shift, ratio = _change(old, (found.mean, found.variance), eps=self.eps)
-        parts = shift.new_tensor(QUANTILES)
+        shift, ratio = _change(old, (measured.mean, measured.variance), eps=self.eps)
+        quantiles = shift.new_tensor(QUANTILES)
         return LayerDrift(
             name=self.name,
             channels=len(self.mean),
-            mean_shift=shift.square().mean().sqrt().item(),  # sync: wanted in the report
-            log_variance_ratio=ratio.square().mean().sqrt().item(),  # sync: wanted in the report
-            shift_quantiles=tuple(shift.quantile(parts).tolist()),  # sync: wanted in the report
-            ratio_quantiles=tuple(ratio.quantile(parts).tolist()),  # sync: wanted in the report
+            mean_shift=shift.square().mean().sqrt().item(),  # sync: for the report
+            log_variance_ratio=ratio.square().mean().sqrt().item(),  # sync: for the report
+            shift_quantiles=tuple(shift.quantile(quantiles).tolist()),  # sync: for the report
+            ratio_quantiles=tuple(ratio.quantile(quantiles).tolist()),  # sync: for the report
         )
 
 
@@ -94,25 +93,26 @@ def polish(
 ) -> Drift:
     """Set the running statistics of every BatchNorm layer to the moments over all batches.
 
-    A batch is images (N x C x ..., on any device), a tuple that begins with them, or a mapping (see
-    `models/inputs.py`); N may differ. Every worker gives its own batches of clean training data, or
-    none; all get the same statistics if their weights are the same. Without a `backend`, those that
-    torch.distributed or Horovod has connected are asked for (`running_backend`).
+    A batch is images (N x C x ..., on any device), a tuple that starts with images, or a mapping
+    (see `models/inputs.py`); N may vary. Every worker passes its own batches of clean training
+    data, or none; all get the same statistics if their weights are the same. The default `backend`
+    is that of the workers connected by torch.distributed or Horovod (`running_backend`).
 
-    Nothing else changes, and nothing at all if the pass fails; a layer that the forward pass does
-    not use keeps its statistics. Layers with the same buffers are measured together. The model may
-    be wrapped (DistributedDataParallel, AveragedModel, torch.compile); it runs uncompiled and
-    without communicating, whatever its layers are (SyncBatchNorm).
+    Nothing else changes, and nothing at all if the pass fails; layers that the forward pass does
+    not use keep their statistics. Layers that share buffers are measured together. The model may be
+    wrapped (DistributedDataParallel, AveragedModel, torch.compile); it runs uncompiled and without
+    communication, also in SyncBatchNorm layers.
 
-    `sequential` goes through `batches` anew for each pass: a list or a loader, not an iterator. A
-    pass settles every layer all of whose predecessors are settled: there is one for each BatchNorm
-    on the longest way through the model, and one that finds nothing moved. It stops once no mean
-    moves by more than `tolerance` standard deviations nor a ln(variance) by that; 0 is exact.
+    `sequential` iterates over `batches` in each pass: pass a list or a loader, not an iterator. A
+    pass converges every layer whose predecessors have converged, so there is one pass per BatchNorm
+    on the longest path through the model, and a last one without changes. The passes end when no
+    mean changes by more than `tolerance` standard deviations and no ln(variance) by more than
+    `tolerance`; 0 is exact.
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
     batch, if a layer had a single value per channel, or if moments are not finite; BackendError if
-    workers are not connected; ValueError if the model is sharded (FSDP) or has no such layer with
-    running statistics, if a batch has no images, or if `batches` can be used only once.
+    workers are not connected; ValueError if the model is sharded (FSDP) or has no BatchNorm layer
+    with running statistics, if a batch has no images, or if `batches` can be used only once.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"polish takes a model first, then batches; got a {type(model).__name__}")
@@ -125,25 +125,25 @@ def polish(
     if sequential and isinstance(batches, Iterator):
         raise ValueError(
             f"sequential polishing needs the batches again for every pass, and a "
-            f"{type(batches).__name__} gives them once; pass a list, a loader or another iterable"
+            f"{type(batches).__name__} yields them once; pass a list, a loader or another iterable"
         )
     passes, settling = 1, 0.0
-    with _borrowed(model, owners), uncompiled():
+    with _temporarily_in_eval(model, owners), uncompiled():
         if sequential:
-            found, passes, settling = _settle(model, owners, batches, backend, tolerance=tolerance)
+            pooled, passes, settling = _settle(model, owners, batches, backend, tolerance=tolerance)
         else:
-            found = _measure(model, owners, batches, backend, as_in_training=True)
-    reached = [pair for pair in zip(owners, found, strict=True) if pair[1].count]
-    drift = Drift(owner.drift(part) for owner, part in reached)
-    for owner, part in reached:
-        owner.mean.copy_(part.mean)
-        owner.var.copy_(part.variance)
+            pooled = _measure(model, owners, batches, backend, as_in_training=True)
+    reached = [pair for pair in zip(owners, pooled, strict=True) if pair[1].count]
+    drift = Drift(owner.drift(moments) for owner, moments in reached)
+    for owner, moments in reached:
+        owner.mean.copy_(moments.mean)
+        owner.var.copy_(moments.variance)
     drift.passes, drift.settling, drift.settled = passes, settling, settling <= tolerance
     return drift
 
 
 def _owners(model: nn.Module) -> list[_Statistics]:
-    """Return the running statistics of the model, each once, in its order."""
+    """Return the running statistics of the model, each once, in the order of the model."""
     owners: dict[int, _Statistics] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
@@ -154,8 +154,8 @@ def _owners(model: nn.Module) -> list[_Statistics]:
 
 
 @contextmanager
-def _borrowed(model: nn.Module, owners: list[_Statistics]) -> Iterator[None]:
-    """Let everything be in evaluation mode, and give everything back on exit, whatever happens."""
+def _temporarily_in_eval(model: nn.Module, owners: list[_Statistics]) -> Iterator[None]:
+    """Set the model to evaluation mode, and restore modes and buffers on exit, also on errors."""
     tracks = {layer: layer.track_running_stats for owner in owners for layer in owner.layers}
     with evaluation_mode(model):
         try:
@@ -174,24 +174,27 @@ def _settle(
     *,
     tolerance: float,
 ) -> tuple[list[Moments], int, float]:
-    """Repeat the pass with the statistics of the one before; return also how often, how settled."""
+    """Repeat the pass with the previous pass's statistics until they converge.
+
+    Returns the moments, the number of passes and the largest change in the last one.
+    """
     passes, settling = 0, float("inf")
-    found: list[Moments] = []
-    while not settling <= tolerance and passes < len(owners) + _SPARE_PASSES:  # NaN goes on
-        found = []  # frees the last pass's before there are others
-        found = _measure(model, owners, batches, backend, as_in_training=False)
+    pooled: list[Moments] = []
+    while not settling <= tolerance and passes < len(owners) + _SPARE_PASSES:  # also for NaN
+        pooled = []  # frees the memory before the next pass allocates
+        pooled = _measure(model, owners, batches, backend, as_in_training=False)
         passes += 1
-        reached = (pair for pair in zip(owners, found, strict=True) if pair[1].count)
-        moved = [_replace(owner, part) for owner, part in reached]
-        change = torch.stack(moved).max() / backend.world_size
-        sum_over_workers(change, backend)  # their statistics may differ before the first pass
+        reached = (pair for pair in zip(owners, pooled, strict=True) if pair[1].count)
+        changes = [_replace(owner, moments) for owner, moments in reached]
+        change = torch.stack(changes).max() / backend.world_size
+        sum_over_workers(change, backend)  # statistics may differ before the first pass
         settling = change.item()  # sync: whether another pass is needed
-    return found, passes, settling
+    return pooled, passes, settling
 
 
-def _replace(owner: _Statistics, found: Moments) -> Tensor:
-    """Let the layers normalise by what was found, and return by how much that differs at most."""
-    mean, var = found.mean.to(owner.mean), found.variance.to(owner.var)
+def _replace(owner: _Statistics, measured: Moments) -> Tensor:
+    """Normalise the layers by the measured moments, and return the largest change."""
+    mean, var = measured.mean.to(owner.mean), measured.variance.to(owner.var)
     layer = owner.layers[0]
     used = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
     change = _change(used, (mean, var), eps=owner.eps)
@@ -208,7 +211,7 @@ def _measure(
     *,
     as_in_training: bool,
 ) -> list[Moments]:
-    """Go through the batches once and return the moments of what each layer was given, pooled."""
+    """Run the model on the batches once and return the pooled moments of each layer's inputs."""
     parts = [Moments.of_nothing(len(owner.mean), device=owner.mean.device) for owner in owners]
     hooks = []
     try:
@@ -219,34 +222,34 @@ def _measure(
         device = device_of(model)
         for batch in batches:
             images = images_of(batch).to(device, non_blocking=True)
-            for some in by_spans(
+            for part_of_batch in by_spans(
                 images, model, together=accelerator.is_remote(device) or not as_in_training
             ):
-                model(some)
+                model(part_of_batch)
     finally:
         for hook in hooks:
             hook.remove()
     if as_in_training:
-        _restore_buffers(owners)  # frees what the last batch's moments occupy
-    found = pool(parts, dtypes=[owner.mean.dtype for owner in owners], backend=backend)
-    _check(owners, found)
-    return found
+        _restore_buffers(owners)  # frees the last batch's moments
+    pooled = pool(parts, dtypes=[owner.mean.dtype for owner in owners], backend=backend)
+    _check(owners, pooled)
+    return pooled
 
 
 def _restore_buffers(owners: list[_Statistics]) -> None:
-    """Give the layers their own buffers again."""
+    """Restore the layers' own buffers."""
     for owner in owners:
         for layer in owner.layers:
             layer.running_mean, layer.running_var = owner.mean, owner.var
 
 
 def _watch(part: Moments, *, as_in_training: bool) -> Callable[..., None]:
-    """Return what looks at a layer's input before the layer does.
+    """Return a forward pre-hook that measures a layer's input.
 
-    To normalise as in training, the layer stays in evaluation mode and is lent the batch's own
-    moments as running statistics: the same numbers, measured once instead of twice, no dropout
-    inside a layer, and no other flag to change. A GPU is given several spans at once, which is
-    faster all the same; they take a layer's own way, which counts nothing then.
+    To normalise as in training, the layer stays in evaluation mode and temporarily gets the batch's
+    moments as running statistics: the same numbers, measured once instead of twice, without dropout
+    inside a layer, and without changing other flags. On a GPU several spans are processed at once,
+    which is still faster; the layer then normalises them itself, without updating statistics.
     """
 
     def watch(layer: _BatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -274,20 +277,20 @@ def _change(
     return shift, torch.log((new_var.double() + eps) / (var.double() + eps))
 
 
-def _check(owners: list[_Statistics], found: list[Moments]) -> None:
-    """Refuse moments that cannot be running statistics."""
-    if not any(part.count for part in found):
-        raise DataError("polishing needs clean training images, and no worker was given any")
-    sums = torch.stack([part.mean.sum() + part.deviations.sum() for part in found])
-    finite = sums.isfinite().tolist()  # sync: once for all layers
-    for owner, part, usable in zip(owners, found, finite, strict=True):
-        if part.count == 1:
+def _check(owners: list[_Statistics], pooled: list[Moments]) -> None:
+    """Raise DataError if the moments cannot be running statistics."""
+    if not any(moments.count for moments in pooled):
+        raise DataError("polishing needs clean training images, but no worker has any")
+    sums = torch.stack([moments.mean.sum() + moments.deviations.sum() for moments in pooled])
+    are_finite = sums.isfinite().tolist()  # sync: once for all layers
+    for owner, moments, is_finite in zip(owners, pooled, are_finite, strict=True):
+        if moments.count == 1:
             raise DataError(
-                f"layer {owner.name} was given a single value per channel, which has no variance; "
+                f"layer {owner.name} got a single value per channel, which has no variance; "
                 "polish with more images"
             )
-        if not usable:
+        if not is_finite:
             raise DataError(
-                f"layer {owner.name} was given infinite values or not numbers; look at the "
-                "images, at the weights and at the precision that the model computes in"
+                f"the inputs of layer {owner.name} are infinite or NaN; check the images, the "
+                "weights and the precision of the model"
             )

@@ -50,7 +50,7 @@ def ordered(bounds: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[float, 
     seed=st.integers(0, 2**63),
     start=st.integers(0, 2**40),
 )
-def test_a_random_box_lies_inside_its_image_and_not_on_its_company(
+def test_a_random_box_is_inside_its_image_and_independent_of_the_others(
     sizes: list[tuple[int, int]],
     area: tuple[float, float],
     aspect: tuple[float, float],
@@ -84,7 +84,7 @@ def test_a_random_box_lies_inside_its_image_and_not_on_its_company(
         pytest.param(300, 900, (0.4, 0.9), (2 / 3, 3 / 2), id="wide, often without a fit"),
     ],
 )
-def test_boxes_are_distributed_as_torchvisions(
+def test_boxes_are_distributed_like_torchvisions(
     height: int, width: int, area: tuple[float, float], aspect: tuple[float, float]
 ) -> None:
     """Means of the box's area, shape and place agree within five standard errors."""
@@ -119,7 +119,7 @@ def test_boxes_are_distributed_as_torchvisions(
         pytest.param(1, 1, id="one pixel"),
     ],
 )
-def test_where_no_attempt_fits_the_box_is_torchvisions_central_one(height: int, width: int) -> None:
+def test_if_no_attempt_fits_the_box_is_torchvisions_central_one(height: int, width: int) -> None:
     require_torchvision()
     from torchvision.transforms import RandomResizedCrop
 
@@ -131,14 +131,14 @@ def test_where_no_attempt_fits_the_box_is_torchvisions_central_one(height: int, 
     assert (ours == theirs).all()
 
 
-def test_a_fixed_area_and_aspect_give_that_box() -> None:
+def test_a_fixed_area_and_aspect_determine_the_box() -> None:
     boxes = random_boxes(0, range(9), *same_size(9, 100, 100), area=(0.5, 0.5), aspect=(2.0, 2.0))
     assert (boxes[:, 2:] == [50, 100]).all()
     assert len(set(boxes[:, 0].tolist())) > 1
     assert (boxes[:, 1] == 0).all()
 
 
-def test_boxes_reach_every_edge_evenly() -> None:
+def test_boxes_reach_all_edges_uniformly() -> None:
     tops = random_boxes(
         0, range(5000), *same_size(5000, 10, 10), area=(0.25, 0.25), aspect=(1.0, 1.0)
     )[:, 0]
@@ -147,7 +147,7 @@ def test_boxes_reach_every_edge_evenly() -> None:
     assert ((counts - 5000 / 6) ** 2 / (5000 / 6)).sum() < 30
 
 
-def test_the_augmentation_is_this_one_for_ever() -> None:
+def test_the_augmentation_never_changes() -> None:
     boxes = random_boxes(3, range(7, 9), *same_size(2, 375, 500), **INCEPTION)
     assert boxes.tolist() == [[126, 241, 179, 163], [57, 165, 279, 280]]
     assert random_flips(3, range(7, 19)).astype(int).tolist() == [
@@ -166,7 +166,7 @@ def test_the_augmentation_is_this_one_for_ever() -> None:
     ]
 
 
-def test_half_of_the_positions_are_flipped_and_each_always() -> None:
+def test_half_of_the_positions_are_flipped_reproducibly() -> None:
     flips = random_flips(0, range(10_000))
     assert flips.dtype == np.bool_
     assert 4_800 < flips.sum() < 5_200
@@ -174,7 +174,7 @@ def test_half_of_the_positions_are_flipped_and_each_always() -> None:
     assert (random_flips(1, range(10_000)) != flips).mean() == pytest.approx(0.5, abs=0.02)
 
 
-def test_flips_and_boxes_know_nothing_of_each_other() -> None:
+def test_flips_and_boxes_are_independent() -> None:
     flips = random_flips(0, range(4_000))
     tops = random_boxes(0, range(4_000), *same_size(4_000, 375, 500), **INCEPTION)[:, 0]
     assert abs(np.corrcoef(flips, tops)[0, 1]) < 0.06
@@ -186,7 +186,7 @@ def test_flips_and_boxes_know_nothing_of_each_other() -> None:
     image_size=st.integers(1, 300),
     margin=st.integers(0, 60),
 )
-def test_a_center_box_is_what_resizing_and_cutting_show(
+def test_a_center_box_shows_the_same_as_resize_and_center_crop(
     height: int, width: int, image_size: int, margin: int
 ) -> None:
     """Compared in source pixels with the integers of torchvision's Resize and CenterCrop."""
@@ -211,7 +211,7 @@ def test_without_a_margin_the_center_box_is_the_whole_short_side() -> None:
     assert boxes.tolist() == [[0, 100, 300, 300], [0, 0, 400, 400]]
 
 
-def test_whole_boxes_hold_whole_images() -> None:
+def test_whole_boxes_cover_whole_images() -> None:
     assert whole_boxes(np.array([3, 5]), np.array([4, 6])).tolist() == [[0, 0, 3, 4], [0, 0, 5, 6]]
 
 

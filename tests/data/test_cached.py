@@ -64,7 +64,7 @@ def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
 
 @either_way
 @pytest.mark.parametrize("size", [20, 64, 200])
-def test_kept_images_are_what_pillow_would_make(way: str, size: int, folder: Index) -> None:
+def test_cached_images_match_pillow(way: str, size: int, folder: Index) -> None:
     clean = clean_request(folder, np.arange(13), image_size=size, resize=size + 6)
     requests = [*augmented(folder, 10, 4), clean]
     theirs = run(torchvision.open_decoder, folder, requests, image_size=size)
@@ -81,7 +81,7 @@ def test_kept_images_are_what_pillow_would_make(way: str, size: int, folder: Ind
 
 
 @either_way
-def test_bicubic_is_what_torchvision_makes_of_bytes(way: str, folder: Index) -> None:
+def test_bicubic_matches_torchvision_on_bytes(way: str, folder: Index) -> None:
     (request,) = augmented(folder, 13, 1)
     images = open_cache(folder)
     (batch,) = kept_batches(way, folder, [request], image_size=48, interpolation="bicubic")
@@ -105,7 +105,7 @@ def test_mean_and_spread_are_applied(way: str, folder: Index) -> None:
 
 @either_filter
 @given(data=st.data())
-def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
+def test_a_batch_is_resized_like_torchvision_resizes_single_images(
     interpolation: Interpolation, data: st.DataObject
 ) -> None:
     height, width, size = (data.draw(st.integers(1, 60)) for _ in range(3))
@@ -133,7 +133,7 @@ def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
 
 @either_filter
 @pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 32), (8, 13, 20), (28, 40, 9)])
-def test_weights_that_are_looked_up_are_those_that_are_computed(
+def test_precomputed_weights_equal_computed_ones(
     height: int, width: int, size: int, interpolation: Interpolation
 ) -> None:
     draw = np.random.default_rng(height)
@@ -160,7 +160,7 @@ def test_a_device_resizes_a_few_images_at_a_time(
 
 
 @pytest.mark.parametrize("clean", [False, True])
-def test_on_a_cpu_the_device_is_memory(
+def test_on_a_cpu_the_device_cache_is_host_memory(
     clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -176,7 +176,7 @@ def test_on_a_cpu_the_device_is_memory(
         assert torch.equal(ours.labels, theirs.labels)
 
 
-def test_what_does_not_fit_on_a_device_is_said(folder: Index) -> None:
+def test_pixels_that_do_not_fit_on_a_device_are_an_error(folder: Index) -> None:
     class Full:
         def to(self, _: object) -> Tensor:
             raise torch.OutOfMemoryError

@@ -50,7 +50,7 @@ except DataError as error:
         pytest.param("*.pixels", ["execution.cache=memory"], id="pixels"),
     ],
 )
-def test_a_file_that_is_cut_off_while_it_is_used_is_named(
+def test_a_file_truncated_during_use_is_named(
     tmp_path: Path, file: str, changes: list[str]
 ) -> None:
     done = subprocess.run(
@@ -66,19 +66,19 @@ def test_a_file_that_is_cut_off_while_it_is_used_is_named(
     assert file.strip("*") in done.stdout
 
 
-def test_an_index_cut_off_anywhere_is_made_anew(tmp_path: Path) -> None:
+def test_an_index_truncated_anywhere_is_rebuilt(tmp_path: Path) -> None:
     write_folder(tmp_path)
     place = tmp_path / ".largebatch-train.index"
     make(tmp_path, "train")
     content = place.read_bytes()
     for length in (*range(0, len(content), 41), len(content) - 1):
         place.write_bytes(content[:length])
-        with pytest.raises(ValueError, match="no index"):
+        with pytest.raises(ValueError, match="not an index"):
             open_mapped(place)
     assert len(load_or_read(tmp_path, "train")) == 4
 
 
-def test_pixels_that_are_cut_off_between_check_and_use_are_named(
+def test_pixels_truncated_between_check_and_use_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

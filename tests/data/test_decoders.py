@@ -86,7 +86,7 @@ def by_hand(index: Index, request: Request, image_size: int) -> Tensor:
     return (scaled - mean) / std
 
 
-def test_torchvision_gives_what_pillow_gives_by_hand(folder: Index) -> None:
+def test_torchvision_matches_pillow(folder: Index) -> None:
     requests = augmented(folder, 17, 3)
     batches = list(run(torchvision.open_decoder, folder, requests, mean=MEAN, std=STD))
     for batch, request in zip(batches, requests, strict=True):
@@ -109,7 +109,7 @@ def test_pixels_that_are_not_resized_are_exact_for_every_kind_of_image(
 
 
 @both_decoders
-def test_batches_answer_the_requests_in_order(decode: Decode, folder: Index) -> None:
+def test_batches_follow_the_order_of_the_requests(decode: Decode, folder: Index) -> None:
     requests = augmented(folder, 5, 6)
     last = requests[-1]
     requests[-1] = Request(last.samples[:2], last.boxes[:2], last.flips[:2])
@@ -130,7 +130,7 @@ def test_no_requests_give_no_batches(decode: Decode, folder: Index) -> None:
 
 
 @both_decoders
-def test_a_batch_stays_as_it_was_while_others_come(decode: Decode, folder: Index) -> None:
+def test_a_batch_does_not_change_while_others_are_decoded(decode: Decode, folder: Index) -> None:
     requests = augmented(folder, 5, 6)
     copies = [batch.images.clone() for batch in run(decode, folder, requests)]
     kept = [batch.images for batch in run(decode, folder, requests)]
@@ -204,7 +204,7 @@ def assert_alike(
 
 
 @both_decoders
-def test_the_next_batches_are_asked_for_while_one_is_used(decode: Decode, folder: Index) -> None:
+def test_the_next_batches_are_requested_while_one_is_used(decode: Decode, folder: Index) -> None:
     asked = 0
 
     def requests() -> Iterator[Request]:
@@ -219,9 +219,7 @@ def test_the_next_batches_are_asked_for_while_one_is_used(decode: Decode, folder
     batches.close()
 
 
-def test_what_nobody_will_use_is_not_decoded(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_batches_are_not_decoded(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
 
     def count(file: io.BytesIO) -> Image.Image:
@@ -248,7 +246,7 @@ def test_an_error_in_the_requests_reaches_the_caller(decode: Decode, folder: Ind
         list(run(decode, folder, requests()))
 
 
-def test_without_dali_the_way_to_get_it_and_to_do_without_is_named(
+def test_without_dali_the_error_names_the_install_command_and_the_alternative(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)

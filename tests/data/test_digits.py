@@ -29,7 +29,7 @@ def test_the_digits_are_1437_and_360_images_of_ten_classes(cache: Path) -> None:
     assert np.bincount(val.labels).tolist() == [36, 36, 36, 36, 37, 36, 36, 36, 35, 36]
 
 
-def test_the_images_are_scikit_learns_on_the_scale_of_a_byte(cache: Path) -> None:
+def test_the_images_are_scikit_learns_scaled_to_bytes(cache: Path) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -46,14 +46,14 @@ def test_the_images_are_scikit_learns_on_the_scale_of_a_byte(cache: Path) -> Non
     assert seen == set(range(1797))
 
 
-def test_the_split_is_this_one_for_ever(cache: Path) -> None:
+def test_the_split_never_changes(cache: Path) -> None:
     """A recipe's accuracy means something only on the same images."""
     paths = read_folder(write_digits(), "val").paths
     assert paths[:3] == ("val/0/0000.png", "val/0/0048.png", "val/0/0079.png")
     assert hashlib.sha256("\n".join(paths).encode()).hexdigest()[:16] == "bc00d83e8b343dfe"
 
 
-def test_digits_that_are_there_are_left_alone(cache: Path) -> None:
+def test_existing_digits_are_not_changed(cache: Path) -> None:
     root = write_digits()
     (root / "mine").touch()
     assert write_digits() == root
@@ -77,7 +77,7 @@ def test_without_the_variable_the_home_folder_is_used(
     assert write_digits() == tmp_path / ".cache/largebatch/digits"
 
 
-def test_a_cache_folder_that_cannot_be_written_to_is_the_users_to_change(
+def test_a_read_only_cache_folder_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -53,7 +53,7 @@ def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None)
 def seen(
     recipe: Recipe, steps: range, *, workers: int = 1, device_batch: int | None = None
 ) -> Seen:
-    """Put together what all workers ask for in these steps, micro-batch by micro-batch."""
+    """Collect the requests of all workers in these steps, micro-batch by micro-batch."""
 
     def note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
         asked.extend(wanted)
@@ -93,7 +93,7 @@ divisions = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
     begin=st.integers(0, 12),
     length=st.integers(1, 8),
 )
-def test_every_division_and_every_resume_see_the_order_written_by_hand(
+def test_every_division_and_every_resume_see_the_reference_order(
     division: tuple[int, int, int], num_samples: int, begin: int, length: int
 ) -> None:
     workers, accumulation, device_batch = division
@@ -106,7 +106,7 @@ def test_every_division_and_every_resume_see_the_order_written_by_hand(
 
 
 @given(division=divisions, num_samples=st.integers(2, 60), epochs=st.integers(1, 4))
-def test_every_sample_comes_once_an_epoch_and_nothing_is_dropped(
+def test_every_sample_occurs_once_per_epoch_and_none_is_dropped(
     division: tuple[int, int, int], num_samples: int, epochs: int
 ) -> None:
     workers, accumulation, device_batch = division
@@ -130,7 +130,7 @@ def test_an_epoch_of_15_64_steps_drops_nothing() -> None:
 
 
 @given(first=st.integers(1, 4), second=st.integers(1, 4), change=st.integers(0, 9))
-def test_another_number_of_workers_in_the_second_half_changes_nothing(
+def test_changing_the_number_of_workers_halfway_changes_no_batch(
     first: int, second: int, change: int
 ) -> None:
     recipe = a_recipe(train_samples=50, global_batch=24)
@@ -140,7 +140,7 @@ def test_another_number_of_workers_in_the_second_half_changes_nothing(
 
 
 @given(positions=st.lists(st.integers(0, 10**9), min_size=1, max_size=5))
-def test_a_box_depends_on_its_own_position_alone(positions: list[int]) -> None:
+def test_a_box_depends_only_on_its_position(positions: list[int]) -> None:
     recipe = a_recipe(train_samples=1437)
     index = worker(recipe, workers=1, rank=0, device_batch=None).train_index
     request = functools.partial(
@@ -178,7 +178,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_decoders_show_that_order_at_any_depth_of_prefetching(
+def test_decoders_keep_that_order_at_any_prefetch_depth(
     way: str,
     ahead: int,
     workers: int,

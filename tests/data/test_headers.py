@@ -75,7 +75,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("content", [pytest.param(c, id=name) for name, c in GOOD.items()])
-def test_the_size_is_pillows(content: bytes) -> None:
+def test_the_size_equals_pillows(content: bytes) -> None:
     with Image.open(io.BytesIO(content)) as image:
         image.load()
         assert image.size == (48, 31)
@@ -87,15 +87,15 @@ def test_the_size_is_pillows(content: bytes) -> None:
 @pytest.mark.parametrize(
     "content", [pytest.param(c, id=name) for name, c in GOOD.items() if "behind" not in name]
 )
-def test_an_image_without_its_end_is_cut_off(content: bytes) -> None:
+def test_an_image_without_its_end_is_truncated(content: bytes) -> None:
     for length in (len(content) // 2, len(content) - 70, len(content) - 8, 40):
         with pytest.raises(BadImageError):
             measure_bytes(content[:length])
 
 
-def test_a_cut_within_the_thumbnail_is_noticed() -> None:
+def test_truncation_within_the_thumbnail_is_detected() -> None:
     content = after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG))
-    with pytest.raises(BadImageError, match="it is cut off in the header$"):
+    with pytest.raises(BadImageError, match="it is truncated in the header$"):
         measure_bytes(content[: len(JPEG) + 60])
 
 
@@ -116,18 +116,18 @@ def png_header(width: int, height: int, bits: int, colour: int) -> bytes:
 
 BAD = {
     "empty": (b"", "the file is empty"),
-    "a web page": (b"<html>not found</html>", "no readable image"),
-    "a GIF": (encoded("gif", mode="P"), "no readable image"),
-    "only the start of a JPEG": (JPEG[:4], "cut off in the header"),
+    "a web page": (b"<html>not found</html>", "not a readable image"),
+    "a GIF": (encoded("gif", mode="P"), "not a readable image"),
+    "only the start of a JPEG": (JPEG[:4], "truncated in the header"),
     "12 bits": (frame(bits=12), "cannot handle 12-bit layers"),
     "2 channels": (frame(channels=2), "cannot handle 2-layer images"),
     "lossless JPEG": (frame(marker=0xC3), "process SOF3"),
     "arithmetic JPEG": (frame(marker=0xC9), "process SOF9"),
     "no height": (frame(height=0), "its header cannot be read"),
-    "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} a side"),
+    "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} per side"),
     "no frame": (JPEG.replace(b"\xff\xc0", b"\xff\xe5"), "its header cannot be read"),
-    "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels, more than the 89,478"),
-    "a huge PNG": (png_header(2**31 - 1, 1, 8, 2), f"expected 1 to {MAX_SIDE} a side"),
+    "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels; above 89,478"),
+    "a huge PNG": (png_header(2**31 - 1, 1, 8, 2), f"expected 1 to {MAX_SIDE} per side"),
     "no width": (png_header(0, 5, 8, 2), "its header cannot be read"),
     "16 bits": (png_header(48, 31, 16, 2), "it has 16 bits a channel, expected at most 8"),
     "unknown colours": (png_header(48, 31, 8, 5), "its header cannot be read"),
@@ -140,7 +140,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("content", "reason"), [pytest.param(*each, id=name) for name, each in BAD.items()]
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(content: bytes, reason: str) -> None:
+def test_a_bad_image_is_refused_with_the_reason(content: bytes, reason: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's of bombs, which the index silences for all
         with pytest.raises(BadImageError) as caught:
@@ -157,7 +157,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(content: bytes, reason: 
         pytest.param(segment(0xFE, bytes(60_000)) * 8, id="long segments"),
     ],
 )
-def test_a_long_header_is_read_at_once_and_no_further_than_the_limit(
+def test_a_long_header_is_read_at_once_up_to_the_limit(
     inserted: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever makes a file may fill its header, but not decide how often or long it is read."""
@@ -178,7 +178,7 @@ def test_a_long_header_is_read_at_once_and_no_further_than_the_limit(
 
 
 @pytest.mark.parametrize("marker", [0xE1, 0xC0])
-def test_a_segment_that_points_behind_the_file_is_a_cut(tmp_path: Path, marker: int) -> None:
+def test_a_segment_that_points_beyond_the_file_is_truncation(tmp_path: Path, marker: int) -> None:
     """Read by place in a file, where there may be other bytes behind the image."""
     at = JPEG.index(bytes([0xFF, 0xC0]))
     content = JPEG[: at + 10] + JPEG[-2:]
@@ -186,14 +186,14 @@ def test_a_segment_that_points_behind_the_file_is_a_cut(tmp_path: Path, marker: 
     (tmp_path / "file").write_bytes(b"before" + content + JPEG * 200)
     file = os.open(tmp_path / "file", os.O_RDONLY)
     try:
-        with pytest.raises(BadImageError, match="cut off in the header"):
+        with pytest.raises(BadImageError, match="truncated in the header"):
             measure_part(file, 6, len(content))
     finally:
         os.close(file)
 
 
 @given(st.sampled_from(sorted(GOOD)), st.data())
-def test_whatever_is_damaged_there_is_a_size_or_a_reason(name: str, data: st.DataObject) -> None:
+def test_any_damaged_image_has_a_size_or_a_reason(name: str, data: st.DataObject) -> None:
     """Never another error: one damaged file must not end the check of a million."""
     content = bytearray(GOOD[name][:2000])
     for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=8)):
@@ -209,7 +209,7 @@ def test_whatever_is_damaged_there_is_a_size_or_a_reason(name: str, data: st.Dat
             assert 1 <= min(height, width) <= max(height, width) <= MAX_SIDE
 
 
-def test_real_jpegs_have_the_size_pillow_finds(real_data: Path) -> None:
+def test_real_jpegs_have_pillows_size(real_data: Path) -> None:
     number = 0
     for archive in ("imagenet_samples/samples.zip", "imagenette224/val.zip"):
         with zipfile.ZipFile(real_data / archive) as file:

@@ -104,7 +104,7 @@ def _note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
     num_samples=st.integers(4, 60),
     data=st.data(),
 )
-def test_no_stage_asks_for_what_is_held_out_and_each_for_all_else_once_an_epoch(
+def test_every_stage_uses_all_but_the_held_out_samples_once_per_epoch(
     workers: int, accumulation: int, half: int, num_samples: int, data: st.DataObject
 ) -> None:
     held_out = data.draw(st.integers(1, num_samples - 2))
@@ -125,7 +125,7 @@ def test_no_stage_asks_for_what_is_held_out_and_each_for_all_else_once_an_epoch(
     assert sorted(asked.held_out()) == sorted(expected)
 
 
-def test_the_choice_is_the_seeds_and_not_the_order_of_training() -> None:
+def test_the_held_out_samples_depend_on_the_seed_not_on_the_order_of_training() -> None:
     trained, held_out = divide(1437, held_out=200, seed=1)
     assert set(held_out.tolist()) == by_hand(1, 1437, 200)
     assert set(held_out.tolist()) != by_hand(2, 1437, 200)
@@ -134,7 +134,7 @@ def test_the_choice_is_the_seeds_and_not_the_order_of_training() -> None:
     assert len(set(first)) == 240  # else one would be missing from the epoch
 
 
-def test_the_arithmetic_is_that_of_the_images_that_are_left() -> None:
+def test_the_plan_counts_only_the_remaining_images() -> None:
     plan = make_plan(a_recipe(100, 28), workers=1)
     assert (plan.train_samples, plan.steps_per_epoch) == (72, 6.0)
     whole = load_recipe(DIGITS, ["polish={clean: {epochs: 1}, keep: better, held_out: 477}"])
@@ -185,7 +185,7 @@ def a_split_recipe(num_samples: int, *, seed: int = 3, polish: str = "null") -> 
 
 
 @pytest.mark.parametrize(("workers", "device_batch"), [(1, 4), (3, 2)])
-def test_images_that_validate_are_the_same_on_all_workers_and_never_trained_on(
+def test_validation_images_are_the_same_on_all_workers_and_never_trained_on(
     workers: int, device_batch: int
 ) -> None:
     expected = by_hand(3, 40, 7, stream=VALIDATION)
@@ -201,7 +201,7 @@ def test_images_that_validate_are_the_same_on_all_workers_and_never_trained_on(
     assert set(asked.statistics(26)) == set(trained)
 
 
-def test_the_images_that_validate_are_fixed_by_their_own_seed() -> None:
+def test_validation_images_depend_on_their_own_seed() -> None:
     first = Asked(a_split_recipe(40))
     other_run = Asked(a_split_recipe(40).model_copy(update={"seed": 99}))
     assert first.validation() == other_run.validation()
@@ -220,7 +220,7 @@ def test_an_evaluation_shows_the_training_images_held_out_with_their_labels() ->
     assert make_plan(pipeline.recipe, workers=1).val_samples == 7
 
 
-def test_more_images_cannot_validate_than_there_are() -> None:
+def test_a_held_out_set_larger_than_the_data_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"held_out.samples \(1437\) must be fewer than data.t"):
         load_recipe(DIGITS, ["data.held_out={samples: 1437}"])
     with pytest.raises(RecipeError, match=r"must not exceed data.train_samples less data.held_out"):

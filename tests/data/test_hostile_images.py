@@ -89,7 +89,7 @@ def test_any_bytes_are_a_shard_or_one_message(
 
 
 @pytest.mark.parametrize("length", [-1, -512, -(2**60), 2**62])
-def test_a_member_whose_length_cannot_be_is_refused(
+def test_a_member_of_impossible_length_is_refused(
     tmp_path_factory: pytest.TempPathFactory, length: int
 ) -> None:
     root = tmp_path_factory.mktemp("shards")
@@ -108,7 +108,7 @@ def test_a_member_whose_length_cannot_be_is_refused(
 @example([], 0)
 @example([(18, 255), (19, 255), (22, 255), (23, 255)], None)  # the sides of a BMP
 @example([(16, 127), (17, 255), (20, 127)], None)  # those of a PNG
-def test_any_bytes_are_measured_and_decoded_alike_or_refused(
+def test_any_bytes_are_measured_and_decoded_consistently_or_refused(
     form: str, changes: list[tuple[int, int]], end: int | None
 ) -> None:
     content = changed(IMAGES[form], changes, end)

@@ -57,7 +57,7 @@ def assert_same(ours: list[Batch], other: list[Batch]) -> None:
 @pytest.mark.parametrize(
     "decoder", [pytest.param("dali", marks=needs_dali), pytest.param("torchvision")]
 )
-def test_one_decoder_makes_the_images_of_all_evaluations_of_a_run(
+def test_all_evaluations_of_a_run_share_one_decoder(
     decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = count(monkeypatch, Reader, "__init__")
@@ -84,7 +84,7 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[objec
 
 
 @every_way
-def test_every_evaluation_is_shown_the_same_images(way: str) -> None:
+def test_every_evaluation_sees_the_same_images(way: str) -> None:
     pipeline, another = opened(way), opened(way)
     with closing(pipeline):
         first, second, third = (copies(pipeline.validation()) for _ in range(3))
@@ -94,7 +94,7 @@ def test_every_evaluation_is_shown_the_same_images(way: str) -> None:
 
 
 @every_way
-def test_an_evaluation_that_was_left_early_takes_nothing_from_the_next(way: str) -> None:
+def test_an_interrupted_evaluation_does_not_affect_the_next(way: str) -> None:
     with closing(opened(way)) as pipeline:
         expected = copies(pipeline.validation())
         with closing(pipeline.validation()) as batches:
@@ -104,7 +104,7 @@ def test_an_evaluation_that_was_left_early_takes_nothing_from_the_next(way: str)
 
 
 @every_way
-def test_two_evaluations_at_a_time_have_decoders_of_their_own(way: str) -> None:
+def test_concurrent_evaluations_have_separate_decoders(way: str) -> None:
     with closing(opened(way)) as pipeline:
         expected = copies(pipeline.validation())
         first: list[Batch] = []

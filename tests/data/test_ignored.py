@@ -41,7 +41,7 @@ def add_others(root: Path) -> None:
     write_image(root / "train/dog/more/.thumbnails/y.png")
 
 
-def test_files_that_are_not_read_are_counted_by_kind_and_named(
+def test_ignored_files_are_counted_by_kind_and_named(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_others(root)
@@ -58,14 +58,14 @@ def test_files_that_are_not_read_are_counted_by_kind_and_named(
     assert lines[-1].endswith("4 training and 4 validation images, 9 other files ignored")
 
 
-def test_all_readable_is_printed_where_nothing_is_ignored(
+def test_all_readable_is_printed_if_nothing_is_ignored(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "index", str(root)]) == DONE
     assert capsys.readouterr().out.rstrip().endswith("4 validation images, all readable")
 
 
-def test_what_is_ignored_changes_neither_the_images_nor_their_digest(root: Path) -> None:
+def test_ignored_files_change_neither_the_images_nor_the_digest(root: Path) -> None:
     before = fields(index_of(make(root, "train"), root))
     add_others(root)
     assert fields(load_or_read(root, "train")) == before
@@ -75,7 +75,7 @@ def test_what_is_ignored_changes_neither_the_images_nor_their_digest(root: Path)
     assert fields(load_or_read(root, "train")) == before
 
 
-def test_the_command_counts_what_came_after_the_index_was_made(root: Path) -> None:
+def test_the_command_counts_files_added_after_the_index_was_built(root: Path) -> None:
     make(root, "train")
     times = {path: path.stat().st_mtime_ns for path in (root / "train/cat", root / "train")}
     add_others(root)
@@ -86,7 +86,7 @@ def test_the_command_counts_what_came_after_the_index_was_made(root: Path) -> No
     assert sum(each.number for each in content.ignored) == 9
 
 
-def test_what_lies_beside_shards_is_counted(root: Path, tmp_path: Path) -> None:
+def test_files_beside_shards_are_counted(root: Path, tmp_path: Path) -> None:
     shards = imported(root, tmp_path / "shards")
     (shards / "train/000000.idx").touch()
     assert [tuple(each) for each in list_ignored(shards, "train")] == [
@@ -103,7 +103,7 @@ def test_a_jpeg_by_its_other_suffixes_is_read(root: Path) -> None:
     assert not list_ignored(root, "train")
 
 
-def test_an_import_counts_what_it_leaves_out(
+def test_an_import_counts_the_files_it_leaves_out(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_others(root)
@@ -156,7 +156,7 @@ def one_step(root: Path, out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / LOG).read_text("utf-8").splitlines()]
 
 
-def test_a_run_notes_what_is_ignored_when_it_begins(root: Path, tmp_path: Path) -> None:
+def test_a_run_logs_ignored_files_at_its_start(root: Path, tmp_path: Path) -> None:
     add_others(root)
     (root / "train/loose.png").rename(root / "train/loose.txt")
     records = one_step(root, tmp_path / "run")
@@ -165,7 +165,7 @@ def test_a_run_notes_what_is_ignored_when_it_begins(root: Path, tmp_path: Path) 
     assert "; 1 .heic: train/dog/phone.HEIC; " in note
 
 
-def test_names_that_are_no_utf_8_are_escaped_in_the_records(
+def test_names_that_are_not_utf_8_are_escaped_in_the_records(
     root: Path, tmp_path: Path, draws: None
 ) -> None:
     for split in ("train", "val"):

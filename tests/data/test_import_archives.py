@@ -25,7 +25,7 @@ def test_the_tests_sparse_member_is_one() -> None:
         assert file.read() == bytes(512) + b"x" * 700
 
 
-def test_links_of_a_tar_are_the_images_they_lead_to(tmp_path: Path) -> None:
+def test_links_in_a_tar_are_the_images_they_point_to(tmp_path: Path) -> None:
     """As Python's tarfile extracts them; the first one leads on through another."""
     source = tars.write(
         tmp_path / "all.tar",
@@ -47,7 +47,7 @@ def test_links_of_a_tar_are_the_images_they_lead_to(tmp_path: Path) -> None:
         assert [path.read_bytes() for path in sorted(folder.iterdir())] == found[name]
 
 
-def test_links_of_a_zip_are_the_images_they_lead_to(tmp_path: Path) -> None:
+def test_links_in_a_zip_are_the_images_they_point_to(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
         for name in ("train/cat/a.png", "val/cat/a.png"):
             file.writestr(name, png(5))
@@ -66,7 +66,7 @@ def test_links_of_a_zip_are_the_images_they_lead_to(tmp_path: Path) -> None:
         ("Größe".encode("latin-1"), False, "Gr÷▀e"),  # wrong, but no name is refused
     ],
 )
-def test_names_in_a_zip_are_read_as_programs_write_them(
+def test_names_in_a_zip_are_decoded_like_programs_encode_them(
     written: bytes, flagged: bool, read: str, tmp_path: Path
 ) -> None:
     placeholder = b"_" * len(written)
@@ -128,7 +128,7 @@ REFUSED = {
         tars.sparse("train/cat/x.png", png(2)),
         "train/cat/x.png is a sparse file; unpack the archive",
     ),
-    "a device": (tars.member("train/cat/x.png", kind=tarfile.FIFOTYPE), "x.png is a device or"),
+    "a device": (tars.member("train/cat/x.png", kind=tarfile.FIFOTYPE), "x.png is a special"),
     "one path twice": (
         tars.member("./train/cat/a.png", png(3)),
         "there are two files train/cat/a.png; unpack the archive, keep one of them",
@@ -140,7 +140,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("more", "message"), [pytest.param(*each, id=name) for name, each in REFUSED.items()]
 )
-def test_what_is_no_file_of_its_own_is_refused_by_name(
+def test_a_special_file_in_an_archive_is_refused_by_name(
     tmp_path: Path, more: bytes, message: str
 ) -> None:
     train = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
@@ -151,7 +151,7 @@ def test_what_is_no_file_of_its_own_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_leads_back_to_itself_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_links_to_itself_is_refused(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
     (tmp_path / "train/cat/again").symlink_to(tmp_path / "train")
@@ -173,7 +173,7 @@ def cut_an_image(content: bytearray) -> None:
 
 
 def count_backwards(content: bytearray) -> None:
-    """State a length below zero, which Python's tarfile of old follows for ever."""
+    """Write a negative length, which makes older versions of Python's tarfile loop."""
     start = content.index(b"val/dog/a.png")
     header = content[start : start + 512]
     header[124:136] = (2**96 - 2048).to_bytes(12, "big")
@@ -184,10 +184,10 @@ def count_backwards(content: bytearray) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (spoil_a_header, "there is no header at byte 1024, or data behind its end"),
+        (spoil_a_header, "there is no header at byte 1024, or data after its end"),
         (lose_the_end, "the zeros at its end are missing"),
-        (cut_an_image, "it is cut off in val/dog/a.png"),
-        (count_backwards, "the length of val/dog/a.txt is below zero"),
+        (cut_an_image, "it is truncated in val/dog/a.png"),
+        (count_backwards, "the length of val/dog/a.txt is negative"),
     ],
 )
 def test_a_tar_that_is_not_whole_is_refused(

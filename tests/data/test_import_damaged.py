@@ -63,7 +63,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("form", WHOLE)
-def test_whatever_is_damaged_a_data_error_says_so_or_nothing_is_lost(
+def test_any_damage_is_a_data_error_or_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     name, write = WHOLE[form]

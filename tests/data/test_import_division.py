@@ -20,7 +20,7 @@ def imported(source: Path, out: Path, **options: object) -> Path:
 
 
 def write_classes(root: Path, **numbers: int) -> Path:
-    """Write so many images into each class folder, one of them deeper."""
+    """Write this number of images into each class folder, one of them in a subfolder."""
     for place, (name, number) in enumerate(numbers.items()):
         for image in range(number):
             path = root / name / ("more/" if image == 1 else "") / f"{image:03d}.png"
@@ -29,7 +29,7 @@ def write_classes(root: Path, **numbers: int) -> Path:
     return root
 
 
-def test_a_split_of_another_name_validates(tmp_path: Path) -> None:
+def test_a_split_of_another_name_is_used_for_validation(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_folder(tmp_path / "in", split)
     expected = contents(imported(tmp_path / "in", tmp_path / "expected"), "val")
@@ -47,14 +47,14 @@ def test_a_split_of_another_name_validates(tmp_path: Path) -> None:
     )
 
 
-def test_training_images_do_not_validate(tmp_path: Path) -> None:
+def test_training_images_are_not_used_for_validation(tmp_path: Path) -> None:
     write_folder(tmp_path / "in", "train")
     with pytest.raises(DataError, match="--val-name train: that is the training split"):
         imported(tmp_path / "in", tmp_path / "out", val_name="train")
 
 
 @pytest.mark.parametrize("form", ["train", "zip", "zip with a folder", "train.tar"])
-def test_class_folders_alone_are_divided_alike_in_every_form(tmp_path: Path, form: str) -> None:
+def test_class_folders_are_divided_equally_in_every_form(tmp_path: Path, form: str) -> None:
     plain = write_classes(tmp_path / "plain", cat=20, dog=7, yak=2)
     expected = imported(plain, tmp_path / "expected", val_fraction=0.1)
     source = tmp_path / "in"
@@ -73,7 +73,7 @@ def test_class_folders_alone_are_divided_alike_in_every_form(tmp_path: Path, for
         assert contents(out, split) == contents(expected, split)
 
 
-def test_every_class_gives_its_part_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_every_class_is_divided_and_nothing_is_lost(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "in", cat=20, dog=8, yak=2)
     out = imported(source, tmp_path / "out", val_fraction=0.25)
     train, val = contents(out, "train"), contents(out, "val")
@@ -85,7 +85,7 @@ def test_every_class_gives_its_part_and_nothing_is_lost(tmp_path: Path) -> None:
         assert len(train[name]) + len(val[name]) == number
 
 
-def test_names_and_seed_decide_the_division_and_nothing_else(tmp_path: Path) -> None:
+def test_the_division_depends_only_on_names_and_seed(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "in", cat=40)
     first = contents(imported(source, tmp_path / "a", val_fraction=0.25), "val")
     other = contents(imported(source, tmp_path / "b", val_fraction=0.25, seed=1), "val")
@@ -100,7 +100,7 @@ def test_names_and_seed_decide_the_division_and_nothing_else(tmp_path: Path) -> 
     assert len({*more} - {*first["cat"]}) <= 1
 
 
-def test_the_division_is_this_one_for_ever(tmp_path: Path) -> None:
+def test_the_division_never_changes(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "in", cat=12)
     chosen = contents(imported(source, tmp_path / "out", val_fraction=0.25), "val")["cat"]
     assert [next(n for n in range(12) if png(n) == image) for image in chosen] == [2, 8, 10]
@@ -112,7 +112,7 @@ def test_a_class_without_an_image_to_train_on_is_refused(tmp_path: Path) -> None
         imported(source, tmp_path / "out", val_fraction=0.1)
 
 
-def test_what_is_divided_already_is_not_divided_again(tmp_path: Path) -> None:
+def test_existing_splits_are_not_divided_again(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_folder(tmp_path / "in", split)
     with pytest.raises(DataError, match="train and val already exist; remove --val-fraction"):
@@ -141,7 +141,7 @@ def test_the_command_describes_the_division(
 
 
 @pytest.mark.parametrize("text", ["0", "1", "-0.1", "ten", "nan"])
-def test_a_part_that_is_none_is_refused(
+def test_an_invalid_fraction_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["imagefolder", str(tmp_path), "--out", "x", f"--val-fraction={text}"]
@@ -150,7 +150,7 @@ def test_a_part_that_is_none_is_refused(
     assert "expected a part between 0 and 1" in capsys.readouterr().err
 
 
-def test_an_import_of_one_class_names_what_may_have_gone_wrong(
+def test_an_import_of_one_class_names_the_likely_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "in/images", cat=4, dog=4)

@@ -116,7 +116,7 @@ def test_broken_images_can_be_left_out_as_the_message_says(
     shown = capsys.readouterr().out
     assert "2 of 9 images left out:" in shown
     assert "root: train/dog/b.png: the file is empty" in shown
-    assert "root: val/cat/c.jpg: no readable image" in shown
+    assert "root: val/cat/c.jpg: not a readable image" in shown
     assert "3 training and 4 validation images" in shown
 
 
@@ -160,7 +160,9 @@ def test_the_images_that_an_import_leaves_out_are_listed_up_to_a_limit(
     ("content", "message"),
     [(b"text", "not a whole zip or tar"), (b"\x1f\x8b\x08", "not a whole zip or tar")],
 )
-def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     (tmp_path / "all.zip").write_bytes(content)
     with pytest.raises(DataError, match=message):
         imported(tmp_path / "all.zip", tmp_path / "out")
@@ -215,7 +217,7 @@ def as_tars_around(root: Path, source: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", [as_folder, as_zips, as_one_tar, as_bare_tiny, as_archive_around])
-def test_all_that_lies_below_a_class_belongs_to_it(
+def test_images_in_subfolders_of_a_class_belong_to_it(
     tmp_path: Path, form: Callable[[Path, Path], Path]
 ) -> None:
     """As torchvision's ImageFolder reads it."""
@@ -238,7 +240,7 @@ def test_all_that_lies_below_a_class_belongs_to_it(
         assert list(index.classes) == expected.classes
 
 
-def test_one_folder_around_classes_is_no_class(tmp_path: Path) -> None:
+def test_one_folder_around_classes_is_not_a_class(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for split in ("train", "val"):
@@ -283,7 +285,7 @@ def test_an_image_beside_class_folders_is_refused(tmp_path: Path) -> None:
             imported(form(root, source), tmp_path / "out")
 
 
-def test_two_images_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_images_of_the_same_name_are_refused(tmp_path: Path) -> None:
     """Two archives, both of which hold the split."""
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
@@ -296,7 +298,7 @@ def test_two_images_of_one_name_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_an_archive_of_one_split_alone_is_refused(tmp_path: Path) -> None:
+def test_an_archive_of_only_one_split_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "root", "train")
     zip_of(tmp_path / "root/train", tmp_path / "train.zip")
     with pytest.raises(DataError, match="train.zip: there are no images of val; expected .* a f"):
@@ -335,7 +337,7 @@ def test_real_imagenette_is_imported_with_its_bytes(real_data: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
-def test_what_is_no_file_in_a_folder_is_refused_by_name(
+def test_a_special_file_in_a_folder_is_refused_by_name(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     for split in ("train", "val"):

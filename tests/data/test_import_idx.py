@@ -28,7 +28,7 @@ def unpack(source: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["gz", "plain", "dots"])
-def test_every_pixel_and_label_is_kept_under_the_names_given(tmp_path: Path, form: str) -> None:
+def test_every_pixel_and_label_is_kept_under_the_given_names(tmp_path: Path, form: str) -> None:
     splits = official.write_fashion(tmp_path / "in")
     if form != "gz":
         unpack(tmp_path / "in")
@@ -77,7 +77,7 @@ def test_classes_without_names_are_the_labels_of_training(
     assert "expected 0 to 9, one for each class" in capsys.readouterr().err
 
 
-def test_another_data_set_of_the_layout_is_no_fashion_mnist(
+def test_another_data_set_of_this_layout_is_not_fashion_mnist(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     official.write_fashion(tmp_path / "in")
@@ -115,7 +115,7 @@ DAMAGED = {
 @pytest.mark.parametrize(
     ("name", "content", "message"), [pytest.param(*each, id=key) for key, each in DAMAGED.items()]
 )
-def test_what_is_no_such_file_is_refused_by_name(
+def test_a_file_of_another_format_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
 ) -> None:
     official.write_fashion(tmp_path / "in")
@@ -128,7 +128,7 @@ def test_what_is_no_such_file_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_labels_and_names_must_be_as_many(
+def test_labels_and_names_must_match_in_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     official.write_fashion(tmp_path / "in")
@@ -142,9 +142,7 @@ def test_labels_and_names_must_be_as_many(
         assert "expected different names" in capsys.readouterr().err
 
 
-def test_files_that_are_missing_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     official.write_fashion(tmp_path / "in")
     (tmp_path / "in/t10k-labels-idx1-ubyte.gz").unlink()
     for source, name in (("in", "t10k-labels-idx1-ubyte"), ("nowhere", "train-images-idx3-ubyte")):

@@ -7,7 +7,7 @@ from importing import contents, imported, png
 from largebatch.errors import DataError
 
 
-def test_imagenets_archives_are_imported_as_they_are(tmp_path: Path) -> None:
+def test_imagenets_archives_are_imported_unchanged(tmp_path: Path) -> None:
     """Train is a tar of a tar for each class; val has no folders, its classes are in a list."""
     inner = {
         name: b"".join(

@@ -49,7 +49,7 @@ def no_file_longer_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_no_room_to_unpack_is_said_with_the_place(tmp_path: Path) -> None:
+def test_a_full_disk_while_unpacking_is_an_error_with_the_path(tmp_path: Path) -> None:
     source = compressed(tmp_path)
     with no_file_longer_than(500_000), pytest.raises(DataError) as caught:
         imported(source, tmp_path / "new/out")
@@ -59,7 +59,7 @@ def test_no_room_to_unpack_is_said_with_the_place(tmp_path: Path) -> None:
     )
 
 
-def test_no_room_for_the_shards_is_said_with_the_place(tmp_path: Path) -> None:
+def test_a_full_disk_while_writing_shards_is_an_error_with_the_path(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
         (tmp_path / split / "cat/a.png").write_bytes(png(0, side=100))
@@ -71,7 +71,7 @@ def test_no_room_for_the_shards_is_said_with_the_place(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train", "val"]
 
 
-def test_a_source_that_cannot_be_read_is_not_said_to_be_unwritable(tmp_path: Path) -> None:
+def test_an_unreadable_source_is_not_reported_as_unwritable(tmp_path: Path) -> None:
     def samples(split: str) -> Iterator[object]:
         raise OSError(5, os.strerror(5), "a disk")
         yield
@@ -81,7 +81,7 @@ def test_a_source_that_cannot_be_read_is_not_said_to_be_unwritable(tmp_path: Pat
         write_shards(data_set, tmp_path / "out", shard_bytes=10**6, progress=lambda *_: None)
 
 
-def test_an_archive_that_cannot_be_read_is_not_said_to_be_damaged(tmp_path: Path) -> None:
+def test_an_unreadable_archive_is_not_reported_as_damaged(tmp_path: Path) -> None:
     """Linux lets nobody read the first page of a process's memory."""
     (tmp_path / "all.tar").symlink_to("/proc/self/mem")
     with pytest.raises(DataError) as caught:
@@ -89,7 +89,7 @@ def test_an_archive_that_cannot_be_read_is_not_said_to_be_damaged(tmp_path: Path
     assert str(caught.value) == f"{tmp_path}/all.tar: cannot be read (Input/output error)"
 
 
-def test_an_output_that_is_there_is_refused_before_the_archive_is_read(tmp_path: Path) -> None:
+def test_an_existing_output_is_refused_before_the_archive_is_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").touch()
     with pytest.raises(DataError, match="out: already exists"):

@@ -77,7 +77,7 @@ def test_images_keep_their_bytes_order_and_labels(tmp_path: Path) -> None:
 
 
 @needs_pyarrow
-def test_test_validates_only_where_that_is_chosen(
+def test_test_is_used_for_validation_only_if_requested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_hub(tmp_path / "in", val="test")
@@ -89,7 +89,7 @@ def test_test_validates_only_where_that_is_chosen(
 
 
 @needs_pyarrow
-def test_a_part_of_training_is_divided_off(
+def test_a_fraction_of_training_is_used_for_validation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_hub(tmp_path / "in")
@@ -108,7 +108,7 @@ def test_a_part_of_training_is_divided_off(
 
 
 @needs_pyarrow
-def test_splits_may_be_folders_and_what_is_in_neither_is_named(
+def test_splits_may_be_folders_and_other_files_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the hub converts data sets by itself: the files of all splits have the same names."""
@@ -142,11 +142,11 @@ def test_one_of_several_labels_is_chosen(
 
 
 BAD: dict[str, tuple[object, int, str]] = {
-    "a GIF": ({"bytes": b"GIF89a" + bytes(40), "path": "x"}, 0, "no readable image"),
+    "a GIF": ({"bytes": b"GIF89a" + bytes(40), "path": "x"}, 0, "not a readable image"),
     "a path alone": ({"bytes": None, "path": "x.png"}, 0, "it has no image bytes"),
     "no image": (None, 0, "it has no image bytes"),
     "no label": (image(1), -1, "its label is -1, expected a number from 0 to 1"),
-    "cut off": ({"bytes": png(1)[:-20], "path": "x"}, 0, "it is cut off"),
+    "cut off": ({"bytes": png(1)[:-20], "path": "x"}, 0, "it is truncated"),
 }
 
 
@@ -154,7 +154,7 @@ BAD: dict[str, tuple[object, int, str]] = {
 @pytest.mark.parametrize(
     ("content", "label", "reason"), [pytest.param(*each, id=name) for name, each in BAD.items()]
 )
-def test_a_row_of_no_use_is_named(
+def test_a_bad_row_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, label: int, reason: str
 ) -> None:
     source = write_hub(tmp_path / "in")
@@ -167,7 +167,7 @@ def test_a_row_of_no_use_is_named(
 
 
 @needs_pyarrow
-def test_rows_of_no_use_can_be_left_out_of_a_divided_set(
+def test_bad_rows_can_be_left_out_of_a_divided_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = [image(number) for number in range(8)]
@@ -177,7 +177,7 @@ def test_rows_of_no_use_can_be_left_out_of_a_divided_set(
     assert command(tmp_path / "in", tmp_path / "out", *options) == DONE
     shown = capsys.readouterr().out
     assert "2 of 8 images left out:" in shown
-    assert "row 1: no readable image" in shown
+    assert "row 1: not a readable image" in shown
     assert "row 3: its label is -1" in shown
     used = [contents(tmp_path / "out", split) for split in ("train", "val")]
     found = {name: sorted([*used[0][name], *used[1][name]]) for name in CLASSES}
@@ -186,7 +186,7 @@ def test_rows_of_no_use_can_be_left_out_of_a_divided_set(
 
 
 @needs_pyarrow
-def test_files_of_another_kind_are_refused(
+def test_files_of_another_schema_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(tmp_path, tmp_path / "out") == USER
@@ -209,7 +209,7 @@ def test_files_of_another_kind_are_refused(
     assert "different columns or classes" in capsys.readouterr().err
 
 
-def test_without_pyarrow_the_way_to_get_it_is_named(
+def test_without_pyarrow_the_error_names_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)

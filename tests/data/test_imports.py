@@ -81,7 +81,7 @@ def change(path: Path) -> None:
 
 
 def hit(path: Path) -> None:
-    """Put a pickle into the archive's place that runs a program when it is read."""
+    """Replace the archive with a pickle that runs a program when it is loaded."""
 
     class Attack:
         def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
@@ -92,7 +92,7 @@ def hit(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [cut_off, change, hit])
 @pytest.mark.parametrize("name", WRITE)
-def test_what_is_not_the_official_archive_is_refused_unread(
+def test_an_unofficial_archive_is_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[Path], None]
 ) -> None:
     source = tmp_path / "archives"
@@ -109,7 +109,7 @@ def test_what_is_not_the_official_archive_is_refused_unread(
 
 
 @pytest.mark.parametrize("name", WRITE)
-def test_no_room_to_unpack_is_said(
+def test_a_full_disk_while_unpacking_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     WRITE[name](tmp_path / "archives")
@@ -128,7 +128,7 @@ def test_no_room_to_unpack_is_said(
     ],
 )
 @pytest.mark.parametrize("there", [True, False])
-def test_what_is_missing_is_named_with_the_place_to_get_it(
+def test_missing_archives_are_named_with_their_url(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, expected: str, there: bool
 ) -> None:
     source = tmp_path / "archives"

@@ -75,9 +75,9 @@ def spoil(root: Path) -> dict[str, str]:
         "train/cat/deep.png": "it has 16 bits a channel",
         "train/cat/empty.png": "the file is empty",
         "train/cat/gone.jpg": "No such file or directory",
-        "train/cat/pipe.png": "it is no file but a folder, a pipe or a device",
-        "train/cat/text.jpg": "no readable image",
-        "train/dog/cut.jpg": "it is cut off",
+        "train/cat/pipe.png": "it is not a file but a folder, a pipe or a device",
+        "train/cat/text.jpg": "not a readable image",
+        "train/dog/cut.jpg": "it is truncated",
     }
 
 
@@ -95,7 +95,7 @@ def test_every_broken_image_is_reported_at_once(root: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [3, 4])
-def test_a_disk_that_fails_is_asked_again_and_its_images_are_not_taken_for_bad_ones(
+def test_reads_of_a_failing_disk_are_retried_and_its_images_are_not_bad(
     root: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     expected = fields(read_folder(root, "train"))
@@ -117,7 +117,7 @@ def test_a_disk_that_fails_is_asked_again_and_its_images_are_not_taken_for_bad_o
     assert not list(find_stored(root, "train"))
 
 
-def test_a_message_lists_no_more_than_ten_images_but_the_error_all(tmp_path: Path) -> None:
+def test_a_message_lists_at_most_ten_images_and_the_error_all(tmp_path: Path) -> None:
     (tmp_path / "train/a").mkdir(parents=True)
     for number in range(25):
         (tmp_path / f"train/a/{number:02d}.jpg").touch()
@@ -130,7 +130,7 @@ def test_a_message_lists_no_more_than_ten_images_but_the_error_all(tmp_path: Pat
     assert len(caught.value.bad) == 25
 
 
-def test_bad_images_are_left_out_only_when_asked_and_are_recorded(root: Path) -> None:
+def test_bad_images_are_left_out_only_on_request_and_are_recorded(root: Path) -> None:
     good = fields(read_folder(root, "train"))
     reasons = spoil(root)
     with pytest.raises(BadImagesError):
@@ -165,8 +165,8 @@ def test_a_class_whose_images_are_all_bad_cannot_be_left_out(root: Path) -> None
         pytest.param(
             ["cat", "dog"],
             "train",
-            "found cat, dog. Class folders alone are divided, and splits of other names are taken, "
-            "by: largebatch data import imagefolder (--val-fraction, --val-name)",
+            "found cat, dog. To divide class folders, or for splits of other names: largebatch "
+            "data import imagefolder (--val-fraction, --val-name)",
             id="class folders alone",
         ),
         pytest.param(["val"], "val", "there are no class folders and no shards", id="no classes"),
@@ -200,7 +200,7 @@ def test_the_splits_must_have_the_same_classes(root: Path) -> None:
         check_same_classes(train, val)
 
 
-def test_the_command_makes_shows_and_refuses(
+def test_the_command_builds_describes_and_refuses_an_index(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for split in ("train", "val"):
@@ -210,14 +210,14 @@ def test_the_command_makes_shows_and_refuses(
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert "train: 4 images" in out
-    assert "val/cat/text.jpg: no readable image" in out
+    assert "val/cat/text.jpg: not a readable image" in out
     assert (
         "1 image, listed above, cannot be used; replace or remove it, or leave it out with:" in err
     )
     for again in ([*words, "--drop-bad"], words):
         assert main(again) == 0
         out, _ = capsys.readouterr()
-        assert "val: 1 left out:\n  val/cat/text.jpg: no readable image" in out
+        assert "val: 1 left out:\n  val/cat/text.jpg: not a readable image" in out
         assert "4 training and 4 validation images, 1 bad ones left out" in out
     write_image(tmp_path / "train/cat/y.jpg")
     assert main(words) == 0

@@ -46,11 +46,11 @@ def with_key(key: str, value: object) -> Change:
 
 BOTH: dict[str, tuple[Change, str]] = {
     "a label of no class": (with_first("labels", 3), "to 3, expected 0 to 2"),
-    "a label below zero": (with_first("labels", -1), "labels go from -1 to 2"),
-    "an image without height": (with_first("heights", 0), "heights go from 0 to"),
-    "an endless image": (with_first("widths", 2**62), "widths go from"),
-    "a length below zero": (with_first("num_bytes", -7), "num_bytes go from -7"),
-    "a length of exabytes": (with_first("num_bytes", 2**62), "num_bytes go from"),
+    "a label below zero": (with_first("labels", -1), "labels range from -1 to 2"),
+    "an image without height": (with_first("heights", 0), "heights range from 0 to"),
+    "an endless image": (with_first("widths", 2**62), "widths range from"),
+    "a length below zero": (with_first("num_bytes", -7), "num_bytes range from -7"),
+    "a length of exabytes": (with_first("num_bytes", 2**62), "num_bytes range from"),
     "labels of half": (as_type("labels", np.float16), "labels are float16, expected int64"),
     "a table of labels": (
         lambda _, arrays: arrays.update(labels=arrays["labels"][None]),
@@ -69,16 +69,16 @@ BOTH: dict[str, tuple[Change, str]] = {
         lambda _, arrays: arrays.update(more=arrays["labels"]),
         "its arrays are heights, labels, more",
     ),
-    "no classes": (with_key("classes", []), "its classes are none"),
+    "no classes": (with_key("classes", []), "its classes are empty"),
     "numbers for classes": (with_key("classes", [1, 2, 3]), "classes in its header is of another"),
-    "two classes alike": (with_key("classes", ["cat"] * 3), "some are alike"),
+    "two classes alike": (with_key("classes", ["cat"] * 3), "not unique"),
     "a class with a NUL": (with_key("classes", ["a\0", "b", "c"]), "classes in its header is"),
     "half a character": (with_key("classes", ["\ud800", "b", "c"]), "surrogates not allowed"),
-    "bad images in words": (with_key("bad", "none"), "bad in its header is of another kind"),
+    "bad images in words": (with_key("bad", "none"), "bad in its header is of another type"),
     "a bad image without a time": (with_key("bad", [["a", "b"]]), "bad in its header is of ano"),
     "ignored files in words": (with_key("ignored", "none"), "ignored in its header is of another"),
     "another key": (with_key("more", 1), "its header has the keys"),
-    "no digest": (with_key("digest", None), "digest in its header is of another kind"),
+    "no digest": (with_key("digest", None), "digest in its header is of another type"),
     "the other split": (with_key("split", "val"), "it is of val, expected train"),
     "a time in years to come": (with_key("shards", [["a", 1, 10**30]]), "shards in its header"),
 }
@@ -104,9 +104,9 @@ FILES: dict[str, tuple[Change, str]] = {
 }
 
 SHARDS: dict[str, tuple[Change, str]] = {
-    "an image behind the end": (with_first("offsets", 2**40), "image [0] lies outside its shard"),
-    "an image before the start": (with_first("offsets", -512), "image [0] lies outside its shard"),
-    "a shard of none": (with_first("shards", 1), "shards go from 0 to 1, expected 0 to 0"),
+    "an image behind the end": (with_first("offsets", 2**40), "image [0] is outside its shard"),
+    "an image before the start": (with_first("offsets", -512), "image [0] is outside its shard"),
+    "a shard of none": (with_first("shards", 1), "shards range from 0 to 1, expected 0 to 0"),
     "a shard elsewhere": (
         lambda header, _: header["shards"][0].__setitem__(0, "../../etc/passwd"),
         "a name in it has a /",
@@ -149,14 +149,14 @@ def refused(folder: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["data", "index", str(folder)]) == USER
     shown = capsys.readouterr().err
     assert len(shown.splitlines()) == 1
-    assert shown.startswith(f"largebatch: {folder / PLACE}: its checksum is right and its contents")
+    assert shown.startswith(f"largebatch: {folder / PLACE}: its checksum is right but its content")
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [pytest.param(*each, id=name) for name, each in (BOTH | FILES).items()],
 )
-def test_an_index_of_folders_that_cannot_be_is_refused(
+def test_an_inconsistent_index_of_folders_is_refused(
     root: Path, change: Change, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewrite(root, change)
@@ -167,7 +167,7 @@ def test_an_index_of_folders_that_cannot_be_is_refused(
     ("change", "fault"),
     [pytest.param(*each, id=name) for name, each in (BOTH | SHARDS).items()],
 )
-def test_an_index_of_shards_that_cannot_be_is_refused(
+def test_an_inconsistent_index_of_shards_is_refused(
     shards: Path, change: Change, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewrite(shards, change)
@@ -185,8 +185,8 @@ def write(folder: Path, arrays: Arrays) -> None:
     [b"", b"[]", b"1", b"{", b"[" * 10**6, b'{"format": 5', b"\xff", b"9" * 10**4, b"{}"],
     ids=["empty", "list", "number", "cut", "brackets", "half", "no text", "digits", "no keys"],
 )
-def test_a_header_that_is_none_is_no_index(root: Path, header: bytes) -> None:
-    """As a damaged one, it is made anew."""
+def test_a_file_without_a_valid_header_is_not_an_index(root: Path, header: bytes) -> None:
+    """Like a damaged one, it is rebuilt."""
     write(root, {HEADER: np.frombuffer(header, np.uint8)})
     assert not list(find_stored(root, "train"))
     assert len(load_or_read(root, "train")) == 4
@@ -202,7 +202,7 @@ def test_a_huge_header_is_not_parsed(root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F8_E4M3", "F8_E5M2", "I8", "BOOL"])
-def test_an_array_of_a_type_that_numpy_lacks_is_no_traceback(root: Path, kind: str) -> None:
+def test_an_array_type_that_numpy_lacks_is_a_value_error(root: Path, kind: str) -> None:
     """Numbers of 16 and 8 bits, under a checksum that is right."""
     size = 2 if kind == "BF16" else 1
     head = {
@@ -227,7 +227,7 @@ def test_an_array_of_a_type_that_numpy_lacks_is_no_traceback(root: Path, kind: s
 @example([], 4)
 @example([(7, 255)], None)
 @example([(0, 255), (1, 255), (2, 255)], None)
-def test_whatever_is_changed_under_a_right_checksum_there_is_an_index_or_one_message(
+def test_any_change_under_a_valid_checksum_is_an_index_or_one_message(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]], end: int | None
 ) -> None:
     folder = write_folder(tmp_path_factory.mktemp("any"))

@@ -14,7 +14,7 @@ ARRAYS: Arrays = {
 }
 
 
-def test_arrays_survive_the_file_and_cannot_be_changed() -> None:
+def test_arrays_round_trip_and_are_read_only() -> None:
     header, found = unpack(pack({"name": "\udcff \u00e9"}, ARRAYS))
     assert header == {"name": "\udcff \u00e9"}
     for name, array in ARRAYS.items():
@@ -37,7 +37,7 @@ def test_an_array_of_many_chunks_is_checked_to_its_end(tmp_path: Path) -> None:
         open_mapped(file)
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(
+def test_a_file_is_flushed_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "folder/file"
@@ -52,7 +52,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     assert path.read_bytes() == b"12345"
 
 
-def test_a_write_that_fails_leaves_what_was_there(
+def test_a_failed_write_keeps_the_previous_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"

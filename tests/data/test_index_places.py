@@ -35,9 +35,7 @@ def read_only(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("read_only")
-def test_where_a_folder_cannot_be_written_to_the_users_cache_keeps_the_index(
-    root: Path, cache: Path
-) -> None:
+def test_the_index_of_a_read_only_folder_is_stored_in_the_cache(root: Path, cache: Path) -> None:
     content = make(root, "train")
     assert content.file is not None
     assert content.file.is_relative_to(cache)
@@ -69,7 +67,7 @@ def unwanted(done: int, total: int) -> None:
     raise AssertionError(f"{done} of {total} images were read again")
 
 
-def test_what_cannot_be_read_back_from_the_folder_is_kept_in_the_cache(
+def test_an_index_that_cannot_be_read_back_is_stored_in_the_cache(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(path: Path, content: bytes) -> None:
@@ -81,7 +79,7 @@ def test_what_cannot_be_read_back_from_the_folder_is_kept_in_the_cache(
     assert file.is_relative_to(cache)
 
 
-def test_an_index_that_can_be_kept_nowhere_is_used_all_the_same(
+def test_an_index_that_cannot_be_stored_is_still_used(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(file: int) -> None:

@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
     return write_folder(tmp_path)
 
 
-def test_an_index_is_the_same_after_it_was_kept(root: Path) -> None:
+def test_an_index_round_trips_through_its_file(root: Path) -> None:
     (root / "train/cat/x.jpg").rename(
         os.fsdecode(os.fsencode(root) + b"/train/cat/\xff \xc3\xa9.jpg")
     )
@@ -68,7 +68,7 @@ def lengthen(root: Path) -> None:
 
 
 def overwrite(root: Path) -> None:
-    """Put an image of other sizes into the same file, as long as before."""
+    """Overwrite a file with an image of another size and the same length."""
     path = root / "train/dog/b.png"
     length = path.stat().st_size
     write_image(path, height=8, width=2)
@@ -100,7 +100,7 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "reason"), CHANGES)
-def test_an_index_that_no_longer_matches_is_refused_until_it_is_made_anew(
+def test_an_outdated_index_is_refused_until_it_is_rebuilt(
     root: Path, change: Callable[[Path], None], reason: str
 ) -> None:
     load_or_read(root, "train")
@@ -124,14 +124,14 @@ def test_other_images_have_another_digest(root: Path) -> None:
     assert read_folder(root, "val").digest == before["val"]
 
 
-def test_what_is_no_image_may_come_and_go(root: Path) -> None:
+def test_other_files_may_be_added_and_removed(root: Path) -> None:
     first = fields(load_or_read(root, "train"))
     (root / "train/dog/notes.txt").touch()
     later(root / "train/dog")
     assert fields(load_or_read(root, "train")) == first
 
 
-def test_a_dropped_image_that_was_mended_is_noticed(root: Path) -> None:
+def test_a_repaired_image_is_detected(root: Path) -> None:
     (root / "train/dog/c.png").touch()
     make(root, "train", drop_bad=True)
     load_or_read(root, "train")
@@ -140,7 +140,7 @@ def test_a_dropped_image_that_was_mended_is_noticed(root: Path) -> None:
         load_or_read(root, "train")
 
 
-def test_of_very_many_files_a_run_compares_some_and_the_command_all(
+def test_a_run_compares_some_of_many_files_and_the_command_all(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_folder, "MOST", 2)
@@ -180,7 +180,7 @@ def test_a_moved_folder_keeps_its_index_and_its_digest(
         pytest.param(None, id="its end is missing"),
     ],
 )
-def test_an_unreadable_kept_index_is_replaced(root: Path, content: bytes | None) -> None:
+def test_an_unreadable_stored_index_is_replaced(root: Path, content: bytes | None) -> None:
     place = root / ".largebatch-train.index"
     make(root, "train")
     place.write_bytes(place.read_bytes()[:-64] if content is None else content)
@@ -190,7 +190,7 @@ def test_an_unreadable_kept_index_is_replaced(root: Path, content: bytes | None)
     assert fields(index_of(load_file(place), root)) == expected
 
 
-def test_a_kept_index_of_another_format_is_replaced(
+def test_a_stored_index_of_another_format_is_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = root / ".largebatch-train.index"
@@ -201,7 +201,7 @@ def test_a_kept_index_of_another_format_is_replaced(
         assert open_mapped(place)[0]["format"] == number
 
 
-def test_one_wrong_bit_in_a_kept_index_is_noticed_and_mended(root: Path) -> None:
+def test_one_wrong_bit_in_a_stored_index_is_detected_and_repaired(root: Path) -> None:
     place = root / ".largebatch-train.index"
     expected = fields(load_or_read(root, "train"))
     whole = place.read_bytes()
@@ -214,7 +214,7 @@ def test_one_wrong_bit_in_a_kept_index_is_noticed_and_mended(root: Path) -> None
     assert place.read_bytes() == whole
 
 
-def test_times_of_change_are_shown_with_the_digit_in_which_they_differ(root: Path) -> None:
+def test_modification_times_are_shown_with_all_digits(root: Path) -> None:
     for nanoseconds in (10**18, 10**18 + 1):
         os.utime(root / "train/dog/b.png", ns=(0, nanoseconds))
         if nanoseconds == 10**18:
@@ -224,7 +224,7 @@ def test_times_of_change_are_shown_with_the_digit_in_which_they_differ(root: Pat
         load_or_read(root, "train")
 
 
-def test_the_first_of_several_changes_is_named_whatever_the_threads_do(
+def test_the_first_of_several_changes_is_named_for_any_thread_timing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_folder, "PART", 1)
@@ -235,7 +235,7 @@ def test_the_first_of_several_changes_is_named_whatever_the_threads_do(
         assert (found or "").startswith(f"train/{name} was changed")
 
 
-def test_a_folder_that_cannot_be_listed_is_the_users_to_mend(
+def test_a_folder_that_cannot_be_listed_is_a_user_error(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_or_read(root, "train")

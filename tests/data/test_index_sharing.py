@@ -83,7 +83,7 @@ def mapped_files() -> str:
     return Path("/proc/self/maps").read_text()
 
 
-def test_who_finds_the_file_maps_it(
+def test_a_worker_that_finds_the_file_maps_it(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "pack", None)  # nothing is sent
@@ -105,7 +105,7 @@ def test_files_of_a_copy_of_the_folder_may_have_other_times(
     assert [index.mtimes is None for index in indexes] == [False, True]
 
 
-def test_who_does_not_find_it_gets_the_bytes_once_a_machine(
+def test_a_machine_without_the_file_gets_the_bytes_once(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers 1 and 2 share a machine on which worker 0's file is not."""
@@ -125,7 +125,7 @@ def test_who_does_not_find_it_gets_the_bytes_once_a_machine(
     assert [index.mtimes is None for index in indexes] == [False, True, True]
 
 
-def test_an_index_that_was_sent_takes_the_place_of_the_one_before(root: Path, cache: Path) -> None:
+def test_a_sent_index_replaces_the_previous_one(root: Path, cache: Path) -> None:
     for name in ("c", "d"):
         write_image(root / f"train/dog/{name}.png")
         sent = share(root, make(root, "train")._replace(file=None), [0, 1])[1]
@@ -133,7 +133,7 @@ def test_an_index_that_was_sent_takes_the_place_of_the_one_before(root: Path, ca
         assert len(list((cache / "largebatch/index").iterdir())) == 1
 
 
-def test_who_finds_a_damaged_file_gets_the_bytes(root: Path, cache: Path) -> None:
+def test_a_worker_that_finds_a_damaged_file_gets_the_bytes(root: Path, cache: Path) -> None:
     content = make(root, "train")
     assert content.file is not None
     damaged = bytearray(content.file.read_bytes())
@@ -143,14 +143,14 @@ def test_who_finds_a_damaged_file_gets_the_bytes(root: Path, cache: Path) -> Non
     assert fields(indexes[1]) == fields(read_folder(root, "train"))
 
 
-def test_a_file_of_another_index_is_not_taken(root: Path, cache: Path) -> None:
+def test_a_file_of_another_index_is_not_used(root: Path, cache: Path) -> None:
     content = make(root, "train")
     header = {**content.header, "digest": "another"}
     indexes = share(root, content._replace(header=header), [0, 1])
     assert {index.digest for index in indexes} == {"another"}
 
 
-def test_where_nothing_can_be_written_the_bytes_are_used(
+def test_without_a_writable_place_the_bytes_are_used(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -137,7 +137,7 @@ def open_and_close(way: str, number: int, backend: Backend | None = None) -> int
         "cache",
     ],
 )
-def test_a_pipeline_gives_everything_back_fifty_times(
+def test_a_pipeline_releases_everything_fifty_times(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -155,7 +155,7 @@ def test_a_pipeline_gives_everything_back_fifty_times(
 
 
 def read_some() -> int:
-    """Be one of several workers: open the images in every way and read three batches."""
+    """Run one of several workers: open the images in every way and read three batches."""
     backend = connect("torch")
     for way in WAYS:
         assert open_and_close(way, 4, backend) == 3
@@ -193,14 +193,14 @@ def test_two_workers_leave_no_process_or_file_behind(
     assert marked(mark) == []
 
 
-def test_nothing_partial_is_left_where_images_are_kept(folder: Index, tmp_path: Path) -> None:
+def test_no_partial_file_is_left_in_the_pixel_cache(folder: Index, tmp_path: Path) -> None:
     open_cache(folder)
     (file,) = (tmp_path / "cache/largebatch/pixels").iterdir()
     assert re.fullmatch(rf"{folder.digest}\.\d+\.pillow-[\d.]+\.pixels", file.name)
     assert file.stat().st_size == 4 + sum(3 * (60 + number) * 80 for number in range(6))
 
 
-def test_kept_pixels_are_mapped_and_never_copied(folder: Index) -> None:
+def test_cached_pixels_are_mapped_and_never_copied(folder: Index) -> None:
     """So that any number of workers has them in memory once."""
     kept = open_cache(folder)
     opened = cached.open_decoder(kept, view(), Resources(CPU, threads=2, batch_size=4))

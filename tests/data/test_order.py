@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**63)
 
 
 @given(seed=seeds, num_samples=st.integers(1, 200), epoch=st.integers(0, 10**6))
-def test_every_sample_comes_once_an_epoch(seed: int, num_samples: int, epoch: int) -> None:
+def test_every_sample_occurs_once_per_epoch(seed: int, num_samples: int, epoch: int) -> None:
     positions = range(epoch * num_samples, (epoch + 1) * num_samples)
     ids = sample_ids(positions, seed=seed, num_samples=num_samples)
     assert ids.dtype == np.int64
@@ -26,7 +26,7 @@ def test_every_sample_comes_once_an_epoch(seed: int, num_samples: int, epoch: in
     num_samples=st.integers(1, 20),
     bounds=st.lists(st.integers(0, 100), min_size=2, max_size=6).map(sorted),
 )
-def test_a_range_gives_the_same_samples_however_it_is_divided(
+def test_a_range_has_the_same_samples_for_any_division(
     seed: int, num_samples: int, bounds: list[int]
 ) -> None:
     whole = sample_ids(range(bounds[0], bounds[-1]), seed=seed, num_samples=num_samples)
@@ -38,20 +38,20 @@ def test_a_range_gives_the_same_samples_however_it_is_divided(
     assert len(whole) == bounds[-1] - bounds[0]
 
 
-def test_the_order_is_this_one_for_ever() -> None:
+def test_the_order_never_changes() -> None:
     """A run must be resumed with the order it began with, under any version of NumPy."""
     two_epochs = [[8, 9, 7, 3, 0, 1, 4, 2, 5, 6], [9, 8, 0, 5, 3, 2, 1, 7, 6, 4]]
     assert sample_ids(range(20), seed=1234, num_samples=10).reshape(2, 10).tolist() == two_epochs
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     first, second = sample_ids(range(200), seed=0, num_samples=100).reshape(2, 100)
     other = sample_ids(range(100), seed=1, num_samples=100)
     for a, b in [(first, second), (first, other), (second, other)]:
         assert (a == b).sum() < 10
 
 
-def test_every_sample_is_as_likely_at_every_place() -> None:
+def test_every_sample_is_equally_likely_at_every_position() -> None:
     """Chi-squared over 10 x 10 cells and 4,000 epochs: 81 degrees of freedom, 150 is 1 in 10^5."""
     ids = sample_ids(range(40_000), seed=0, num_samples=10).reshape(-1, 10)
     counts = np.stack([np.bincount(column, minlength=10) for column in ids.T])
@@ -79,7 +79,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, threading.Threa
     order._drawing.cache_clear()
 
 
-def test_the_next_epoch_is_drawn_while_one_is_used_and_none_twice(
+def test_the_next_epoch_is_drawn_ahead_and_none_twice(
     drawn: dict[int, threading.Thread],
 ) -> None:
     """Batches of four over epochs of ten: every other batch that ends one begins the next."""
@@ -91,7 +91,7 @@ def test_the_next_epoch_is_drawn_while_one_is_used_and_none_twice(
     assert threading.current_thread() not in drawn.values()
 
 
-def test_statistics_over_the_first_epoch_do_not_cost_the_order_of_training(
+def test_statistics_over_the_first_epoch_keep_the_order_of_training_cached(
     drawn: dict[int, threading.Thread],
 ) -> None:
     for batch in range(4):
@@ -102,7 +102,7 @@ def test_statistics_over_the_first_epoch_do_not_cost_the_order_of_training(
     assert sorted(drawn) == [0, 1, 7, 8]
 
 
-def test_an_order_that_no_thread_could_draw_is_drawn_when_it_is_needed(
+def test_an_order_is_drawn_on_demand_if_the_thread_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a process that was forked meanwhile there is no such thread."""
@@ -126,7 +126,7 @@ def test_no_two_purposes_share_random_numbers() -> None:
     assert len(np.unique(words)) == len(Stream) * 400
 
 
-def test_random_words_depend_on_their_own_block_alone() -> None:
+def test_random_words_depend_only_on_their_block() -> None:
     words = random_words(7, Stream.CROP, block=0, num_blocks=50)
     assert (random_words(7, Stream.CROP, block=20, num_blocks=3) == words[20:23]).all()
 
@@ -138,6 +138,8 @@ def test_random_words_depend_on_their_own_block_alone() -> None:
         pytest.param(range(8), 0, "at least 1, got 0", id="no samples"),
     ],
 )
-def test_what_has_no_order_is_refused(positions: range, num_samples: int, message: str) -> None:
+def test_invalid_positions_and_sizes_are_refused(
+    positions: range, num_samples: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         sample_ids(positions, seed=0, num_samples=num_samples)

@@ -48,7 +48,7 @@ def seen(index: Index, sample: int) -> Image.Image:
     return found
 
 
-def test_the_index_lists_sizes_as_they_are_seen(folder: Index) -> None:
+def test_the_index_lists_displayed_sizes(folder: Index) -> None:
     assert folder.orientations is not None
     assert folder.orientations.tolist() == [*range(1, 9), 6, 8]
     sizes = [seen(folder, sample).size for sample in range(len(folder))]
@@ -56,7 +56,7 @@ def test_the_index_lists_sizes_as_they_are_seen(folder: Index) -> None:
 
 
 @both_decoders
-def test_boxes_are_those_of_the_image_that_is_seen(decode: Decode, folder: Index) -> None:
+def test_boxes_are_those_of_the_displayed_image(decode: Decode, folder: Index) -> None:
     """No box is resized, so nothing but decoding can differ; half of them are flipped."""
     number = len(folder)
     boxes = np.tile([11, 23, 64, 64], (number, 1))
@@ -71,7 +71,7 @@ def test_boxes_are_those_of_the_image_that_is_seen(decode: Decode, folder: Index
 
 
 @both_decoders
-def test_augmented_images_are_those_of_upright_copies(
+def test_augmented_images_equal_those_of_upright_copies(
     decode: Decode, folder: Index, tmp_path: Path
 ) -> None:
     (tmp_path / "train/a").mkdir(parents=True)
@@ -84,7 +84,7 @@ def test_augmented_images_are_those_of_upright_copies(
         assert (one.images - other.images).abs().max() <= 2
 
 
-def test_cached_pixels_are_those_that_are_seen(
+def test_cached_pixels_are_the_displayed_ones(
     folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -97,7 +97,7 @@ def test_cached_pixels_are_those_that_are_seen(
         assert torch.equal(found.round().to(torch.uint8), torch.from_numpy(expected.copy()))
 
 
-def test_shards_note_the_orientation(folder: Index, tmp_path: Path) -> None:
+def test_shards_record_the_orientation(folder: Index, tmp_path: Path) -> None:
     pack_folder(folder.root, tmp_path / "out", shard_bytes=10**6, progress=lambda *_: None)
     shards = read_folder(tmp_path / "out", "train")
     for name in ("orientations", "heights", "widths"):
@@ -105,12 +105,12 @@ def test_shards_note_the_orientation(folder: Index, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65_535])
-def test_an_orientation_that_does_not_exist_turns_nothing(orientation: int) -> None:
+def test_an_invalid_orientation_is_ignored(orientation: int) -> None:
     assert measure_bytes(turned(orientation)) == (90, 140, 1)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_exif_turns_nothing() -> None:
+def test_damaged_exif_is_ignored() -> None:
     content = turned(6)
     place = content.index(b"Exif\0\0")
     for length in range(8, 28):
@@ -118,7 +118,7 @@ def test_damaged_exif_turns_nothing() -> None:
         assert measure_bytes(damaged) in {(90, 140, 1), (140, 90, 6)}
 
 
-def test_a_turned_tiff_is_refused_with_the_way_out() -> None:
+def test_a_rotated_tiff_is_refused_with_a_remedy() -> None:
     assert measure_bytes(turned(1, "tiff")) == (90, 140, 1)
     for orientation in range(2, 9):
         with pytest.raises(BadImageError, match="store it upright, or as a JPEG or PNG"):

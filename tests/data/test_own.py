@@ -86,7 +86,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_data_set_of_ones_own_trains_as_its_folder_does(place: Path) -> None:
+def test_a_users_data_set_trains_like_its_folder(place: Path) -> None:
     """To the bit: order, boxes and flips are the same, and so are the pixels."""
     expected = run(recipe(), data=place / "data", out=place / "folder")
     found = run(recipe(), dataset="own_folder:make", out=place / "own")
@@ -125,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "message"), REFUSED.items())
-def test_what_is_no_such_data_set_is_refused(place: Path, name: str, message: str) -> None:
+def test_an_invalid_data_set_is_refused(place: Path, name: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         run(recipe(), dataset=f"own_bad:{name}", out=place / "out")
     assert message in str(caught.value)
@@ -146,9 +146,7 @@ def test_a_setting_that_would_not_be_used_is_refused(place: Path, change: str) -
         run(recipe(change), dataset="own_folder:make", out=place / "out")
 
 
-def test_a_module_that_is_not_there_is_named(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_module_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="no_such: there is no such module in "):
         open_own("no_such:make")
     for module in ("", ".own_folder"):

@@ -45,7 +45,7 @@ def requests(
     return asked
 
 
-def test_clean_images_come_in_the_order_of_the_augmented_ones() -> None:
+def test_clean_images_have_the_order_of_the_augmented_ones() -> None:
     augmented, clean = (requests(1, 0, clean=clean) for clean in (False, True))
     for one, other in zip(augmented, clean, strict=True):
         np.testing.assert_array_equal(one.samples, other.samples)
@@ -55,7 +55,7 @@ def test_clean_images_come_in_the_order_of_the_augmented_ones() -> None:
 
 
 @pytest.mark.parametrize("clean", [False, True])
-def test_two_workers_see_together_what_one_sees(clean: bool) -> None:
+def test_two_workers_see_the_same_samples_as_one(clean: bool) -> None:
     alone = requests(1, 0, clean=clean)
     shares = [requests(2, rank, clean=clean) for rank in (0, 1)]
     for step, whole in enumerate(alone):
@@ -64,14 +64,14 @@ def test_two_workers_see_together_what_one_sees(clean: bool) -> None:
             np.testing.assert_array_equal(np.concatenate(parts), getattr(whole, field))
 
 
-def test_a_later_step_does_not_depend_on_where_the_run_began() -> None:
+def test_a_later_step_does_not_depend_on_the_start_of_the_run() -> None:
     (later,) = requests(1, 0, clean=False, steps=range(20, 21))
     np.testing.assert_array_equal(
         later.boxes, requests(1, 0, clean=False, steps=range(18, 21))[2].boxes
     )
 
 
-def test_statistics_are_measured_over_whole_spans_where_workers_share_them_in_training() -> None:
+def test_statistics_are_measured_over_whole_spans_even_if_workers_share_them() -> None:
     """Spans of 48, trained on 24 samples a worker: the first 240 of the order, dealt out."""
     whole = requests(1, 0, statistics=240)
     assert [len(request.samples) for request in whole] == [96, 96, 48]
@@ -85,13 +85,15 @@ def test_statistics_are_measured_over_whole_spans_where_workers_share_them_in_tr
     np.testing.assert_array_equal(np.concatenate([part.samples for part in order]), expected)
 
 
-def test_a_folder_that_would_not_be_read_is_refused() -> None:
+def test_an_unused_data_folder_is_refused() -> None:
     recipe = load_recipe(DIGITS)
     with pytest.raises(DataError, match="--data x would not be read: the recipe's data.source"):
         open_images(recipe, make_plan(recipe, workers=1), CPU, folder=Path("x"))
 
 
-def test_kept_images_serve_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_images_are_used_in_every_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def stages(*overrides: str) -> list[Batch]:
@@ -113,7 +115,7 @@ def test_kept_images_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Monke
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
 
 
-def test_kept_images_are_compared_with_every_file_since_none_is_read(
+def test_cached_images_are_compared_with_every_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -141,7 +143,7 @@ def test_kept_images_are_compared_with_every_file_since_none_is_read(
         pytest.param(96, 5, 5, id="the recipe decides"),
     ],
 )
-def test_as_many_images_are_read_at_a_time_as_the_device_batch_needs(
+def test_concurrent_reads_follow_the_device_batch(
     batch: int, change: int | None, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Resources] = []

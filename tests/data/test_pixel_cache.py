@@ -1,4 +1,4 @@
-"""The file of decoded pixels: whole or made anew, shared, and removed in the end."""
+"""The file of decoded pixels: written atomically, rebuilt if damaged, shared and removed."""
 
 import errno
 import os
@@ -99,7 +99,7 @@ def flipped(content: bytes, place: int) -> bytes:
     ],
 )
 @pytest.mark.parametrize("at_once", [1000, 2**22])
-def test_a_damaged_file_is_made_anew(
+def test_a_damaged_file_is_written_again(
     damage: Callable[[bytes], bytes],
     at_once: int,
     folder: Index,
@@ -116,10 +116,10 @@ def test_a_damaged_file_is_made_anew(
     assert file.read_bytes() == whole
 
 
-def test_a_file_under_the_name_of_another_is_made_anew(
+def test_a_file_renamed_to_another_is_written_again(
     folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of as many pixels, whole, and with a checksum that is right under its own name."""
+    """The file has the same number of pixels and a checksum valid under its own name."""
     expected = open_cache(folder).pixels.copy()
     (file,) = cache_files(tmp_path)
     monkeypatch.setattr(pixel_cache, "_decode_all", lambda *_: iter([255 - expected]))
@@ -137,7 +137,7 @@ def test_a_file_under_the_name_of_another_is_made_anew(
         pytest.param(PIL, "__version__", "0.1", id="another Pillow"),
     ],
 )
-def test_other_versions_have_files_of_their_own(
+def test_other_versions_have_other_files(
     module: ModuleType,
     name: str,
     value: object,
@@ -151,7 +151,7 @@ def test_other_versions_have_files_of_their_own(
     assert len(cache_files(tmp_path)) == 2
 
 
-def test_pixels_are_on_the_disk_before_their_file_has_its_name(
+def test_pixels_are_flushed_before_their_file_is_renamed(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -172,7 +172,7 @@ def test_pixels_are_on_the_disk_before_their_file_has_its_name(
     assert done[-3:] == [f"{number + 4} bytes", "renamed", "folder"]
 
 
-def test_only_a_part_of_the_images_is_in_memory_while_they_are_written(
+def test_only_some_images_are_in_memory_during_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train/a").mkdir(parents=True)
@@ -192,7 +192,7 @@ def test_only_a_part_of_the_images_is_in_memory_while_they_are_written(
     assert [int(pixels[0, 0, 0]) for pixels in images] == list(range(40, 200))
 
 
-def test_what_was_long_not_used_is_removed_when_another_is_made(
+def test_long_unused_files_are_removed_when_another_is_written(
     folder: Index, tmp_path: Path
 ) -> None:
     open_cache(folder)
@@ -231,7 +231,7 @@ def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPa
         pytest.param(Path, "mkdir", errno.EROFS, id="read-only"),
     ],
 )
-def test_where_nothing_can_be_written_that_is_said_and_nothing_is_left(
+def test_without_a_writable_place_there_is_an_error_and_no_leftover(
     owner: Any,  # noqa: ANN401 -- a module or a class
     call: str,
     number: int,
@@ -256,9 +256,7 @@ def test_where_nothing_can_be_written_that_is_said_and_nothing_is_left(
     assert cache_files(tmp_path) == []
 
 
-def test_a_cache_that_can_only_be_read_is_used(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_cache_is_used(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = open_cache(folder).pixels.copy()
 
     def refuse(*_: object) -> None:

@@ -54,7 +54,7 @@ def whole(index: Index, size: int = 6) -> list[Request]:
 
 
 class Failing:
-    """An os.preadv that fails for one image, some number of times, or for ever."""
+    """An os.preadv that fails for one image, a number of times or always."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, times: float) -> None:
         self.identity, self.times, self.failed = path.stat().st_ino, times, 0
@@ -69,7 +69,7 @@ class Failing:
 
 
 @both_decoders
-def test_a_read_that_fails_three_times_is_tried_again(
+def test_a_read_that_fails_three_times_is_retried(
     decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [batch.images.clone() for batch in run(decode, folder, whole(folder))]
@@ -91,7 +91,7 @@ def test_a_read_that_keeps_failing_ends_the_run_with_its_path(
 
 
 @both_decoders
-def test_an_image_that_went_away_or_is_another_is_named(decode: Decode, folder: Index) -> None:
+def test_a_removed_or_changed_image_is_named(decode: Decode, folder: Index) -> None:
     path = folder.locate(8).path
     content = path.read_bytes()
     for changed in (content[:-10], content + b"more"):
@@ -107,7 +107,7 @@ def test_an_image_that_went_away_or_is_another_is_named(decode: Decode, folder: 
         list(run(decode, folder, whole(folder)))
 
 
-def test_files_that_an_index_was_sent_to_may_have_other_times(folder: Index) -> None:
+def test_files_of_a_sent_index_may_have_other_times(folder: Index) -> None:
     """A machine's own copy of the folder; its files' lengths are compared all the same."""
     path = folder.locate(8).path
     content = path.read_bytes()
@@ -119,9 +119,7 @@ def test_files_that_an_index_was_sent_to_may_have_other_times(folder: Index) -> 
         reading.read(elsewhere.locate(8))
 
 
-def test_bytes_that_come_in_pieces_are_put_together(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_reads_are_completed(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     location = folder.locate(8)
     content = location.path.read_bytes()
     real = os.preadv
@@ -147,7 +145,7 @@ def test_a_read_that_hangs_ends_the_run_with_its_path(decode: Decode, folder: In
 
 @pytest.mark.usefixtures("soon_slow")
 @pytest.mark.parametrize("hanging", [[8], list(range(READS + 4)), [0, 8, 16]])
-def test_reads_that_hung_once_are_made_by_other_threads(
+def test_reads_that_hang_once_are_retried_by_other_threads(
     folder: Index, monkeypatch: pytest.MonkeyPatch, hanging: list[int]
 ) -> None:
     """More than there are threads in one batch, and several of one thread's."""
@@ -178,7 +176,7 @@ def test_reads_that_hung_once_are_made_by_other_threads(
     assert len(moved) == len(hanging)
 
 
-def test_as_many_threads_share_a_batch_as_the_one_before_needed(
+def test_the_number_of_threads_follows_the_previous_batch(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (request,), real, seconds = whole(folder, len(folder)), os.preadv, 0.0
@@ -214,7 +212,7 @@ def test_as_many_threads_share_a_batch_as_the_one_before_needed(
 
 
 @pytest.mark.usefixtures("soon_slow")
-def test_memory_that_a_read_may_still_write_into_is_not_used_again(
+def test_memory_of_a_hanging_read_is_not_reused(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that was given up comes back with other bytes, in the middle of a later batch."""
@@ -249,7 +247,7 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
 
 
 @both_decoders
-def test_the_thread_that_asks_for_images_makes_no_path(
+def test_the_requesting_thread_builds_no_path(
     decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path takes more than everything else that this thread does for an image."""
@@ -270,7 +268,7 @@ def test_the_thread_that_asks_for_images_makes_no_path(
     assert threading.current_thread() not in threads
 
 
-def test_several_images_are_passed_to_a_thread_at_a_time(
+def test_a_thread_gets_several_images_at_a_time(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passing one on takes ten microseconds."""
@@ -286,7 +284,7 @@ def test_several_images_are_passed_to_a_thread_at_a_time(
     assert len(jobs) == 2 * 2, "for either thread one, of 12 images, in each batch"
 
 
-def test_no_more_images_are_read_at_a_time_than_the_recipe_allows(
+def test_concurrent_reads_do_not_exceed_the_recipes_limit(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, threads = os.preadv, set()
@@ -311,7 +309,7 @@ def overwrite(path: Path, content: bytes) -> None:
 
 
 def hang(index: Index, sample: int) -> tuple[Path, bytes]:
-    """Put a pipe that nobody writes to in an image's place: opening it waits for ever."""
+    """Replace an image with a pipe without a writer: opening it never returns."""
     path = index.locate(sample).path
     content = path.read_bytes()
     path.unlink()
@@ -324,13 +322,13 @@ def alive(reader: reading.Reader) -> int:
 
 
 def let_go(pipe: Path) -> None:
-    """Let the threads that wait for a pipe's other end go on."""
+    """Open the other end of a pipe, which unblocks the waiting threads."""
     os.close(os.open(pipe, os.O_RDWR))
 
 
 @both_decoders
 @pytest.mark.parametrize("sample", [0, 8, 23])
-def test_bytes_that_are_no_image_are_named(decode: Decode, folder: Index, sample: int) -> None:
+def test_bytes_that_are_not_an_image_are_named(decode: Decode, folder: Index, sample: int) -> None:
     path = folder.locate(sample).path
     overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: .*cannot decode this image"):
@@ -338,7 +336,7 @@ def test_bytes_that_are_no_image_are_named(decode: Decode, folder: Index, sample
 
 
 @both_decoders
-def test_an_image_that_became_smaller_is_named(decode: Decode, folder: Index) -> None:
+def test_a_shrunken_image_is_named(decode: Decode, folder: Index) -> None:
     path = folder.locate(8).path
     smaller = io.BytesIO()
     Image.fromarray(photograph(50, 70)).save(smaller, "JPEG")
@@ -347,7 +345,7 @@ def test_an_image_that_became_smaller_is_named(decode: Decode, folder: Index) ->
         list(run(decode, folder, whole(folder)))
 
 
-def test_an_image_in_a_shard_is_named_by_its_place(tmp_path: Path) -> None:
+def test_an_image_in_a_shard_is_named_with_its_offset(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(bytes(2000))
     with pytest.raises(
         DataError, match=r"0.tar \(byte 1536\): cannot be read \(its file has 464 of its 999"
@@ -356,7 +354,7 @@ def test_an_image_in_a_shard_is_named_by_its_place(tmp_path: Path) -> None:
     assert reading.read(Location(tmp_path / "0.tar", 1000, 999)) == bytes(999)
 
 
-def test_an_image_that_cannot_be_kept_is_named_and_nothing_is_left(
+def test_an_image_that_cannot_be_cached_is_named_and_nothing_is_left(
     folder: Index, tmp_path: Path
 ) -> None:
     path = folder.locate(8).path

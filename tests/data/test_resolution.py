@@ -83,7 +83,7 @@ def test_every_update_sees_pillows_pixels_at_its_size(changes: tuple[str, ...]) 
         assert (images - expected)[inner].abs().max() * min(pipeline.recipe.images.std) < 2.1 / 255
 
 
-def test_made_up_images_come_in_these_sizes_too() -> None:
+def test_synthetic_images_have_these_sizes_too() -> None:
     pipeline = opened(digits("data.source=synthetic"))
     assert [images.shape[-1] for _, images in first_of_each(pipeline, range(6))] == SIZES
 
@@ -109,7 +109,7 @@ def test_clean_images_have_the_size_of_the_evaluation() -> None:
             assert {batch.images.shape[-1] for batch in batches} == {32}
 
 
-def test_a_run_that_begins_at_a_later_update_sees_what_one_from_the_start_sees() -> None:
+def test_a_run_from_a_later_update_sees_the_same_images() -> None:
     pipeline = opened(digits())
     whole = dict(first_of_each(pipeline, range(6)))
     for begin in (1, 2, 4):
@@ -134,9 +134,7 @@ def test_a_run_that_begins_at_a_later_update_sees_what_one_from_the_start_sees()
         ),
     ],
 )
-def test_sizes_in_another_order_or_without_an_update_are_refused(
-    resolution: str, message: str
-) -> None:
+def test_sizes_out_of_order_or_without_an_update_are_refused(resolution: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         make_plan(digits(f"data.resolution={resolution}"), workers=1)
 
@@ -147,7 +145,7 @@ def test_the_last_size_may_last_until_the_clean_updates() -> None:
     assert plan.sized(range(6), otherwise=32) == [(range(2), 16), (range(2, 6), 24)]
 
 
-def test_a_model_for_one_size_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_fixed_size_model_is_refused_before_training(tmp_path: Path) -> None:
     recipe = digits(
         *("model={name: lenet5}", "batch.bn_span=null", "polish=null", "data.image_size=28"),
         "data.resolution=[{until: {steps: 2}, image_size: 12}]",

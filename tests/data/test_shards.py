@@ -64,7 +64,7 @@ def shards(root: Path, members: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10_000, 10**6])
-def test_packed_images_have_their_bytes_order_and_labels(
+def test_packed_images_keep_bytes_order_and_labels(
     folder: Path, tmp_path: Path, shard_bytes: int
 ) -> None:
     packed = pack(folder, tmp_path / "packed", shard_bytes=shard_bytes)
@@ -76,7 +76,7 @@ def test_packed_images_have_their_bytes_order_and_labels(
             assert shard[key] == plain[key]
 
 
-def test_python_and_the_naming_rules_read_what_was_packed(folder: Path, tmp_path: Path) -> None:
+def test_pythons_tarfile_reads_packed_shards(folder: Path, tmp_path: Path) -> None:
     """A WebDataset sample is the members in a row that are equal up to the first dot."""
     packed = pack(folder, tmp_path / "packed")
     assert (packed / "classes.txt").read_text() == "Zebra\ncat\ndog\n"
@@ -99,9 +99,7 @@ def test_python_and_the_naming_rules_read_what_was_packed(folder: Path, tmp_path
     assert image.size == (7, 5)
 
 
-def test_the_same_images_give_the_same_bytes_whenever_they_are_packed(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_packing_is_reproducible(folder: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied, copy_function=shutil.copyfile)
     (copied / "train/dog/b.png").chmod(0o600)
@@ -112,7 +110,7 @@ def test_the_same_images_give_the_same_bytes_whenever_they_are_packed(
     assert tars[0] == tars[1]
 
 
-def test_no_shard_is_longer_than_asked_but_for_a_single_image(tmp_path: Path) -> None:
+def test_only_a_shard_of_one_image_exceeds_the_limit(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).bytes
     lengths = [1, 511, 512, 513, 3000, 9000, 30_000, 100, 100]
     with ShardWriter(tmp_path, shard_bytes=25_000) as writer:
@@ -124,7 +122,7 @@ def test_no_shard_is_longer_than_asked_but_for_a_single_image(tmp_path: Path) ->
     assert len(sizes) < 6
 
 
-def test_shards_of_others_are_read(tmp_path: Path) -> None:
+def test_shards_of_other_programs_are_read(tmp_path: Path) -> None:
     """Keys with folders, other members, several formats of tar, long names."""
     long_key = "folder/" + "x" * 150
     root = shards(
@@ -154,7 +152,7 @@ def test_shards_of_others_are_read(tmp_path: Path) -> None:
         ({"b.jpg": jpeg(), "b.cls": b"-1"}, "b.jpg: its label is '-1'"),
         ({"b.cls": b"0"}, "train/a.tar/b: it has 0 images, expected 1"),
         ({"b.jpg": jpeg(), "b.png": b"", "b.cls": b"0"}, "b: it has 2 images, expected 1"),
-        ({"b.jpg": jpeg()[:-2], "b.cls": b"0"}, "train/a.tar/b.jpg: it is cut off"),
+        ({"b.jpg": jpeg()[:-2], "b.cls": b"0"}, "train/a.tar/b.jpg: it is truncated"),
         ({"b.jpg": b"", "b.cls": b"0"}, "train/a.tar/b.jpg: the file is empty"),
     ],
 )
@@ -186,7 +184,7 @@ def lose_the_end(root: Path) -> None:
 
 
 def spoil_a_header(root: Path) -> None:
-    """Of a member in the middle, which Python's tarfile takes for the end."""
+    """Damage the header of a member in the middle, which Python's tarfile takes for the end."""
     path = root / "train/000000.tar"
     content = bytearray(path.read_bytes())
     content[content.index(b"000000002.")] ^= 1
@@ -227,12 +225,12 @@ def repeat_classes(root: Path) -> None:
     [
         (lose_the_end, "000000.tar: not a whole, uncompressed tar file (the zeros at its end are"),
         (spoil_a_header, "not a whole, uncompressed tar file (there is no header at byte"),
-        (add_another, "there is no header at byte 9216, or data behind its end"),
+        (add_another, "there is no header at byte 9216, or data after its end"),
         (cut_an_image, "not a whole, uncompressed tar file ("),
         (compress, "000000.tar: not a whole, uncompressed tar file"),
         (mix, "both class folders (cat) and shards (000000.tar)"),
-        (lose_classes, "classes.txt: No such file or directory; beside shards it gives"),
-        (repeat_classes, "classes.txt: expected one different name a line"),
+        (lose_classes, "classes.txt: No such file or directory; shards need this file"),
+        (repeat_classes, "classes.txt: expected one unique name per line"),
     ],
 )
 def test_broken_shards_are_refused(
@@ -261,7 +259,7 @@ def test_an_index_of_changed_shards_is_refused(folder: Path, tmp_path: Path) -> 
         load_or_read(packed, "train")
 
 
-def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
+def test_failed_packing_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (folder / "val/dog/b.png").write_bytes(b"")
     with pytest.raises(BadImagesError):
         pack(folder, tmp_path / "packed")
@@ -272,7 +270,7 @@ def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
     def spoil(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(DataError, match="not what its index was made from"):
+    with pytest.raises(DataError, match="has changed since its index was built"):
         pack(folder, tmp_path / "packed")
     write_image(folder / "val/dog/b.png", height=5, width=7)
     make(folder, "val")
@@ -284,7 +282,7 @@ def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
         pack(folder, tmp_path / "packed")
 
 
-def test_shards_are_divided_anew_in_their_order(tmp_path: Path) -> None:
+def test_shards_are_repacked_in_order(tmp_path: Path) -> None:
     images = png_folder(tmp_path / "folder", one_size=False)
     shutil.copytree(tmp_path / "folder/train", tmp_path / "folder/val")
     pack(tmp_path / "folder", tmp_path / "one", shard_bytes=10**9)
@@ -306,7 +304,7 @@ def test_the_extension_of_an_image_in_shards_is_that_of_its_format(form: str) ->
     assert extension_of(buffer.getvalue()) == {"jpeg": "jpg", "tiff": "tif"}.get(form, form)
 
 
-def test_packing_that_is_terminated_leaves_nothing(
+def test_terminated_packing_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -320,7 +318,7 @@ def test_packing_that_is_terminated_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_check_that_is_terminated_leaves_whole_shards_and_is_said_to_follow_them(
+def test_a_terminated_check_leaves_complete_shards(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -11,10 +11,10 @@ NOT_WHOLE = {
     "a symbolic link": (tars.symbolic("b.png", "a.png"), "b.png: it is a link to a.png"),
     "a hard link": (tars.hard("b.png", "a.png"), "b.png: it is a link to a.png"),
     "a sparse file": (tars.sparse("b.png", png(0)), "b.png: it is a sparse file"),
-    "a device": (tars.member("b.png", kind=tarfile.CHRTYPE), "b.png: it is a device"),
+    "a device": (tars.member("b.png", kind=tarfile.CHRTYPE), "b.png: it is a special"),
     "a linked label": (
         tars.member("b.png", png(0)) + tars.hard("b.cls", "a.cls"),
-        "b.cls: it is a link to a.cls, expected a whole file; write the tar anew with: tar",
+        "b.cls: it is a link to a.cls, expected a whole file; create the tar with: tar",
     ),
     "nothing but links": (
         tars.hard("b.cls", "a.cls") + tars.hard("b.png", "a.png"),
@@ -26,7 +26,7 @@ NOT_WHOLE = {
 @pytest.mark.parametrize(
     ("members", "reason"), [pytest.param(*each, id=name) for name, each in NOT_WHOLE.items()]
 )
-def test_a_sample_without_bytes_of_its_own_is_named(
+def test_a_sample_without_bytes_in_the_tar_is_named(
     tmp_path: Path, members: bytes, reason: str
 ) -> None:
     before = tars.member("a.png", png(0)) + tars.member("a.cls", b"0")

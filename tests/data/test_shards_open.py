@@ -59,7 +59,7 @@ def test_a_shard_is_opened_once(shards: Index, monkeypatch: pytest.MonkeyPatch) 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_only_as_many_shards_stay_open_as_a_process_may_open(
+def test_open_shards_stay_below_the_process_limit(
     shards: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * reading.KEPT_OPEN, 1_000))
@@ -68,7 +68,7 @@ def test_only_as_many_shards_stay_open_as_a_process_may_open(
     assert read_shards(shards, [], monkeypatch) == [number, 2 * number, 3 * number]
 
 
-def test_a_shard_that_can_no_longer_be_read_is_opened_again(
+def test_an_unreadable_open_shard_is_reopened(
     shards: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a network a file that was open when its server started again is stale for good."""

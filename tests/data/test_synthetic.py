@@ -34,7 +34,7 @@ def decoded(index: Index, request: Request, **changes: object) -> Tensor:
     return next(decode(index, [request], **changes)).images
 
 
-def test_an_image_depends_on_its_number_alone() -> None:
+def test_an_image_depends_only_on_its_number() -> None:
     index = synthetic.synthetic_index(1000, 10, 64)
     images = decoded(index, whole(index, np.array([7, 900, 7, 17])))
     assert torch.equal(images[1:2], decoded(index, whole(index, np.array([900]))))
@@ -45,7 +45,7 @@ def test_an_image_depends_on_its_number_alone() -> None:
     assert 195 < images.max() <= 255
 
 
-def test_an_index_of_made_up_images_takes_its_labels_memory_and_no_more() -> None:
+def test_an_index_of_synthetic_images_stores_only_labels() -> None:
     tracemalloc.start()
     try:
         index = synthetic.synthetic_index(10**6, 1000, 224)
@@ -57,7 +57,7 @@ def test_an_index_of_made_up_images_takes_its_labels_memory_and_no_more() -> Non
     assert set(index.heights[::99_999].tolist()) == {224}
 
 
-def test_batches_answer_the_requests_in_order() -> None:
+def test_batches_follow_the_order_of_the_requests() -> None:
     index = synthetic.synthetic_index(10, 3, 16)
     samples = [np.array([5, 1, 2]), np.array([9])]
     batches = list(decode(index, [whole(index, some) for some in samples], image_size=24))
@@ -67,7 +67,7 @@ def test_batches_answer_the_requests_in_order() -> None:
     assert {batch.images.dtype for batch in batches} == {torch.float32}
 
 
-def test_the_classes_take_turns_and_show_in_the_images() -> None:
+def test_the_classes_alternate_and_are_visible_in_the_images() -> None:
     """The nearest mean of the first 200 images tells the class of the next 100."""
     index = synthetic.synthetic_index(300, 5, 16)
     assert index.labels[:7].tolist() == [0, 1, 2, 3, 4, 0, 1]
@@ -77,7 +77,7 @@ def test_the_classes_take_turns_and_show_in_the_images() -> None:
     assert torch.cdist(flat[200:], means).argmin(1).tolist() == labels[200:].tolist()
 
 
-def test_neighbours_have_nothing_in_common_but_the_pattern() -> None:
+def test_images_of_a_class_share_only_the_pattern() -> None:
     """There is no correlation between what is left, at any distance."""
     index = synthetic.synthetic_index(400, 1, synthetic.SIDE)
     values = decoded(index, whole(index, np.arange(400))).flatten(1).numpy()
@@ -87,7 +87,7 @@ def test_neighbours_have_nothing_in_common_but_the_pattern() -> None:
     assert np.abs(correlations).max() < 0.5
 
 
-def test_boxes_and_flips_are_applied_as_to_other_images() -> None:
+def test_boxes_and_flips_are_applied_to_synthetic_images() -> None:
     index = synthetic.synthetic_index(4, 2, 512)
     images = decoded(index, whole(index, np.arange(4)))
     flips = np.array([False, True, False, True])

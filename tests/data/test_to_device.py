@@ -45,7 +45,7 @@ def assert_same(ours: Batches, other: Batches) -> None:
 
 
 @pytest.mark.parametrize("way", ["decoded", "cached"])
-def test_images_travel_as_bytes_once_with_their_labels(
+def test_images_are_sent_once_as_bytes_with_their_labels(
     way: str, folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To a device that is not there, and yet the numbers are those of a CPU to the last bit."""
@@ -78,20 +78,20 @@ def iter_batches(batches: list[Batch]) -> Batches:
 
 
 @both_decoders
-def test_decoders_give_the_same_numbers_in_the_order_of_the_model(
+def test_decoders_return_the_same_values_in_the_models_memory_format(
     decode: Decode, folder: Index
 ) -> None:
     assert_reordered(lambda **changes: run(decode, folder, augmented(folder, 5, 4), **changes))
 
 
-def test_cached_pixels_are_given_in_the_order_of_the_model(folder: Index) -> None:
+def test_cached_pixels_are_returned_in_the_models_memory_format(folder: Index) -> None:
     requests = augmented(folder, 5, 4)
     there = cached.upload(open_cache(folder), CPU)
     assert_reordered(lambda **changes: run_cached(folder, requests, **changes))
     assert_reordered(lambda **changes: cached.decode_on_device(there, view(**changes), requests))
 
 
-def test_images_that_are_made_up_are_given_in_the_order_of_the_model() -> None:
+def test_synthetic_images_are_returned_in_the_models_memory_format() -> None:
     index = synthetic.synthetic_index(20, 4, 32)
     request = clean_request(index, np.arange(20), image_size=32, resize=None)
     resources = Resources(CPU, threads=1, batch_size=20)
@@ -135,7 +135,7 @@ class Recorded:
         self._note(f"waits for {stream.name}")
 
 
-def test_a_copy_to_a_gpu_is_made_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_gpu_use_a_separate_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     @contextmanager

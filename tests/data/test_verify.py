@@ -48,13 +48,13 @@ def test_changed_bytes_of_a_file_are_named(root: Path, capsys: pytest.CaptureFix
     assert main(["data", "verify", str(root)]) == USER
     shown = capsys.readouterr()
     assert shown.out == (
-        "train/dog/b.png: its bytes are not the ones that were noted\ntrain: 1 of 4 differ\n"
-        "val/cat/x.jpg: its bytes are not the ones that were noted\nval: 1 of 4 differ\n"
+        "train/dog/b.png: its bytes do not match the stored checksum\ntrain: 1 of 4 differ\n"
+        "val/cat/x.jpg: its bytes do not match the stored checksum\nval: 1 of 4 differ\n"
     )
     assert shown.err.startswith(f"largebatch: {root}: 2 of 8 images, listed above, are not what")
 
 
-def test_changed_bytes_of_a_shard_are_named_by_their_place(
+def test_changed_bytes_of_a_shard_are_named_with_their_offset(
     shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     index = load_or_read(shards, "train")
@@ -64,7 +64,7 @@ def test_changed_bytes_of_a_shard_are_named_by_their_place(
     capsys.readouterr()
     assert main(["data", "verify", str(shards)]) == USER
     place = f"train/000000.tar (byte {int(index.offsets[2])})"
-    assert f"{place}: its bytes are not the ones" in capsys.readouterr().out
+    assert f"{place}: its bytes do not match" in capsys.readouterr().out
 
 
 def test_an_image_that_cannot_be_read_is_named(
@@ -85,7 +85,7 @@ def test_an_image_that_cannot_be_read_is_named(
     assert "val/dog/b.png: cannot be read (Input/output error)" in capsys.readouterr().err
 
 
-def test_without_checksums_the_way_to_note_them_is_named(
+def test_without_checksums_the_error_names_the_command(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "verify", str(root)]) == USER
@@ -94,9 +94,7 @@ def test_without_checksums_the_way_to_note_them_is_named(
     assert f"largebatch data verify {root} --write" in shown
 
 
-def test_a_folder_that_is_another_is_refused(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_folder_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "verify", str(root), "--write"]) == DONE
     (root / "train/cat/x.jpg").write_bytes(b"short")
     assert main(["data", "verify", str(root)]) == USER
@@ -135,7 +133,7 @@ def test_damaged_checksums_are_refused(
     assert "these checksums are damaged" in capsys.readouterr().err
 
 
-def test_where_the_folder_cannot_be_written_to_the_users_cache_keeps_the_checksums(
+def test_the_checksums_of_a_read_only_folder_are_stored_in_the_cache(
     root: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

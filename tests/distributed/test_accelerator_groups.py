@@ -127,7 +127,7 @@ def divide(backend: TorchDistributed) -> list[object]:
     return [*made, part.rank, part.world_size, backend.all_gather(one).flatten().tolist()]
 
 
-def test_parts_are_split_off_the_group_of_all_and_links_are_not() -> None:
+def test_groups_are_split_from_the_default_group_and_links_are_not() -> None:
     assert on_late_workers(divide, workers=4) == [1, 0, 0, 2, [2.0, 4.0, 2.0, 4.0]]
 
 
@@ -144,7 +144,7 @@ def bandwidth(backend: TorchDistributed) -> list[object]:
     return [list(found.seconds), len(found.hosts), len(under_way), sum(under_way)]
 
 
-def test_the_bandwidth_is_of_sums_that_are_complete() -> None:
+def test_the_bandwidth_is_that_of_completed_sums() -> None:
     rounds = 2 * REPEATS + 2
     assert on_late_workers(bandwidth, workers=2) == [[4096], 1, rounds, 0]
 
@@ -172,13 +172,13 @@ def whole_run(backend: TorchDistributed) -> list[object]:
     return [len(orders), kinds["world"] > 10, kinds["part"] > 10]
 
 
-def test_all_workers_begin_what_they_do_in_parts_and_all_over_in_one_order() -> None:
-    """Two communicators of NCCL that are used in two orders wait for each other for ever."""
+def test_all_workers_start_operations_in_the_same_order() -> None:
+    """Two NCCL communicators used in different orders deadlock."""
     assert on_late_workers(whole_run, workers=4) == [1, True, True]
 
 
 def see(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let there be so many GPUs."""
+    """Simulate `num` GPUs."""
     monkeypatch.setattr("largebatch.accelerator.count", lambda: num)
     monkeypatch.setattr("largebatch.accelerator.choose", lambda n: torch.device("cuda", n))
 
@@ -186,7 +186,7 @@ def see(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("num", "local_rank", "expected"), [(1, 3, 0), (4, 3, 3), (8, 3, 3)], ids=str
 )
-def test_the_only_gpu_that_a_worker_sees_is_its_own(
+def test_a_worker_uses_the_only_gpu_it_sees(
     num: int, local_rank: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see(num, monkeypatch)
@@ -222,7 +222,7 @@ def test_workers_that_share_a_gpu_are_refused_by_name_on_every_worker(workers: i
     assert most <= 10
 
 
-def test_each_worker_with_a_gpu_of_its_own_goes_on() -> None:
+def test_workers_with_separate_gpus_are_accepted() -> None:
     store = CountingStore()
     for rank in range(4):
         with suppress(Waits):
@@ -242,7 +242,7 @@ def share() -> str:
     return str(caught.value)
 
 
-def test_two_workers_on_one_accelerator_are_one_line() -> None:
+def test_two_workers_on_one_accelerator_are_a_one_line_error() -> None:
     found = on_forked_workers(share, workers=2)
     assert found.startswith("workers ")
     assert "share GPU one; start as many workers as GPUs, or " in found
@@ -259,7 +259,9 @@ def unknown() -> str:
     return str(caught.value)
 
 
-def test_a_device_that_torch_cannot_sum_over_is_one_line() -> None:
+def test_a_device_without_a_library_is_a_one_line_error() -> None:
     found = on_forked_workers(unknown, workers=1)
-    assert found.startswith(f"torch {torch.__version__} has no library that sums over sim devices")
+    assert found.startswith(
+        f"torch {torch.__version__} has no communication library for sim devices"
+    )
     assert "\n" not in found

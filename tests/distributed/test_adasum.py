@@ -79,7 +79,7 @@ def assert_equal(ours: State, expected: State) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10, check_dtype=True)
 
 
-def test_two_gradients_combine_by_how_far_they_agree() -> None:
+def test_two_gradients_combine_by_their_agreement() -> None:
     generator = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 5, 7, dtype=torch.float64, generator=generator)
     expected = by_formula([one.numpy(), other.numpy()])
@@ -98,7 +98,7 @@ def test_two_gradients_combine_by_how_far_they_agree() -> None:
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("net", NETS)
-def test_one_worker_goes_through_the_parts_one_by_one(net: str, parts: int) -> None:
+def test_one_worker_computes_the_parts_one_by_one(net: str, parts: int) -> None:
     expected = by_hand(net, parts=parts)
     for accumulation in DIVIDED[1]:
         backend = Serial(torch.device("cpu"))
@@ -107,7 +107,7 @@ def test_one_worker_goes_through_the_parts_one_by_one(net: str, parts: int) -> N
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_two_workers_that_are_threads_combine_what_they_hold(
+def test_two_threads_as_workers_combine_their_parts(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nets = [crown.net("batchnorm") for _ in range(2)]  # before the threads, which share a seed
@@ -138,9 +138,7 @@ def solve_all(path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_workers_that_hold_several_parts_one_or_half_of_one_agree(
-    workers: int, tmp_path: Path
-) -> None:
+def test_workers_with_several_parts_one_or_half_a_part_agree(workers: int, tmp_path: Path) -> None:
     on_forked_workers(solve_all, tmp_path / "solved.pt", workers=workers)
     solved: dict[tuple[int, int], State] = torch.load(tmp_path / "solved.pt")
     assert len(solved) == 4
@@ -148,7 +146,7 @@ def test_workers_that_hold_several_parts_one_or_half_of_one_agree(
         assert_equal(ours, by_hand("batchnorm", parts=parts))
 
 
-def test_a_gradient_that_a_part_lacks_is_zero_there() -> None:
+def test_a_missing_gradient_of_a_part_is_zero() -> None:
     torch.manual_seed(0)
     head = nn.Linear(3, 1)
     model = nn.Sequential(nn.Linear(2, 3), head).double()
@@ -169,7 +167,7 @@ def test_a_gradient_that_a_part_lacks_is_zero_there() -> None:
         assert bool(reducer.finite())
 
 
-def test_a_step_of_another_number_of_passes_is_refused() -> None:
+def test_a_step_with_a_wrong_number_of_passes_is_refused() -> None:
     model = nn.Linear(2, 1)
     with Adasum(model, Serial(torch.device("cpu")), parts=2, accumulation=4) as reducer:
         reducer.zero()
@@ -209,12 +207,12 @@ def test_a_run_of_a_recipe_is_the_same_on_one_worker_and_on_two(tmp_path: Path) 
         ("{kind: adasum, parts: 4}", r"reduction.parts \(4\) does not divide batch.global_batch"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(reduction: str, message: str) -> None:
+def test_an_invalid_number_of_parts_is_refused(reduction: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         a_recipe("statistics: {samples: 96}", changes=(f"reduction={reduction}",))
 
 
-def test_workers_that_the_parts_cannot_be_divided_over_are_refused() -> None:
+def test_an_indivisible_number_of_workers_is_refused() -> None:
     recipe = a_recipe("statistics: {samples: 96}", changes=ADASUM)
     with pytest.raises(
         PlanError, match=r"over 3 workers; possible numbers of workers: 1, 2, 4, 8$"

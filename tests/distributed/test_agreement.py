@@ -36,7 +36,7 @@ OTHER_INDEX = {"index": {**INDEX["index"], "val": {"samples": 2, "digest": "ef"}
 
 
 def compare(*facts: Facts) -> list[str]:
-    """Let a worker for each state its facts; return what each is told, nothing if they agree."""
+    """Compare facts, one worker each; return each worker's error, or an empty string."""
 
     def work(worker: Thread) -> str:
         try:
@@ -64,7 +64,7 @@ def of_a_plan(device_batch: int) -> Facts:
 
 
 @given(facts=st.dictionaries(st.text(), JSON))
-def test_workers_that_agree_add_their_checksums_up_and_exchange_nothing_more(facts: Facts) -> None:
+def test_workers_that_agree_exchange_only_checksums(facts: Facts) -> None:
     class Watched:
         def __init__(self, worker: Thread) -> None:
             self.rank, self.world_size = worker.rank, worker.world_size
@@ -154,7 +154,7 @@ def test_workers_that_agree_add_their_checksums_up_and_exchange_nothing_more(fac
         ),
     ],
 )
-def test_every_worker_is_told_what_differs(own: Facts, other: Facts, message: str) -> None:
+def test_every_worker_reports_the_difference(own: Facts, other: Facts, message: str) -> None:
     told, *others = compare(own, other)
     assert told.startswith(f"workers disagree on {message}")
     assert told.endswith(
@@ -176,7 +176,7 @@ def test_all_workers_with_one_value_are_listed_together() -> None:
     assert "seed: 1 on workers 0, 2 and 2 on workers 1, 3, 4;" in told
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_are_truncated() -> None:
     many: list[Facts] = [{str(key): rank for key in range(12)} for rank in range(12)]
     head, *lines = compare(*many)[0].splitlines()
     assert head.startswith("workers disagree on 12 values; start every worker")
@@ -185,11 +185,11 @@ def test_long_lists_are_cut() -> None:
     assert lines[-1] == "  ..."
 
 
-def test_none_is_a_key_that_is_missing() -> None:
+def test_none_equals_a_missing_key() -> None:
     assert compare({"polish": None, "seed": 1}, {"seed": 1}) == ["", ""]
 
 
-def test_one_worker_alone_sends_nothing() -> None:
+def test_a_single_worker_sends_nothing() -> None:
     def work(worker: Thread) -> int:
         require_agreement(INDEX, worker, CPU)
         return worker.calls
@@ -235,7 +235,7 @@ def test_models_are_compared_before_their_weights_are_sent(
         assert f"state_dict.{message}" in told
 
 
-def test_a_run_states_everything_it_depends_on(
+def test_a_run_compares_everything_it_depends_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stated: list[Any] = []
@@ -265,8 +265,8 @@ def test_files_with_other_weights_have_another_checksum() -> None:
     assert len({checksum(each) for each in [state, *changed]}) == 5
 
 
-def test_weights_that_differ_name_the_worker_by_its_own_number() -> None:
-    """Of 4 workers, number 1 has been lost, and the others have the ranks 0 to 2."""
+def test_different_weights_name_the_worker_by_its_number() -> None:
+    """Worker 1 of 4 was lost, and the others have the ranks 0 to 2."""
 
     def work(worker: Thread) -> str:
         weights = [torch.full((2,), float(worker.rank == 1))]

@@ -82,7 +82,7 @@ def torch_workers(command: list[str]) -> list[tuple[int, str]]:
 
 @pytest.mark.long
 @different
-def test_torch_workers_that_differ_end_with_one_message(
+def test_different_torch_workers_end_with_one_message(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     (code, said), other = torch_workers(write_worker(tmp_path, overrides))
@@ -94,7 +94,7 @@ def test_torch_workers_that_differ_end_with_one_message(
 
 @pytest.mark.long
 @different
-def test_horovod_workers_that_differ_end_with_one_message(
+def test_different_horovod_workers_end_with_one_message(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     pytest.importorskip(
@@ -127,7 +127,7 @@ def leave_the_gpu_to_worker_0(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_gpu_on_one_worker_alone_is_one_message(tmp_path: Path) -> None:
+def test_a_gpu_on_only_one_worker_is_a_one_line_error(tmp_path: Path) -> None:
     """NCCL and Gloo would wait for each other until they time out."""
     on_forked_workers(leave_the_gpu_to_worker_0, tmp_path, workers=2)
     for rank in "01":

@@ -35,7 +35,7 @@ def run_in_a_group(folder: Path) -> list[object]:
     return found
 
 
-def test_a_process_group_that_is_open_is_used_and_stays_open(tmp_path: Path) -> None:
+def test_an_open_process_group_is_used_and_stays_open(tmp_path: Path) -> None:
     assert on_forked_workers(run_in_a_group, tmp_path, workers=2) == [
         ("torch", 2, 0, 2, "torch"),
         ("torch", 2, 0, 2, "torch"),
@@ -48,7 +48,7 @@ def test_a_process_group_that_is_open_is_used_and_stays_open(tmp_path: Path) -> 
     assert all(tensor.equal(two[name]) for name, tensor in one.items())
 
 
-def test_horovod_that_is_running_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialised_horovod_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
     hvd = FakeHorovod()
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     hvd.init(process_sets="dynamic")

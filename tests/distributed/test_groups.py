@@ -90,7 +90,7 @@ def test_parts_of_four_workers_compute_together_and_compressed_sums_stay_finite(
     ],
     ids=["bf16", "protocol"],
 )
-def test_what_horovod_cannot_do_is_refused_by_name_before_data_are_read(
+def test_a_protocol_that_horovod_cannot_run_is_refused_before_data_are_read(
     change: str, message: str, tmp_path: Path
 ) -> None:
     recipe = load_recipe(DIGITS, [change, "data.source=folder"])
@@ -157,6 +157,6 @@ Error while creating shared memory segment /dev/shm/nccl-x, error: No space left
     ],
     ids=["of this worker", "a lost connection", "no cause named"],
 )
-def test_what_nccl_names_as_the_cause_is_said(text: str, kind: type[Exception], said: str) -> None:
+def test_the_cause_named_by_nccl_is_reported(text: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said), lost_peers_named(1):
         raise dist.DistBackendError(text)

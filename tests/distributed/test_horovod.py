@@ -44,7 +44,7 @@ def test_the_real_module_can_be_called_like_the_fake() -> None:
         inspect.signature(getattr(real, name)).bind(*positions, **keywords)
 
 
-def test_a_worker_knows_its_place(backend: Backend) -> None:
+def test_a_worker_has_its_rank_and_local_rank(backend: Backend) -> None:
     assert (backend.rank, backend.world_size) == (1, 2)
     assert (backend.local_rank, backend.local_size) == (0, 1)
     assert backend.name == "horovod"
@@ -69,7 +69,7 @@ awkward_tensors = pytest.mark.parametrize(
 
 
 @awkward_tensors
-def test_a_sum_lands_in_the_tensor_itself(backend: Backend, tensor: Tensor) -> None:
+def test_a_sum_is_in_place(backend: Backend, tensor: Tensor) -> None:
     summed = tensor.clone().detach()
     backend.all_reduce(summed).wait()
     torch.testing.assert_close(summed, 2 * tensor.detach())
@@ -77,7 +77,7 @@ def test_a_sum_lands_in_the_tensor_itself(backend: Backend, tensor: Tensor) -> N
 
 
 @awkward_tensors
-def test_a_broadcast_lands_in_the_tensor_itself(backend: Backend, tensor: Tensor) -> None:
+def test_a_broadcast_is_in_place(backend: Backend, tensor: Tensor) -> None:
     received = tensor.clone().detach().requires_grad_(tensor.requires_grad)
     backend.broadcast(received)
     torch.testing.assert_close(received.detach(), torch.full_like(tensor, 7).detach())
@@ -89,7 +89,7 @@ def test_a_gathered_tensor_has_one_more_dimension(backend: Backend, tensor: Tens
     torch.testing.assert_close(gathered, torch.stack([tensor.detach(), tensor.detach()]))
 
 
-def test_a_part_of_the_workers_is_a_group_of_its_own(hvd: FakeHorovod, backend: Backend) -> None:
+def test_a_part_of_the_workers_is_a_group(hvd: FakeHorovod, backend: Backend) -> None:
     alone, both = backend.split([[0], [1]]), backend.split([[0, 1]])
     assert (alone.rank, alone.world_size, both.rank, both.world_size) == (0, 1, 1, 2)
     for group, workers in ((alone, 1), (both, 2), (backend, 2)):
@@ -117,7 +117,7 @@ def test_groups_of_the_same_workers_do_not_share_names(hvd: FakeHorovod, backend
         pytest.param([[1, 0]], "must rise", id="order"),
     ],
 )
-def test_a_division_that_is_none_is_refused(
+def test_an_invalid_partition_is_refused(
     hvd: FakeHorovod, backend: Backend, parts: list[list[int]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -125,7 +125,7 @@ def test_a_division_that_is_none_is_refused(
     assert hvd.process_sets == {(0, 1)}
 
 
-def test_equal_sums_can_be_under_way_together(backend: Backend) -> None:
+def test_equal_sums_can_be_in_progress_together(backend: Backend) -> None:
     tensors = [torch.full((3,), float(value)) for value in range(3)]
     works = [backend.all_reduce(tensor) for tensor in tensors]
     for work in reversed(works):
@@ -157,7 +157,7 @@ def test_every_step_repeats_the_names_of_the_first(hvd: FakeHorovod, backend: Ba
         pytest.param(lambda backend: backend.barrier(), id="barrier"),
     ],
 )
-def test_a_lost_worker_is_one_line_from_this_one(
+def test_a_lost_worker_is_a_one_line_error(
     hvd: FakeHorovod, backend: Backend, operation: Callable[[Backend], object]
 ) -> None:
     hvd.failure = "Horovod has been shut down. This was caused by\nan exception."
@@ -175,7 +175,9 @@ def test_a_worker_lost_during_a_sum_is_noticed_by_wait(hvd: FakeHorovod, backend
         work.wait()
 
 
-def test_workers_that_disagree_are_not_taken_for_lost(hvd: FakeHorovod, backend: Backend) -> None:
+def test_mismatched_operations_are_not_reported_as_lost_workers(
+    hvd: FakeHorovod, backend: Backend
+) -> None:
     hvd.failure = "Mismatched ALLREDUCE tensor shapes: One rank sent [2], another rank sent [3]."
     with pytest.raises(FakeHorovod.HorovodInternalError, match="Mismatched"):
         backend.all_reduce(torch.ones(2))
@@ -196,7 +198,9 @@ def without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
         del sys.modules[name]
 
 
-def test_a_machine_without_horovod_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_horovod_the_error_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     without_horovod(monkeypatch)
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(MissingPackageError, match=r"install it with: /\S+/install_horovod\.sh"):
@@ -217,7 +221,7 @@ def test_a_machine_without_horovod_is_told_how_to_get_it(monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_a_horovod_that_does_not_start_says_why(
+def test_a_horovod_that_does_not_start_is_an_error_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, message: str
 ) -> None:
     (tmp_path / "horovod").mkdir()
@@ -229,7 +233,7 @@ def test_a_horovod_that_does_not_start_says_why(
         open_horovod()
 
 
-def test_a_backend_that_cannot_send_to_one_worker_is_refused_in_words() -> None:
+def test_a_backend_without_point_to_point_sends_is_refused() -> None:
     with pytest.raises(BackendError, match="serial cannot send to one worker alone; use .* torch"):
         open_links(Serial(), [(0, 1)])
 

@@ -111,7 +111,7 @@ def sum_again_and_again() -> int:
 
 
 @pytest.mark.long
-def test_three_workers_make_the_same_bits_again() -> None:
+def test_three_workers_are_reproducible_bit_by_bit() -> None:
     """What Horovod puts into one sum would depend on when the gradients come."""
     assert on_workers(sum_again_and_again, workers=3, horovod=True) == 1
 
@@ -124,7 +124,7 @@ def test_three_workers_make_the_same_bits_again() -> None:
         pytest.param("backend.close()", 0, id="leaves early", marks=pytest.mark.long),
     ],
 )
-def test_a_worker_whose_peer_is_gone_is_told(tmp_path: Path, end: str, exit_code: int) -> None:
+def test_a_worker_detects_a_lost_peer(tmp_path: Path, end: str, exit_code: int) -> None:
     done = horovodrun(
         f"""
         import os

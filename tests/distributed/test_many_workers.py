@@ -83,7 +83,7 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Asked]:
     return found
 
 
-def test_a_run_asks_as_much_of_a_worker_among_64_as_among_8192(
+def test_the_work_per_worker_is_the_same_for_64_and_8192_workers(
     whole_runs: dict[int, Asked],
 ) -> None:
     """All of it: from the first request to the store to the evaluation at the end."""
@@ -133,7 +133,7 @@ def test_the_first_worker_saves_and_resumes_alike_for_any_number(
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_whether_all_have_one_type_of_device_takes_a_few_requests_of_each(workers: int) -> None:
+def test_comparing_device_types_takes_a_few_requests_per_worker(workers: int) -> None:
     store, most = CountingStore(), 0
     for rank in range(workers):
         before = store.keys
@@ -145,7 +145,7 @@ def test_whether_all_have_one_type_of_device_takes_a_few_requests_of_each(worker
 
 
 @pytest.mark.parametrize("workers", [8, 2048])
-def test_one_worker_reads_which_type_each_has_and_all_say_the_same(workers: int) -> None:
+def test_one_worker_compares_device_types_and_all_raise_the_same_error(workers: int) -> None:
     store, messages = CountingStore(), []
     types = ["cuda"] * workers
     types[5] = "cpu"
@@ -189,9 +189,7 @@ def waiting(workers: int, *, without: Sequence[int]) -> tuple[CountingStore, Sto
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("absent", ["none", "last", "a host", "one of each host"])
-def test_a_time_out_takes_requests_like_the_logarithm_of_the_workers(
-    workers: int, absent: str
-) -> None:
+def test_a_timeout_takes_logarithmically_many_requests(workers: int, absent: str) -> None:
     places = {
         "none": [],
         "last": [workers - 1],
@@ -212,21 +210,21 @@ def test_a_time_out_takes_requests_like_the_logarithm_of_the_workers(
     assert store.requests - before == 2 * each + 1
 
 
-def test_those_absent_are_looked_for_among_the_members_alone() -> None:
+def test_only_members_are_searched_for_absent_workers() -> None:
     _, notes = waiting(512, without=[3, 4, 70, 500])
     assert notes.absent([3, 5, 70, 400]) == [3, 70]
     assert notes.absent([1, 2]) == []
     assert notes.absent(range(64, 128)) == [70]
 
 
-def test_a_worker_that_no_longer_waits_is_absent() -> None:
+def test_a_worker_that_stopped_waiting_is_absent() -> None:
     store, _ = waiting(64, without=[9])
     left = StoreNotes(store, rank=30, workers=64)
     left.resume()
     assert left.absent(range(64)) == [9, 30]
 
 
-def test_one_worker_speaks_for_all() -> None:
+def test_only_one_worker_prints_the_error() -> None:
     store = CountingStore()
     notes = [StoreNotes(store, rank=rank, workers=8) for rank in range(8)]
     assert [each.speaks() for each in notes] == [True, *[False] * 7]

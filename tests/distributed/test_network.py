@@ -22,7 +22,7 @@ SLOW_SECONDS = 0.05
 
 
 @pytest.mark.parametrize("number", range(9))
-def test_every_host_is_measured_with_its_neighbours_and_never_with_two_at_once(number: int) -> None:
+def test_every_host_is_measured_with_one_neighbour_at_a_time(number: int) -> None:
     hosts = [f"node{place}" for place in range(number)]
     found = rounds(hosts)
     for pairs in found:
@@ -51,7 +51,7 @@ def test_bandwidth_is_that_of_a_ring() -> None:
         pytest.param([10, 2, 10, 10, 10], (), id="a link between two that are fine"),
     ],
 )
-def test_a_host_is_slow_when_all_of_its_pairs_are(
+def test_a_host_is_slow_if_all_its_pairs_are(
     bandwidths: list[float], slow: tuple[str, ...]
 ) -> None:
     hosts = tuple("abcde"[: len(bandwidths)])
@@ -61,7 +61,7 @@ def test_a_host_is_slow_when_all_of_its_pairs_are(
 
 
 def measured() -> Network:
-    """Be one of four workers on three hosts; worker 2, alone on its own, is late for its pairs."""
+    """Run one of four workers on three hosts; worker 2, alone on its host, is late."""
     rank = int(os.environ["RANK"])
     sum_up = TorchGroup.all_reduce
 
@@ -100,7 +100,7 @@ def test_doctor_measures_workers_that_it_starts(capfd: pytest.CaptureFixture[str
     assert all(line.endswith(" MB/s") for line in sums)
 
 
-def test_a_worker_that_is_alone_has_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_worker_has_no_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--network"]) == USER
     error = capsys.readouterr().err
     assert "measures between workers, and this one is alone; start it as a run is" in error

@@ -63,7 +63,7 @@ def test_a_group_by_bytes_is_closed_by_the_tensor_that_fills_it() -> None:
 
 
 @pytest.mark.parametrize("make", [constant, by_bytes])
-def test_a_group_of_nothing_is_refused(make: Callable[[int], Grouping]) -> None:
+def test_an_empty_group_is_refused(make: Callable[[int], Grouping]) -> None:
     with pytest.raises(ValueError, match="a group needs at least 1"):
         make(0)
 
@@ -221,7 +221,7 @@ def test_a_second_backward_after_arm_is_refused() -> None:
             model[2](torch.ones(1, 4)).sum().backward()
 
 
-def test_waiting_for_nothing_is_refused() -> None:
+def test_wait_without_arm_is_refused() -> None:
     with (
         Reducer(net().named_parameters(), Alike(2)) as reducer,
         pytest.raises(ValueError, match="wait comes after arm and one backward pass"),
@@ -229,7 +229,7 @@ def test_waiting_for_nothing_is_refused() -> None:
         reducer.wait()
 
 
-def test_without_norms_nothing_is_sent_for_them() -> None:
+def test_without_exact_parameters_no_group_is_sent_for_them() -> None:
     model, workers = net(), Alike(2)
     with Reducer(model.named_parameters(), workers, dtype=torch.float16) as reducer:
         reducer.arm()
@@ -239,7 +239,7 @@ def test_without_norms_nothing_is_sent_for_them() -> None:
 
 
 @one_or_two
-def test_a_parameter_that_no_gradient_reaches_is_named(workers: Callable[[], Serial]) -> None:
+def test_a_parameter_without_a_gradient_is_named(workers: Callable[[], Serial]) -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
     with Reducer(model.named_parameters(), workers()) as reducer:
         reducer.arm()
@@ -268,7 +268,7 @@ def test_one_element_decides_whether_gradients_are_finite(
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_gradients_are_copied_where_their_memory_is_used_again(*, copies: bool) -> None:
+def test_gradients_are_copied_if_their_memory_is_reused(*, copies: bool) -> None:
     """One worker without buffers keeps what the backward pass returned, else."""
     weight, places = nn.Parameter(torch.ones(4)), []
     weight.register_hook(lambda gradient: places.append(gradient.data_ptr()))
@@ -293,7 +293,7 @@ def test_frozen_parameters_are_left_out_and_shared_ones_count_once() -> None:
         assert model[2].weight.grad is None
 
 
-def test_gradients_that_left_the_buffer_are_noticed() -> None:
+def test_gradients_outside_the_buffer_are_detected() -> None:
     model = net()
     with Reducer(model.named_parameters(), Recorder()) as reducer:
         model(torch.ones(2, 4)).sum().backward()
@@ -304,7 +304,7 @@ def test_gradients_that_left_the_buffer_are_noticed() -> None:
             model(torch.ones(2, 4)).sum().backward()
 
 
-def test_one_worker_leaves_gradients_where_autograd_put_them() -> None:
+def test_a_single_worker_keeps_autograds_gradients() -> None:
     """It has nothing to send: no buffers, no copies, the gradients of plain PyTorch."""
     model, expected = net(), net()
     expected.load_state_dict(model.state_dict())
@@ -327,7 +327,7 @@ def test_one_worker_leaves_gradients_where_autograd_put_them() -> None:
             reducer.arm()
 
 
-def test_a_gradient_that_somebody_else_made_is_noticed() -> None:
+def test_a_gradient_set_by_other_code_is_detected() -> None:
     model = net()
     with Reducer(model.named_parameters(), Recorder()) as reducer:
         reducer.zero()
@@ -336,7 +336,7 @@ def test_a_gradient_that_somebody_else_made_is_noticed() -> None:
             reducer.arm()
 
 
-def test_closing_leaves_the_model_as_it_was() -> None:
+def test_closing_restores_the_model() -> None:
     model, backend = net(), Recorder()
     reducer = Reducer(model.named_parameters(), backend)
     reducer.close()
@@ -366,7 +366,7 @@ def test_a_model_that_cannot_be_reduced_is_refused(model: nn.Module, message: st
         pytest.param("vv", "two parameters are named v", id="twice"),
     ],
 )
-def test_a_name_stands_for_one_parameter(
+def test_names_of_parameters_are_unique(
     workers: Callable[[], Serial], names: str, message: str
 ) -> None:
     """One of the two would never be summed."""
@@ -380,7 +380,7 @@ def test_a_name_stands_for_one_parameter(
 @one_or_two
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_gradients_that_have_a_graph_are_refused_on_any_number_of_workers(
+def test_gradients_with_a_graph_are_refused_on_any_number_of_workers(
     workers: Callable[[], Serial], accumulation: int
 ) -> None:
     model = net()
@@ -416,7 +416,7 @@ def test_a_gradient_of_a_gradient_is_summed_like_any_other(workers: Callable[[],
 
 @one_or_two
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activations_may_be_computed_again_in_backward(
+def test_activations_may_be_recomputed_in_backward(
     workers: Callable[[], Serial], reentrant: bool
 ) -> None:
     model, images = net(), torch.ones(2, 4, requires_grad=True)

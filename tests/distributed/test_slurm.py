@@ -63,7 +63,7 @@ def test_workers_on_several_nodes_meet_on_the_first(monkeypatch: pytest.MonkeyPa
         pytest.param({"SLURM_NTASKS": "2"}, id="salloc"),
     ],
 )
-def test_a_script_of_slurm_is_no_worker(
+def test_a_slurm_batch_script_is_not_a_worker(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
     joined(monkeypatch, **variables)
@@ -123,7 +123,7 @@ def own_address() -> str:
 
 
 @pytest.mark.parametrize("names", [(), ("127.0.1.1",), ("127.0.1.1", "192.0.2.99")])
-def test_of_the_addresses_of_a_name_one_that_others_reach_is_listened_on(
+def test_a_reachable_address_of_a_name_is_used(
     own_address: str,
     names: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
@@ -145,7 +145,7 @@ def test_of_the_addresses_of_a_name_one_that_others_reach_is_listened_on(
 
 def test_a_store_on_all_interfaces_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert listen_on("127.0.1.1", 0, alone=False) is None
-    assert ["all of its interfaces" in line for line in caplog.messages] == [True]
+    assert ["on all interfaces" in line for line in caplog.messages] == [True]
 
 
 @pytest.mark.usefixtures("ends")
@@ -168,7 +168,7 @@ def be_task(job: str) -> list[str]:
     return found
 
 
-def test_a_command_within_a_command_leaves_the_start_of_the_outer_one(
+def test_a_nested_command_keeps_the_start_of_the_outer_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -184,7 +184,7 @@ def test_a_command_within_a_command_leaves_the_start_of_the_outer_one(
 
 
 @pytest.mark.parametrize("name", ["RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_a_worker_of_a_launcher_notes_no_start_of_a_command(
+def test_a_worker_of_a_launcher_records_no_start(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "0")

@@ -33,7 +33,7 @@ def train_with_an_idle_layer(recipe: Recipe, options: Options) -> Summary:
         return run_worker(recipe, options)
 
 
-def test_a_run_ends_with_their_names_and_no_traceback(
+def test_unused_parameters_end_a_run_with_their_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("largebatch.runs.run.run_worker", train_with_an_idle_layer)
@@ -45,7 +45,7 @@ def test_a_run_ends_with_their_names_and_no_traceback(
 
 
 @pytest.mark.long
-def test_a_run_on_two_workers_ends_with_their_names(tmp_path: Path) -> None:
+def test_unused_parameters_end_a_run_of_two_workers_with_their_names(tmp_path: Path) -> None:
     options = Options(out=tmp_path / "run")
     with pytest.raises(LargebatchError, match="^no gradient reached idle.bias, idle.weight, on"):
         on_workers(train_with_an_idle_layer, load_recipe(DIGITS), options, workers=2)
@@ -62,6 +62,6 @@ def leave_a_layer_out_on_one_worker() -> None:
         reducer.wait()
 
 
-def test_a_layer_that_only_one_worker_leaves_out_is_named_and_nobody_waits_for_it() -> None:
+def test_a_layer_unused_on_one_worker_is_named_without_a_hang() -> None:
     with pytest.raises(LargebatchError, match=r"no gradient reached 0\.bias, 0\.weight, on which"):
         on_workers(leave_a_layer_out_on_one_worker, workers=2)

@@ -61,7 +61,7 @@ def wait_for(found: list[tuple[str, bool]], *, number: int) -> None:
         time.sleep(LIMIT / 20)
 
 
-def test_those_that_wait_name_the_worker_that_is_absent(
+def test_waiting_workers_name_the_absent_one(
     ended: list[tuple[str, bool]], workers: list[Watch]
 ) -> None:
     """One of them prints it: worker 0 may be the absent one."""
@@ -72,7 +72,7 @@ def test_those_that_wait_name_the_worker_that_is_absent(
     assert sorted(ended) == [(message, False), (message, True)]
 
 
-def test_a_worker_that_waits_in_another_operation_is_not_absent(
+def test_a_worker_waiting_in_another_operation_is_not_absent(
     ended: list[tuple[str, bool]], workers: list[Watch]
 ) -> None:
     for worker, name in enumerate(["broadcast int64 [1]", "all_reduce float32 [8]", "barrier"]):
@@ -119,7 +119,7 @@ def test_until_the_first_update_a_worker_waits_six_times_as_long(
     alone.started()
     wait_for(ended, number=1)
     alone.close()
-    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s, and no store")
+    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s; the store that")
 
 
 def answering(asked: list[bool], *, leaves: bool) -> watch.Rescue:
@@ -132,7 +132,7 @@ def answering(asked: list[bool], *, leaves: bool) -> watch.Rescue:
     return rescue
 
 
-def test_a_failed_operation_ends_the_worker_whose_main_thread_does_not_notice(
+def test_a_failed_operation_ends_the_worker_even_if_its_main_thread_misses_it(
     ended: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL's are completed then, and the device, and what waits for it, stays where it is."""
@@ -149,7 +149,7 @@ def test_a_failed_operation_ends_the_worker_whose_main_thread_does_not_notice(
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_worker_that_saves_by_itself_is_not_ended(
+def test_a_worker_that_saves_its_state_is_not_ended(
     failed: bool, ended: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "GRACE_SECONDS", LIMIT)
@@ -166,7 +166,7 @@ def forgotten() -> bool:
     raise ValueError("no such handle")
 
 
-def test_an_operation_that_is_done_ends_no_worker(
+def test_a_completed_operation_ends_no_worker(
     ended: list[tuple[str, bool]], workers: list[Watch]
 ) -> None:
     """Whether its result was waited for or not, or is forgotten by the library."""
@@ -179,7 +179,7 @@ def test_an_operation_that_is_done_ends_no_worker(
 
 
 @pytest.mark.parametrize("store", [None, Unreachable()], ids=["none", "unreachable"])
-def test_without_a_store_a_worker_leaves_all_the_same(
+def test_without_a_store_a_worker_still_exits(
     ended: list[tuple[str, bool]], store: Store | None
 ) -> None:
     notes = None if store is None else StoreNotes(store, rank=0, workers=2)
@@ -187,7 +187,7 @@ def test_without_a_store_a_worker_leaves_all_the_same(
     alone.begin("barrier", range(2))
     wait_for(ended, number=1)
     alone.close()
-    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s, and no store")
+    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s; the store that")
 
 
 def suspend_one(library: str, how: str) -> None:
@@ -204,7 +204,7 @@ def suspend_one(library: str, how: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["suspended", pytest.param("asleep", marks=pytest.mark.long)])
 @pytest.mark.parametrize("library", ["torch", pytest.param("horovod", marks=pytest.mark.long)])
-def test_a_worker_that_does_nothing_ends_the_run_with_its_number(library: str, how: str) -> None:
+def test_a_silent_worker_ends_the_run_with_its_number(library: str, how: str) -> None:
     if library == "horovod":
         pytest.importorskip("horovod.torch", reason="horovod is not installed")
     message = re.escape(f"worker 1 has not joined all_reduce float32 [7] for 10 s{REMEDY}")

@@ -141,7 +141,7 @@ def test_a_second_backward_through_one_forward_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("forward", [plainly, recomputed])
-def test_a_forward_pass_that_is_thrown_away_counts_as_in_pytorch(forward: Forward) -> None:
+def test_a_discarded_forward_pass_counts_as_in_pytorch(forward: Forward) -> None:
     """Once, for it was seen in training mode; a skipped update forgets it."""
     ours, expected = net(), net()
     used, unused = images(8), images(8, seed=1)
@@ -163,7 +163,7 @@ def test_a_forward_pass_that_is_thrown_away_counts_as_in_pytorch(forward: Forwar
     torch.testing.assert_close(buffers(ours), before, rtol=0, atol=0)
 
 
-def test_a_forward_pass_after_the_sum_began_counts_for_the_step_after() -> None:
+def test_a_forward_pass_after_the_sum_started_counts_for_the_next_step() -> None:
     ours, expected = net(), net()
     first, second = images(8), images(8, seed=1)
     spans = Spans(ours, CPU)

@@ -47,7 +47,7 @@ def test_each_group_is_normalised_as_batchnorm_would(
 @pytest.mark.parametrize(
     "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"]
 )
-def test_layout_and_parts_of_the_backward_pass_change_nothing(
+def test_memory_format_and_needed_gradients_do_not_change_the_result(
     monkeypatch: pytest.MonkeyPatch, cached: int, layout: torch.memory_format
 ) -> None:
     monkeypatch.setattr(batchnorm_functional, "_GRADIENT_PART", cached)
@@ -82,7 +82,7 @@ def test_the_gradients_are_those_of_the_function(num: int, affine: bool) -> None
     assert torch.autograd.gradcheck(function, [images(num, 3, 2).requires_grad_(), *parameters])
 
 
-def test_a_gradient_that_is_the_same_everywhere_is_taken_too() -> None:
+def test_a_constant_gradient_is_accepted() -> None:
     """Means over pixels hand back one stored value for all of them."""
     x = images(8, 3, 4, 4).requires_grad_()
     y = x.detach().clone().requires_grad_()
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_the_same_everywhere_is_taken_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_halves_are_normalised_by_float32_moments(dtype: torch.dtype) -> None:
+def test_under_autocast_float16_is_normalised_by_float32_moments(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5))
     ghost = with_span(copy.deepcopy(plain), 4)
@@ -124,9 +124,7 @@ def test_under_autocast_halves_are_normalised_by_float32_moments(dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast_first", [True, False], ids=["cast, then span", "span, then cast"])
-def test_a_model_cast_to_halves_trains_by_float32_moments(
-    dtype: torch.dtype, cast_first: bool
-) -> None:
+def test_a_float16_model_trains_with_float32_moments(dtype: torch.dtype, cast_first: bool) -> None:
     """As PyTorch's BatchNorm of a whole span does, whose running statistics are halves too."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU())
@@ -151,7 +149,7 @@ def test_a_model_cast_to_halves_trains_by_float32_moments(
         torch.testing.assert_close(gradient, parameter.grad, rtol=0.05, atol=8 * rounding)
 
 
-def test_layers_of_different_type_move_their_statistics_together() -> None:
+def test_layers_of_different_types_update_their_statistics_together() -> None:
     layers = [nn.BatchNorm1d(3).bfloat16(), nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()]
     model = with_span(nn.ModuleList(layers), 4)
     spans = Spans(model, CPU)
@@ -220,7 +218,7 @@ def test_one_value_per_channel_is_refused() -> None:
         model(torch.zeros(5, 3))
 
 
-def test_running_statistics_move_once_a_step_towards_the_mean_of_all_spans() -> None:
+def test_running_statistics_are_updated_once_per_step_with_the_mean_of_all_spans() -> None:
     model = with_span(nn.Sequential(nn.BatchNorm2d(3).double()), 4)
     spans = Spans(model, CPU)
     micro = [images(12, 3, 2, 2, seed=seed) for seed in (1, 2)]
@@ -279,7 +277,7 @@ def test_a_layer_counts_its_own_spans() -> None:
     assert model.get_buffer("idle.running_var").equal(torch.ones(3, dtype=torch.float64))
 
 
-def test_moments_that_are_no_numbers_are_gone_after_attaching_again() -> None:
+def test_attaching_again_clears_nan_moments() -> None:
     """They would stay in the kernel's moving average, whatever it is multiplied by."""
     model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 4)
     spans = Spans(model, CPU)
@@ -292,7 +290,7 @@ def test_moments_that_are_no_numbers_are_gone_after_attaching_again() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_skipped_step_leaves_no_trace_even_of_moments_that_are_no_numbers(
+def test_a_skipped_step_leaves_no_trace_even_of_nan_moments(
     momentum: float | None,
 ) -> None:
     model = with_span(nn.Sequential(nn.BatchNorm1d(3, momentum=momentum)), 4)
@@ -310,7 +308,7 @@ def test_a_skipped_step_leaves_no_trace_even_of_moments_that_are_no_numbers(
         torch.testing.assert_close(model.state_dict(), without.state_dict(), rtol=0, atol=0)
 
 
-def test_names_values_and_evaluation_stay_as_they_were() -> None:
+def test_names_values_and_evaluation_do_not_change() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).double().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x = images(5, 3, 2, 2)
@@ -328,7 +326,7 @@ def test_a_smaller_last_group_is_normalised_by_itself() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_alone_it_moves_its_statistics_with_every_forward_pass(momentum: float | None) -> None:
+def test_without_spans_statistics_are_updated_in_every_forward_pass(momentum: float | None) -> None:
     """By the mean over its groups; of one group just as nn.BatchNorm does."""
     plain = nn.BatchNorm2d(3, momentum=momentum).double()
     whole = with_span(nn.Sequential(copy.deepcopy(plain)), 99)
@@ -354,7 +352,7 @@ def test_evaluation_does_not_count_as_training() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_timms_batchnorm_with_activation_keeps_what_comes_after_it() -> None:
+def test_timms_batchnorm_keeps_its_activation() -> None:
     """EfficientNet's layers normalise, drop and activate under the names of the plain ones."""
     torch.manual_seed(0)
     plain = build("efficientnet_b0", num_classes=7, arguments={"drop_rate": 0.0}).double()
@@ -371,7 +369,7 @@ def test_timms_batchnorm_with_activation_keeps_what_comes_after_it() -> None:
     torch.testing.assert_close(ghost.eval()(x), plain.eval()(x))
 
 
-def test_a_batchnorm_that_does_more_is_refused_by_name() -> None:
+def test_an_unsupported_batchnorm_is_refused_by_name() -> None:
     class BatchNormAct2d(nn.BatchNorm2d):
         """Has the name of timm's, and could do anything."""
 
@@ -381,6 +379,6 @@ def test_a_batchnorm_that_does_more_is_refused_by_name() -> None:
         with_span(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)), 2)
 
 
-def test_a_vector_is_no_batch() -> None:
+def test_a_vector_is_not_a_batch() -> None:
     with pytest.raises(ValueError, match="expected N x C x ..., got 1 dimensions"):
         with_span(nn.Sequential(nn.BatchNorm1d(3)), 2).eval()(torch.zeros(3))

@@ -17,7 +17,7 @@ from largebatch.models import build, param_groups
         pytest.param(110, 1_727_962, id="the paper's 1.7 M"),
     ],
 )
-def test_the_networks_have_the_papers_size(depth: int, weights: int) -> None:
+def test_the_networks_have_the_papers_number_of_parameters(depth: int, weights: int) -> None:
     """Table 6 of arXiv:1512.03385; the full numbers are those of the usual reimplementation."""
     model = build(f"cifar_resnet{depth}", num_classes=10)
     assert sum(parameter.numel() for parameter in model.parameters()) == weights
@@ -55,7 +55,7 @@ def eight_layers(state: dict[str, Tensor], images: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [28, 32])
-def test_eight_layers_compute_what_the_paper_says(size: int) -> None:
+def test_eight_layers_match_the_paper(size: int) -> None:
     torch.manual_seed(0)
     model = build("cifar_resnet8", num_classes=10).double().eval()
     state = {name: tensor.double() for name, tensor in model.state_dict().items()}
@@ -63,7 +63,7 @@ def test_eight_layers_compute_what_the_paper_says(size: int) -> None:
     torch.testing.assert_close(model(images), eight_layers(state, images), rtol=1e-12, atol=1e-12)
 
 
-def test_the_signal_neither_dies_nor_explodes_at_the_start() -> None:
+def test_activations_neither_vanish_nor_explode_at_initialisation() -> None:
     torch.manual_seed(0)
     model = build("cifar_resnet56", num_classes=10)
     logits = model(torch.randn(64, 3, 32, 32))
@@ -97,7 +97,7 @@ def nine_layers(state: dict[str, Tensor], images: Tensor) -> Tensor:
     return F.linear(pooled, state["head.weight"], state["head.bias"]) / 8
 
 
-def test_nine_layers_compute_what_their_author_published() -> None:
+def test_nine_layers_match_the_published_code() -> None:
     torch.manual_seed(0)
     model = build("cifar_resnet9", num_classes=10, arguments={"width": 4}).double().eval()
     state = {name: tensor.double() for name, tensor in model.state_dict().items()}

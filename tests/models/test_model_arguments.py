@@ -45,7 +45,7 @@ def fetched() -> Iterator[tuple[str, list[str]]]:
     thread.join()
 
 
-def test_a_strangers_checkpoint_fetches_nothing_and_writes_nothing(
+def test_an_untrusted_checkpoint_downloads_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fetched: tuple[str, list[str]]
 ) -> None:
     """Its recipe is rewritten here as a stranger's editor would, without our checks."""
@@ -90,7 +90,7 @@ def test_a_strangers_checkpoint_fetches_nothing_and_writes_nothing(
         ("{block: {file: ../../secret}}", "+ = -, got '../../secret'"),
     ],
 )
-def test_what_could_fetch_or_load_is_refused_by_its_key(arguments: str, message: str) -> None:
+def test_arguments_that_download_or_load_are_refused_by_name(arguments: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(DIGITS, [f"model.arguments={arguments}"])
     assert message in str(caught.value)
@@ -103,11 +103,11 @@ def test_what_could_fetch_or_load_is_refused_by_its_key(arguments: str, message:
         "{act_layer: silu, aa_layer: null, stem_type: deep_tiered, block_args: {rd_ratio: 0.25}}",
     ],
 )
-def test_what_shapes_a_network_is_taken(arguments: str) -> None:
+def test_arguments_that_shape_a_network_are_accepted(arguments: str) -> None:
     assert load_recipe(DIGITS, [f"model.arguments={arguments}"]).model.arguments
 
 
-def test_all_that_the_factories_take_for_themselves_is_refused() -> None:
+def test_arguments_of_the_factories_themselves_are_refused() -> None:
     """A new release of timm or torchvision may add to it."""
     timm = require_timm()
     from timm.models._builder import build_model_with_cfg
@@ -132,12 +132,14 @@ def test_all_that_the_factories_take_for_themselves_is_refused() -> None:
         ("torchvision/resnet18", {"pretrained": True}),
     ],
 )
-def test_a_model_built_from_python_has_fresh_weights_whatever_it_is_given(
+def test_a_model_built_from_python_has_new_weights_for_any_arguments(
     name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("socket.socket.connect", refuse)
-    with pytest.raises(RecipeError, match="cannot build .*resnet18 with them: .*argument"):
+    with pytest.raises(
+        RecipeError, match="cannot build .*resnet18 with these arguments: .*argument"
+    ):
         build(name, num_classes=10, arguments=arguments)
     assert list(tmp_path.iterdir()) == []
 
@@ -149,6 +151,6 @@ def refuse(*_: object) -> None:
 @pytest.mark.parametrize(
     "name", ["hf-hub:timm/resnet18.a1_in1k", "hf_hub:x/y", "local-dir:/tmp", "../resnet18"]
 )
-def test_a_model_is_known_by_name_and_never_by_a_place(name: str) -> None:
+def test_a_model_name_is_never_a_path(name: str) -> None:
     with pytest.raises(RecipeError, match="model.name: timm has no model"):
         build(name, num_classes=10)

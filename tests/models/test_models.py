@@ -34,7 +34,7 @@ def test_resnet50_has_161_tensors_of_which_54_are_adapted() -> None:
     assert (adapted["adapt"], plain["adapt"]) == (True, False)
 
 
-def test_groups_go_by_the_type_of_the_layer_not_by_its_name() -> None:
+def test_groups_depend_on_the_type_of_a_layer_not_its_name() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -63,7 +63,7 @@ def test_lenet5_takes_images_of_mnists_and_cifars_size(size: int) -> None:
     assert sum(p.numel() for p in model.parameters()) == 432_080
 
 
-def test_a_classifier_of_two_layers_is_all_of_both() -> None:
+def test_both_layers_of_a_classifier_of_two_are_trained() -> None:
     model = build("levit_128s", num_classes=10)
     heads = model.get_classifier()  # type: ignore[operator]  # timm's
     assert isinstance(heads, tuple)
@@ -96,7 +96,7 @@ def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> Non
     require_trainable(build_model(without, CPU), without)
 
 
-def test_the_classifier_is_drawn_as_asked() -> None:
+def test_the_classifier_is_initialised_as_requested() -> None:
     head = build("resnet18", num_classes=1000, head_std=0.01).get_classifier()  # type: ignore[operator]  # timm's
     assert head.weight.std().item() == pytest.approx(0.01, rel=0.01)
     assert not head.bias.any()
@@ -107,14 +107,16 @@ def test_the_classifier_is_drawn_as_asked() -> None:
     [
         ("resnet5", {}, "timm has no model 'resnet5'; did you mean 'resnet50"),
         ("xyzzy", {}, "timm has no model 'xyzzy'; see timm.list_models"),
-        ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with them"),
-        ("resnet18", {"base_width": 32}, "cannot build resnet18 with them: BasicBlock does not"),
+        ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with these"),
+        (
+            "resnet18",
+            {"base_width": 32},
+            "cannot build resnet18 with these arguments: BasicBlock does not",
+        ),
         ("lenet5", {"width": 2}, "model.arguments: lenet5: .*unexpected keyword.*'width'"),
     ],
 )
-def test_a_model_that_does_not_exist_is_named(
-    name: str, arguments: dict[str, int], message: str
-) -> None:
+def test_an_unknown_model_is_named(name: str, arguments: dict[str, int], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         build(name, num_classes=10, arguments=arguments)
 
@@ -144,12 +146,12 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
         (["model={name: lenet5}"], "batch.bn_span: lenet5 has no BatchNorm; make it null"),
     ],
 )
-def test_a_span_and_a_model_that_do_not_fit_are_refused(overrides: list[str], message: str) -> None:
+def test_a_span_that_does_not_fit_a_model_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         build_model(digits(*overrides), CPU)
 
 
-def test_the_recipes_optimizer_holds_everything_in_its_groups() -> None:
+def test_the_recipes_optimizer_has_everything_in_its_groups() -> None:
     model = build_model(digits(), CPU)
     limits = ("optimizer.clip_ratio=50", "optimizer.clip_gradient=10")
     optimizer = build_optimizer(digits("optimizer.eps=1e-9", *limits), model)

@@ -47,7 +47,7 @@ def moments(layer: nn.Module) -> Tensor:
 def shared(
     model: nn.Sequential, x: Tensor, weights: Tensor, *, workers: int
 ) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Go forward and backward with a span of len(x) shared by so many workers.
+    """Run forward and backward with a span of len(x) shared by a number of workers.
 
     Returns the model with the parameters' gradients summed and the moments added up, as the reducer
     and `Spans` do, the output, and the input's gradient.
@@ -95,7 +95,7 @@ def shared(
     ],
 )
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole(
+def test_workers_that_share_a_span_match_batchnorm_on_the_whole_batch(
     monkeypatch: pytest.MonkeyPatch,
     norm: nn.Module,
     shape: tuple[int, ...],
@@ -122,7 +122,7 @@ def test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole(
     assert ghost[0].num_spans == 1
 
 
-def test_what_lies_below_a_shared_span_has_the_right_gradient() -> None:
+def test_layers_before_a_shared_span_have_correct_gradients() -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3)]
     model = nn.Sequential(*layers, nn.BatchNorm2d(4)).double()
@@ -135,7 +135,7 @@ def test_what_lies_below_a_shared_span_has_the_right_gradient() -> None:
         torch.testing.assert_close(ghost.get_parameter(name).grad, parameter.grad)
 
 
-def test_channels_last_stays_so_in_a_shared_span() -> None:
+def test_a_shared_span_preserves_channels_last() -> None:
     norm = nn.BatchNorm2d(5).double()
     x = images(6, 5, 4, 3).to(memory_format=torch.channels_last)
     weights = images(6, 5, 4, 3, seed=1)
@@ -187,7 +187,7 @@ def test_workers_with_images_of_different_size_share_the_moments_of_all_values()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_share_float32_moments(dtype: torch.dtype) -> None:
+def test_float16_workers_share_float32_moments(dtype: torch.dtype) -> None:
     """Merged in half precision, the variance would be off by a hundredth."""
     norm = nn.BatchNorm2d(5)
     x, weights = (images(8, 5, 6, 6) + 20).to(dtype), images(8, 5, 6, 6, seed=1).to(dtype)
@@ -244,7 +244,7 @@ def test_only_training_communicates() -> None:
     torch.testing.assert_close(ghost.eval()(data), alone.eval()(data))
 
 
-def test_a_worker_without_its_part_of_the_span_is_told() -> None:
+def test_a_wrong_part_of_a_span_is_an_error() -> None:
     model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 8)
     assert isinstance(model[0], SpanBatchNorm)
     model[0].group = Nobody()
@@ -305,7 +305,7 @@ def train(recipe: Recipe, folder: Path) -> Summary:
 
 
 @pytest.mark.long
-def test_a_run_whose_workers_share_spans_is_the_run_of_one_worker(tmp_path: Path) -> None:
+def test_a_run_with_shared_spans_equals_the_run_of_one_worker(tmp_path: Path) -> None:
     """Training, statistics pass and evaluation, through recipe, plan and pipeline."""
     recipe = load_recipe(
         DIGITS,

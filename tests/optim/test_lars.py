@@ -28,7 +28,7 @@ def test_without_decay_the_first_step_has_length_lr_eta_weight(
 
 
 @every_convention
-def test_a_group_that_is_not_adapted_moves_as_momentum_sgd(convention: Convention) -> None:
+def test_a_group_that_is_not_adapted_follows_momentum_sgd(convention: Convention) -> None:
     """Here a wrong gradient scale would show; constant rate, so that all conventions agree."""
     ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in "ab")
     group = {"params": [ours], "adapt": False, "weight_decay": 0.1}
@@ -60,7 +60,7 @@ def test_a_zero_norm_makes_the_ratio_one(
     torch.testing.assert_close(parameter.detach(), expected)
 
 
-def test_a_change_of_rate_is_felt_at_once_only_outside_the_momentum() -> None:
+def test_a_new_rate_takes_effect_immediately_only_outside_the_momentum() -> None:
     def second_step(convention: Convention) -> float:
         weight = nn.Parameter(torch.ones(1, 4))
         optimizer = LARS([weight], lr=1.0, eta=0.01, momentum=0.9, convention=convention)
@@ -88,7 +88,7 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
 
 
 @every_convention
-def test_rebuilding_from_the_groups_alone_changes_nothing(convention: Convention) -> None:
+def test_rebuilding_from_the_groups_changes_nothing(convention: Convention) -> None:
     """Horovod does this: whatever is not in the groups falls back to its default."""
     ours, rebuilt_weight = (nn.Parameter(torch.tensor([[1.0, -2.0, 0.5]])) for _ in "ab")
     group = {"params": [ours], "momentum": 0.7, "weight_decay": 0.02}
@@ -111,7 +111,9 @@ def test_parameters_without_gradient_and_state_stay_untouched() -> None:
 
 
 @every_convention
-def test_a_state_dict_round_trip_goes_on_identically(convention: Convention) -> None:
+def test_training_continues_identically_after_a_state_dict_round_trip(
+    convention: Convention,
+) -> None:
     weight = nn.Parameter(torch.ones(2, 3))
     optimizer = LARS([weight], lr=0.1, weight_decay=0.1, convention=convention)
     weight.grad = torch.full((2, 3), 0.5)
@@ -174,7 +176,7 @@ def test_a_wrong_peak_rate_of_a_group_is_refused(base_lr: float) -> None:
         LARS([group], convention="fujitsu")
 
 
-def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
+def test_a_refused_group_does_not_change_the_optimizer() -> None:
     first, second = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1, 2))
     optimizer = LARS([first], lr=0.1)
     group = {"params": [second], "lr": math.nan}

@@ -52,7 +52,7 @@ every_path = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("adapt", "weight_decay", "momentum"), list(product([True, False], [0.0, 0.05], [0.0, 0.9]))
 )
-def test_every_path_is_the_formula(
+def test_every_implementation_matches_the_formula(
     path: Path,
     way: str,
     dtype: torch.dtype,
@@ -91,7 +91,7 @@ RATIOS = 0.019
         pytest.param(False, {"clip_ratio": RATIOS, "clip_gradient": 0.7}, id="no ratio"),
     ],
 )
-def test_limits_cut_off_ratios_and_gradients_as_in_the_formula(
+def test_limits_clip_ratios_and_gradients_as_in_the_formula(
     path: Path,
     way: str,
     dtype: torch.dtype,
@@ -118,7 +118,7 @@ def test_limits_cut_off_ratios_and_gradients_as_in_the_formula(
     assert any(changed), "the limits did nothing"
 
 
-def test_the_limits_are_those_of_plain_pytorch_written_out() -> None:
+def test_the_limits_match_plain_pytorch() -> None:
     """The rule of LARS-ImageNet-PyTorch: `outside`, ratio up to 50, elements up to 10."""
     start = torch.randn(30, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weight, plain = nn.Parameter(start.clone()), start.clone()
@@ -148,7 +148,7 @@ def test_the_limits_are_those_of_plain_pytorch_written_out() -> None:
 
 @every_convention
 @pytest.mark.parametrize(("first", "second"), [("fused", "batched"), ("batched", "apex")])
-def test_a_run_goes_on_along_another_path_from_a_state_dict(
+def test_a_run_continues_with_another_implementation_from_a_state_dict(
     path: Path, convention: Convention, first: str, second: str
 ) -> None:
     weights = parameters(torch.float32)
@@ -167,7 +167,7 @@ def test_a_run_goes_on_along_another_path_from_a_state_dict(
 
 @every_path
 @every_convention
-def test_an_optimizer_rebuilt_from_the_groups_alone_is_the_formula(
+def test_an_optimizer_rebuilt_from_its_groups_matches_the_formula(
     path: Path, way: str, dtype: torch.dtype, convention: Convention
 ) -> None:
     """hvd.DistributedOptimizer does this, before the first step."""
@@ -198,7 +198,7 @@ def test_a_tiny_rate_times_ratio_loses_no_digits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("elements", [1, 511, 512, 513, 2_359_296, 10_000_001])
 @pytest.mark.parametrize("kind", ["normal", "equal"])
-def test_float32_norms_are_good_to_one_in_a_million(elements: int, kind: str) -> None:
+def test_float32_norms_are_accurate_to_one_in_a_million(elements: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tensor = torch.full((elements,), 0.1)
     if kind == "normal":
@@ -207,7 +207,7 @@ def test_float32_norms_are_good_to_one_in_a_million(elements: int, kind: str) ->
     assert fused.norm(tensor) == pytest.approx(exact, rel=1e-6)
 
 
-def test_the_norm_of_a_view_is_of_the_view_alone() -> None:
+def test_the_norm_of_a_view_covers_only_the_view() -> None:
     around = torch.full((3, 700), 5.0)
     around[1] = 2.0
     assert fused.norm(around[1]) == pytest.approx(2 * math.sqrt(700), rel=1e-6)
@@ -302,7 +302,7 @@ needs_apex = pytest.mark.skipif(
 @every_convention
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("apex", marks=needs_apex)])
-def test_on_a_gpu_the_update_is_the_formula(convention: Convention, kernels: Kernels) -> None:
+def test_on_a_gpu_the_update_matches_the_formula(convention: Convention, kernels: Kernels) -> None:
     weights = parameters(torch.float32)
     formulas = [Formula(weight, {}) for weight in weights]
     for weight in weights:

@@ -29,7 +29,7 @@ def exactly(value: float) -> Tensor:
 @every_path
 @every_convention
 @pytest.mark.parametrize("adapt", [True, False])
-def test_numbers_given_as_tensors_mean_the_same_and_stay_as_they_are(
+def test_hyper_parameters_as_tensors_are_equivalent_and_unchanged(
     path: Path, way: str, convention: Convention, adapt: bool
 ) -> None:
     path(way)
@@ -65,7 +65,7 @@ def test_the_peak_rate_does_not_follow_a_tensor_that_the_rate_is_written_into() 
         (lr_scheduler.OneCycleLR, {"max_lr": 2.0, "total_steps": 5}),
     ],
 )
-def test_torchs_schedulers_drive_a_tensor_as_they_drive_a_number(
+def test_torchs_schedulers_set_a_tensor_like_a_number(
     path: Path,
     way: str,
     scheduler: Callable[..., lr_scheduler.LRScheduler],
@@ -94,7 +94,7 @@ PAIRS = [(w, g) for w, g in product(SIZES, SIZES) if w / g > 1e-35]
 @every_path
 @every_convention
 @pytest.mark.parametrize(("weight_size", "grad_size"), PAIRS)
-def test_lengths_whose_squares_float32_cannot_hold_are_the_formula(
+def test_norms_whose_squares_overflow_float32_match_the_formula(
     path: Path, way: str, convention: Convention, weight_size: float, grad_size: float
 ) -> None:
     path(way)
@@ -111,9 +111,7 @@ def test_lengths_whose_squares_float32_cannot_hold_are_the_formula(
 
 
 @every_path
-def test_a_length_with_one_element_that_can_be_squared_counts_the_others(
-    path: Path, way: str
-) -> None:
+def test_a_norm_includes_elements_whose_squares_underflow(path: Path, way: str) -> None:
     """A million of 1e-20 beside one of 1e-18 are ten times as long as it."""
     path(way)
     weight = nn.Parameter(torch.full((1000, 1000), 1e-20))
@@ -141,7 +139,7 @@ def worst(convention: Convention) -> float:
     return max(losses)
 
 
-def test_outside_blows_up_where_old_momentum_meets_a_tiny_gradient() -> None:
+def test_outside_diverges_for_old_momentum_and_a_tiny_gradient() -> None:
     """The warning in the module's docstring."""
     assert worst("outside") == pytest.approx(533, abs=1)
     for convention in ("reference", "scaled-momentum", "fujitsu"):

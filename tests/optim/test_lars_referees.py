@@ -33,7 +33,7 @@ def backward(model: nn.Module, step: int) -> None:
     F.cross_entropy(model(images), labels).backward()
 
 
-def test_scaled_momentum_is_timms_lars() -> None:
+def test_scaled_momentum_matches_timms_lars() -> None:
     """timm turns into plain SGD where weight_decay is 0, so every tensor is decayed here."""
     require_torchvision()
     from timm.optim.lars import Lars
@@ -55,7 +55,7 @@ def test_scaled_momentum_is_timms_lars() -> None:
         torch.testing.assert_close(here, there, rtol=1e-10, atol=1e-12)
 
 
-def test_reference_is_mlperfs_formula_in_numpy() -> None:
+def test_reference_matches_mlperfs_formula_in_numpy() -> None:
     """RULES: ratio = eta |w| / (|g| + decay |w|); v = m v + lr ratio (g + decay w); w = w - v.
 
     BatchNorm and biases take v = m v + lr g.

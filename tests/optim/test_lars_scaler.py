@@ -107,7 +107,7 @@ def apart(convention: Convention, dtype: torch.dtype) -> float:
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_a_step_is_that_of_a_twin_that_waits_and_a_skipped_one_changes_no_bit(
+def test_a_step_equals_one_that_waits_and_a_skipped_one_changes_no_bit(
     convention: Convention, dtype: torch.dtype
 ) -> None:
     assert on_forked_workers(apart, convention, dtype, workers=1) < 1e-6

@@ -77,7 +77,7 @@ def test_a_float32_model_takes_no_masters_from_a_short_ones_state() -> None:
     assert set(restored.state[full]) == {"momentum_buffer"}
 
 
-def test_momentum_is_laid_out_anew_when_the_weights_are() -> None:
+def test_momentum_follows_the_memory_format_of_the_weights() -> None:
     """A checkpoint from the CPU goes on in channels_last on a GPU."""
     weight = nn.Parameter(torch.randn(4, 3, 2, 2))
     optimizer = LARS([weight], lr=1.0, eta=0.1)
@@ -93,7 +93,7 @@ def test_momentum_is_laid_out_anew_when_the_weights_are() -> None:
     assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
 
 
-def test_the_kernels_are_chosen_here_and_not_by_a_checkpoint() -> None:
+def test_a_checkpoint_does_not_change_the_kernels() -> None:
     first, second = LARS([nn.Parameter(torch.ones(1))]), LARS([nn.Parameter(torch.ones(1))])
     saved = first.state_dict()
     saved["param_groups"][0]["kernels"] = "apex"
@@ -105,7 +105,7 @@ def test_the_kernels_are_chosen_here_and_not_by_a_checkpoint() -> None:
 
 
 @short_types
-def test_masters_are_those_that_hooks_leave(dtype: torch.dtype) -> None:
+def test_masters_include_changes_by_hooks(dtype: torch.dtype) -> None:
     """A hook before loading may hand out another state, one after loading sees float32."""
     weight, copy = (
         nn.Parameter(torch.ones(2, 2).to(dtype)),
@@ -218,7 +218,7 @@ def with_value(value: object, *keys: object) -> Change:
         ),
     ],
 )
-def test_what_is_no_whole_state_is_refused_and_nothing_has_changed(
+def test_an_incomplete_state_is_refused_without_changes(
     make: Callable[[list[nn.Parameter]], Optimizer],
     damage: Change,
     message: str,
@@ -245,7 +245,7 @@ def test_a_state_from_before_the_first_step_is_loaded() -> None:
     assert not optimizer.state
 
 
-def test_a_state_from_before_there_were_limits_goes_on_without_any() -> None:
+def test_a_state_without_limits_is_loaded_with_limits_off() -> None:
     first, second = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
     optimizer = LARS([first], lr=0.5)
     first.grad = torch.full((2, 3), 100.0)
@@ -271,7 +271,7 @@ def test_limits_are_saved_with_the_groups() -> None:
     assert (group["clip_ratio"], group["clip_gradient"]) == (50.0, 10.0)
 
 
-def test_a_sparse_gradient_is_refused_before_anything_moves() -> None:
+def test_a_sparse_gradient_is_refused_before_any_update() -> None:
     dense, sparse = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     dense.grad, sparse.grad = torch.ones(2, 2), torch.ones(2, 2).to_sparse()
     with pytest.raises(ValueError, match=r"dense gradients, got torch.sparse_coo .* \(2, 2\)"):
@@ -284,7 +284,7 @@ def test_complex_parameters_are_refused() -> None:
         LARS([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
 
-def test_apex_that_is_not_installed_is_asked_for_with_its_command(
+def test_without_apex_the_error_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "amp_C", None)

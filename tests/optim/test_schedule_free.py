@@ -35,7 +35,7 @@ def vector(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_a_warm_up_of_the_recipe_is_that_of_the_library() -> None:
+def test_the_recipes_warm_up_matches_the_librarys() -> None:
     """The average weighs an update by the highest rate so far, which the recipe sets."""
     ours, theirs = a_model(), a_model()
     recipe = load_recipe(DIGITS, [FREE, CONSTANT])
@@ -59,7 +59,7 @@ def test_a_warm_up_of_the_recipe_is_that_of_the_library() -> None:
     torch.testing.assert_close(vector(ours), vector(theirs), rtol=1e-12, atol=1e-12)
 
 
-def test_a_warm_up_from_zero_begins_with_an_update_that_changes_nothing() -> None:
+def test_the_first_update_of_a_warm_up_from_zero_changes_nothing() -> None:
     model = a_model()
     optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model)
     before = vector(model)
@@ -70,7 +70,7 @@ def test_a_warm_up_from_zero_begins_with_an_update_that_changes_nothing() -> Non
     assert torch.equal(vector(model), before)
 
 
-def test_after_a_look_at_the_average_every_bit_is_as_it_was() -> None:
+def test_evaluating_the_average_changes_no_bit() -> None:
     """The library comes back to within a rounding."""
     model = a_model()
     optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model)

@@ -39,7 +39,7 @@ def vector(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_workers_whose_generators_differ_get_the_same_bits() -> None:
+def test_workers_with_different_generators_get_the_same_bits() -> None:
     """The library looks for the largest eigenvalue from a random vector, here among close ones."""
     torch.manual_seed(9)
     grads = torch.linalg.qr(torch.randn(3, 16, 16, dtype=torch.float64)).Q
@@ -62,7 +62,7 @@ def test_workers_whose_generators_differ_get_the_same_bits() -> None:
     assert all(torch.equal(found[0], other) for other in found)
 
 
-def test_an_update_draws_nothing_from_the_generator_of_the_run() -> None:
+def test_an_update_does_not_advance_the_runs_generator() -> None:
     model = a_model()
     optimizer = an_optimizer(model)
     torch.manual_seed(5)
@@ -71,7 +71,7 @@ def test_an_update_draws_nothing_from_the_generator_of_the_run() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_run_goes_on_from_its_saved_state_bit_by_bit() -> None:
+def test_a_run_continues_from_its_saved_state_bit_by_bit() -> None:
     straight = a_model()
     train(straight, an_optimizer(straight), range(7))
     begun = a_model()
@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_its_saved_state_bit_by_bit() -> None:
     assert torch.equal(vector(resumed), vector(straight))
 
 
-def test_a_state_that_was_loaded_shares_no_tensor_with_what_it_came_from() -> None:
+def test_a_loaded_state_shares_no_tensor_with_its_source() -> None:
     model = a_model()
     optimizer = an_optimizer(model)
     train(model, optimizer, range(3))

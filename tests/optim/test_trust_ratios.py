@@ -78,7 +78,7 @@ def test_a_weight_in_half_precision_has_the_ratio_of_its_master() -> None:
     assert first == pytest.approx(found, rel=1e-6)
 
 
-def test_what_is_not_adapted_and_a_copy_of_the_optimizer_have_no_ratio() -> None:
+def test_non_adapted_weights_and_a_copied_optimizer_have_no_ratio() -> None:
     adapted, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     groups: list[dict[str, Any]] = [{"params": [adapted]}, {"params": [plain], "adapt": False}]
     optimizer = LARS(groups, 0.1)

@@ -110,14 +110,14 @@ def test_only_the_running_statistics_change(sequential: bool, span: int | None) 
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
 
 
-def test_a_layers_own_hooks_see_and_may_change_what_it_is_given() -> None:
+def test_a_layers_own_hooks_may_change_its_input() -> None:
     model, data = nn.Sequential(nn.BatchNorm2d(3)).double(), batches(4)
     model[0].register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
     polish(model, data, CPU)
     torch.testing.assert_close(model[0].running_mean, 2 * data[0][0].mean((0, 2, 3)))
 
 
-def test_the_input_may_be_given_by_name() -> None:
+def test_the_input_may_be_a_keyword_argument() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,7 +187,7 @@ def test_no_data_and_no_batchnorm_are_refused() -> None:
         polish(nn.Sequential(nn.Conv2d(3, 3, 1)), batches(4), CPU)
 
 
-def test_a_layer_that_is_not_reached_keeps_its_statistics() -> None:
+def test_an_unused_layer_keeps_its_statistics() -> None:
     class Partial(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_a_layer_that_is_not_reached_keeps_its_statistics() -> None:
     assert model.idle.running_var.equal(torch.ones(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
 
 
-def test_a_model_that_gives_more_than_logits_in_training_is_polished_as_it_evaluates() -> None:
+def test_a_model_with_several_outputs_in_training_is_polished_in_evaluation_mode() -> None:
     """As GoogLeNet and Inception do; their auxiliary layers are not reached."""
 
     class Auxiliary(nn.Module):
@@ -268,7 +268,7 @@ def polish_shares() -> list[dict[str, list[float]]]:
     return [{name: rows[rank] for name, rows in found.items()} for rank in range(3)]
 
 
-def test_workers_pool_their_shares_even_empty_ones() -> None:
+def test_workers_pool_their_shares_including_empty_ones() -> None:
     alone = first_layer()
     polish(alone, batches(4, 4, 4), CPU)
     for state in on_forked_workers(polish_shares, workers=3):

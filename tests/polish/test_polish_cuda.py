@@ -43,7 +43,7 @@ def polish_and_compare(
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kind", ["float32", "autocast"])
 @pytest.mark.parametrize("offset", [0.0, 1e3])
-def test_a_gpu_finds_the_moments_of_float64(
+def test_a_gpu_matches_float64_moments(
     kind: str, layout: torch.memory_format, offset: float
 ) -> None:
     model = build("resnet18", num_classes=10)
@@ -56,7 +56,7 @@ def test_a_gpu_finds_the_moments_of_float64(
 
 @pytest.mark.parametrize("library", ["gloo", "cpu:gloo", "nccl"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_any_process_group_serves_a_model_on_any_device(
+def test_any_process_group_works_with_a_model_on_any_device(
     library: str, device: str, tmp_path: Path
 ) -> None:
     """Images come from the CPU; sums go to where the group can send them, and back."""
@@ -72,7 +72,7 @@ def test_any_process_group_serves_a_model_on_any_device(
     assert_right(model.cpu(), {"0": moments_of([images])}, rel=1e-6)
 
 
-def test_a_gpu_is_waited_for_only_by_the_first_batch() -> None:
+def test_only_the_first_batch_waits_for_a_gpu() -> None:
     model = build("resnet18", num_classes=10).to(GPU.device)
     images = torch.randn(8, 3, 64, 64, device=GPU.device)
 

@@ -77,7 +77,7 @@ def check_on(
     dtype=st.sampled_from(list(EXACT)),
     data=st.data(),
 )
-def test_any_batches_in_any_order_on_any_workers(
+def test_statistics_are_exact_for_any_batches_order_and_workers(
     sizes: list[int], workers: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     """One image is enough where a layer sees several pixels of it; here the last sees one."""
@@ -143,7 +143,7 @@ def test_every_span_normalises_by_its_own_moments(span: int) -> None:
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(("make", "shape"), KINDS)
-def test_every_kind_of_layer(
+def test_every_type_of_layer_has_exact_statistics(
     make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     model, batches = make().to(dtype), cast_to(dtype, pairs(5, 2, 4, shape=shape))
@@ -204,7 +204,7 @@ def test_both_ways_to_measure_a_batch_are_exact(
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e3])
-def test_a_batch_unlike_those_before_is_normalised_by_exact_moments(offset: float) -> None:
+def test_a_batch_unlike_the_previous_ones_is_normalised_by_exact_moments(offset: float) -> None:
     part = moments.Moments.of_nothing(3, device=CPU.device)
     part.add(torch.randn(8, 3, 5, 5))
     images = torch.randn(8, 3, 5, 5) + offset
@@ -231,7 +231,7 @@ def test_a_batch_of_one_value_per_channel_is_normalised_to_zero() -> None:
     right = one_pass(model, batches)
     polish(model, batches, CPU)
     assert_right(model, right, rel=1e-10)
-    with pytest.raises(DataError, match=r"layer 6 was given a single value per channel"):
+    with pytest.raises(DataError, match=r"layer 6 got a single value per channel"):
         polish(model, pairs(1), CPU)
     assert_right(model, right, rel=1e-10)
 
@@ -246,7 +246,7 @@ def test_a_last_span_of_one_image_is_normalised_to_zero(sizes: tuple[int, ...]) 
     assert_right(model, right, rel=1e-10)
 
 
-def test_one_image_is_enough_where_every_layer_sees_several_values_of_it() -> None:
+def test_one_image_is_enough_if_every_layer_has_several_values() -> None:
     model, batches = with_span(network()[:5].double(), 4), pairs(1)
     right = one_pass(model, batches)
     assert len(right) == 2
@@ -254,7 +254,7 @@ def test_one_image_is_enough_where_every_layer_sees_several_values_of_it() -> No
     assert_right(model, right, rel=1e-10)
 
 
-def test_an_empty_batch_counts_nothing() -> None:
+def test_an_empty_batch_counts_as_nothing() -> None:
     model, batches = network().double(), pairs(4, 3)
     right = one_pass(model, batches)
     polish(model, [batches[0], (batches[0][0][:0], batches[0][1][:0]), batches[1]], CPU)
@@ -264,7 +264,7 @@ def test_an_empty_batch_counts_nothing() -> None:
 def test_infinite_activations_are_refused() -> None:
     model, (batch,) = network().double(), pairs(4)
     batch[0][0, 0, 0, 0] = torch.inf
-    with pytest.raises(DataError, match="layer 0 was given infinite values"):
+    with pytest.raises(DataError, match="inputs of layer 0 are infinite"):
         polish(model, [batch], CPU)
     assert model[0].get_buffer("running_var").equal(torch.ones(3).double())
 
@@ -302,7 +302,7 @@ def memory() -> int:
 
 
 @pytest.mark.parametrize("origin", [0.0, 1e9])
-def test_resnet50_needs_less_than_a_megabyte_more(origin: float) -> None:
+def test_resnet50_needs_less_than_a_megabyte_of_memory(origin: float) -> None:
     model = build("resnet50", num_classes=10)
     for _, layer in norms(model):
         nn.init.constant_(layer.running_mean, origin)  # type: ignore[arg-type]  # tracked

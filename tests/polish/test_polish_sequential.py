@@ -72,7 +72,7 @@ def test_the_result_is_that_of_polishing_one_layer_at_a_time(
     assert on_threads(work, workers=workers) == [5] * workers
 
 
-def test_workers_that_begin_with_other_statistics_stop_together() -> None:
+def test_workers_with_different_statistics_stop_together() -> None:
     """Worker 0 has all the data and begins where the passes end."""
     model = network()
     right = layer_by_layer(model, images(), ORDER)
@@ -100,7 +100,7 @@ def test_a_tolerance_saves_passes() -> None:
     assert_right(model, layer_by_layer(network(), images(), ORDER), rel=1e-5)
 
 
-def test_a_settled_model_stays_as_it_is() -> None:
+def test_a_converged_model_does_not_change() -> None:
     model = network().float()
     again = [(part.float(), part) for part in images().split(5)]
     polish(model, again, CPU, sequential=True, tolerance=0)
@@ -131,7 +131,7 @@ def test_a_layer_used_twice_reaches_a_fixed_point() -> None:
     torch.testing.assert_close(norm.running_var, both.var((0, 2, 3)), rtol=1e-9, atol=0)
 
 
-def test_a_layer_that_never_comes_to_rest_is_given_up_and_that_is_told() -> None:
+def test_a_layer_that_never_converges_ends_the_passes_and_is_reported() -> None:
     """A large input divided by what the layer measured makes the next measurement as large."""
     norm = nn.BatchNorm2d(3, affine=False).double()
 

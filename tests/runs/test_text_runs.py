@@ -176,7 +176,7 @@ def test_the_console_and_evaluate_print_the_perplexity(
         ),
         pytest.param(
             "train R --data D --out O --set model={name:lenet5}",
-            "lenet5 does not take words",
+            "lenet5 does not take the words",
             id="model",
         ),
         pytest.param("train R --out O", "reads a text from a folder", id="no folder"),

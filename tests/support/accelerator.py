@@ -1,18 +1,18 @@
-"""A simulated accelerator: the numbers of the CPU behind a device of their own, and counts.
+"""A simulated accelerator: a separate device that computes on the CPU and counts operations.
 
-`simulate()` registers the device "sim" through PyTorch's Python backend. It cannot be taken back:
-call it in a forked worker (`on_forked_workers`). From then on `torch.accelerator` finds one
-accelerator. Its tensors hold a CPU tensor, which computes; every operation on them
+`simulate()` registers the device "sim" through PyTorch's Python backend. This cannot be undone:
+call it in a forked worker (`on_forked_workers`). Then `torch.accelerator` finds one accelerator.
+Its tensors wrap a CPU tensor, which computes; every operation on them
 
     is refused    if it mixes tensors of both devices, as CUDA does (0-d CPU tensors aside), or uses
                   memory that a collective is still using (see `late_group`)
     is counted    in `COUNTS`: operations, of these launches (all but views and allocations), host
                   syncs, transfers between host and device, and of these the pageable copies, which
-                  hold the host until the device has done all that was asked of it before
+                  block the host until the device has finished its queue
 
 After `hang()` the device waits for a lost worker and the host does not notice: operations of its
-default stream change nothing, and the host is held where it reads what they would have computed, or
-copies from pageable memory. Other streams read what was computed before.
+default stream change nothing, and the host blocks when it reads their results or copies from
+pageable memory. Other streams read earlier results.
 
 Each count is a Counter by the line of largebatch that caused it; autograd's own have "backward".
 """
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 NAME = "sim"
 
 Value = Any
-"""What torch hands to an operation, and gets from it."""
+"""Arguments and result of an operation."""
 
 _FREE = {
     "alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like", "empty_strided",
@@ -91,16 +91,16 @@ _BUSY: dict[int, "Busy"] = {}
 
 
 class Busy:
-    """Something that uses the memory of a tensor until it is complete."""
+    """An operation that uses the memory of a tensor until it is complete."""
 
     ordered = False
     """True if the device waits for it: the next operation on the memory completes it."""
 
     def complete(self) -> None:
-        """Carry it out to its end."""
+        """Complete it."""
 
     def is_complete(self) -> bool:
-        """Return True if the device has carried it out."""
+        """Return True if the device has completed it."""
         return True
 
 
@@ -121,7 +121,7 @@ def hang() -> None:
 
 
 def hold() -> NoReturn:
-    """Hold the host in this thread until the process ends."""
+    """Block the host in this thread until the process ends."""
     threading.Event().wait()
     raise AssertionError
 
@@ -168,7 +168,7 @@ class SimTensor(Tensor):
         self.raw = new.raw
 
     def data_ptr(self) -> int:
-        """Return the address, which the device's memory has too."""
+        """Return the address, which is also that of the device's memory."""
         return self.raw.data_ptr()
 
     def tolist(self) -> Value:
@@ -176,10 +176,10 @@ class SimTensor(Tensor):
         return self.cpu().tolist()
 
     def record_stream(self, stream: Value) -> None:
-        """Do nothing: memory is not used again while a tensor of it is there."""
+        """Do nothing: memory is not reused while a tensor of it exists."""
 
     def new_tensor(self, data: Value, **settings: Value) -> Tensor:  # type: ignore[override]  # settings are torch's
-        """Copy numbers of the host, from memory that is not pinned."""
+        """Copy values from unpinned host memory."""
         host = self.raw.new_tensor(data, **{k: v for k, v in settings.items() if k != "device"})
         return host.to(NAME)
 
@@ -205,7 +205,7 @@ class SimTensor(Tensor):
         args: Value = (),
         kwargs: Value = None,
     ) -> Value:
-        """Carry out an operation."""
+        """Execute an operation."""
         return _run(func, args, kwargs or {})
 
 
@@ -344,7 +344,7 @@ def mark_idle(tensor: SimTensor, busy: Busy) -> None:
 
 
 def synchronize(*_: object) -> None:
-    """Hold the host until the device has done all that it was asked."""
+    """Block the host until the device has finished its queue."""
     _hold_if_hung()
     for busy in [busy for busy in _BUSY.values() if busy.ordered]:
         busy.complete()
@@ -362,19 +362,19 @@ class Event:
         self._never = False
 
     def record(self, *_: object) -> None:
-        """Note what the device has to wait for before it comes by."""
+        """Record the operations that must complete before the event."""
         self._before = [busy for busy in _BUSY.values() if busy.ordered]
         self._never = _HUNG.is_set() and in_default_stream()
 
     def synchronize(self) -> None:
-        """Hold the host until the event."""
+        """Block the host until the event."""
         if self._never:
             hold()
         for busy in self._before:
             busy.complete()
 
     def query(self) -> bool:
-        """Return True if the device has come by."""
+        """Return True if the device has reached the event."""
         return not self._never and all(busy.is_complete() for busy in self._before)
 
     def elapsed_time(self, _: "Event") -> float:
@@ -390,11 +390,11 @@ class Stream:
         self._outer: Stream | None = None
 
     def query(self) -> bool:
-        """Return that the device has done all that it was asked here."""
+        """Return True: the device completes operations immediately."""
         return True
 
     def wait_event(self, event: Event) -> None:
-        """Let the stream wait, and with it the host, which reads from it next."""
+        """Make the stream wait, and with it the host, which reads from it next."""
         event.synchronize()
 
     def wait_stream(self, _: "Stream") -> None:
@@ -409,13 +409,13 @@ class Stream:
 
 
 SEEDS: Counter[int] = Counter()
-"""How often the device was given each seed."""
+"""Number of times each seed was set on the device."""
 
 MEMORY = 2**34
 """Bytes of the device."""
 
 NUM_DEVICES = 8
-"""How many are said to be there, for as many workers; each sees its own as the first."""
+"""Number of reported devices, one per worker; each worker sees its own as the first."""
 
 
 class _Module:

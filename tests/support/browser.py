@@ -1,4 +1,4 @@
-"""A real browser for the pages that are written: the system's Chromium, without a network."""
+"""A real browser to test written pages: the system's Chromium, without a network."""
 
 import io
 import shutil

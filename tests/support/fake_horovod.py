@@ -1,4 +1,4 @@
-"""Horovod without Horovod: what the unit tests of its backend talk to."""
+"""A fake of Horovod for the unit tests of its backend."""
 
 from types import ModuleType
 
@@ -14,7 +14,7 @@ class FakeHorovod(ModuleType):
     """
 
     class HorovodInternalError(RuntimeError):
-        """What the real one raises for whatever goes wrong between workers."""
+        """The real module's exception for any failure between workers."""
 
     Sum = 1
     global_process_set: tuple[int, ...] = (0, 1)

@@ -1,4 +1,4 @@
-"""Run folders as real runs leave them, without the runs: plausible numbers, written in no time."""
+"""Run folders like those of real runs, without the runs: plausible numbers, written quickly."""
 
 import json
 import math
@@ -95,7 +95,7 @@ class FakeRun:
     def end(
         self, stage: str, steps: int, top1: float, *, wrong: Collection[int] | None = None
     ) -> None:
-        """Evaluate after so many steps of this stage; note which images are `wrong`, if given."""
+        """Evaluate after `steps` steps of this stage; record which images are `wrong`, if given."""
         before = {k: self.stages[-1][k] for k in ("top1", "top5", "loss")} if self.stages else None
         done = sum(found["steps"] for found in self.stages) + steps
         after = self.evaluate(stage, done, top1)
@@ -106,7 +106,7 @@ class FakeRun:
         )
 
     def mistakes(self, stage: str, step: int, wrong: list[int]) -> None:
-        """Take these images for one class too high; the first have the largest loss."""
+        """Classify these images one class too high; the first have the largest loss."""
         names = self.classes
         labels = [sample % len(names) for sample in wrong]
         self.add(
@@ -159,7 +159,7 @@ class FakeRun:
         )
 
     def write(self, **summary: object) -> Path:
-        """Write the folder; what is given here replaces or adds to the summary."""
+        """Write the folder; arguments replace or extend the summary."""
         self.folder.mkdir(parents=True)
         lines = [json.dumps(record) + "\n" for record in self.records]
         (self.folder / "log.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -191,7 +191,7 @@ class FakeRun:
 
 
 def give_recipe(folder: Path, *overrides: str) -> Path:
-    """Write the recipe of a run anew, a real one with these settings."""
+    """Replace the recipe of a run with a real one with these settings."""
     text = dump_recipe(load_recipe(RECIPE, overrides))
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     return folder

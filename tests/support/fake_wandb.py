@@ -1,4 +1,4 @@
-"""A stand-in for the wandb package that notes what it is given and can fail at any of its calls."""
+"""A fake of the wandb package that records its calls and can fail in any of them."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,13 +1,13 @@
-"""A process group of the simulated accelerator that completes late, as NCCL's do.
+"""A process group of the simulated accelerator that completes late, like NCCL's.
 
-A collective begins when it is called and ends when the device comes to it: its result appears when
+A collective starts when it is called and ends when the device reaches it: its result appears when
 the first operation after `wait()` touches the memory, in the order of the group's queue. `wait()`
-orders the device and lets the host go on; only a barrier holds the host. Memory that is touched
-before `wait()` raises RuntimeError, and so does everything after `lose()`, in the words of NCCL.
+orders the device and does not block the host; only a barrier does. Touching memory before `wait()`
+raises RuntimeError, and so does everything after `lose()`, with NCCL's messages.
 
-As NCCL's it is connected at once to a bound device, and divided by a call of all its members; a
-call of those alone that are outside a new group, for which NCCL waits for ever, raises
-RuntimeError. `BEGUN` holds what this worker has begun in all its groups.
+Like NCCL's it is connected immediately to a bound device, and split by a call of all its members; a
+call only by workers outside a new group, for which NCCL would wait indefinitely, raises
+RuntimeError. `BEGUN` lists the collectives that this worker has started in all its groups.
 """
 
 import itertools
@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import ProcessGroup, Store
 BACKEND = "late"
 
 BEGUN: list[tuple[str, str, tuple[int, ...]]] = []
-"""The collectives of this worker in the order in which they began: "world" or "part", what it
-does, and the shape of its first tensor."""
+"""Collectives of this worker in the order of their start: "world" or "part", the operation, and the
+shape of its first tensor."""
 
 
 class LateWork(Work, Busy):
@@ -46,12 +46,12 @@ class LateWork(Work, Busy):
             mark_busy(target, self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Order the device after it; the host goes on."""
+        """Order the device after it, without blocking the host."""
         self.ordered = True
         return True
 
     def is_complete(self) -> bool:
-        """Return True if the device has carried it out, or could have: nothing holds its queue."""
+        """Return True if the device has completed it, or could have: nothing blocks its queue."""
         queue = self.queue if self in self.queue else ()
         before = itertools.takewhile(lambda work: work is not self, queue)
         return all(work.inner is not None and work.inner.is_completed() for work in (*before, self))
@@ -68,13 +68,13 @@ class LateWork(Work, Busy):
         return result
 
     def complete(self) -> None:
-        """Carry out all of the queue up to this."""
+        """Execute the queue up to this collective."""
         while self in self.queue:
             self.queue[0].finish()  # stays in front if it fails
             self.queue.popleft()
 
     def finish(self) -> None:
-        """Wait for the other workers and put the results where they belong."""
+        """Wait for the other workers and store the results."""
         if self.inner is None:
             raise RuntimeError("NCCL communicator was aborted on rank; a remote process exited")
         self.inner.wait()
@@ -86,17 +86,17 @@ class LateWork(Work, Busy):
 
 
 class Barrier(LateWork):
-    """The only collective whose `wait()` holds the host."""
+    """The only collective whose `wait()` blocks the host."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Hold the host until every worker is here."""
+        """Block the host until every worker has called this."""
         super().wait(timeout)
         self.complete()
         return True
 
 
 class LateGroup(ProcessGroup):
-    """Carries out collectives over Gloo, on copies of the CPU."""
+    """Executes collectives over Gloo, on CPU copies."""
 
     lost = False
     supports_splitting = True
@@ -109,10 +109,10 @@ class LateGroup(ProcessGroup):
         self.inner: Value = ProcessGroupGloo(prefix, rank, size, timeout)
         self.queue: deque[LateWork] = deque()
         self.connected: torch.device | None = None
-        """The device that it was connected to before anything was sent."""
+        """Device that it was connected to before any operation."""
 
     def _get_backend(self, _: object) -> Self:  # type: ignore[override]  # no Backend of torch's
-        """Return itself: it is the process group and what torch puts into one."""
+        """Return itself: it is both the process group and its backend."""
         return self
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -120,7 +120,7 @@ class LateGroup(ProcessGroup):
         self.connected = self.bound_device_id = device
 
     def perform_nocolor_split(self, _: object) -> None:
-        """Stand for the call of a worker outside a new group, which the members do not all make."""
+        """Raise RuntimeError: a worker outside a new group called this alone."""
         raise RuntimeError("a split of the group of all that not all of its members call")
 
     def split_group(  # type: ignore[override]  # what is used of it
@@ -141,7 +141,7 @@ class LateGroup(ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # a str of torch's own type
-        """Return the name that torch knows it by."""
+        """Return its name in torch."""
         return self._name
 
     def _set_sequence_number_for_group(self) -> None: ...
@@ -151,17 +151,17 @@ class LateGroup(ProcessGroup):
         return BACKEND
 
     def lose(self) -> None:
-        """Lose another worker: nothing that begins from now on is ever complete."""
+        """Lose another worker: collectives that start later never complete."""
         self.lost = True
 
     def allreduce(self, tensors: list[Tensor], opts: Value = None) -> LateWork:  # type: ignore[override]  # an overload
-        """Begin to reduce tensors in place."""
+        """Start to reduce tensors in place."""
         copies = [copy_of(tensor) for tensor in tensors]
         pairs = list(zip(tensors, copies, strict=True))
         return self._start("all_reduce", lambda: self.inner.allreduce(copies, opts), pairs)
 
     def broadcast(self, tensors: list[Tensor], opts: Value = None) -> LateWork:  # type: ignore[override]  # an overload
-        """Begin to replace tensors by another worker's."""
+        """Start to replace tensors with another worker's."""
         copies = [copy_of(tensor) for tensor in tensors]
         pairs = list(zip(tensors, copies, strict=True))
         return self._start("broadcast", lambda: self.inner.broadcast(copies, opts), pairs)
@@ -169,7 +169,7 @@ class LateGroup(ProcessGroup):
     def allgather(  # type: ignore[override]  # an overload
         self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Value = None
     ) -> LateWork:
-        """Begin to gather a tensor of every worker."""
+        """Start to gather a tensor of every worker."""
         copies = [[copy_of(tensor) for tensor in row] for row in outs]
         sent = [copy_of(tensor) for tensor in tensors]
         pairs = [
@@ -180,7 +180,7 @@ class LateGroup(ProcessGroup):
         return self._start("all_gather", lambda: self.inner.allgather(copies, sent, opts), pairs)
 
     def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Value = None) -> LateWork:
-        """Begin to gather a tensor of every worker into one."""
+        """Start to gather a tensor of every worker into one."""
         result, sent = copy_of(out), copy_of(tensor)
         return self._start(
             "all_gather", lambda: self.inner._allgather_base(result, sent, opts), [(out, result)]
@@ -189,7 +189,7 @@ class LateGroup(ProcessGroup):
     all_gather_single = _allgather_base  # type: ignore[assignment]  # names of arguments; its name since torch 2.13
 
     def barrier(self, opts: Value = None) -> LateWork:
-        """Begin to wait for every worker."""
+        """Start to wait for every worker."""
         return self._start("barrier", self.inner.barrier, [], kind=Barrier)
 
     def _start(
@@ -205,7 +205,7 @@ class LateGroup(ProcessGroup):
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor of the device, in memory of their own."""
+    """Return a copy of the values of a device tensor."""
     if not isinstance(tensor, SimTensor):
         raise TypeError(f"the group of {NAME} takes its own tensors, got one on {tensor.device}")
     require_idle(tensor, "a collective")

@@ -1,7 +1,7 @@
-"""Logs for MLPerf of runs that were not made: our tracker over a real recipe's plan.
+"""MLPerf logs of simulated runs: the package's tracker over a real recipe's plan.
 
-ImageNet does not fit a test. What the tracker sees of a run is its events, so these are events of
-the recipe's own plan with accuracies that were made up; and the checkers are MLPerf's.
+ImageNet is too large for a test. A tracker sees only the events of a run, so these are events of
+the recipe's plan with invented accuracies; the checkers are MLPerf's.
 """
 
 import functools
@@ -77,7 +77,7 @@ def short_run(of: Recipe, epochs: float | None) -> list[Event]:
 
 
 def write(folder: Path, of: Recipe, events: Sequence[Event], *, setup: float = 60.0) -> Path:
-    """Let a new tracker, of a worker that has set up for so long, write the events; return the log.
+    """Write the events with a new tracker after `setup` seconds of setup; return the log.
 
     `setup` is in seconds.
     """
@@ -115,6 +115,6 @@ def run_folders(root: Path, of: Sequence[Recipe], epochs: Sequence[float | None]
 
 
 def seeds(name: str, *changes: str, number: int = 5) -> list[Recipe]:
-    """Return a recipe with so many seeds."""
+    """Return `number` recipes that differ in their seeds."""
     one = recipe(name, *changes)
     return [one.model_copy(update={"seed": seed}) for seed in range(number)]

@@ -3,9 +3,8 @@
     python tests/support/mutants.py    plant every fault in a copy, run its test, say what happened
 
 `test_mutants.py` runs this. First the same tests must pass in a copy without a fault; then a test
-catches one by failing for what it asserts. A fault that is missed means that its
-test has stopped looking; a text that is no longer found means that the code has moved on and the
-fault must follow.
+catches a fault by failing an assertion. A missed fault means that its test no longer checks it; a
+text that is not found means that the code has changed and the fault must be updated.
 """
 
 import os
@@ -30,27 +29,27 @@ LOADED = (hypothesis, np, pydantic, pytest, torch)
 """What tests load and forks of this process need not."""
 
 SECONDS = 300
-"""After which a test that never ends is killed."""
+"""Seconds after which a hanging test is killed."""
 
 SEEN = ("AssertionError", "ValueError", "DID NOT RAISE")
-"""What a test says that saw a wrong number, or an error of ours."""
+"""Output of a test that detected a wrong number or an error of the package."""
 
 BROKEN = ("NameError", "ImportError", "SyntaxError")
 """What Python says of code that no test had to look at."""
 
 
 def broken_before(folder: Path) -> str:
-    """Return what the tests say in a copy without any fault; nothing if they pass."""
+    """Return the tests' output in a copy without any fault; an empty string if they pass."""
     copy(folder)
     code, said = _run(folder, *dict.fromkeys(mutant.test for mutant in MUTANTS))
     return f"exit code {code}\n{said}" if code else ""
 
 
 def caught(mutant: Mutant, folder: Path) -> bool:
-    """Plant one fault in a copy of the project and return whether its test sees it.
+    """Plant one fault in a copy of the project; return True if its test catches it.
 
-    The copy is whole again afterwards. One that does not even run has been broken, not caught: what
-    the test said is printed.
+    The copy is restored afterwards. A copy that does not run is broken, not caught: the test's
+    output is printed.
     """
     module = folder / "largebatch" / mutant.module
     source = module.read_text(encoding="utf-8")
@@ -75,10 +74,10 @@ def copy(folder: Path) -> None:
 
 
 def _run(folder: Path, *tests: str) -> tuple[int, str]:
-    """Run tests in a copy and return the exit code and what they said.
+    """Run tests in a copy and return the exit code and the output.
 
-    In a fork of this process, which has loaded what they need and nothing of this package: to start
-    Python and load PyTorch again for every fault takes longer than the tests.
+    They run in a fork of this process, which has loaded their dependencies and nothing of this
+    package: starting Python and loading PyTorch for every fault takes longer than the tests.
     """
     assert not any(name.partition(".")[0] == "largebatch" for name in sys.modules)
     said = folder / "said"
@@ -109,7 +108,7 @@ def _be_pytest(folder: Path, said: Path, tests: tuple[str, ...]) -> NoReturn:
 
 
 def main() -> int:
-    """Print what became of every fault; exit code 1 if one was not caught."""
+    """Print the result of every fault; return exit code 1 if one was not caught."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "project"
         said = broken_before(folder)

@@ -70,7 +70,7 @@ def write_cifar(source: Path) -> Splits:
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
-    """Let the archives in a folder pass for the official ones."""
+    """Make the archives in a folder pass as the official ones."""
     found = [(path.name, _md5(path.read_bytes())) for path in sorted(source.glob("*-ubyte.gz"))]
     monkeypatch.setattr(FashionMNIST, "resources", found)
     if (source / ARCHIVE).exists():

@@ -1,8 +1,8 @@
-"""Call a function on several workers that are forked from a process which has imported everything.
+"""Call a function on several workers, forked from a process that has imported all packages.
 
-To start Python and load PyTorch, torchvision and timm takes longer than what most tests do on their
-workers. The fork server of multiprocessing does that once for all tests of a process. How workers
-are started without it is tested in runs/test_launch.py.
+Starting Python and loading PyTorch, torchvision and timm takes longer than most tests. The fork
+server of multiprocessing does that once for all tests of a process. The real start of workers is
+tested in runs/test_launch.py.
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
-"""One worker of thousands in this process, and a count of what it asks of the others.
+"""One worker of thousands in this process, with counts of its requests to the others.
 
-Torch's "fake" process group exchanges nothing. A sum here is what it is where all workers hold the
-same, and the store already holds what all others write before this worker comes.
+Torch's "fake" process group exchanges nothing. A sum here is the one of workers with equal values,
+and the store already holds the writes of all other workers.
 """
 
 import sys
@@ -21,7 +21,7 @@ from largebatch.distributed import connection, torch_distributed
 
 
 class Waits(Exception):  # noqa: N818 -- no error: another worker has to come first
-    """A worker would wait for a key that is not in the store yet."""
+    """Raised if a worker would wait for a key that is not in the store."""
 
 
 class CountingStore(Store):
@@ -32,7 +32,7 @@ class CountingStore(Store):
         self.content = {key: str(value).encode() for key, value in content.items()}
         self.requests = self.keys = self.bytes = 0
         self.beats = 0
-        """Requests that note that a worker is busy: how many, time decides."""
+        """Requests that record that a worker is busy; their number depends on time."""
 
     def _note(self, *sent: str | bytes, keys: int = 1) -> None:
         self.requests += 1
@@ -72,7 +72,7 @@ class CountingStore(Store):
         return found
 
     def compare_set(self, key: str, _: str, value: str) -> bytes:
-        """Write a value where there is none; return the one that is there."""
+        """Write a value if there is none; return the stored one."""
         self.content.setdefault(key, value.encode())
         self._note(key, value)
         return self.content[key]
@@ -101,7 +101,7 @@ class CountingStore(Store):
 
 @dataclass
 class Counts:
-    """What one worker asked of the others."""
+    """Counts of one worker's requests to the others."""
 
     store: CountingStore
     groups: int = 0
@@ -130,7 +130,7 @@ sys.addaudithook(_note_file)  # which cannot be removed
 
 @contextmanager
 def one_of_many(rank: int, workers: int) -> Iterator[Counts]:
-    """Make `connect` join as one of so many workers, all others of which have come already."""
+    """Make `connect` join as worker `rank` of `workers`, after all others."""
     others = workers - 1
     counts = Counts(CountingStore(**{"0/arrived": others, "0/on/cpu": others}))
     init, new_group = dist.init_process_group, dist.new_group

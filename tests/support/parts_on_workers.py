@@ -1,9 +1,9 @@
-"""Polish and evaluate on each of two workers, every way a model and batches are held.
+"""Polish and evaluate on each of two workers, with models and batches in every form.
 
     horovodrun -np 2 --gloo python parts_on_workers.py FOLDER
 
-Each worker writes what it found to FOLDER/<rank>.pt, by the name of the case. What connects the
-workers is opened and closed here, as in a user's program: nothing names a backend of ours.
+Each worker writes its results to FOLDER/<rank>.pt, by the name of the case. The connection of the
+workers is opened and closed here, as in a user's program: no backend of the package is named.
 """
 
 import faulthandler
@@ -71,7 +71,7 @@ def share() -> Pairs:
 
 
 def rank() -> int:
-    """Return the place in the environment that either launcher gives."""
+    """Return the rank that either launcher sets in the environment."""
     return int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")))
 
 
@@ -121,7 +121,7 @@ class ScheduleFree:
 
 
 def own_statistics(model: nn.Module) -> nn.Module:
-    """Let a network have seen this worker's images alone, with everybody's weights."""
+    """Return a model with statistics of this worker's images and the common weights."""
     with torch.no_grad():
         model(share()[0][0])
     return model
@@ -358,8 +358,8 @@ def under_torch() -> dict[str, Any]:
 
 
 def work(folder: Path) -> None:
-    """Do the work of this worker and write what it found; warnings are errors."""
-    faulthandler.dump_traceback_later(240, exit=True)  # workers may wait for each other for ever
+    """Run this worker's cases and write the results; warnings are errors."""
+    faulthandler.dump_traceback_later(240, exit=True)  # workers may deadlock
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     works = under_horovod if "HOROVOD_RANK" in os.environ else under_torch

@@ -1,7 +1,6 @@
-"""The problem of the crown test by hand: plain PyTorch, with formulas of papers or a library's.
+"""The problem of the crown test in plain PyTorch, with the formulas of papers or of a library.
 
-Nothing of largebatch computes here, so that a mistake of ours cannot be on both sides of a
-comparison.
+Nothing of largebatch is used here, so that one mistake cannot be on both sides of a comparison.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The faults that mutants.py plants, and the test that must catch each."""
+"""The faults that mutants.py plants, with the test that must catch each."""
 
 from dataclasses import dataclass
 
@@ -27,8 +27,7 @@ MUTANTS = (
         "training/updates.py",
         "global_batch=global_batch)",
         "global_batch=plan.global_batch)",
-        "test_crown.py::"
-        "test_a_batch_schedule_matches_plain_pytorch_however_its_batches_are_divided",
+        "test_crown.py::test_a_batch_schedule_matches_plain_pytorch_for_any_division",
     ),
     Mutant(
         "the policy of a batch schedule counts updates",
@@ -50,7 +49,7 @@ MUTANTS = (
         "training/loop.py",
         "if micro == accumulation - 1:",
         "if micro == 0:",
-        "test_crown.py::test_two_workers_that_are_threads_match_plain_pytorch",
+        "test_crown.py::test_two_threads_as_workers_match_plain_pytorch",
     ),
     Mutant(
         "the running statistics of a skipped step count",
@@ -64,7 +63,7 @@ MUTANTS = (
         "optim/lars.py",
         "into=lr if rate_inside else 1.0",
         "into=1.0",
-        "optim/test_lars_fast.py::test_every_path_is_the_formula",
+        "optim/test_lars_fast.py::test_every_implementation_matches_the_formula",
     ),
     Mutant(
         "fujitsu's ratio forgets the peak rate",
@@ -78,7 +77,7 @@ MUTANTS = (
         "optim/kernels/fused.py",
         "(g + rule.ratio_decay * w + rule.eps)",
         "(g + rule.eps)",
-        "optim/test_lars_fast.py::test_every_path_is_the_formula",
+        "optim/test_lars_fast.py::test_every_implementation_matches_the_formula",
     ),
     Mutant(
         "moments of the step before count again",
@@ -99,21 +98,21 @@ MUTANTS = (
         "models/batchnorm.py",
         "self.num_spans += -(-len(images) // self.span) if group is None else 1",
         "self.num_spans += 1",
-        "models/test_batchnorm.py::test_running_statistics_move_once_a_step_towards_the_mean_of_all_spans",
+        "models/test_batchnorm.py::test_running_statistics_are_updated_once_per_step_with_the_mean_of_all_spans",
     ),
     Mutant(
         "workers that share a span average their variances",
         "models/batchnorm_functional.py",
         "(shares * (variances + (means - mean).square())).sum(0)",
         "(shares * variances).sum(0)",
-        "models/test_spans.py::test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole",
+        "models/test_spans.py::test_workers_that_share_a_span_match_batchnorm_on_the_whole_batch",
     ),
     Mutant(
         "backward divides a shared span's sums by one worker's samples",
         "models/batchnorm_functional.py",
         "shift, slope = -gain * sums / num",
         "shift, slope = -gain * sums / (images.numel() // len(mean))",
-        "models/test_spans.py::test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole",
+        "models/test_spans.py::test_workers_that_share_a_span_match_batchnorm_on_the_whole_batch",
     ),
     Mutant(
         "compressed sums are not divided before they are sent",
@@ -127,35 +126,35 @@ MUTANTS = (
         "distributed/reducer.py",
         "len(self._groups) and not self._groups[sent].pending:",
         "len(self._groups) and len(self._groups[sent].pending) < 2:",
-        "test_crown.py::test_two_workers_that_are_threads_match_plain_pytorch",
+        "test_crown.py::test_two_threads_as_workers_match_plain_pytorch",
     ),
     Mutant(
         "every batch counts alike, however many samples it has",
         "polish/moments.py",
         "count = values.numel() // len(mean)\n        total",
         "count = 1\n        total",
-        "polish/test_polish_exact.py::test_every_kind_of_layer",
+        "polish/test_polish_exact.py::test_every_type_of_layer_has_exact_statistics",
     ),
     Mutant(
         "what batches differ by is no variance",
         "polish/moments.py",
         "        self.deviations.addcmul_(shift, shift, value=self.count * count / total)\n",
         "",
-        "polish/test_polish_exact.py::test_every_kind_of_layer",
+        "polish/test_polish_exact.py::test_every_type_of_layer_has_exact_statistics",
     ),
     Mutant(
         "variances are the population's",
         "polish/moments.py",
         "return self.deviations / (self.count - 1)",
         "return self.deviations / self.count",
-        "polish/test_polish_exact.py::test_every_kind_of_layer",
+        "polish/test_polish_exact.py::test_every_type_of_layer_has_exact_statistics",
     ),
     Mutant(
         "every worker counts alike, however many samples it has",
         "polish/moments.py",
         "new_tensor([part.count for part in parts])",
         "new_tensor([1.0 + 0 * part.count for part in parts])",
-        "polish/test_polish_exact.py::test_every_kind_of_layer",
+        "polish/test_polish_exact.py::test_every_type_of_layer_has_exact_statistics",
     ),
     Mutant(
         "polishing leaves the model in evaluation mode",

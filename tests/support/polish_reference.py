@@ -1,6 +1,6 @@
-"""Final Polishing written a second time, slowly: keep all that a layer is given, then two moments.
+"""A slow reference of Final Polishing: store all inputs of a layer, then compute two moments.
 
-Nothing of ours is used but a layer's span. Everything is float64 and one process.
+Only a layer's span is taken from the package. Everything is float64 and in one process.
 """
 
 import copy
@@ -15,7 +15,7 @@ Moments = dict[str, tuple[Tensor, Tensor]]
 
 
 class Recorder(nn.Module):
-    """Stands for a BatchNorm layer: keeps its inputs, and normalises them as in training."""
+    """Replaces a BatchNorm layer: stores its inputs, and normalises them as in training."""
 
     def __init__(self, like: _BatchNorm) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Recorder(nn.Module):
 def moments_of(seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return mean and variance, with Bessel's correction, of all values together.
 
-    One value is taken away from all others first, which is exact where the mean is far from zero.
+    One value is subtracted from all others first, which is exact even if the mean is far from zero.
     """
     rows = torch.cat([values.double().transpose(0, 1).flatten(1) for values in seen], dim=1)
     origin = rows[:, :1]
@@ -50,7 +50,7 @@ def moments_of(seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def one_pass(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
-    """Return what polishing in one pass should find, by the name of the layer."""
+    """Return the expected statistics of polishing in one pass, by the name of the layer."""
     model = copy.deepcopy(model).double().eval()
     recorders: dict[str, Recorder] = {}
     replaced: dict[nn.Module, Recorder] = {}
@@ -67,7 +67,7 @@ def one_pass(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Mome
 
 @torch.no_grad()
 def layer_by_layer(model: nn.Module, images: Tensor, order: Sequence[str]) -> Moments:
-    """Return what sequential polishing should find: settle one layer after the other."""
+    """Return the expected statistics of sequential polishing, one layer after the other."""
     model = copy.deepcopy(model).double().eval()
     found: Moments = {}
     for name in order:

@@ -1,4 +1,4 @@
-"""Results of a study of settings as a database has them, made by hand: no run is behind them."""
+"""Invented results of a study of settings, in the form of the database."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +24,7 @@ def run(
     diverged: bool = False,
     others: float = 0.0,
 ) -> Result:
-    """Return a run that took so many seconds, of which a tenth went to evaluations."""
+    """Return a run of `seconds` seconds, a tenth of which were evaluations."""
     return Result(
         slot=f"seed-{seed}",
         is_search=False,

@@ -61,7 +61,7 @@ def write_study(folder: Path, **changes: Any) -> Path:  # noqa: ANN401 -- any pa
 def a_record(
     top1: float, *, seed: int, evaluations: Sequence[tuple[int, float]] = (), batch: int = 96
 ) -> dict[str, Any]:
-    """Return what is recorded of a run of 12 updates with evaluations after so many of them.
+    """Return the records of a run of 12 updates with evaluations after these updates.
 
     An update takes a second.
     """

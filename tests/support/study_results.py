@@ -1,4 +1,4 @@
-"""Results of studies as a database has them, made by hand: no run is behind them."""
+"""Invented results of studies, in the form of the database."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,7 +10,7 @@ from largebatch.studies.queue.results import CellResults, Classes, Result
 from largebatch.studies.queue.study import RATE, Search
 
 IMAGES = 96
-"""Of an update."""
+"""Number of images per update."""
 
 
 @cache
@@ -23,7 +23,7 @@ def recipe(**parts: str) -> Recipe:
 def run(
     seed: int, top1: Sequence[float], *, every: int, scale: float = 1.0, diverged: bool = False
 ) -> Result:
-    """Return a run that was evaluated after every so many updates, each of a hundredth of 1 s."""
+    """Return a run with regular evaluations; an update takes 0.01 s."""
     evaluations = tuple(
         Measurement(
             step=every * number,

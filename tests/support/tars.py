@@ -32,7 +32,7 @@ def sparse(name: str, content: bytes) -> bytes:
 
 
 def with_sum(header: bytearray) -> bytearray:
-    """Put the sum into the header that these bytes begin with."""
+    """Write the checksum into the header at the start of these bytes."""
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header[:512])
     return header

@@ -48,7 +48,7 @@ class Thread:
 
 
 def on_threads(work: Callable[[Thread], T], *, workers: int) -> list[T]:
-    """Do the work on so many workers at a time and return what each returned."""
+    """Run the work on `workers` threads and return the results."""
     table, barrier = [torch.empty(0)] * workers, threading.Barrier(workers, timeout=600)
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, [Thread(rank, table, barrier) for rank in range(workers)]))

@@ -218,6 +218,6 @@ def test_a_model_that_cannot_be_compiled_is_refused(
     monkeypatch.setattr(torch, "compile", fails)
     model = with_span(net(nn.Sequential), SAMPLES)
     compile_model(model, True, CPU, shares_spans=False)
-    said = r"execution\.compile: .*no kernel for this layer; leave compile out"
+    said = r"execution\.compile: .*no kernel for this layer; remove compile"
     with pytest.raises(RecipeError, match=said), failures_named():
         model(batches(Serial(CPU))[0].images).sum().backward()

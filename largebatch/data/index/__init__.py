@@ -1,6 +1,6 @@
-"""What images exist: read and checked once, stored in one file, and compared with its folder.
+"""The index of images: built and checked once, stored in one file, compared with its folder.
 
-`folder` lists a folder and finds out whether it has changed, `build` reads the headers, `shards`
-the tar files, `file` is what is stored, `index` what a run uses of it, and `sharing` gives worker
-0's to the others.
+`folder` lists a folder and detects changes, `build` reads the headers of images, `shards` those of
+tar files, `file` is the file format, `index` is what a run uses, and `sharing` sends worker 0's
+index to the others.
 """

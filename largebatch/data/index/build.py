@@ -1,12 +1,11 @@
-"""Read the header of every image of a split and put the results into arrays.
+"""Read the header of every image of a split into arrays, the content of an index file.
 
-The arrays, with what a header of plain values says about them, are the content of an index file.
-Threads, because they mostly wait for the storage; Python's lock lets them read ten thousand headers
-a second, so a million images take less than two minutes on any number of cores.
+Threads are enough, because they mostly wait for the storage: under Python's lock they read ten
+thousand headers per second, so a million images take less than two minutes on any number of cores.
 
-An image is checked by its header, which Pillow reads, and by the mark of its end: how large it is,
-whether it can be used and is whole. The pixels of JPEG and PNG, which large data sets are made of,
-are not decoded; the decoder finds data that is broken in the middle.
+An image is checked by its header, which Pillow reads, and by its end marker: size, format and
+completeness. The pixels of JPEG and PNG, the formats of large data sets, are not decoded; the
+decoder detects data that is damaged in the middle.
 """
 
 import contextlib
@@ -37,38 +36,39 @@ from largebatch.data.types import IntArray
 from largebatch.storage import OF_THE_FILE, PART, THREADS, Progress, read_again, silent
 
 Read = Callable[[int, int], bytes]
-"""Returns `length` bytes from `position` of the encoded image, fewer where it ends."""
+"""Returns `length` bytes from `position` of the encoded image, fewer at its end."""
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
-"""Pillow's names for the kinds of pixels that both decoders turn into the same RGB."""
+"""Pillow's names of the pixel types that both decoders convert to the same RGB."""
 
 OTHER_FORMATS = ("BMP", "PPM", "TIFF", "WEBP")
-"""Besides JPEG and PNG; Pillow's names. Further formats are not for both decoders."""
+"""Pillow's names of the formats, besides JPEG and PNG, that both decoders read."""
 
 MAX_SIDE = 32_768
-"""Wider or higher images are refused: hardware decoders have limits of this order."""
+"""Maximum side in pixels: hardware decoders have limits of this order."""
 
 MAX_BYTES = 2**29
-"""Of an encoded image: twice those of the most pixels that Pillow takes."""
+"""Maximum length of an encoded image: twice the bytes of Pillow's maximum number of pixels."""
 
 HEAD, TAIL = 4096, 64
-"""How many bytes are read from either end; of longer headers, MAX_HEADER."""
+"""Bytes read from either end; MAX_HEADER bytes if the header is longer."""
 
 MAX_HEADER = 2**23
-"""Of a JPEG or PNG, in bytes: Pillow takes seconds for the worst that can be put there."""
+"""Maximum header of a JPEG or PNG in bytes: Pillow takes seconds for the worst content."""
 
 JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 PNG_DEPTH = 24
-"""The byte of a PNG that states the bits of a channel."""
+"""Position of the byte of a PNG that holds the bits per channel."""
 
 ORIENTATION, MOST_ORIENTATION = 274, 8
-"""EXIF's tag, and the last of its values; those of TRANSPOSED exchange height and width."""
+"""EXIF's tag of orientation, and its largest value."""
 
 TRANSPOSED = (5, 6, 7, 8)
+"""Orientations that exchange height and width."""
 
 OTHER_FRAMES = re.compile(rb"\xff([\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf])..\x08(....)", re.DOTALL)
-"""Frame headers of lossless, hierarchical and arithmetic JPEGs: their marker, height and width."""
+"""Frame headers of lossless, hierarchical and arithmetic JPEGs: marker, height and width."""
 
 
 class BadImageError(Exception):
@@ -76,18 +76,18 @@ class BadImageError(Exception):
 
 
 class Size(NamedTuple):
-    """Of an image as it is seen, in pixels, and how it is stored."""
+    """Size of an image as displayed, in pixels, and how it is stored."""
 
     height: int
     width: int
     orientation: int = 1
-    """EXIF's number of how the stored image is to be turned; 1: not at all."""
+    """EXIF orientation of the stored image; 1 is upright."""
 
     @property
     def stored(self) -> tuple[int, int]:
         """Height and width of the pixels in the file."""
-        turned = self.orientation in TRANSPOSED
-        return (self.width, self.height) if turned else (self.height, self.width)
+        is_transposed = self.orientation in TRANSPOSED
+        return (self.width, self.height) if is_transposed else (self.height, self.width)
 
 
 def measure(read: Read, num_bytes: int) -> Size:
@@ -105,7 +105,7 @@ def measure(read: Read, num_bytes: int) -> Size:
 
 
 def measure_part(file: int, offset: int, num_bytes: int) -> Size:
-    """Measure the image that lies in these bytes of an open file."""
+    """Return the size of the image in these bytes of an open file, or raise BadImageError."""
 
     def read(position: int, length: int) -> bytes:
         return os.pread(file, min(length, num_bytes - position), offset + position)
@@ -114,16 +114,16 @@ def measure_part(file: int, offset: int, num_bytes: int) -> Size:
 
 
 def measure_bytes(content: bytes) -> Size:
-    """Measure an encoded image."""
+    """Return the size of an encoded image, or raise BadImageError."""
     return measure(lambda position, length: content[position : position + length], len(content))
 
 
 def _jpeg(read: Read, num_bytes: int) -> Size:
     size, header = _header(read, JpegImageFile)
-    for found in OTHER_FRAMES.finditer(header):  # Pillow does not say which frame header it read
-        if found[2] == struct.pack(">HH", *size.stored):
+    for frame in OTHER_FRAMES.finditer(header):  # Pillow does not report which header it read
+        if frame[2] == struct.pack(">HH", *size.stored):
             raise BadImageError(
-                f"it is a JPEG of process SOF{found[1][0] - 0xC0}, expected baseline or progressive"
+                f"it is a JPEG of process SOF{frame[1][0] - 0xC0}, expected baseline or progressive"
             )
     _require_end(read, num_bytes, JPEG_END, after=len(header))
     return size
@@ -145,93 +145,93 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
         problem = ""
         try:
             image = plugin(file)
-        except Exception as error:  # Pillow raises all kinds over a damaged file
+        except Exception as error:  # Pillow raises many types for a damaged file
             problem = str(error) or type(error).__name__
         else:
-            if image.tile:  # the data begins here
-                return _seen(image), content[: file.tell()]
+            if image.tile:  # the pixel data starts here
+                return _displayed(image), content[: file.tell()]
         if file.read(1):
             raise BadImageError(f"its header cannot be read: {problem}")
     if len(content) < MAX_HEADER:
-        raise BadImageError("it is cut off in the header")
+        raise BadImageError("it is truncated in the header")
     raise BadImageError(
-        f"it is cut off in the header, or the header is longer than {MAX_HEADER:,} bytes"
+        f"it is truncated in the header, or the header is longer than {MAX_HEADER:,} bytes"
     )
 
 
 def _other(content: bytes) -> Size:
-    """Open with Pillow; decode what has no mark at its end, which is rare in large data sets."""
+    """Open with Pillow; decode formats without an end marker, which are rare in large data sets."""
     try:
         with Image.open(io.BytesIO(content), formats=OTHER_FORMATS) as image:
             if image.mode not in MODES:
                 raise BadImageError(f"its pixels are {image.mode}, expected 8 bits per channel")
-            size = _seen(image)
-            if image.format != "WEBP":  # whose opening has looked for all of its parts
+            size = _displayed(image)
+            if image.format != "WEBP":  # opening a WebP checks that it is complete
                 image.load()
     except BadImageError:
         raise
     except UnidentifiedImageError:
-        raise BadImageError("no readable image") from None
-    except Exception as error:  # Pillow raises all kinds over a damaged file
+        raise BadImageError("not a readable image") from None
+    except Exception as error:  # Pillow raises many types for a damaged file
         raise BadImageError(str(error) or type(error).__name__) from None
     return size
 
 
 def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None:
-    """Refuse an image without the mark of its end; other bytes may follow that mark.
+    """Raise BadImageError if the end marker is missing; other bytes may follow it.
 
-    Within the data the mark cannot occur, so where it is not in the last bytes it is looked for
-    everywhere: some cameras and editors leave things behind the image.
+    The marker cannot occur within the data. If it is not in the last bytes, the whole image is
+    searched: some cameras and editors append data.
     """
     start = max(after, num_bytes - TAIL)
     if mark not in read(start, TAIL) and mark not in read(after, num_bytes):
-        raise BadImageError("it is cut off: the mark of its end is missing")
+        raise BadImageError("it is truncated: its end marker is missing")
 
 
-def _seen(image: Image.Image) -> Size:
-    """Return the size of an image that Pillow has opened, as it is seen.
+def _displayed(image: Image.Image) -> Size:
+    """Return the displayed size of an image opened by Pillow.
 
-    Of a PNG, EXIF that stands behind the pixels is not read: both decoders show it as it is stored.
+    EXIF after the pixels of a PNG is ignored, as by both decoders.
     """
-    size = _sane(image.height, image.width)
-    if image.format == "TIFF":  # which Pillow turns itself, and DALI does not
+    size = _checked_size(image.height, image.width)
+    if image.format == "TIFF":  # Pillow applies the orientation, DALI does not
         if _orientation(image.getexif()) != 1:
             raise BadImageError(
-                "it is a TIFF that is stored turned or mirrored (EXIF orientation), which the "
-                "decoders do not show alike; store it upright, or as a JPEG or PNG"
+                "it is a TIFF that is stored rotated or mirrored (EXIF orientation), which the "
+                "decoders show differently; store it upright, or as a JPEG or PNG"
             )
         return size
     exif = Image.Exif()
-    with contextlib.suppress(Exception):  # Pillow raises all kinds over damaged EXIF
+    with contextlib.suppress(Exception):  # Pillow raises many types for damaged EXIF
         exif.load(image.info.get("exif", b""))
-    turned = size._replace(orientation=_orientation(exif))
-    return Size(*turned.stored, turned.orientation)
+    stored = size._replace(orientation=_orientation(exif))
+    return Size(*stored.stored, stored.orientation)
 
 
 def _orientation(exif: Image.Exif) -> int:
-    """Return EXIF's orientation; 1 where it states none, or one that does not exist."""
-    found = 1
+    """Return EXIF's orientation; 1 if it is missing or invalid."""
+    value = 1
     with contextlib.suppress(Exception):  # as above
-        found = int(exif.get(ORIENTATION, 1))
-    return found if 1 <= found <= MOST_ORIENTATION else 1
+        value = int(exif.get(ORIENTATION, 1))
+    return value if 1 <= value <= MOST_ORIENTATION else 1
 
 
-def _sane(height: int, width: int) -> Size:
+def _checked_size(height: int, width: int) -> Size:
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
-        raise BadImageError(f"it is {height} x {width} pixels, expected 1 to {MAX_SIDE} a side")
+        raise BadImageError(f"it has {height} x {width} pixels, expected 1 to {MAX_SIDE} per side")
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and height * width > limit:
         raise BadImageError(
-            f"it is {height} x {width} pixels, more than the {limit:,} beyond which Pillow "
-            f"suspects an attack (a decompression bomb)"
+            f"it has {height} x {width} pixels; above {limit:,} Pillow suspects an attack (a "
+            f"decompression bomb)"
         )
     return Size(height, width)
 
 
 def build(source: Source, *, progress: Progress = silent) -> Content:
-    """Measure every image of a split; those that cannot be used are listed and left out."""
+    """Measure every image of a split; bad images are listed and left out."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of what is checked here
+        warnings.simplefilter("ignore")  # of Pillow, about what is checked here
         build_kind = _build_shards if source.shards else _build_files
         arrays, bad = build_kind(source, progress)
     header: dict[str, Any] = {
@@ -240,15 +240,15 @@ def build(source: Source, *, progress: Progress = silent) -> Content:
         "classes": list(source.classes),
         "folders": [[folder.name, folder.mtime] for folder in source.folders],
         "shards": [[shard.name, shard.size, shard.mtime] for shard in source.shards],
-        "bad": [list(each) for each in bad],
+        "bad": [list(image) for image in bad],
     }
     ignored = [list(kind) for kind in list_ignored(source.root, source.split)]
-    # The same images have the same digest whatever lies among them.
+    # Ignored files do not change the digest.
     return Content({**header, "digest": _digest(header, arrays), "ignored": ignored}, arrays)
 
 
 def _digest(header: dict[str, Any], arrays: Arrays) -> str:
-    """Return a hash of everything listed; it does not depend on where the folder lies."""
+    """Return a hash of everything listed; it does not depend on the location of the folder."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode("ascii"))
     for name in sorted(arrays):
         digest.update(np.ascontiguousarray(arrays[name]).data)
@@ -263,8 +263,8 @@ def _build_files(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]
     done = 0
     with ThreadPoolExecutor(THREADS, thread_name_prefix="headers") as pool:
         results = pool.map(lambda job: _measure_files(source, *job), jobs)
-        for (_, part), (found, unusable) in zip(jobs, results, strict=True):
-            sizes.append(found)
+        for (_, part), (measured_part, unusable) in zip(jobs, results, strict=True):
+            sizes.append(measured_part)
             bad += unusable
             done += len(part)
             progress(done, total)
@@ -274,7 +274,7 @@ def _build_files(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]
     usable = measured[:, 0] > 0
     usable_names = [names[row] for row in np.flatnonzero(usable).tolist()]
     blob = b"".join(usable_names)
-    assert len(blob) < 2**32, "names of 4 GB and more need wider numbers"
+    assert len(blob) < 2**32, "names of 4 GB and more need wider integers"
     return {
         "labels": np.repeat(np.arange(len(counts), dtype=np.int64), counts)[usable],
         "heights": measured[usable, 0],
@@ -299,7 +299,7 @@ def _parts(source: Source) -> Iterator[tuple[ClassFolder, range]]:
 
 
 def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[IntArray, list[Bad]]:
-    """Return the sizes of some images of a class, zeros for those that cannot be used."""
+    """Return the sizes of some images of a class, zeros for bad ones."""
     sizes, bad = np.zeros((len(rows), len(Size._fields)), dtype=np.int64), []
     for place, row in enumerate(rows):
         path = f"{source.split}/{folder.name}/{folder.names[row]}"
@@ -312,7 +312,7 @@ def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[In
 
 
 def _measure_file(path: str, num_bytes: int) -> Size:
-    """Measure an image; what is wrong with the disk and not with the file is no bad image."""
+    """Return the size of an image; retry errors of the disk, which do not make it a bad image."""
     try:
         return _open_and_measure(path, num_bytes)
     except OSError as error:
@@ -321,11 +321,11 @@ def _measure_file(path: str, num_bytes: int) -> Size:
 
 def _open_and_measure(path: str, num_bytes: int) -> Size:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block
         try:
-            # What is no file has no length.
+            # Only special files and empty ones have length 0.
             if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
-                raise BadImageError("it is no file but a folder, a pipe or a device")
+                raise BadImageError("it is not a file but a folder, a pipe or a device")
             return measure_part(file, 0, num_bytes)
         finally:
             os.close(file)
@@ -340,15 +340,15 @@ def _build_shards(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]
     bad: list[Bad] = []
     with ThreadPoolExecutor(THREADS, thread_name_prefix="headers") as pool:
         results = pool.map(lambda shard: _measure_shard(source, shard), source.shards)
-        for done, (found, unusable) in enumerate(results, start=1):
-            rows.append(found)
+        for done, (measured, unusable) in enumerate(results, start=1):
+            rows.append(measured)
             bad += unusable
             progress(done, len(source.shards))
     columns = np.concatenate(rows).T.copy()
     names = ("labels", "heights", "widths", "orientations", "offsets", "num_bytes")
-    counts = [len(found) for found in rows]
-    which = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    arrays = {**dict(zip(names, columns, strict=True)), "shards": which}
+    counts = [len(measured) for measured in rows]
+    shards = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    arrays = {**dict(zip(names, columns, strict=True)), "shards": shards}
     return {**arrays, "orientations": arrays["orientations"].astype(np.uint8)}, bad
 
 
@@ -358,14 +358,14 @@ def _measure_shard(source: Source, shard: Shard) -> tuple[IntArray, list[Bad]]:
     rows, bad = [], []
     file = os.open(path, os.O_RDONLY)
     try:
-        for found in read_shard(path, len(source.classes)):
+        for member in read_shard(path, len(source.classes)):
             try:
-                if isinstance(found, Unusable):
-                    raise BadImageError(found.reason)
-                size = measure_part(file, found.offset, found.num_bytes)
-                rows.append((found.label, *size, found.offset, found.num_bytes))
+                if isinstance(member, Unusable):
+                    raise BadImageError(member.reason)
+                size = measure_part(file, member.offset, member.num_bytes)
+                rows.append((member.label, *size, member.offset, member.num_bytes))
             except BadImageError as error:
-                bad.append(Bad(f"{source.split}/{shard.name}/{found.name}", str(error)))
+                bad.append(Bad(f"{source.split}/{shard.name}/{member.name}", str(error)))
     finally:
         os.close(file)
     return np.array(rows, dtype=np.int64).reshape(-1, 6), bad

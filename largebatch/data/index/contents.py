@@ -1,8 +1,8 @@
-"""Whether an index file whose checksum is right can have been written by this program.
+"""Consistency checks of an index file whose checksum is right.
 
-A damaged file is made anew. One that is whole and states what no folder can hold, a label of no
-class, say, or an image behind the end of its shard, was written by something else: training would
-read wrong bytes or none, so it is refused.
+A damaged file is rebuilt. An undamaged one with impossible content, such as a label without a
+class or an image beyond the end of its shard, was written by another program: training would read
+wrong bytes or none, so it is an error.
 """
 
 import os
@@ -24,7 +24,7 @@ _HEADER: Mapping[str, object] = {
     "ignored": [(str, int, [str])],
     "digest": str,
 }
-"""What stands in a header: a list has any number of what it holds here, a tuple these."""
+"""Types of a header's values: a list has any number of its element, a tuple exactly these."""
 
 _OF_EACH = ("labels", "heights", "widths", "num_bytes")
 _OF_FILES = {
@@ -40,7 +40,7 @@ _OF_SHARDS = {
 
 
 def fault_in(header: Header, arrays: Arrays) -> str | None:
-    """Return the first thing that cannot be, in words, or None."""
+    """Return a description of the first inconsistency, or None."""
     try:
         _check_header(header)
         _check_types(arrays, _OF_SHARDS if header["shards"] else _OF_FILES)
@@ -62,9 +62,9 @@ def _require(condition: bool | np.bool_, problem: str) -> None:  # noqa: FBT001 
 def _check_header(header: Header) -> None:
     _require(header.keys() == _HEADER.keys(), f"its header has the keys {sorted(header)}")
     for key, shape in _HEADER.items():
-        _require(_has_shape(header[key], shape), f"{key} in its header is of another kind")
+        _require(_has_shape(header[key], shape), f"{key} in its header is of another type")
     classes = header["classes"]
-    _require(len(set(classes)) == len(classes) > 0, "its classes are none, or some are alike")
+    _require(len(set(classes)) == len(classes) > 0, "its classes are empty or not unique")
     folders, shards = ([name for name, *_ in header[key]] for key in ("folders", "shards"))
     _require(folders == ([] if shards else classes), "its class folders are not its classes")
     _require(not any("/" in name for name in (*folders, *shards)), "a name in it has a /")
@@ -72,23 +72,23 @@ def _check_header(header: Header) -> None:
 
 def _has_shape(value: object, shape: object) -> bool:
     if isinstance(shape, list):
-        return isinstance(value, list) and all(_has_shape(each, shape[0]) for each in value)
+        return isinstance(value, list) and all(_has_shape(item, shape[0]) for item in value)
     if isinstance(shape, tuple):
         if not isinstance(value, list) or len(value) != len(shape):
             return False
         return all(map(_has_shape, value, shape))
     if type(value) is int:
         return shape is int and abs(value) < 2**63
-    # Half a character is a ValueError.
+    # A lone surrogate raises ValueError in os.fsencode.
     return shape is str and isinstance(value, str) and b"\0" not in os.fsencode(value)
 
 
 def _check_types(arrays: Arrays, expected: Mapping[str, npt.DTypeLike]) -> None:
     _require(arrays.keys() == expected.keys(), f"its arrays are {', '.join(sorted(arrays))}")
     for name, kind in expected.items():
-        found = arrays[name]
-        _require(found.dtype == kind, f"{name} are {found.dtype}, expected {np.dtype(kind)}")
-        _require(found.ndim == 1, f"{name} have {found.ndim} dimensions")
+        array = arrays[name]
+        _require(array.dtype == kind, f"{name} are {array.dtype}, expected {np.dtype(kind)}")
+        _require(array.ndim == 1, f"{name} have {array.ndim} dimensions")
     lengths = {name: len(array) for name, array in arrays.items() if name != "names"}
     _require(len(set(lengths.values())) == 1, f"its arrays have unequal lengths: {lengths}")
     _require(lengths["labels"] > 0, "it lists no images")
@@ -107,7 +107,7 @@ def _check_places(header: Header, arrays: Arrays) -> None:
     sizes = np.array([size for _, size, _ in header["shards"]], dtype=np.int64)
     left = sizes[arrays["shards"]] - arrays["num_bytes"]
     outside = np.flatnonzero((arrays["offsets"] < 0) | (arrays["offsets"] > left))
-    _require(not len(outside), f"image {outside[:1]} lies outside its shard")
+    _require(not len(outside), f"image {outside[:1]} is outside its shard")
 
 
 def _check_names(arrays: Arrays) -> None:
@@ -122,5 +122,5 @@ def _within(arrays: Arrays, name: str, least: int, most: int) -> None:
     smallest, largest = arrays[name].min(), arrays[name].max()
     _require(
         least <= smallest and largest <= most,
-        f"{name} go from {smallest} to {largest}, expected {least} to {most}",
+        f"{name} range from {smallest} to {largest}, expected {least} to {most}",
     )

@@ -1,8 +1,8 @@
-"""What an index file holds: named arrays, which processes map into memory instead of reading.
+"""The format of an index file: named arrays that processes map into memory.
 
-Mapped pages are shared by all processes of a machine and loaded when they are touched, so an index
-of a million rows takes no memory of a process's own. The file is one of safetensors, in which the
-header, plain JSON values, is an array of bytes like the others, and the checksum the last one.
+Mapped pages are shared by all processes of a machine and loaded on first use, so an index of a
+million rows takes no private memory. The format is safetensors; the header, plain JSON values, is
+one of the arrays, as bytes, and the checksum is the last one.
 """
 
 import json
@@ -23,18 +23,18 @@ Header = Mapping[str, Any]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 FORMAT = 5
-"""Of an index file; one of another format is not used."""
+"""Version of the format; files of another version are not used."""
 
 HEADER = "header"
 MAX_HEADER = 2**27
-"""Bytes of a header: it lists the images that cannot be used, of which a million are that many."""
+"""Maximum length of a header in bytes, enough for a list of a million bad images."""
 
 CHECKSUM = "~crc32"
-"""Of all that comes before it in the file: safetensors puts bytes last, in the order of names."""
+"""Name of the checksum of all preceding bytes: safetensors sorts byte arrays last, by name."""
 
 
 def pack(header: Header, arrays: Arrays) -> bytes:
-    """Return the content of a file that holds `header` (plain JSON values) and `arrays`."""
+    """Return the content of a file with `header` (plain JSON values) and `arrays`."""
     text = np.frombuffer(json.dumps(header).encode("ascii"), np.uint8)
     content = save({**arrays, HEADER: text, CHECKSUM: np.zeros(CHECKSUM_BYTES, np.uint8)})
     content = content[:-CHECKSUM_BYTES]
@@ -42,26 +42,26 @@ def pack(header: Header, arrays: Arrays) -> bytes:
 
 
 def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Return header and arrays, which cannot be written to, from the content of a file."""
+    """Return header and read-only arrays from the content of a file."""
     return _divide(load(content))
 
 
 def open_mapped(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Map a file and return its header and arrays, which cannot be written to.
+    """Map a file and return its header and read-only arrays.
 
-    Raises OSError where there is no such file, ValueError where it is not what was written: with
-    wrong rows a run would train on wrong images and never know. Everyone who maps a file checks
-    it, since each machine may have one of its own.
+    Raises OSError if there is no such file, ValueError if it is damaged: with wrong rows a run
+    would silently train on wrong images. Every process that maps a file checks it, because each
+    machine may have its own.
     """
     if not is_undamaged(path):
-        raise ValueError(f"{path}: no index, or a damaged one")
+        raise ValueError(f"{path}: not an index, or a damaged one")
     try:
-        with safe_open(path, framework="pt") as file:  # NumPy's way would copy
+        with safe_open(path, framework="pt") as file:  # framework="np" would copy
             return _divide({name: file.get_tensor(name).numpy() for name in file.keys()})  # noqa: SIM118 -- no dict
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{path}: no index ({error})") from None
-    except (TypeError, RecursionError, RuntimeError) as error:  # types that NumPy lacks, brackets
-        raise ValueError(f"{path}: no index ({error})") from None
+        raise ValueError(f"{path}: not an index ({error})") from None
+    except (TypeError, RecursionError, RuntimeError) as error:  # types NumPy lacks, deep nesting
+        raise ValueError(f"{path}: not an index ({error})") from None
 
 
 def _divide(
@@ -74,7 +74,7 @@ def _divide(
         raise ValueError(f"its header has {text.nbytes:,} bytes, expected at most {MAX_HEADER:,}")
     header = json.loads(text.tobytes())
     if not isinstance(header, dict):
-        raise ValueError("its header is no mapping")  # noqa: TRY004 -- of a file
+        raise ValueError("its header is not a mapping")  # noqa: TRY004 -- of a file
     for array in tensors.values():
         array.flags.writeable = False
     return header, tensors
@@ -84,48 +84,48 @@ class Bad(NamedTuple):
     """An image that cannot be used."""
 
     path: str
-    """From the root; of one in a shard, the shard's with the member's name."""
+    """Path from the root; in a shard, the shard's path and the member's name."""
 
     reason: str
     size: int = 0
     mtime: int = 0
-    """Of its file, unless that is a shard: it may be mended in its place."""
+    """Length and modification time of its file, to detect a repaired file; 0 in a shard."""
 
 
 class Ignored(NamedTuple):
     """Files of one kind that are not read."""
 
     kind: str
-    """A suffix such as `.gif`, or where they lie."""
+    """Suffix such as `.gif`, or the location."""
 
     number: int
     examples: list[str]
 
 
 class Content(NamedTuple):
-    """What an index file holds: the images that can be used, and those that cannot."""
+    """Content of an index file: the usable images and the bad ones."""
 
     header: dict[str, Any]
     arrays: Arrays
     file: Path | None = None
-    """What the arrays are mapped from; None: they are in this process's memory."""
+    """File that the arrays are mapped from; None if they are in this process's memory."""
 
     @property
     def bad(self) -> tuple[Bad, ...]:
-        """The images that were left out."""
-        return tuple(Bad(*each) for each in self.header["bad"])
+        """Images that were left out."""
+        return tuple(Bad(*fields) for fields in self.header["bad"])
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        """The files that are not read, by kind, as they were when the index was made."""
+        """Ignored files, by kind, at the time the index was built."""
         return tuple(Ignored(*kind) for kind in self.header["ignored"])
 
 
 class Paths(Sequence[str]):
-    """The path, from the root, of the file that holds each sample, worked out when asked for.
+    """Path, from the root, of the file of each sample, computed on access.
 
-    A million path objects take hundreds of megabytes in every worker; the folders' names, one block
-    of all file names and a number for each take thirty, which workers share.
+    A million path objects would take hundreds of megabytes in every worker; the folders' names,
+    one block of all file names and a number per file take thirty, which workers share.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Paths(Sequence[str]):
     def __getitem__(self, row: slice) -> Sequence[str]: ...
     def __getitem__(self, row: int | slice) -> str | Sequence[str]:
         if isinstance(row, slice):
-            return tuple(self[each] for each in range(*row.indices(len(self))))
-        row = range(len(self))[row]  # negative ones count from the end, others are IndexErrors
+            return tuple(self[index] for index in range(*row.indices(len(self))))
+        row = range(len(self))[row]  # handles negative rows and raises IndexError
         holder = self._holders[int(self._which[row])]
         if self._names is None or self._ends is None:
             return holder
@@ -160,7 +160,7 @@ class Paths(Sequence[str]):
 
 
 def paths(header: Header, arrays: Arrays) -> Paths:
-    """Return the paths that an index file states: images in class folders, or shards."""
+    """Return the paths in an index file: images in class folders, or shards."""
     split = header["split"]
     if "shards" in arrays:
         return Paths([f"{split}/{name}" for name, *_ in header["shards"]], arrays["shards"])

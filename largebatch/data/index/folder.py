@@ -1,15 +1,20 @@
-"""List the files of one split without opening any, and compare them with what an index says.
+"""List the files of one split without opening any, and compare them with an index.
 
-Both lie in `root/split`: `<class>/*`, with the class folders' names as classes, or `*.tar` with the
-names of the classes in `root/classes.txt`. Which it is shows in what is there.
+A split is in `root/split`: either class folders, `<class>/*`, or shards, `*.tar`, with the names of
+the classes in `root/classes.txt`. The content of the folder decides which.
 
-When a run starts, these are compared with its index: every shard; of class folders their names, and
-their own times, which show files that came, went or were renamed; every file of a folder with
-another time; and of the rest at most `MOST`, spread evenly, since a copy made anew shows in any of
-them, and to ask for a million files takes seconds on a disk and minutes over a network. What this
-leaves out, files overwritten in place, shows when they are read: `Index.locate` gives the length
-and time that a file must have when it is opened. `largebatch data index` compares every file. In
-threads, because over a network they mostly wait.
+When a run starts, the folder is compared with its index:
+
+- every shard;
+- the names of the class folders, and their times, which change when files are added, removed or
+  renamed;
+- every file of a class folder whose time has changed;
+- of the other files at most `MOST`, evenly spaced: a new copy of the data set changes all of them,
+  and checking a million files takes seconds on a disk and minutes over a network.
+
+Other files that were overwritten in place are detected when they are read: `Index.locate` returns
+the length and time that a file must have. `largebatch data index` compares every file. Threads are
+used because over a network they mostly wait.
 """
 
 import os
@@ -27,23 +32,23 @@ from largebatch.storage import PART, THREADS
 
 JPEG = (".jfif", ".jpe", ".jpeg", ".jpg")
 EXTENSIONS = (".bmp", *JPEG, ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""What both decoders read. Other files are ignored, and counted by `ignored`; names that begin with
-a dot are not looked at."""
+"""Suffixes that both decoders read. Other files are ignored and counted by `ignored`; hidden files
+are skipped."""
 
 CLASSES = "classes.txt"
-"""Beside shards: the names of the classes, one a line, in the order of their labels."""
+"""File beside shards with the names of the classes, one per line, in the order of their labels."""
 
 MOST = 20_000
-"""Files of unchanged folders whose length and time are compared, unless all are to be."""
+"""Maximum number of compared files of unchanged folders, unless all are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassFolder:
-    """The images of one class, sorted bytewise, with their lengths and times of change."""
+    """The images of one class, sorted bytewise, with their lengths and modification times."""
 
     name: str
     mtime: int
-    """Of the folder, in nanoseconds: adding, removing and renaming files changes it."""
+    """Modification time of the folder in nanoseconds: adding and removing files changes it."""
 
     names: list[str]
     sizes: list[int]
@@ -61,7 +66,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What `root/split` holds: class folders or shards."""
+    """Content of `root/split`: class folders or shards."""
 
     root: Path
     split: str
@@ -71,7 +76,7 @@ class Source:
 
 
 def scan(root: Path, split: str) -> Source:
-    """List what there is; raise DataError where it is neither class folders nor shards."""
+    """List class folders or shards; raise DataError if there are neither."""
     names, shards = layout(root, split)
     if shards:
         return Source(root, split, classes=read_classes(root), shards=shards)
@@ -81,23 +86,23 @@ def scan(root: Path, split: str) -> Source:
     if empty:
         raise DataError(
             f"{folder}: {len(empty)} of {len(names)} class folders hold no images "
-            f"({' '.join(EXTENSIONS)}): {shorten(empty)}; add images or remove the folders, or "
-            "copy what lies in folders below: largebatch data import imagefolder"
+            f"({' '.join(EXTENSIONS)}): {shorten(empty)}; add images, remove the folders, or "
+            "import images of subfolders: largebatch data import imagefolder"
         )
     return Source(root, split, classes=names, folders=folders)
 
 
 def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
-    """Return the names of the class folders and the shards, of which one is empty."""
+    """Return the names of the class folders and the shards; one of them is empty."""
     folder = root / split
     expected = f"expected {root}/{split}/<class>/*.jpg or {root}/{split}/*.tar"
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder; {expected}")
     if not folder.is_dir():
         raise DataError(
-            f"{folder}: there is no such folder; {expected}; found {_found(root)}. Class folders "
-            "alone are divided, and splits of other names are taken, by: largebatch data import "
-            "imagefolder (--val-fraction, --val-name)"
+            f"{folder}: there is no such folder; {expected}; found {_found(root)}. To divide class "
+            "folders, or for splits of other names: largebatch data import imagefolder "
+            "(--val-fraction, --val-name)"
         )
     with os.scandir(folder) as scanned:
         entries = sorted(
@@ -109,7 +114,7 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     if names and shards:
         raise DataError(
             f"{folder}: there are both class folders ({shorten(names)}) and shards "
-            f"({shorten([shard.name for shard in shards])}); leave one of them"
+            f"({shorten([shard.name for shard in shards])}); keep only one kind"
         )
     if not names and not shards:
         raise DataError(
@@ -121,20 +126,20 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
 
 def scan_class(folder: Path, name: str) -> ClassFolder:
     """List the images of one class."""
-    mtime = (folder / name).stat().st_mtime_ns  # before listing: what is added later shows
+    mtime = (folder / name).stat().st_mtime_ns  # before listing, so that later files are detected
     with os.scandir(folder / name) as entries:
-        found = [
+        images = [
             (os.fsencode(entry.name), entry.name, _stat(entry))
             for entry in entries
             if is_image(entry.name) and not entry.is_dir()
         ]
-    found.sort(key=lambda image: image[0])
+    images.sort(key=lambda image: image[0])
     return ClassFolder(
         name=name,
         mtime=mtime,
-        names=[text for _, text, _ in found],
-        sizes=[stat.st_size for *_, stat in found],
-        mtimes=[stat.st_mtime_ns for *_, stat in found],
+        names=[text for _, text, _ in images],
+        sizes=[stat.st_size for *_, stat in images],
+        mtimes=[stat.st_mtime_ns for *_, stat in images],
     )
 
 
@@ -145,20 +150,20 @@ def read_classes(root: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}; beside shards it gives the names of the classes, one a "
-            f"line, in the order of their labels"
+            f"{path}: {error.strerror}; shards need this file, with the names of the classes, one "
+            f"per line, in the order of their labels"
         ) from None
     names = tuple(text.removesuffix("\n").split("\n"))
     if len(set(names)) < len(names) or not all(map(is_class_name, names)):
         raise DataError(
-            f"{path}: expected one different name a line, in the order of the labels; found "
+            f"{path}: expected one unique name per line, in the order of the labels; found "
             f"{shorten(names)}"
         )
     return names
 
 
 def is_class_name(name: str) -> bool:
-    r"""Return whether a line of CLASSES can hold this name, and every reader sees where it ends.
+    r"""Return True if a name fits on a line of CLASSES for any line-splitting rule.
 
     >>> [is_class_name(name) for name in ("cat", "", "c\0at", "c\nat", "c\x0bat")]
     [True, False, False, False, False]
@@ -167,17 +172,17 @@ def is_class_name(name: str) -> bool:
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file of this name is taken for an image."""
+    """Return True if a file of this name is read as an image."""
     return visible(name) and name.lower().endswith(EXTENSIONS)
 
 
 def visible(name: str) -> bool:
-    """Return whether a name is not a hidden one."""
+    """Return True if a name is not hidden."""
     return not name.startswith(".")
 
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result:
-    return entry.stat(follow_symlinks=entry.is_file())  # of a link to nowhere, the link's own
+    return entry.stat(follow_symlinks=entry.is_file())  # of the link itself if it is broken
 
 
 def _found(folder: Path) -> str:
@@ -185,7 +190,7 @@ def _found(folder: Path) -> str:
 
 
 def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
-    """Return the first difference found between an index and its folder, None if there is none."""
+    """Return the first difference between an index and its folder, or None."""
     header = content.header
     names, shards = layout(root, header["split"])
     if bool(shards) != bool(header["shards"]):
@@ -198,7 +203,7 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
 
 
 def changed(path: str, then: tuple[int, int], now: tuple[int, int]) -> str | None:
-    """Compare a file's lengths, then its times of change in nanoseconds; None: they are the same.
+    """Return the difference between a file's (length, time in nanoseconds) pairs, or None.
 
     >>> changed("a.png", (7, 10**18), (7, 10**18 + 1))  # doctest: +NORMALIZE_WHITESPACE
     'a.png was changed 2001-09-09 01:46:40.000000001 UTC,
@@ -240,12 +245,12 @@ def _class_folders(content: Content, root: Path, *, every_file: bool) -> str | N
         )
 
 
-def _first(found: Iterator[str | None]) -> str | None:
-    return next(filter(None, found), None)
+def _first(differences: Iterator[str | None]) -> str | None:
+    return next(filter(None, differences), None)
 
 
 def _folder(content: Content, known: Paths, root: Path, label: int) -> str | None:
-    """Compare a class folder if its time is another."""
+    """Return the first difference in a class folder whose time has changed, or None."""
     header, arrays, _ = content
     name, mtime = header["folders"][label]
     place = f"{header['split']}/{name}"
@@ -263,7 +268,7 @@ def _bad_files(content: Content, root: Path) -> str | None:
     for path, _, size, mtime in content.bad:
         try:
             stat = (root / path).stat()
-        except OSError:  # a link to nowhere
+        except OSError:  # a broken link
             stat = (root / path).lstat()
         differing = changed(path, (size, mtime), (stat.st_size, stat.st_mtime_ns))
         if differing:
@@ -297,6 +302,6 @@ def _names(place: str, kind: str, then: Iterable[str], now: Iterable[str]) -> st
 
 
 def _time(nanoseconds: int) -> str:
-    """Return a time with all its digits: two that differ must look it."""
+    """Format a time with all its digits, so that different times look different."""
     seconds, rest = divmod(nanoseconds, 10**9)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{rest:09d} UTC"

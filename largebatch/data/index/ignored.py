@@ -1,9 +1,9 @@
-"""What lies among images and is not read: counted by kind, with the first names of each.
+"""Files among images that are not read: counted by kind, with the first names of each.
 
-An image of a format that is not read, or in a place that is not looked at, must not vanish in
-silence: `data index` and `data import` print the counts, and a run notes them when it begins.
-Hidden names, which begin with a dot, belong to the system or to this package and are not counted.
-Nor are members of shards beside an image and its label; a sample without an image is a bad one.
+Images of other formats or in other places must not be lost silently: `data index` and `data
+import` print the counts, and a run logs them at its start. Hidden files belong to the system or to
+this package and are not counted. Nor are other members of a sample in a shard; a sample without an
+image is a bad one.
 """
 
 import os
@@ -14,28 +14,28 @@ from largebatch.data.index.file import Ignored
 from largebatch.data.index.folder import EXTENSIONS, is_image, visible
 
 EXAMPLES = 3
-"""How many files of a kind are named."""
+"""Number of example names per kind."""
 
 LOOSE = "beside the class folders or shards"
-NESTED = "in folders below a class (`largebatch data import imagefolder` takes those)"
+NESTED = "in subfolders of a class (`largebatch data import imagefolder` reads those)"
 
 
 def list_ignored(root: Path, split: str) -> list[Ignored]:
-    """Count what the index of `root/split` leaves out."""
+    """Count the files that the index of `root/split` leaves out."""
     return by_kind(_in_split(root, split))
 
 
 def by_kind(found: Iterable[tuple[str, str]]) -> list[Ignored]:
-    """Count kinds and paths, the most frequent kind first."""
+    """Group (kind, path) pairs by kind, the most frequent first."""
     groups: dict[str, list[str]] = {}
     for kind, path in found:
         groups.setdefault(kind, []).append(path)
     counted = [Ignored(k, len(paths), sorted(paths)[:EXAMPLES]) for k, paths in groups.items()]
-    return sorted(counted, key=lambda each: (-each.number, each.kind))
+    return sorted(counted, key=lambda ignored: (-ignored.number, ignored.kind))
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix of a file that is not read, as a kind.
+    """Return the suffix of a file, or a phrase if it has none, as its kind.
 
     >>> [suffix_of(name) for name in ("a.GIF", "cat/a.b.heic", "cat.d/README")]
     ['.gif', '.heic', 'without a suffix']
@@ -44,7 +44,7 @@ def suffix_of(name: str) -> str:
 
 
 def describe(ignored: Sequence[Ignored], *, where: str) -> list[str]:
-    """Return a line that gives the number, and one for each kind; nothing where there is none.
+    """Return a line with the total and one line per kind; an empty list if there are none.
 
     >>> describe([Ignored(".gif", 4, ["a.gif", "b.gif", "c.gif"])], where="train")[1]
     '  4 .gif: a.gif, b.gif, c.gif, ...'
@@ -59,8 +59,8 @@ def describe(ignored: Sequence[Ignored], *, where: str) -> list[str]:
 
 
 def number_of(ignored: Iterable[Ignored]) -> int:
-    """Return how many files there are of all kinds."""
-    return sum(each.number for each in ignored)
+    """Return the number of files of all kinds."""
+    return sum(kind.number for kind in ignored)
 
 
 def _in_split(root: Path, split: str) -> Iterator[tuple[str, str]]:
@@ -78,13 +78,13 @@ def _in_class(root: Path, folder: str) -> Iterator[tuple[str, str]]:
         for entry in filter(_is_visible, entries):
             path = f"{folder}/{entry.name}"
             if entry.is_dir():
-                yield from ((NESTED, each) for each in _below(root, path))
+                yield from ((NESTED, file) for file in _below(root, path))
             elif not is_image(entry.name):
                 yield suffix_of(entry.name), path
 
 
 def _below(root: Path, folder: str) -> Iterator[str]:
-    """Give the files in a folder and in those below; links to folders are not followed there."""
+    """Yield the files in a folder and its subfolders, without following links to folders."""
     for place, folders, names in os.walk(root / folder):
         folders[:] = filter(visible, folders)
         for name in filter(visible, names):

@@ -1,8 +1,8 @@
-"""What images exist: where, label, height and width, read and checked once.
+"""The index of a split: location, label, height and width of every image.
 
-A broken image must be reported before a run starts, with its path, and never in the middle of
-it. What was found is stored in one file beside the images, which every worker of a machine maps
-into memory, and refused once the folder is another than it was.
+A bad image must be reported with its path before a run starts, never in the middle of it. The
+index is stored in one file beside the images, which every worker of a machine maps into memory. It
+is rejected if the folder has changed.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from largebatch.storage import Mapped, Progress, silent, user_cache, write_whole
 
 
 class Location(NamedTuple):
-    """The bytes of one encoded image."""
+    """Location of one encoded image."""
 
     path: Path
     offset: int
     num_bytes: int
     mtime: int | None = None
-    """Modification time of the file in nanoseconds; None for a shard, which was compared when the
-    run started."""
+    """Modification time of the file in nanoseconds; None for a shard, which was compared at the
+    start of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,73 +41,73 @@ class Index:
     """The images of one split in a fixed order. A sample's number is its row."""
 
     root: Path
-    """The folder that holds the splits; `paths` begin from it."""
+    """Folder of the splits; `paths` are relative to it."""
 
     classes: tuple[str, ...]
-    """Names, by label."""
+    """Names of the classes, by label."""
 
     paths: Sequence[str]
-    """Paths of the files that hold the samples: one each, or the same shard for many."""
+    """Path of the file of each sample: an image, or a shard of many."""
 
     labels: IntArray
     heights: IntArray
     widths: IntArray
-    """In pixels of the image that is seen: EXIF orientation is applied."""
+    """Height and width of the displayed images in pixels: EXIF orientation is applied."""
 
     orientations: Bytes | None = None
-    """EXIF's numbers of how the stored images are to be turned; None: not at all."""
+    """EXIF orientations of the stored images; None if all are upright."""
 
     num_bytes: IntArray | None = None
-    """Lengths of the encoded images; None where there are none to read."""
+    """Lengths of the encoded images; None for synthetic images."""
 
     offsets: IntArray | None = None
-    """Where they begin in their files; None: each is a whole file."""
+    """Positions of the images in their files; None if each is a whole file."""
 
     mtimes: IntArray | None = None
-    """Modification times in nanoseconds; None where files hold many images, or there are none."""
+    """Modification times in nanoseconds; None for shards and synthetic images."""
 
     bad: tuple[Bad, ...] = ()
     """Images that cannot be used and were left out."""
 
     ignored: tuple[Ignored, ...] = ()
-    """Files that are not read, by kind, as they were when the index was made."""
+    """Ignored files, by kind, at the time the index was built."""
 
     digest: str = ""
-    """Digest of the content: two indexes with one digest list the same images."""
+    """Digest of the content: indexes with the same digest list the same images."""
 
     trained: IntArray | None = None
-    """The samples that a run may train on, rising; None: all of them."""
+    """Samples that a run may train on, in rising order; None for all."""
 
     mapped: Mapped | None = None
-    """The file that the columns are mapped from; None: they are in this process's memory."""
+    """File that the columns are mapped from; None if they are in this process's memory."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def identity(self) -> dict[str, object]:
-        """How many images there are, and the digest, as in a record; None: they are made up."""
+        """Number of images and digest, for the log; the digest is None for synthetic images."""
         return {"samples": len(self), "digest": self.digest or None}
 
     def require_whole(self) -> None:
-        """Raise DataError if the file that the columns are mapped from was cut off."""
+        """Raise DataError if the file that the columns are mapped from was truncated."""
         if self.mapped is not None:
             self.mapped.require_whole()
 
     def file(self, sample: int) -> str:
-        """Return the path of the file that holds a sample, without making a path object."""
+        """Return the path of a sample's file as a string, without the cost of a Path."""
         return f"{self.root}/{self.paths[sample]}"
 
     def locate(self, sample: int) -> Location:
-        """Return the file that holds a sample, and which bytes of it are the encoded image."""
-        assert self.num_bytes is not None, "these images are made up, not read"
+        """Return the file of a sample, and the position of the encoded image in it."""
+        assert self.num_bytes is not None, "synthetic images are not read"
         offset = 0 if self.offsets is None else int(self.offsets[sample])
         mtime = None if self.mtimes is None else int(self.mtimes[sample])
         return Location(Path(self.file(sample)), offset, int(self.num_bytes[sample]), mtime)
 
 
 class BadImagesError(DataError):
-    """Some images cannot be used; `bad` lists all of them, the message the first ones."""
+    """Some images cannot be used; `bad` lists all of them, the message only the first."""
 
     def __init__(self, root: Path, split: str, content: Content) -> None:
         self.bad = content.bad
@@ -121,21 +121,21 @@ class BadImagesError(DataError):
 
 
 def cached_at(root: Path, name: str) -> Path:
-    """Return where the user's cache holds an index of images in `root`."""
+    """Return the path of an index of images in `root` in the user's cache."""
     number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     return user_cache() / "index" / f"{number}-{name}.index"
 
 
 def load_or_read(root: Path, split: str) -> Index:
-    """Return the index of a split as `open_content` finds or makes it."""
+    """Return the index of a split, stored or built by `open_content`."""
     return index_of(open_content(root, split), root)
 
 
 def read_folder(root: Path, split: str) -> Index:
-    """Read the header of every image of a split and return the index, without keeping it.
+    """Read the header of every image of a split and return the index, without storing it.
 
     Labels number the class folders, sorted bytewise like the images in them; samples in shards
-    stay in their order. Raises DataError that says what is wrong with the folder or the images.
+    keep their order. Raises DataError if the folder or an image is invalid.
     """
     return index_of(_read(root, split), root)
 
@@ -143,10 +143,10 @@ def read_folder(root: Path, split: str) -> Index:
 def open_content(
     root: Path, split: str, *, every_file: bool = False, progress: Progress = silent
 ) -> Content:
-    """Return the index stored for this folder; where there is none, read the folder and store one.
+    """Return the index stored for this folder; build and store one if there is none.
 
-    `every_file`: compare them all now, since they will not be read. Raises DataError where the
-    folder is no longer what its index says.
+    `every_file` compares all files now, for a run that will not read them. Raises DataError if the
+    folder has changed since its index was built.
     """
     reasons = []
     for content in find_stored(root, split):
@@ -156,25 +156,25 @@ def open_content(
         reasons.append(f"{changed} (the index is {content.file})")
     if reasons:
         raise DataError(
-            f"{root}: the folder is not what its index was made from: {reasons[0]}. Rebuild the "
+            f"{root}: the folder has changed since its index was built: {reasons[0]}. Rebuild the "
             f"index with: largebatch data index {root}"
         )
     return make(root, split, progress=progress)
 
 
 def require_stored(root: Path, *, purpose: str) -> None:
-    """Raise DataError unless both splits of a folder have an index, so that none will be made."""
+    """Raise DataError unless both splits of a folder have a stored index."""
     if root.is_dir() and not all(any(find_stored(root, split)) for split in ("train", "val")):
         raise DataError(
-            f"{purpose}: {root}: no index is stored, and a run would make it from every image's "
-            f"header before the log's clock starts; make it now with: largebatch data index {root}"
+            f"{purpose}: {root}: no index is stored, and a run would build it before the log's "
+            f"clock starts; build it now with: largebatch data index {root}"
         )
 
 
 def find_stored(root: Path, split: str) -> Iterator[Content]:
-    """Give the indexes stored for this folder, the best place first; any may be out of date.
+    """Yield the indexes stored for this folder, the preferred place first; any may be outdated.
 
-    One beside the images may be: where nothing can be written there, a newer one is elsewhere.
+    One beside the images is outdated if that folder became read-only: a newer one is in the cache.
     """
     for place in places(root, split):
         try:
@@ -182,36 +182,36 @@ def find_stored(root: Path, split: str) -> Iterator[Content]:
         except (OSError, ValueError):
             continue
         if content.header["split"] != split:
-            raise _foreign(place, f"it is of {content.header['split']}, expected {split}")
+            raise _inconsistent(place, f"it is of {content.header['split']}, expected {split}")
         yield content
 
 
 def load_file(file: Path) -> Content:
-    """Map a stored index; raise OSError or ValueError where no whole one of this format is.
+    """Map a stored index; raise OSError or ValueError if it is missing, damaged or outdated.
 
-    Raises DataError where there is one that this program cannot have written.
+    Raises DataError if it is undamaged but inconsistent.
     """
     content = Content(*open_mapped(file), file)
     if content.header.get("format") != FORMAT:
         raise ValueError(f"index format {content.header.get('format')}, expected {FORMAT}")
     fault = fault_in(content.header, content.arrays)
     if fault is not None:
-        raise _foreign(file, fault)
+        raise _inconsistent(file, fault)
     return content
 
 
-def _foreign(file: Path, fault: str) -> DataError:
+def _inconsistent(file: Path, fault: str) -> DataError:
     return DataError(
-        f"{file}: its checksum is right and its contents are not those of an index ({fault}); it "
-        "was not written by this program: remove it, and it is made anew"
+        f"{file}: its checksum is right but its content is not a valid index ({fault}); another "
+        "program wrote it: remove it, and the index is built again"
     )
 
 
 def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent) -> Content:
-    """Read the header of every image of a split and store the index; refuse or drop bad ones.
+    """Read the header of every image of a split and store the index.
 
-    It is stored beside the images, in the user's cache where that folder cannot be written to, and
-    nowhere if that cannot be written to either.
+    Raises BadImagesError if there are bad images, unless `drop_bad`. The index is stored beside
+    the images, or in the user's cache if that folder is read-only, or nowhere if both are.
     """
     return _store(_read(root, split, drop_bad=drop_bad, progress=progress), root, split)
 
@@ -225,7 +225,7 @@ def _store(content: Content, root: Path, split: str) -> Content:
 
 
 def refresh(root: Path, split: str, *, drop_bad: bool, progress: Progress) -> Content:
-    """Return a stored index if every file is as it states, else make it anew."""
+    """Return a stored index if every file matches it; otherwise build it again."""
     for content in find_stored(root, split):
         if _difference(content, root, every_file=True) is None:
             ignored = list_ignored(root, split)
@@ -238,7 +238,7 @@ def refresh(root: Path, split: str, *, drop_bad: bool, progress: Progress) -> Co
 
 
 def index_of(content: Content, root: Path) -> Index:
-    """Return the index whose content this is, of the images in `root`."""
+    """Return the index with this content, for the images in `root`."""
     header, arrays, _ = content
     return Index(
         root=root,
@@ -259,7 +259,7 @@ def index_of(content: Content, root: Path) -> Index:
 
 
 def check_same_classes(train: Index, val: Index) -> None:
-    """Raise DataError if a class is missing from either split: labels would differ in meaning."""
+    """Raise DataError if the classes of the splits differ: labels would differ in meaning."""
     if train.classes == val.classes:
         return
     only_train = sorted(set(train.classes) - set(val.classes))
@@ -298,5 +298,5 @@ def _read(
 
 
 def places(root: Path, split: str) -> tuple[Path, Path]:
-    """Return where the index of a split may be stored, the best first."""
+    """Return the places where the index of a split may be stored, the preferred one first."""
     return root / f".largebatch-{split}.index", cached_at(root, split)

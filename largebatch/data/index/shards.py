@@ -1,9 +1,9 @@
 """WebDataset shards: tar files of images and labels, read by offset and written in order.
 
-A sample is the members `KEY.<image's extension>` and `KEY.cls`, its label as text; KEY is what
-stands before the first dot of the name. The tar is not compressed, so an image is a range of
-bytes of the file and nothing is unpacked. Other members of a sample are ignored. An image or a
-label that has no bytes of its own there, a link say, makes the sample one that cannot be used.
+A sample is the members `KEY.<image's extension>` and `KEY.cls`, its label as text; KEY is the part
+of the name before the first dot. The tar is not compressed, so an image is a range of bytes of the
+file and nothing is unpacked. Other members of a sample are ignored. A sample whose image or label
+has no bytes in the tar, such as a link, is a bad one.
 """
 
 import os
@@ -19,22 +19,22 @@ from largebatch.errors import DataError
 LABEL = "cls"
 
 BLOCK = 512
-"""A tar file's unit: headers are one long, contents are padded to a multiple."""
+"""Block size of a tar file: headers are one block, contents are padded to a multiple."""
 
 END = 2 * BLOCK
-"""How many zeros every tar file ends with, at the least."""
+"""Minimum number of zeros at the end of a tar file."""
 
 CHUNK = 2**20
-"""How many bytes are looked at together."""
+"""Number of bytes read at a time."""
 
 LABEL_BYTES = 32
-"""How much of a label is read."""
+"""Maximum number of bytes of a label."""
 
-REPACK = "write the tar anew with: tar --dereference --hard-dereference, without --sparse"
+REPACK = "create the tar with: tar --dereference --hard-dereference, without --sparse"
 
 
 class Member(NamedTuple):
-    """An image in a shard, by where its bytes lie."""
+    """An image in a shard, with the position of its bytes."""
 
     name: str
     label: int
@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """A sample that is not an image with a label, and why."""
+    """A sample that is not an image with a label, and the reason."""
 
     name: str
     reason: str
@@ -51,7 +51,7 @@ class Unusable(NamedTuple):
 
 @dataclass(slots=True)
 class _Parts:
-    """What was found under one key."""
+    """The members of one key."""
 
     key: str
     images: list[tarfile.TarInfo]
@@ -60,47 +60,47 @@ class _Parts:
 
 
 def members(file: IO[bytes], end: int) -> Iterator[tarfile.TarInfo]:
-    """Give the members of the tar that lies from where `file` stands up to `end`; keep none.
+    """Yield the members of the tar between the current position of `file` and `end`.
 
-    Raises tarfile.ReadError where the tar is not whole. Python's reader takes a header that is
-    damaged or missing for the end, and follows lengths below zero backwards for ever.
+    Raises tarfile.ReadError if the tar is not whole. Python's reader treats a damaged or missing
+    header as the end, and loops forever on negative lengths.
     """
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
-            tar.members = []  # type: ignore[attr-defined]  # else every member is kept in memory
+            tar.members = []  # type: ignore[attr-defined]  # or every member stays in memory
             if member.size < 0 or tar.offset <= member.offset:
-                raise tarfile.ReadError(f"the length of {member.name} is below zero")
+                raise tarfile.ReadError(f"the length of {member.name} is negative")
             if tar.offset > end:
-                raise tarfile.ReadError(f"it is cut off in {member.name}")
+                raise tarfile.ReadError(f"it is truncated in {member.name}")
             yield member
         _require_end(file, tar.offset, end)
 
 
 def _require_end(file: IO[bytes], start: int, end: int) -> None:
-    """Refuse a tar behind whose last member there is anything but zeros, or too few of them."""
+    """Raise ReadError unless the last member is followed by zeros only, and by enough of them."""
     if end - start < END:
         raise tarfile.ReadError("the zeros at its end are missing")
     file.seek(start)
     while start < end and (chunk := file.read(min(CHUNK, end - start))):
         if chunk.strip(b"\0"):
-            raise tarfile.ReadError(f"there is no header at byte {start}, or data behind its end")
+            raise tarfile.ReadError(f"there is no header at byte {start}, or data after its end")
         start += len(chunk)
 
 
 def has_bytes(member: tarfile.TarInfo) -> bool:
-    """Return whether a member is a file whose bytes lie in one piece at its place in the tar."""
+    """Return True if a member is a file whose bytes are contiguous in the tar."""
     return member.isfile() and not member.issparse()
 
 
 def kind_of(member: tarfile.TarInfo) -> str:
-    """Return what a member without bytes of its own is, in words."""
+    """Return the type of a member without bytes, in words."""
     if member.issym() or member.islnk():
         return f"a link to {member.linkname}"
-    return "a sparse file" if member.isfile() else "a device or the like"
+    return "a sparse file" if member.isfile() else "a special file"
 
 
 def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
-    """Go through a shard's headers in order; raise DataError where it is not a whole tar file."""
+    """Yield a shard's samples in order; raise DataError if it is not a whole tar file."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -115,10 +115,10 @@ def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
         ) from None
 
 
-def _samples(found: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
-    """Put together the members in a row that have one key."""
+def _samples(listed: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
+    """Group consecutive members with the same key."""
     parts: _Parts | None = None
-    for member in found:
+    for member in listed:
         folder, slash, name = member.name.rpartition("/")
         if member.isdir() or not visible(name):
             continue
@@ -134,7 +134,7 @@ def _samples(found: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
 
 
 def _add(parts: _Parts, member: tarfile.TarInfo, extension: str, file: int) -> None:
-    """Take a member for the image or the label of a sample, or leave it."""
+    """Add a member to a sample if it is an image or a label."""
     image = f".{extension.lower()}" in EXTENSIONS
     if not image and extension != LABEL:
         return

@@ -1,10 +1,10 @@
-"""Give worker 0's index to every worker, once in the memory of each machine.
+"""Send worker 0's index to every worker, with one copy in the memory of each machine.
 
-Worker 0 broadcasts which file its index is mapped from, and its digest; workers that find that
-file map it too.
-Where some do not, on machines without a common folder, all get the bytes, the first worker of each
-machine writes them to the user's cache, and the others map that. Those compare the lengths of the
-files they read and not the times: their folder may be a copy, whose files have times of their own.
+Worker 0 broadcasts the path of its index file and the digest; workers that find the file map it.
+If some do not, because the machines share no folder, worker 0 broadcasts the bytes, the first
+worker of each machine writes them to the user's cache, and the others map that file. These workers
+compare the lengths of the images' files but not the times: their folder may be a copy, with other
+times.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from largebatch.storage import write_whole
 
 
 def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:
-    """Return worker 0's index of the images in `root` on every worker; the others pass None."""
+    """Return worker 0's index of the images in `root` on every worker; other workers pass None."""
     note = None
     if content is not None:
         file = None if content.file is None else str(content.file.resolve())
@@ -37,17 +37,17 @@ def share_index(root: Path | None, content: Content | None, backend: Backend) ->
     missing = torch.tensor([content is None], dtype=torch.int64, device=backend.device)
     backend.all_reduce(missing).wait()
     if missing.item():  # sync: once, before training
-        # Named by the folder, not the digest: an index made anew takes the place of the one before.
+        # Named by the folder, not the digest, so that a rebuilt index replaces the previous one.
         sent = _send(content, cached_at(Path(folder), f"{split}-sent"), digest, backend)
         content = content or sent
     assert content is not None
     index = index_of(content, Path(folder))
-    # A machine may have a copy of the folder, whose files have times of their own.
+    # A machine may have a copy of the folder, whose files have other times.
     return index if original else replace(index, mtimes=None)
 
 
 def _send(content: Content | None, file: Path, digest: str, backend: Backend) -> Content:
-    """Send worker 0's bytes to all; return the index they are, mapped from `file` if it can be."""
+    """Broadcast worker 0's index and return it, mapped from `file` if possible."""
     packed = None
     if backend.rank == 0:
         assert content is not None
@@ -61,7 +61,7 @@ def _send(content: Content | None, file: Path, digest: str, backend: Backend) ->
 
 
 def _identity(file: Path | None) -> list[int] | None:
-    """Return what the same file has on all machines that share it, and no copy of it."""
+    """Return what identifies a file on all machines that share it, but differs in a copy."""
     try:
         stat = None if file is None else file.stat()
     except OSError:

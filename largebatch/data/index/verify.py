@@ -1,7 +1,7 @@
-"""Compare the bytes of every image with checksums that were noted before.
+"""Compare the bytes of every image with stored checksums.
 
-A run compares lengths and times of files, because to read all of them takes an hour. What changes
-behind both, on a disk that fails or by a copy that keeps times, shows only here.
+A run compares only lengths and times of files, because reading all of them takes an hour. Changes
+that keep both, by a failing disk or a copy that preserves times, are detected only here.
 """
 
 import hashlib
@@ -19,22 +19,24 @@ from largebatch.errors import DataError
 from largebatch.storage import PART, THREADS, Progress, write_whole
 
 CHECKSUM_BYTES = 16
-"""Of an image: enough that no other bytes with the same can be found."""
+"""Length of an image's checksum; long enough that collisions cannot be constructed."""
 
 CHUNK = 2**20
-"""How many bytes of an image are in memory at a time."""
+"""Number of bytes of an image in memory at a time."""
 
 
 def note(index: Index, split: str, *, progress: Progress) -> Path:
-    """Read every image and store their checksums; return where.
+    """Read every image, store the checksums and return the path of their file.
 
-    Raises DataError where an image cannot be read, or the checksums can be written nowhere.
+    Raises DataError if an image cannot be read, or if no place is writable.
     """
-    found, unread = _read_all(index, progress)
+    checksums, unread = _read_all(index, progress)
     if unread:
         row, problem = next(iter(unread.items()))
-        raise DataError(f"{_name(index, row)}: cannot be read ({problem}); nothing was noted")
-    content = pack({"digest": index.digest}, {"checksums": found})
+        raise DataError(
+            f"{_name(index, row)}: cannot be read ({problem}); no checksums were stored"
+        )
+    content = pack({"digest": index.digest}, {"checksums": checksums})
     problems = []
     for place in _places(index.root, split):
         try:
@@ -43,23 +45,26 @@ def note(index: Index, split: str, *, progress: Progress) -> Path:
             problems.append(f"{place}: {error.strerror}")
         else:
             return place
-    raise DataError(f"the checksums can be written nowhere: {'; '.join(problems)}")
+    raise DataError(f"the checksums cannot be written: {'; '.join(problems)}")
 
 
 def differing(index: Index, split: str, *, progress: Progress) -> list[str]:
-    """Read every image and return those whose bytes are not the ones that were noted, with why.
+    """Read every image and return those that differ from their checksums, with the reasons.
 
-    Raises DataError where none were noted of the images in this index.
+    Raises DataError if there are no checksums of this index.
     """
-    noted = _noted(index, split)
-    found, unread = _read_all(index, progress)
-    rows = np.flatnonzero((found != noted).any(axis=1)).tolist()
-    reasons = dict.fromkeys(rows, "its bytes are not the ones that were noted") | unread
+    stored = _stored(index, split)
+    current, unread = _read_all(index, progress)
+    rows = np.flatnonzero((current != stored).any(axis=1)).tolist()
+    reasons = dict.fromkeys(rows, "its bytes do not match the stored checksum") | unread
     return [f"{_name(index, row)}: {reasons[row]}" for row in sorted(reasons)]
 
 
-def _noted(index: Index, split: str) -> Bytes:
-    """Return what was noted; older checksums beside the images may hide those in the cache."""
+def _stored(index: Index, split: str) -> Bytes:
+    """Return the stored checksums; outdated ones beside the images do not hide those in the cache.
+
+    Raises DataError if there are none of this index.
+    """
     problem = f"{index.root}: there are no checksums of {split}"
     for place in _places(index.root, split):
         try:
@@ -73,27 +78,27 @@ def _noted(index: Index, split: str) -> Bytes:
             return _checked(arrays, len(index), place)
         problem = f"{place}: these checksums are of another index"
     raise DataError(
-        f"{problem}; note them, of images known to be good, with: "
+        f"{problem}; store them, while the images are known to be good, with: "
         f"largebatch data verify {index.root} --write"
     )
 
 
 def _checked(arrays: Arrays, number: int, place: Path) -> Bytes:
-    noted = arrays.get("checksums")
-    if noted is None or noted.dtype != np.uint8 or noted.shape != (number, CHECKSUM_BYTES):
+    stored = arrays.get("checksums")
+    if stored is None or stored.dtype != np.uint8 or stored.shape != (number, CHECKSUM_BYTES):
         raise DataError(f"{place}: these are not the checksums of {number} images; remove the file")
-    return noted
+    return stored
 
 
 def _read_all(index: Index, progress: Progress) -> tuple[Bytes, dict[int, str]]:
-    """Return the checksum of every image, and why some cannot be read."""
-    found = np.zeros((len(index), CHECKSUM_BYTES), dtype=np.uint8)
+    """Return the checksum of every image, and the reasons why some cannot be read."""
+    checksums = np.zeros((len(index), CHECKSUM_BYTES), dtype=np.uint8)
     unread: dict[int, str] = {}
 
     def read(rows: range) -> int:
         for row in rows:
             try:
-                found[row] = np.frombuffer(_checksum(index.locate(row)), dtype=np.uint8)
+                checksums[row] = np.frombuffer(_checksum(index.locate(row)), dtype=np.uint8)
             except OSError as error:
                 unread[row] = str(error.strerror or error)
         return rows.stop
@@ -102,11 +107,11 @@ def _read_all(index: Index, progress: Progress) -> tuple[Bytes, dict[int, str]]:
     with ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as pool:
         for done in pool.map(read, parts):
             progress(done, len(index))
-    return found, unread
+    return checksums, unread
 
 
 def _checksum(location: Location) -> bytes:
-    """Return the checksum of an image; of a file that is shorter now, of what there is."""
+    """Return the checksum of an image, or of the remaining bytes if its file was truncated."""
     digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
     for chunk in _chunks(location):
         digest.update(chunk)

@@ -1,14 +1,14 @@
-"""What computes the LARS update; a device or the recipe chooses one.
+"""Implementations of the LARS update, selected by the device or the recipe.
 
-    fused     CPU: each tensor is read from memory once
-    batched   other devices: a few operations for all tensors together, and no wait for the device
-    apex      CUDA, where the recipe says so: the multi-tensor kernels of NVIDIA's apex
+    fused     CPU: reads each tensor from memory once
+    batched   other devices: a few operations for all tensors, without waiting for the device
+    apex      CUDA, if the recipe selects it: the multi-tensor kernels of NVIDIA's apex
 
 Each has a function `update(weights, grads, buffers, rule)` that changes weights and momentum
-buffers in place, leaves gradients alone and returns the trust ratios it used: one for each weight,
-float64 (on MPS float32) on their device; None for a rule without. The lists are equally long and
-not empty, their tensors of one type on one device, with at least one element. The three tensors at
-one place have the same shape and strides and are contiguous, in the usual order or in
+buffers in place, does not change gradients, and returns the trust ratios: one per weight, float64
+(float32 on MPS) on their device; None for a rule without ratios. The lists have the same length and
+are not empty; their tensors have one type and device, and at least one element. The three tensors
+at the same position have the same shape and strides and are contiguous, in the default order or in
 channels_last.
 """
 
@@ -24,12 +24,12 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One parameter group's numbers; the conventions as one formula.
+    """Numbers of one parameter group, with all conventions as one formula.
 
         b = momentum b + into [r] (g + decay w)      w -= out [r] b
 
-    with r = eta |w| / (|g| + ratio_decay |w| + eps), or 1 where a norm is 0, at one of its places;
-    r is cut off at clip_ratio, every element of g + decay w at -clip_gradient and clip_gradient.
+    with r = eta |w| / (|g| + ratio_decay |w| + eps), or 1 if a norm is 0, in one of the two places;
+    r is limited to clip_ratio, every element of g + decay w to [-clip_gradient, clip_gradient].
     """
 
     momentum: float
@@ -40,13 +40,13 @@ class Rule:
     into: float
     out: float
     ratio: Literal["inside", "outside", "none"]
-    """Where r stands: in the buffer's line, in the weight's, or nowhere."""
+    """Position of r: in the formula of b, in that of w, or none."""
 
     clip_ratio: float | None = None
     clip_gradient: float | None = None
     found_inf: Tensor | None = None
-    """1 where weights and buffers are to stay as they are, whatever the gradients are, else 0: 0-d,
-    float32, on their device. `batched` alone knows it."""
+    """1 to leave weights and buffers unchanged for any gradients, else 0: 0-d, float32, on their
+    device. Only `batched` supports it."""
 
 
 Update = Callable[[Tensors, Tensors, Tensors, Rule], Tensor | None]
@@ -70,9 +70,9 @@ def move_buffers(buffers: Tensors, directions: Tensors, rule: Rule, *, into: flo
 
 
 def add(tensors: Tensors, others: Tensors, rule: Rule, *, alpha: float) -> None:
-    """Add alpha times the others, unless found_inf is 1: then each bit stays as it is.
+    """Add alpha times the others, unless found_inf is 1: then no bit changes.
 
-    torch's fused SGD without momentum is a sum that a number on the device can call off.
+    torch's fused SGD without momentum is an addition that a number on the device can disable.
     """
     if rule.found_inf is None:
         torch._foreach_add_(tensors, others, alpha=alpha)
@@ -93,7 +93,7 @@ def add(tensors: Tensors, others: Tensors, rule: Rule, *, alpha: float) -> None:
 
 
 def directions(grads: Tensors, weights: Tensors, rule: Rule) -> Tensors:
-    """Return g + decay w, clipped: new tensors, or the gradients where that changes nothing."""
+    """Return g + decay w, clipped: new tensors, or the gradients themselves if unchanged."""
     found = list(torch._foreach_add(grads, weights, alpha=rule.decay)) if rule.decay else grads
     if rule.clip_gradient is None:
         return found

@@ -1,14 +1,14 @@
-"""The update by the multi-tensor kernels of NVIDIA's apex, in float32 on CUDA.
+"""The update with the multi-tensor kernels of NVIDIA's apex, in float32 on CUDA.
 
-apex has no LARS; these of its kernels (module `amp_C`, csrc/amp_C_frontend.cpp) make it up:
+apex has no LARS; it is composed of these kernels (module `amp_C`, csrc/amp_C_frontend.cpp):
 
     multi_tensor_axpby         out = a x + b y
     multi_tensor_scale         out = a x
     multi_tensor_lamb_stage2   x -= lr (p / u) y, with numbers p and u for each tensor
 
-Each takes a flag that it raises where it meets an infinity and that none of them looks at, so an
-infinity goes on into the weights, as it does elsewhere. The lengths are torch's, summed in float64:
-those of apex's multi_tensor_l2norm are summed in float32, where the square of 1e20 is infinite.
+Each takes a flag that it sets for an infinity but never reads, so an infinity reaches the weights,
+as in the other implementations. The norms are torch's, summed in float64: apex's
+multi_tensor_l2norm sums in float32, where the square of 1e20 is infinite.
 """
 
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ from largebatch.optim.kernels.batched import times, trust_ratios
 from largebatch.optional import require_apex
 
 CHUNK = 65536
-"""Elements that one block of threads works on, as in apex's own optimizers."""
+"""Number of elements per block of threads, as in apex's own optimizers."""
 
 EVERY_TENSOR = True
-"""A ratio for each tensor, even without decay."""
+"""Apply the ratio to every tensor, even without decay."""
 
 
 def check(weights: Iterable[Tensor], *, clip_gradient: object) -> None:
-    """Raise MissingPackageError without apex, ValueError for what its kernels cannot do."""
+    """Raise MissingPackageError without apex, ValueError if its kernels do not support these."""
     require_apex()
     if clip_gradient is not None:
         raise ValueError("kernels='apex' cannot clip gradients; use kernels='torch'")
@@ -42,7 +42,7 @@ def check(weights: Iterable[Tensor], *, clip_gradient: object) -> None:
 
 def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
     """Update float32 tensors together; return their trust ratios."""
-    check((), clip_gradient=rule.clip_gradient)  # a state that was loaded may have set it
+    check((), clip_gradient=rule.clip_gradient)  # a loaded state may have set it
     amp = require_apex()
     flag = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
 

@@ -1,12 +1,12 @@
-"""The update on a GPU, where the time goes into starting operations and waiting for answers.
+"""The update on a GPU, where launching operations and waiting for results take the time.
 
 The number of operations does not depend on the number of tensors (torch launches one kernel for
-some 30 to 100 of the tensors in a list), and the host never learns a norm: ratios stay on the
-device, in one vector.
+about 30 to 100 tensors of a list), and the host never reads a norm: ratios stay on the device, in
+one vector.
 
-Each direction g + decay w is written into one scratch buffer, where every tensor begins a new row,
-so that one multiplication, row by row, applies all the ratios; the gradients stay as they are. The
-buffer is as large as the weights and lives as long as the step.
+Each direction g + decay w is written into one scratch buffer, where every tensor starts a new row,
+so that one multiplication by rows applies all ratios; the gradients are not changed. The buffer has
+the size of the weights and is freed after the step.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 from largebatch.optim.kernels import Rule, Tensors, add, directions, momentum_step, move_buffers
 
 ROW = 1024
-"""Elements in a row of the scratch buffer; a row belongs to one tensor."""
+"""Number of elements per row of the scratch buffer; a row belongs to one tensor."""
 
 
 def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
@@ -48,9 +48,9 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Te
 
 
 def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule) -> Tensor:
-    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0, for each weight.
+    """Return eta |w| / (|g| + ratio_decay |w| + eps) per weight, or 1 if either norm is 0.
 
-    None exceeds clip_ratio.
+    Ratios are limited to clip_ratio.
     """
     w, g = norms(weights), norms(grads)
     ratios = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
@@ -61,19 +61,19 @@ def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule) -> Tensor:
 
 
 def times(ratios: Tensor, rate: float, weights: Tensors) -> Tensor:
-    """Return the ratios times a rate, in the type of the weights."""
+    """Return the ratios times a learning rate, in the type of the weights."""
     return torch.mul(ratios, rate, out=weights[0].new_empty(len(weights)))
 
 
 def norms(tensors: Tensors) -> Tensor:
-    """Return the length of each, summed in float64: in float32 the square of 1e20 is infinite."""
-    wide = None if tensors[0].device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    """Return the norm of each tensor, summed in float64: in float32 1e20 squared is infinite."""
+    wide = None if tensors[0].device.type == "mps" else torch.float64  # Apple GPUs lack float64
     return torch.stack(torch._foreach_norm(tensors, dtype=wide))
 
 
 def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule) -> None:
     """Set b = momentum b + step, then w = w - out b, in one pass over memory."""
-    if rule.momentum == 0:  # torch's kernel would refuse the buffers
+    if rule.momentum == 0:  # torch's kernel would not accept the buffers
         momentum_step(weights, steps, buffers, rule, into=1.0, out=rule.out)
         return
     torch._fused_sgd_(
@@ -92,7 +92,7 @@ def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule
 
 
 def _scratch(weights: Tensors) -> tuple[Tensor, list[Tensor]]:
-    """Return memory for one tensor like each weight, as rows and as those tensors."""
+    """Return memory for one tensor like each weight, as rows and as views of these shapes."""
     rows = _rows(weights)
     memory = weights[0].new_empty(sum(rows), ROW)
     starts = itertools.accumulate(rows, initial=0)
@@ -114,7 +114,7 @@ def _rows(weights: Tensors) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=32)
 def _owners(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the number of the tensor that each row of the scratch buffer belongs to."""
+    """Return the tensor's number for each row of the scratch buffer."""
     numbers = torch.arange(len(rows))
     owners = numbers.repeat_interleave(torch.tensor(rows), output_size=sum(rows))
     return owners.to(device)  # sync: copied once for each set of tensors, not in every step

@@ -1,7 +1,7 @@
-"""The update on the CPU, where the time goes into reading memory: each tensor is read once.
+"""The update on the CPU, where reading memory takes the time: each tensor is read once.
 
-The norms bring a weight and its gradient into the cache, and torch's fused SGD updates them there.
-Its `dampening` carries the trust ratio: b = momentum b + (1 - dampening) (g + decay w).
+The norms load a weight and its gradient into the cache, and torch's fused SGD updates them there.
+Its `dampening` encodes the trust ratio: b = momentum b + (1 - dampening) (g + decay w).
 """
 
 import math
@@ -12,12 +12,12 @@ from torch import Tensor
 from largebatch.optim.kernels import Rule, Tensors, directions, momentum_step
 
 ROW = 512
-"""Elements summed in one go. torch adds the squares of a float32 tensor in a few float32 sums: the
-norm of 10 million equal numbers is wrong by 0.8 %. Rows of this length are good to 4e-7."""
+"""Number of elements per float32 sum. torch adds the squares of a float32 tensor in a few float32
+sums: the norm of 10 million equal numbers has an error of 0.8 %; with these rows it is 4e-7."""
 
 
 def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
-    """Update CPU tensors, one after the other where they have a trust ratio; return those."""
+    """Update CPU tensors and return their trust ratios, if the rule has any."""
     if rule.ratio == "none":
         _step(weights, grads, buffers, rule, into=rule.into, out=rule.out)
         return None
@@ -35,7 +35,7 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Te
 
 
 def trust_ratio(w: float, g: float, rule: Rule) -> float:
-    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0, clipped."""
+    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 if either norm is 0, clipped."""
     ratio = 1.0
     if w > 0 and g > 0:
         ratio = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
@@ -43,12 +43,12 @@ def trust_ratio(w: float, g: float, rule: Rule) -> float:
 
 
 def norm(tensor: Tensor) -> float:
-    """Return the length of a dense CPU tensor, good to 1e-6 whatever its size or elements.
+    """Return the norm of a dense CPU tensor with an error below 1e-6 for any size and elements.
 
-    Of float64 elements, between 1e-150 and 1e150.
+    float64 elements must be between 1e-150 and 1e150.
     """
     length = _length(tensor)
-    # Squares below the smallest normal number are lost; these would be 1e-7 of the whole.
+    # Squares below the smallest normal number are lost; here they are below 1e-7 of the sum.
     least = math.sqrt(1e7 * torch.finfo(tensor.dtype).tiny * tensor.numel())
     if least < length < math.inf:
         return length
@@ -57,7 +57,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def _length(tensor: Tensor) -> float:
-    """Sum squares in the type of the tensor, as rows of its memory in order."""
+    """Return the norm, with squares summed in the tensor's type by rows of its memory."""
     rows, rest = divmod(tensor.numel(), ROW)
     body = torch.linalg.vector_norm(tensor.as_strided((rows, ROW), (ROW, 1)), dim=1)
     length: float = torch.linalg.vector_norm(body, dtype=torch.float64).item()  # sync: no wait
@@ -71,8 +71,8 @@ def _step(
     weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule, *, into: float, out: float
 ) -> None:
     dampening = 1 - into
-    # 1 - dampening keeps 16 digits after the point, and a small `into` needs more of them; without
-    # momentum torch's kernel would not write the buffer.
+    # 1 - dampening has 16 decimal places, and a small `into` needs more; without momentum torch's
+    # kernel would not write the buffer.
     exact = abs(1 - dampening - into) <= torch.finfo(weights[0].dtype).eps * into
     if not exact or rule.momentum == 0 or rule.clip_gradient is not None:
         steps = directions(grads, weights, rule)
