@@ -15,14 +15,7 @@ from largebatch.errors import printable, shorten
 from largebatch.formatting import MISSING, plural, points
 from largebatch.report.comparison import Compared, Comparison, describe
 from largebatch.report.course import Course
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, series
 from largebatch.report.run import Stage, images_per_second, needs_log_scale
 
@@ -87,7 +80,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         ],
         source=f"{len(comparison.runs)} run folders",
     )
-    return make_interactive_page(page)
+    return page.html()
 
 
 def _subtitle(comparison: Comparison) -> str:

@@ -15,22 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from largebatch.errors import StudyError
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-    tag_at,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, tag_at
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
 from largebatch.report.run import FloatArray
 from largebatch.report.style import MUTED
 from largebatch.schedules.build import follow
-from largebatch.storage import write_html
 from largebatch.studies.metrics import ENOUGH_SEEDS, Costs
-from largebatch.studies.policies.by_class import by_class, classes_map
+from largebatch.studies.policies.by_class import MOST_CLASSES, by_class, classes_table
 from largebatch.studies.policies.standings import (
     Axis,
     Standing,
@@ -65,6 +56,10 @@ _TABLE = (
     "other multiples of the rate. A policy is on a Pareto front if no other of its recipe has the "
     "accuracy for less, or more for as much."
 )
+_CLASSES = (
+    "The more images of a class are wrong, the stronger the colour. Of more than "
+    f"{MOST_CLASSES} classes those are listed in which the policies differ most."
+)
 
 
 class Drawn(NamedTuple):
@@ -83,11 +78,10 @@ def write_page(found: Sequence[CellResults], path: Path, *, targets: Iterable[fl
     """
     if not any(cell.search for cell in found):
         raise StudyError("the database holds no run that has ended: there is nothing to show yet")
-    return write_html(path, make_page(stand(found, targets)))
+    return _page(stand(found, targets)).write(path)
 
 
-def make_page(standings: Standings) -> str:
-    """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
+def _page(standings: Standings) -> Page:
     drawn = [Drawn(_look(standings, one), one) for one in standings.cells]
     configurations = {
         f"configuration {place}": name for place, name in enumerate(standings.configurations)
@@ -95,7 +89,7 @@ def make_page(standings: Standings) -> str:
     kinds = {f"kind {kind}": kind for kind in sorted({_kind(one) for one in standings.cells})}
     front = Filter("", {"dominated": "Only the Pareto front"}, "without")
     compared = any(one.top1 and one.top1.number >= ENOUGH_SEEDS for one in standings.cells)
-    page = Page(
+    return Page(
         title=", ".join(dict.fromkeys(cell.found.study for cell in standings.cells)),
         subtitle=", ".join(standings.configurations),
         findings=list(describe(standings)),
@@ -113,7 +107,6 @@ def make_page(standings: Standings) -> str:
         ],
         source="a database of studies",
     )
-    return make_interactive_page(page)
 
 
 def _look(standings: Standings, one: Standing) -> Series:
@@ -225,7 +218,8 @@ def _charts(standings: Standings, drawn: Sequence[Drawn]) -> Iterator[Section]:
         if known:
             yield Section(
                 title="By class" + f": {name}" * (len(standings.configurations) > 1),
-                parts=[classes_map(known, name=f"classes_{place}")],
+                parts=[classes_table(known, name=f"classes_{place}")],
+                notes=[_CLASSES],
                 tags=(f"configuration {place}",),
             )
 

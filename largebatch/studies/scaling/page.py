@@ -9,16 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table
 from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
-from largebatch.storage import write_html
 from largebatch.studies.scaling.rows import Row, findings, unequal_rates
 from largebatch.studies.scaling.study import PLACES, SCALINGS, ScalingStudy
 
@@ -63,7 +55,7 @@ def write_page(study: ScalingStudy, rows: Sequence[Row], path: Path) -> Path:
         ],
         source="the records of a study",
     )
-    return write_html(path, make_interactive_page(page))
+    return page.write(path)
 
 
 class _Point(NamedTuple):

@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.formatting import MISSING, signed
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, by_column, series
-from largebatch.storage import write_html
 from largebatch.studies.metrics import Interval
 from largebatch.studies.queue.results import Result
 from largebatch.studies.queue.study import Metric
@@ -69,7 +61,7 @@ def write_settings_page(findings: Findings, path: Path) -> Path:
         sections=[table, *_transfer(findings), *_patterns(findings, looks)],
         source="a database of studies",
     )
-    return write_html(path, make_interactive_page(page))
+    return page.write(path)
 
 
 def _transfer(findings: Findings) -> Iterator[Section]:

@@ -10,17 +10,8 @@ from pathlib import Path
 
 from largebatch.errors import StudyError
 from largebatch.recipe.protocols import Hardsync, Softsync
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-    tag_at,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, tag_at
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
-from largebatch.storage import write_html
 from largebatch.studies.staleness.pictures import diagonals, panels
 from largebatch.studies.staleness.run import Row
 
@@ -107,7 +98,7 @@ def write_staleness_page(rows: Sequence[Row], path: Path, *, title: str) -> Path
         ],
         source="the records of a study",
     )
-    return write_html(path, make_interactive_page(page))
+    return page.write(path)
 
 
 def describe(name: str, rows: Sequence[Row]) -> Iterator[str]:
