@@ -58,7 +58,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         if comparison.differences
         else []
     )
-    unread = Section(title="Not compared", notes=[one.reason for one in comparison.unread])
+    unread = Section(title="Not compared", notes=comparison.left_out)
     axes = {"step": "Steps", "epoch": "Epochs", "images": "Samples", "time": f"Time, {unit.name}"}
     page = Page(
         title=f"{plural(len(comparison.runs), 'run')} compared",
@@ -69,7 +69,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         legend=("Runs", looks),
         filters=[Filter("Against", axes, "axis")],
         sections=[
-            *([unread] if comparison.unread else []),
+            *([unread] if comparison.left_out else []),
             Section(title="Runs", parts=[_summary(comparison, looks, unit)], notes=[_RUNS]),
             *_charts(comparison, looks, unit),
             Section(

@@ -66,9 +66,9 @@ def shown_classes(found: Sequence[ByClass]) -> list[str]:
 
 def classes_table(drawn: Sequence[tuple[Series, ByClass]], *, name: str) -> Table:
     """Return the accuracy of the cells of one configuration, a row each, by class."""
-    names = shown_classes([found for _, found in drawn])
+    policies = [found for _, found in drawn]
     first = Column("Policy", [look.label for look, _ in drawn])
-    columns = [first, *(_column(label, [found for _, found in drawn]) for label in names)]
+    columns = [first, *(_column(label, policies) for label in shown_classes(policies))]
     return Table(
         name=name,
         columns=columns,
@@ -79,6 +79,7 @@ def classes_table(drawn: Sequence[tuple[Series, ByClass]], *, name: str) -> Tabl
 
 def _column(label: str, policies: Sequence[ByClass]) -> Column:
     """Return one class; the more images a policy gets wrong, the stronger the colour."""
+    worst = max(np.nanmax(1 - found.accuracy) for found in policies)
     percent, tooltips = [], []
     for found in policies:
         at = found.names.index(label)
@@ -87,5 +88,5 @@ def _column(label: str, policies: Sequence[ByClass]) -> Column:
             f"{found.correct[at]:,.0f} of {found.samples[at]:,.0f} right, average confidence "
             + (MISSING if np.isnan(found.confidence[at]) else f"{found.confidence[at]:.4f}")
         )
-    wrong = [0.0 if np.isnan(one) else 1 - one / 100 for one in percent]
+    wrong = [0.0 if np.isnan(one) or not worst else (1 - one / 100) / worst for one in percent]
     return Column(label, percent, ".1f", strengths=wrong, tooltips=tooltips)

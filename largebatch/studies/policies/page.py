@@ -136,7 +136,7 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
         return Column(title, [value(one) for _, one in drawn], form)
 
     def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
-        return column(title, lambda one: (found := one.mean(value)) and found.mean, form)
+        return column(title, lambda one: (it := one.found.mean(value)) and it.mean, form)
 
     several = len(standings.configurations) > 1
     names = [standings.configurations[one.configuration] for _, one in drawn]
@@ -159,7 +159,7 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
         mean("Classes never correct", lambda one: one.classes_never_correct, ".1f"),
         column("Worst drop, points", _worst_drop, ".2f"),
         column("Seeds", lambda one: len(one.found.seeds), "d"),
-        column("Diverged", lambda one: one.diverged, "d"),
+        column("Diverged", lambda one: one.found.diverged, "d"),
         *([Column("Recipe", names)] if several else []),
         column("Kind", _kind, None),
         column("Status", lambda one: one.status, None),

@@ -177,7 +177,7 @@ def _standing(one: Standing) -> dict[str, Any]:
             one.against.interval if isinstance(one.against, Ratio) else one.against
         ),
         "within_the_noise": one.is_level,
-        "diverged": one.diverged,
+        "diverged": cell.diverged,
         "runs": [_run(each) for each in cell.seeds],
     }
 

@@ -109,7 +109,7 @@ def describe_settings(findings: Findings) -> str:
     """Return the table of a study of settings, and below it what it has found."""
     rows = [["recipe", "setting", "top-1", *_COLUMNS]]
     for one in findings.cells:
-        diverged = f", {one.diverged} diverged" if one.diverged else ""
+        diverged = f", {one.found.diverged} diverged" if one.found.diverged else ""
         rows.append(
             [
                 *(one.found.configuration, one.found.setting),
@@ -130,7 +130,7 @@ def _shown(one: Measured, name: str, factor: float, form: str) -> str:
         found: float | None = getattr(of, name)
         return found
 
-    mean = one.mean(value)
+    mean = one.found.mean(value)
     return "-" if mean is None else format(factor * mean.mean, form)
 
 

@@ -98,7 +98,7 @@ def _table(findings: Findings, looks: Sequence[Series]) -> Table:
     def mean(
         title: str, value: Callable[[Result], float | None], form: str, *, factor: float = 1.0
     ) -> Column:
-        return column(title, lambda one: (it := one.mean(value)) and factor * it.mean, form)
+        return column(title, lambda one: (it := one.found.mean(value)) and factor * it.mean, form)
 
     def reach(title: str, metric: Metric, form: str, *, factor: float = 1.0) -> Column:
         return column(
@@ -132,7 +132,7 @@ def _table(findings: Findings, looks: Sequence[Series]) -> Table:
         mean("Top-5, %", lambda run: run.top5, ".2f", factor=100),
         mean("Cores of others", lambda run: run.other_cores, ".1f"),
         column("Seeds", lambda one: len(one.found.seeds), "d"),
-        column("Diverged", lambda one: one.diverged, "d"),
+        column("Diverged", lambda one: one.found.diverged, "d"),
         column("Status", lambda one: None if one.found.finished else "unfinished", None),
     ]
     return Table(
