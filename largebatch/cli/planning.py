@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.errors import LargebatchError, printable
+from largebatch.formatting import three_digits
 from largebatch.recipe.loading import load_recipe
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _rows(found: "Prediction") -> dict[str, str]:
         )
     if found.kilowatt_hours is not None:
         alone = ", GPUs alone" if found.energy_of == "GPUs" else ""
-        rows["energy"] = f"at most {_number(found.kilowatt_hours)} kWh{alone}"
+        rows["energy"] = f"at most {three_digits(found.kilowatt_hours)} kWh{alone}"
     if found.cost is not None:
         rows["cost"] = f"{found.cost:,.2f}"
     unfit = ": a device batch does not fit, so there is no such run"
@@ -112,19 +113,11 @@ def _rows(found: "Prediction") -> dict[str, str]:
 def _input(found: "Prediction") -> str:
     if not found.read_bytes_per_second:
         return "no image files are decoded on the way"
+    gigabytes = three_digits(found.read_bytes_per_second / 1e9)
     return (
-        f"{_number(found.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; decoding on CPUs "
-        f"takes {found.cores_per_worker:.1f} cores a worker, which has {found.cores_available:g}"
+        f"{gigabytes} GB/s of JPEG files in all; decoding on CPUs takes "
+        f"{found.cores_per_worker:.1f} cores a worker, which has {found.cores_available:g}"
     )
-
-
-def _number(value: float) -> str:
-    """Return a number with three digits at least, and none after them from 100 on.
-
-    >>> [_number(value) for value in (0.0123, 11.44, 1117.2)]
-    ['0.0123', '11.4', '1,117']
-    """
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
+from largebatch.formatting import plural
 from largebatch.studies.metrics import (
     CONFIDENCE,
     ENOUGH_SEEDS,
@@ -279,7 +280,7 @@ def _gaps(found: Recommendation) -> Iterator[str]:
     seeds = min(len(one.scores) for one in (first, *found.level))
     reached = len(_scored(first))
     if min(seeds, reached) < ENOUGH_SEEDS:
-        few = f"{seeds} seed{'s' * (seeds > 1)}"
+        few = plural(seeds, "seed")
         if reached < seeds:
             few = f"{reached} of {len(first.scores)} seeds reached the target"
         yield (

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from largebatch.errors import printable
+from largebatch.formatting import plural
 from largebatch.measure.estimate import estimate
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.studies.metrics import ENOUGH_SEEDS, costs, interval
@@ -190,7 +191,7 @@ def describe_budget(bench: Bench, *, processes: int) -> str:
         total += each * (trials + seeds * plan.updates)
     time = timedelta(seconds=round(total / processes))
     lines.append(
-        f"{bench.num_runs} runs; about {time} of forward, backward and update in {processes} "
-        f"process{'es' if processes > 1 else ''} on this machine"
+        f"{bench.num_runs} runs; about {time} of forward, backward and update in "
+        f"{plural(processes, 'process', 'processes')} on this machine"
     )
     return "\n".join(lines)
