@@ -7,10 +7,10 @@ The legend and the filters hide tags.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -18,6 +18,8 @@ from largebatch.formatting import MISSING
 from largebatch.report import style
 from largebatch.report.interactive_charts import Chart, Series, draw_all
 from largebatch.storage import write_html
+
+Row = TypeVar("Row")
 
 STRONGEST = 50
 """Percent of the colour of a cell with strength 1; the number on it stays readable."""
@@ -68,6 +70,17 @@ class Column:
         return all(map(_is_missing, self.values))
 
 
+def columns_over(
+    rows: Sequence[Row],
+) -> Callable[[str, Callable[[Row], object], str | None], Column]:
+    """Return a function that makes a column: of a title, the value of a row, and its format."""
+
+    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
+        return Column(title, [value(row) for row in rows], form)
+
+    return column
+
+
 def _is_missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
@@ -111,6 +124,11 @@ class Filter:
     that hides the tag `NAME COLUMN`, for its NAME and the COLUMN of the axis."""
 
     @property
+    def is_shown(self) -> bool:
+        """False if there is nothing to choose."""
+        return len(self.choices) > 1 or self.kind in {"axis", "without"}
+
+    @property
     def first_hidden(self) -> tuple[str, ...]:
         """Tags that are hidden when the page opens."""
         others = list(self.choices)[1:]
@@ -121,7 +139,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with its parts and, below them, notes."""
+    """A heading with its parts and, below them, notes; one without either is left out."""
 
     title: str
     parts: Sequence[Table | Chart] = ()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from largebatch.errors import StudyError
-from largebatch.report.interactive import Column, Filter, Page, Section, Table, tag_at
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over, tag_at
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
 from largebatch.report.run import FloatArray
 from largebatch.report.style import MUTED
@@ -97,8 +97,8 @@ def _page(standings: Standings) -> Page:
         note=_SEEDS * compared + _DIVERGED,
         legend=("Policies", [series(*each) for each in enumerate(standings.policies)]),
         filters=[
-            *([Filter("Recipe", configurations)] if len(configurations) > 1 else []),
-            *([Filter("Kind", kinds, "several")] if len(kinds) > 1 else []),
+            Filter("Recipe", configurations),
+            Filter("Kind", kinds, "several"),
             *([front] if standings.axes else []),
         ],
         sections=[
@@ -131,9 +131,7 @@ def _keys(standings: Standings) -> list[str]:
 
 def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
     """Return a row for each cell, the most accurate of each configuration first."""
-
-    def column(title: str, value: Callable[[Standing], object], form: str | None) -> Column:
-        return Column(title, [value(one) for _, one in drawn], form)
+    column = columns_over([one for _, one in drawn])
 
     def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
         return column(title, lambda one: (it := one.found.mean(value)) and it.mean, form)
@@ -336,10 +334,14 @@ def _search_chart(drawn: Sequence[Drawn], key: str, *, name: str) -> Chart:
         )
         for _, one in drawn
     ]
-    lowest = min((row["place"] for rows in searches for row in rows if row["place"]), default=0)
+    known = [row["accuracy"] for rows in searches for row in rows if not row["has_diverged"]]
+    lowest = min(known, default=0.0)
     rate = (key.rpartition(".")[2], "@value{0.[00000000]}")
     hover = [rate, ("accuracy", "@accuracy{0.00} %"), ("trial", "@state")]
-    placed = [[row | {"place": row["place"] or lowest} for row in rows] for rows in searches]
+    placed = [
+        [row | {"place": lowest if row["has_diverged"] else row["accuracy"]} for row in rows]
+        for rows in searches
+    ]
     return Chart(
         name=name, x="value", y="place", height=400, log="x",
         x_title=key, y_title="Accuracy on images held out, %",
@@ -358,7 +360,6 @@ def _trial(found: CellResults, trial: Result, key: str) -> dict[str, Any]:
 
     One that diverged has no place of its own, for it would flatten the others.
     """
-    accuracy = 100 * found.settings.value_of(trial)
     look: dict[str, Any] = {"state": "whole", "marker": "circle", "size": 8, "fill": 1.0}
     if trial.diverged is not None:
         look |= {"state": "diverged: counts as chance", "marker": "x", "size": 10}
@@ -366,8 +367,12 @@ def _trial(found: CellResults, trial: Result, key: str) -> dict[str, Any]:
         look |= {"state": f"stopped after {trial.pruned_after:,} updates", "fill": 0.0}
     elif dict(trial.values) == dict(found.values):
         look |= {"state": "found", "marker": "star", "size": 18}
-    place = accuracy if trial.diverged is None else None
-    return {"value": trial.values[key], "accuracy": accuracy, "place": place, **look}
+    return {
+        "value": trial.values[key],
+        "accuracy": 100 * found.settings.value_of(trial),
+        "has_diverged": trial.diverged is not None,
+        **look,
+    }
 
 
 def _scales_chart(drawn: Sequence[Drawn]) -> Chart:

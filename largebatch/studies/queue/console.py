@@ -151,9 +151,8 @@ def describe_mean(values: Sequence[float]) -> str:
     ('91.00 % +- 2.48', '91.00 %')
     """
     found = interval(values)
-    mean = f"{100 * found.mean:.2f} %"
-    reach = 100 * (found.high - found.mean)
-    return mean if found.number < ENOUGH_SEEDS else f"{mean} +- {reach:.2f}"
+    level = "" if found.reach is None else f" +- {100 * found.reach:.2f}"
+    return f"{100 * found.mean:.2f} %{level}"
 
 
 def _found(search: Phase, values: Values) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from largebatch.report.interactive import Column, Filter, Page, Section, Table
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
 from largebatch.report.style import INK
 from largebatch.studies.metrics import Interval
@@ -169,10 +169,7 @@ def _series(rows: Sequence[Row], looks: Sequence[Series]) -> list[Series]:
 
 def _cells(rows: Sequence[Row], looks: Sequence[Series]) -> Table:
     """Return a row for each cell."""
-
-    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
-        return Column(title, [value(row) for row in rows], form)
-
+    column = columns_over(rows)
     columns = [
         column("Cell", lambda row: row.cell.name, None),
         column("Model, MB", lambda row: _MEGABYTE * row.model_bytes, ",.2f"),

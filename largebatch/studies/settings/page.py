@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.formatting import MISSING, signed
-from largebatch.report.interactive import Column, Filter, Page, Section, Table
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, by_column, series
 from largebatch.studies.metrics import Interval
 from largebatch.studies.queue.results import Result
@@ -91,9 +91,7 @@ def _patterns(findings: Findings, looks: Sequence[Series]) -> Iterator[Section]:
 def _table(findings: Findings, looks: Sequence[Series]) -> Table:
     """Return a row for each cell."""
     cells = findings.cells
-
-    def column(title: str, value: Callable[[Measured], object], form: str | None) -> Column:
-        return Column(title, [value(one) for one in cells], form)
+    column = columns_over(cells)
 
     def mean(
         title: str, value: Callable[[Result], float | None], form: str, *, factor: float = 1.0
