@@ -229,8 +229,8 @@ def _report(args: argparse.Namespace) -> int:
         print(printable(str(write_report(args.runs[0], args.out, sections=SECTIONS))))
         return DONE
     page, comparison = write_comparison(args.runs, args.out or Path())
-    for unread in comparison.unread:
-        _show(f"left out: {unread.reason}")
+    for reason in comparison.left_out:
+        _show(f"left out: {reason}")
     print(printable(str(page)))
     return DONE
 

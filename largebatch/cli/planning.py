@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
+from largebatch.formatting import three_digits
 from largebatch.recipe.loading import load_recipe
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _rows(prediction: "Prediction") -> dict[str, str]:
         )
     if prediction.kilowatt_hours is not None:
         alone = ", GPUs alone" if prediction.energy_of == "GPUs" else ""
-        rows["energy"] = f"at most {_number(prediction.kilowatt_hours)} kWh{alone}"
+        rows["energy"] = f"at most {three_digits(prediction.kilowatt_hours)} kWh{alone}"
     if prediction.cost is not None:
         rows["cost"] = f"{prediction.cost:,.2f}"
     unfit = ": a device batch does not fit, so there is no such run"
@@ -114,19 +115,10 @@ def _input(prediction: "Prediction") -> str:
     if not prediction.read_bytes_per_second:
         return "no image files are decoded on the way"
     return (
-        f"{_number(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; decoding on "
-        f"CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
+        f"{three_digits(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; "
+        f"decoding on CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
         f"{prediction.cores_available:g}"
     )
-
-
-def _number(value: float) -> str:
-    """Format a number with at least three digits, and without decimals from 100 on.
-
-    >>> [_number(value) for value in (0.0123, 11.44, 1117.2)]
-    ['0.0123', '11.4', '1,117']
-    """
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.errors import LargebatchError
+from largebatch.formatting import plural
 from largebatch.planner.cluster import Cluster
 from largebatch.planner.prediction import Prediction
 from largebatch.planner.scan import Point, batches, best_batches, has_epoch_law
@@ -91,7 +92,7 @@ def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Predict
         lowest = min(points, key=lambda point: point.seconds)
         axes.plot(lowest.global_batch, lowest.seconds, color=colour, marker="o", ms=6)
         axes.annotate(
-            f"{workers:,} GPU{'s' * (workers > 1)}", (place[0], time[0]), (0, 5),
+            plural(workers, "GPU"), (place[0], time[0]), (0, 5),
             textcoords="offset points", color=colour, size=10,
         )  # fmt: skip
     _draw_run(axes, found.global_batch, found, below=False)

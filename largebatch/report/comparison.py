@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from largebatch.errors import (
     CheckpointError,
@@ -36,13 +35,6 @@ _NAMED = 4
 
 _LABEL = 48
 """Characters of a run's label."""
-
-
-class Unread(NamedTuple):
-    """A folder that holds no run that can be read, and why."""
-
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,8 @@ class Comparison:
     """Runs side by side, in the order in which they were named."""
 
     runs: tuple[Compared, ...]
-    unread: tuple[Unread, ...]
+    left_out: tuple[str, ...]
+    """Why folders were left out; each begins with the path."""
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -179,21 +172,13 @@ class Comparison:
             for key in keys
             if len({settings.get(key) for settings in known}) > 1
         }
-        for name, row in self._machines().items():
-            facts = {
-                fact
-                for fact, one in zip(row, self.runs, strict=True)
-                if fact is not None or one.run.summary
-            }
-            if len(facts) > 1:
+        machines = [dict(_machine(one.run)) for one in self.runs]
+        for name in dict.fromkeys(name for machine in machines for name in machine):
+            row = tuple(machine.get(name) for machine in machines)
+            pairs = zip(row, self.runs, strict=True)
+            if len({fact for fact, one in pairs if fact is not None or one.run.summary}) > 1:
                 rows[f"({name})"] = row
         return rows
-
-    def _machines(self) -> dict[str, tuple[str | None, ...]]:
-        """Return what the runs were made on, by name; a row each."""
-        facts = [dict(_machine(one.run)) for one in self.runs]
-        names = dict.fromkeys(name for fact in facts for name in fact)
-        return {name: tuple(fact.get(name) for fact in facts) for name in names}
 
 
 def compare_runs(folders: Sequence[Path]) -> Comparison:
@@ -212,20 +197,20 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             f"{missing[0]}: not found; expected the folder of a run (the --out of `largebatch "
             "train`)"
         )
-    runs, unread = [], []
+    runs, left_out = [], []
     for path in folders:
         try:
             runs.append(read_run(path))
         except (CheckpointError, OSError) as error:
             reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            unread.append(Unread(printable(str(path)), printable(reason)))
+            left_out.append(printable(reason))
     if not runs:
         raise CheckpointError(
             f"none of the {len(folders)} folders holds a run that can be read; the first: "
-            f"{unread[0].reason}"
+            f"{left_out[0]}"
         )
     compared = map(Compared, runs, _labels([run.path for run in runs]))
-    return Comparison(tuple(compared), tuple(unread))
+    return Comparison(tuple(compared), tuple(left_out))
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:

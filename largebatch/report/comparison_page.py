@@ -5,7 +5,7 @@ Every chart has all runs, each with the colour that the legend has.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,14 +15,7 @@ from largebatch.errors import printable, shorten
 from largebatch.formatting import MISSING, plural, points
 from largebatch.report.comparison import Compared, Comparison, describe
 from largebatch.report.course import Course
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, series
 from largebatch.report.run import Stage, images_per_second, needs_log_scale
 
@@ -65,7 +58,6 @@ def make_comparison_page(comparison: Comparison) -> str:
         if comparison.differences
         else []
     )
-    unread = Section(title="Not compared", notes=[one.reason for one in comparison.unread])
     axes = {"step": "Steps", "epoch": "Epochs", "images": "Samples", "time": f"Time, {unit.name}"}
     page = Page(
         title=f"{plural(len(comparison.runs), 'run')} compared",
@@ -76,7 +68,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         legend=("Runs", looks),
         filters=[Filter("Against", axes, "axis")],
         sections=[
-            *([unread] if comparison.unread else []),
+            Section(title="Not compared", notes=comparison.left_out),
             Section(title="Runs", parts=[_summary(comparison, looks, unit)], notes=[_RUNS]),
             *_charts(comparison, looks, unit),
             Section(
@@ -87,7 +79,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         ],
         source=f"{len(comparison.runs)} run folders",
     )
-    return make_interactive_page(page)
+    return page.html()
 
 
 def _subtitle(comparison: Comparison) -> str:
@@ -117,8 +109,7 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
     ranked += [one for one in comparison.runs if one.label not in groups]
     by_label = {look.label: look for look in looks}
 
-    def column(title: str, value: Callable[[Compared], object], form: str | None = ",d") -> Column:
-        return Column(title, [value(one) for one in ranked], form)
+    column = columns_over(ranked)
 
     def behind(one: Compared) -> float | None:
         group = groups.get(one.label)
@@ -148,12 +139,12 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
             for target in comparison.targets
             for at_once in (False, True)
         ),
-        column("Steps", lambda one: one.run.num_steps),
+        column("Steps", lambda one: one.run.num_steps, ",d"),
         column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), ",.1f"),
         column("Samples/s", lambda one: images_per_second(one.run), ",.0f"),
         column(f"Run time, {unit.name}", lambda one: _whole(one) / unit.seconds, ",.2f"),
-        column("Batch", lambda one: one.run.plan.global_batch),
-        column("Workers", lambda one: one.run.plan.workers),
+        column("Batch", lambda one: one.run.plan.global_batch, ",d"),
+        column("Workers", lambda one: one.run.plan.workers, ",d"),
         column("Status", lambda one: one.status, None),
         column("Backend", lambda one: one.run.summary and one.run.summary.backend, None),
         column(

@@ -7,16 +7,19 @@ The legend and the filters hide tags.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from largebatch.formatting import MISSING
 from largebatch.report import style
-from largebatch.report.interactive_charts import CELL, Chart, HeatMap, Series, draw_all
+from largebatch.report.interactive_charts import Chart, Series, draw_all
+from largebatch.storage import write_html
+
+Row = TypeVar("Row")
 
 STRONGEST = 50
 """Percent of the colour of a cell with strength 1; the number on it stays readable."""
@@ -45,20 +48,21 @@ class Column:
     strengths: Sequence[float] = ()
     """Strength of the background colour of each value, 0 to 1."""
 
-    def cells(self) -> "Iterator[_Cell]":
-        """Yield what the table shows in this column."""
+    tooltips: Sequence[str] = ()
+
+    def cells(self) -> Iterator[dict[str, Any]]:
+        """Yield what a table shows of each value."""
         for place, value in enumerate(self.values):
-            found = None if _is_missing(value) else value
-            shown = found
-            if self.form is not None and found is not None:
-                shown = format(found, self.form) + self.unit
-            yield _Cell(
-                text=MISSING if shown is None else str(shown),
-                number=float(found) if self.form and found is not None else None,
-                is_missing=found is None,
-                detail=self.details[place] if self.details else "",
-                strength=round(STRONGEST * self.strengths[place]) if self.strengths else 0,
-            )
+            is_missing, is_number = _is_missing(value), self.form is not None
+            shown = f"{value:{self.form}}{self.unit}" if is_number and not is_missing else value
+            yield {
+                "text": MISSING if is_missing else shown,
+                "is_missing": is_missing,
+                "number": value if is_number and not is_missing else None,
+                "detail": self.details[place] if self.details else "",
+                "strength": round(STRONGEST * self.strengths[place]) if self.strengths else 0,
+                "tooltip": self.tooltips[place] if self.tooltips else "",
+            }
 
     @property
     def is_empty(self) -> bool:
@@ -66,13 +70,15 @@ class Column:
         return all(map(_is_missing, self.values))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    text: str
-    number: float | None
-    is_missing: bool
-    detail: str
-    strength: int
+def columns_over(
+    rows: Sequence[Row],
+) -> Callable[[str, Callable[[Row], object], str | None], Column]:
+    """Return a function that makes a column: of a title, the value of a row, and its format."""
+
+    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
+        return Column(title, [value(row) for row in rows], form)
+
+    return column
 
 
 def _is_missing(value: object) -> bool:
@@ -99,7 +105,7 @@ class Table:
         """The columns that have a value."""
         return [one for one in self.columns if not one.is_empty]
 
-    def rows(self) -> Iterator[tuple[Series | None, tuple[_Cell, ...]]]:
+    def rows(self) -> Iterator[tuple[Series | None, tuple[dict[str, Any], ...]]]:
         """Yield the series and the cells of each row."""
         cells = list(zip(*(column.cells() for column in self.shown), strict=True))
         return zip(self.series or [None] * len(cells), cells, strict=True)
@@ -118,6 +124,11 @@ class Filter:
     that hides the tag `NAME COLUMN`, for its NAME and the COLUMN of the axis."""
 
     @property
+    def is_shown(self) -> bool:
+        """False if there is nothing to choose."""
+        return len(self.choices) > 1 or self.kind in {"axis", "without"}
+
+    @property
     def first_hidden(self) -> tuple[str, ...]:
         """Tags that are hidden when the page opens."""
         others = list(self.choices)[1:]
@@ -126,15 +137,12 @@ class Filter:
         return tuple(others) if self.kind == "one" else ()
 
 
-Part: TypeAlias = Table | Chart | HeatMap
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with its parts and, below them, notes."""
+    """A heading with its parts and, below them, notes; one without either is left out."""
 
     title: str
-    parts: Sequence[Part] = ()
+    parts: Sequence[Table | Chart] = ()
     filters: Sequence[Filter] = ()
     notes: Sequence[str] = ()
     tags: tuple[str, ...] = ()
@@ -163,23 +171,27 @@ class Page:
     source: str
     """What the page was written from."""
 
+    def write(self, path: Path) -> Path:
+        """Write the page; return its path.
 
-def make_interactive_page(page: Page) -> str:
-    """Return the HTML of a page. Raises MissingPackageError without Bokeh."""
-    filters = [*page.filters, *(one for section in page.sections for one in section.filters)]
-    hidden = frozenset(tag for one in filters for tag in one.first_hidden)
-    parts = [part for section in page.sections for part in section.parts]
-    drawn = draw_all([part for part in parts if not isinstance(part, Table)], hidden=hidden)
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-    )  # fmt: skip
-    templates.filters["css_variable"] = style.css_variable
-    templates.tests["hidden"] = lambda tags: not hidden.isdisjoint(tags)
-    return templates.get_template("interactive.html").render(
-        page=page,
-        drawn=drawn,
-        light=style.LIGHT,
-        dark=style.DARK,
-        light_to_dark=[(light, style.DARK[name]) for name, light in style.LIGHT.items()],
-        cell_height=CELL,
-    )
+        Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
+        """
+        return write_html(path, self.html())
+
+    def html(self) -> str:
+        """Return the page. Raises MissingPackageError without Bokeh."""
+        filters = [*self.filters, *(one for section in self.sections for one in section.filters)]
+        hidden = frozenset(tag for one in filters for tag in one.first_hidden)
+        parts = [part for section in self.sections for part in section.parts]
+        drawn = draw_all([part for part in parts if isinstance(part, Chart)], hidden=hidden)
+        loader = FileSystemLoader(Path(__file__).parent)
+        templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+        templates.filters["css_variable"] = style.css_variable
+        templates.tests["hidden"] = lambda tags: not hidden.isdisjoint(tags)
+        return templates.get_template("interactive.html").render(
+            page=self,
+            drawn=drawn,
+            light=style.LIGHT,
+            dark=style.DARK,
+            light_to_dark=[(light, style.DARK[name]) for name, light in style.LIGHT.items()],
+        )

@@ -4,7 +4,6 @@ The only module that imports Bokeh, whose scripts are written into the page. Tex
 backgrounds use CSS variables; a script of the page exchanges the other colours for the dark scheme.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     Figure: TypeAlias = plotting.figure
     Glyph: TypeAlias = glyph.Glyph
     Renderer: TypeAlias = renderers.GlyphRenderer[Any]
-
-CELL = 26
-"""Height of a row of a heat map in pixels."""
 
 DOTTED = (2, 4)
 """Dash pattern in pixels."""
@@ -78,9 +74,9 @@ class Curve:
 
     series: Series
     data: Columns
-    """The columns that the chart names, and those of tooltips; none: nothing is drawn. `low` and `high` are the ends of an
-    interval, NaN for none. `fill` is the opacity of a point, `marker` its form, `size` its size in
-    pixels."""
+    """The columns that the chart names, and those of tooltips; empty: nothing is drawn. `low` and
+    `high` are the ends of an interval, NaN for none. `fill` is the opacity of a point, `marker` its
+    form, `size` its size in pixels."""
 
     line: bool = True
     points: bool = True
@@ -124,24 +120,6 @@ class Chart:
     """True if the choice of the horizontal axis puts other columns along x."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatMap:
-    """Percentages by row and column; each series is a row, and its data has one cell a column."""
-
-    name: str
-    x_title: str
-    columns: Sequence[str]
-    rows: Sequence[tuple[Series, Columns]]
-    """From the top down. Data: `column`, `row`, `percent`, and the columns of tooltips."""
-
-    low: float
-    """Percentage of the darkest colour; 100 is the lightest."""
-
-    hover: Sequence[tuple[str, str]]
-    caption: str = ""
-    tags: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """Charts as HTML."""
@@ -152,7 +130,7 @@ class Drawn:
     """By the names of the charts."""
 
 
-def draw_all(charts: Sequence[Chart | HeatMap], *, hidden: Collection[str]) -> Drawn:
+def draw_all(charts: Sequence[Chart], *, hidden: Collection[str]) -> Drawn:
     """Draw charts, without the series that have one of the hidden tags.
 
     Raises MissingPackageError without Bokeh.
@@ -163,10 +141,7 @@ def draw_all(charts: Sequence[Chart | HeatMap], *, hidden: Collection[str]) -> D
 
     if not charts:
         return Drawn(Markup(), Markup(), {})
-    figures = {
-        one.name: _draw_chart(one) if isinstance(one, Chart) else _draw_heat_map(one)
-        for one in charts
-    }
+    figures = {one.name: _draw(one) for one in charts}
     for figure in figures.values():
         for renderer in figure.renderers:
             renderer.visible = not set(hidden).intersection(renderer.tags)
@@ -179,7 +154,7 @@ def draw_all(charts: Sequence[Chart | HeatMap], *, hidden: Collection[str]) -> D
     )
 
 
-def _draw_chart(chart: Chart) -> "Figure":
+def _draw(chart: Chart) -> "Figure":
     """Return a chart as wide as its place; intervals do not widen its ranges."""
     from bokeh import models
 
@@ -248,13 +223,12 @@ def _new_figure(chart: Chart) -> "Figure":
     figure.xgrid.visible = bool(words)
     for axis in figure.yaxis if words else figure.axis:
         axis.formatter = models.NumeralTickFormatter(format="0,0.[000000]")
-    figure.toolbar.autohide = True
     _style(figure)
     return figure
 
 
 def _style(figure: "Figure") -> None:
-    figure.toolbar.logo = None
+    figure.toolbar.autohide, figure.toolbar.logo = True, None
     figure.outline_line_color = None
     figure.background_fill_color = figure.border_fill_color = None
     for axis in figure.axis:
@@ -262,40 +236,6 @@ def _style(figure: "Figure") -> None:
         axis.axis_label_text_font_size = axis.major_label_text_font_size = "13px"
         axis.minor_tick_line_color = axis.major_tick_line_color = None
     figure.yaxis.axis_line_color = None
-
-
-def _draw_heat_map(chart: HeatMap) -> "Figure":
-    """Return a heat map; a row whose series is hidden is left out by the page's script."""
-    from bokeh import models, palettes, plotting
-    from bokeh.models.annotations import ColorBar
-    from bokeh.transform import transform
-
-    figure = plotting.figure(
-        height=110 + CELL * len(chart.rows), sizing_mode="stretch_width", toolbar_location=None,
-        tools="", x_range=models.FactorRange(factors=list(chart.columns)),
-        x_axis_label=chart.x_title, output_backend="canvas",
-        y_range=models.FactorRange(factors=[one.label for one, _ in reversed(chart.rows)]),
-    )  # fmt: skip
-    colours = models.LinearColorMapper(palette=palettes.Viridis256, low=chart.low, high=100.0)
-    bar = ColorBar(color_mapper=colours, width=10, background_fill_color=None)
-    bar.major_label_text_color = style.MUTED  # no CSS variable reaches it
-    figure.add_layout(bar, "right")
-    figure.grid.visible = False
-    figure.xaxis.major_label_orientation = math.pi / 4 if max(map(len, chart.columns)) > 3 else 0
-    _style(figure)
-    cells = [
-        figure.add_glyph(
-            models.ColumnDataSource(dict(data)),
-            models.Rect(
-                x="column", y="row", width=1, height=1, line_color=None,
-                fill_color=transform("percent", colours),
-            ),
-            name=one.label, tags=one.all_tags,
-        )
-        for one, data in chart.rows
-    ]  # fmt: skip
-    _add_hover(figure, cells, chart.hover)
-    return figure
 
 
 def _add_hover(

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from largebatch.formatting import three_digits
 from largebatch.tracking.events import (
     Decision,
     Evaluation,
@@ -138,7 +139,7 @@ class Console:
         done = event.step + 1
         numbers = (
             f"loss {event.loss:.4f}  lr {event.lr:.4g}  "
-            f"{_three_digits(event.images_per_second)} samples/s"
+            f"{three_digits(event.images_per_second)} samples/s"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=event.stage, numbers=numbers)
@@ -148,7 +149,3 @@ class Console:
             self._console.print(
                 f"{event.stage:>10}  step {done}/{self._steps}  {numbers}  {left} left"
             )
-
-
-def _three_digits(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -248,3 +248,28 @@ def test_a_table_that_is_wider_than_the_window_says_how_many_columns_are_beyond(
         more_columns(page) == len(titles_of(page, "runs")) - len(columns_in_sight(page, "runs")) > 0
     )
     assert page.locator("#differences[data-more]").count() == 0  # all of it is in sight
+
+
+def test_the_keyboard_sorts_a_table_and_missing_values_stay_last(page: Page) -> None:
+    header = page.locator("#runs thead th", has_text="98 % in, s")
+    place = titles_of(page, "runs").index(header.inner_text())
+    header.get_by_role("button").focus()
+    for direction in ("descending", "ascending"):
+        page.keyboard.press("Enter")
+        assert header.get_attribute("aria-sort") == direction
+        values = [row[place] for row in rows_of(page, "runs")]
+        assert (values[0], set(values[1:])) == ("77.40", {"–"})
+    page.locator("#runs thead button", has_text="Top-1, %").press("Enter")
+    assert header.get_attribute("aria-sort") is None
+    assert [row[0] for row in rows_of(page, "runs")] == ["good", HOSTILE, "short"]
+
+
+def test_without_javascript_the_tables_are_there_and_a_note_says_what_is_not(
+    browser: Browser, path: Path
+) -> None:
+    context = browser.new_context(java_script_enabled=False, offline=True)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    assert "Charts, filters and sorting need JavaScript" in page.locator("header").inner_text()
+    assert page.locator("#runs tbody tr").count() == 3
+    context.close()

@@ -17,7 +17,7 @@ _PLACE = """([section, label, row]) => {
   const root = document.querySelector(`#${section} [data-root-id]`).dataset.rootId;
   const view = Bokeh.index.get_by_id(root);
   const named = view.model.renderers.filter((one) => one.name === label);
-  const marks = named.find((one) => ["Scatter", "Rect"].includes(one.glyph.type) && one.visible);
+  const marks = named.find((one) => one.glyph.type === "Scatter" && one.visible);
   const { x, y } = marks.glyph;
   const data = marks.data_source.data;
   const box = view.canvas_view.el.getBoundingClientRect();
@@ -157,16 +157,3 @@ def columns_in_sight(page: Page, table: str) -> list[str]:
         for one in headers
         if one.evaluate("(header) => header.getBoundingClientRect().right") <= edge
     ]
-
-
-def shown_rows(page: Page, section: str) -> list[str]:
-    """Return the rows of the heat map of a section, sorted by name."""
-    _settle(page)
-    rows = page.evaluate(
-        """(section) => {
-          const root = document.querySelector(`#${section} [data-root-id]`).dataset.rootId;
-          return Bokeh.index.get_by_id(root).model.y_range.factors;
-        }""",
-        section,
-    )
-    return sorted(str(row) for row in rows)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from largebatch.formatting import MISSING
-from largebatch.report.interactive_charts import HeatMap, Series
+from largebatch.report.interactive import Column, Table
+from largebatch.report.interactive_charts import Series
 from largebatch.report.run import FloatArray
 from largebatch.studies.policies.standings import Standing
 from largebatch.studies.queue.results import Classes
@@ -63,38 +64,29 @@ def shown_classes(found: Sequence[ByClass]) -> list[str]:
     return [names[place] for place in sorted(widest)]
 
 
-def classes_map(drawn: Sequence[tuple[Series, ByClass]], *, name: str) -> HeatMap:
-    """Return the accuracies of the cells of one configuration, a row each, by class."""
-    names = shown_classes([found for _, found in drawn])
-    rows = []
-    for look, found in drawn:
-        places = [found.names.index(name) for name in names]
-        data = {
-            "row": [look.label] * len(names),
-            "column": names,
-            "percent": 100 * found.accuracy[places],
-            "confidence": [_confidence(found.confidence[place]) for place in places],
-            "images": [f"{found.correct[at]:,.0f} of {found.samples[at]:,.0f}" for at in places],
-        }
-        rows.append((look, data))
-    return HeatMap(
-        name=name, x_title="Class", columns=names, rows=rows,
-        low=100 * min([0.99, *(_lowest(found) for _, found in drawn)]),
-        hover=[
-            ("class", "@column"), ("accuracy", "@percent{0.00} %"), ("right", "@images"),
-            ("average confidence", "@confidence"),
-        ],
-        caption="The share of the validation images of each class that is right, over all seeds, "
-        f"from that of the worst class on. Of more than {MOST_CLASSES} classes those are drawn in "
-        "which the policies differ most.",
-    )  # fmt: skip
+def classes_table(drawn: Sequence[tuple[Series, ByClass]], *, name: str) -> Table:
+    """Return the accuracy of the cells of one configuration, a row each, by class."""
+    policies = [found for _, found in drawn]
+    first = Column("Policy", [look.label for look, _ in drawn])
+    columns = [first, *(_column(label, policies) for label in shown_classes(policies))]
+    return Table(
+        name=name,
+        columns=columns,
+        series=[look for look, _ in drawn],
+        caption="Percentage of the validation images of each class that is right, over all seeds",
+    )
 
 
-def _lowest(found: ByClass) -> float:
-    """Return the lowest accuracy of a class; 0 where none has images."""
-    known = found.accuracy[np.isfinite(found.accuracy)]
-    return float(known.min()) if known.size else 0.0
-
-
-def _confidence(value: float) -> str:
-    return MISSING if np.isnan(value) else f"{value:.4f}"
+def _column(label: str, policies: Sequence[ByClass]) -> Column:
+    """Return one class; the more images a policy gets wrong, the stronger the colour."""
+    worst = max(np.nanmax(1 - found.accuracy) for found in policies)
+    percent, tooltips = [], []
+    for found in policies:
+        at = found.names.index(label)
+        percent.append(100 * float(found.accuracy[at]))
+        tooltips.append(
+            f"{found.correct[at]:,.0f} of {found.samples[at]:,.0f} right, average confidence "
+            + (MISSING if np.isnan(found.confidence[at]) else f"{found.confidence[at]:.4f}")
+        )
+    wrong = [0.0 if np.isnan(one) or not worst else (1 - one / 100) / worst for one in percent]
+    return Column(label, percent, ".1f", strengths=wrong, tooltips=tooltips)

@@ -16,22 +16,13 @@ import numpy.typing as npt
 
 from largebatch.errors import StudyError
 from largebatch.recipe.arithmetic.plan import plan_updates
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-    tag_at,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over, tag_at
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
 from largebatch.report.run import FloatArray
 from largebatch.report.style import MUTED
 from largebatch.schedules.build import follow
-from largebatch.storage import write_html
 from largebatch.studies.metrics import ENOUGH_SEEDS, Costs
-from largebatch.studies.policies.by_class import by_class, classes_map
+from largebatch.studies.policies.by_class import MOST_CLASSES, by_class, classes_table
 from largebatch.studies.policies.standings import (
     Axis,
     Standing,
@@ -66,6 +57,10 @@ _TABLE = (
     "other multiples of the rate. A policy is on a Pareto front if no other of its recipe has the "
     "accuracy for less, or more for as much."
 )
+_CLASSES = (
+    "The more images of a class are wrong, the stronger the colour. Of more than "
+    f"{MOST_CLASSES} classes those are listed in which the policies differ most."
+)
 
 
 class Drawn(NamedTuple):
@@ -84,11 +79,10 @@ def write_page(found: Sequence[CellResults], path: Path, *, targets: Iterable[fl
     """
     if not any(cell.search for cell in found):
         raise StudyError("the database holds no run that has ended: there is nothing to show yet")
-    return write_html(path, make_page(stand(found, targets)))
+    return _page(stand(found, targets)).write(path)
 
 
-def make_page(standings: Standings) -> str:
-    """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
+def _page(standings: Standings) -> Page:
     drawn = [Drawn(_look(standings, one), one) for one in standings.cells]
     configurations = {
         f"configuration {place}": name for place, name in enumerate(standings.configurations)
@@ -96,7 +90,7 @@ def make_page(standings: Standings) -> str:
     kinds = {f"kind {kind}": kind for kind in sorted({_kind(one) for one in standings.cells})}
     front = Filter("", {"dominated": "Only the Pareto front"}, "without")
     compared = any(one.top1 and one.top1.number >= ENOUGH_SEEDS for one in standings.cells)
-    page = Page(
+    return Page(
         title=", ".join(dict.fromkeys(cell.found.study for cell in standings.cells)),
         subtitle=", ".join(standings.configurations),
         findings=list(describe(standings)),
@@ -104,8 +98,8 @@ def make_page(standings: Standings) -> str:
         note=_SEEDS * compared + _DIVERGED,
         legend=("Policies", [series(*each) for each in enumerate(standings.policies)]),
         filters=[
-            *([Filter("Recipe", configurations)] if len(configurations) > 1 else []),
-            *([Filter("Kind", kinds, "several")] if len(kinds) > 1 else []),
+            Filter("Recipe", configurations),
+            Filter("Kind", kinds, "several"),
             *([front] if standings.axes else []),
         ],
         sections=[
@@ -114,7 +108,6 @@ def make_page(standings: Standings) -> str:
         ],
         source="a database of studies",
     )
-    return make_interactive_page(page)
 
 
 def _look(standings: Standings, one: Standing) -> Series:
@@ -139,12 +132,10 @@ def _keys(standings: Standings) -> list[str]:
 
 def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
     """Return a row for each cell, the most accurate of each configuration first."""
-
-    def column(title: str, value: Callable[[Standing], object], form: str | None) -> Column:
-        return Column(title, [value(one) for _, one in drawn], form)
+    column = columns_over([one for _, one in drawn])
 
     def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
-        return column(title, lambda one: (found := one.mean(value)) and found.mean, form)
+        return column(title, lambda one: (it := one.found.mean(value)) and it.mean, form)
 
     several = len(standings.configurations) > 1
     names = [standings.configurations[one.configuration] for _, one in drawn]
@@ -167,7 +158,7 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
         mean("Classes never correct", lambda one: one.classes_never_correct, ".1f"),
         column("Worst drop, points", _worst_drop, ".2f"),
         column("Seeds", lambda one: len(one.found.seeds), "d"),
-        column("Diverged", lambda one: one.diverged, "d"),
+        column("Diverged", lambda one: one.found.diverged, "d"),
         *([Column("Recipe", names)] if several else []),
         column("Kind", _kind, None),
         column("Status", lambda one: one.status, None),
@@ -226,7 +217,8 @@ def _charts(standings: Standings, drawn: Sequence[Drawn]) -> Iterator[Section]:
         if known:
             yield Section(
                 title="By class" + f": {name}" * (len(standings.configurations) > 1),
-                parts=[classes_map(known, name=f"classes_{place}")],
+                parts=[classes_table(known, name=f"classes_{place}")],
+                notes=[_CLASSES],
                 tags=(f"configuration {place}",),
             )
 
@@ -344,10 +336,14 @@ def _search_chart(drawn: Sequence[Drawn], key: str, *, name: str) -> Chart:
         )
         for _, one in drawn
     ]
-    lowest = min((row["place"] for rows in searches for row in rows if row["place"]), default=0)
+    known = [row["accuracy"] for rows in searches for row in rows if not row["has_diverged"]]
+    lowest = min(known, default=0.0)
     rate = (key.rpartition(".")[2], "@value{0.[00000000]}")
     hover = [rate, ("accuracy", "@accuracy{0.00} %"), ("trial", "@state")]
-    placed = [[row | {"place": row["place"] or lowest} for row in rows] for rows in searches]
+    placed = [
+        [row | {"place": lowest if row["has_diverged"] else row["accuracy"]} for row in rows]
+        for rows in searches
+    ]
     return Chart(
         name=name, x="value", y="place", height=400, log="x",
         x_title=key, y_title="Accuracy on images held out, %",
@@ -366,7 +362,6 @@ def _trial(found: CellResults, trial: Result, key: str) -> dict[str, Any]:
 
     One that diverged has no place of its own, for it would flatten the others.
     """
-    accuracy = 100 * found.settings.value_of(trial)
     look: dict[str, Any] = {"state": "whole", "marker": "circle", "size": 8, "fill": 1.0}
     if trial.diverged is not None:
         look |= {"state": "diverged: counts as chance", "marker": "x", "size": 10}
@@ -374,8 +369,12 @@ def _trial(found: CellResults, trial: Result, key: str) -> dict[str, Any]:
         look |= {"state": f"stopped after {trial.pruned_after:,} updates", "fill": 0.0}
     elif dict(trial.values) == dict(found.values):
         look |= {"state": "found", "marker": "star", "size": 18}
-    place = accuracy if trial.diverged is None else None
-    return {"value": trial.values[key], "accuracy": accuracy, "place": place, **look}
+    return {
+        "value": trial.values[key],
+        "accuracy": 100 * found.settings.value_of(trial),
+        "has_diverged": trial.diverged is not None,
+        **look,
+    }
 
 
 def _scales_chart(drawn: Sequence[Drawn]) -> Chart:

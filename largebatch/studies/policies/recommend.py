@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
+from largebatch.formatting import plural
 from largebatch.studies.metrics import (
     CONFIDENCE,
     ENOUGH_SEEDS,
@@ -66,11 +67,6 @@ class Standing:
     def costs(self) -> Costs | None:
         """Those of the seeds together; None without a target."""
         return costs(list(self.reached.values())) if self.reached else None
-
-    @property
-    def diverged(self) -> int:
-        """Seeds that diverged at the rate found."""
-        return sum(one.diverged is not None for one in self.cell.seeds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +158,7 @@ def _rank(by: Criterion) -> Callable[[Standing], tuple[float, float, float]]:
             return 2.0, 0.0, -one.top1.mean if one.top1 else math.inf
         mean = statistics.fmean(scores)
         share = len(scores) / len(one.scores)
-        return float(one.diverged > 0), -share, mean if by == "cost" else -mean
+        return float(one.cell.diverged > 0), -share, mean if by == "cost" else -mean
 
     return key
 
@@ -174,7 +170,7 @@ def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -
     """
     if not _scored(first) or not one.scores.keys() & first.scores.keys():
         return one
-    only_it_diverged = one.diverged > 0 and not first.diverged
+    only_it_diverged = one.cell.diverged > 0 and not first.cell.diverged
     if by == "cost":
         times = ratio_of_updates(one.reached, first.reached, together=together)
         costlier = _is_rarer(one, first, together) or _is_longer(one, first, times, together)
@@ -237,8 +233,8 @@ def _ends_tried(cell: CellResults) -> Iterator[str]:
 
 def _shortcomings(one: Standing, first: Standing) -> Iterator[str]:
     """Yield what a policy is behind by."""
-    if one.diverged:
-        yield f"{one.diverged} of {len(one.cell.seeds)} seeds diverged"
+    if one.cell.diverged:
+        yield f"{one.cell.diverged} of {len(one.cell.seeds)} seeds diverged"
     match one.against:
         case Ratio(interval=times) as both if not one.is_level:
             if both.reached < both.reached_other:
@@ -284,7 +280,7 @@ def _gaps(found: Recommendation) -> Iterator[str]:
     seeds = min(len(one.scores) for one in (first, *found.level))
     reached = len(_scored(first))
     if min(seeds, reached) < ENOUGH_SEEDS:
-        few = f"{seeds} seed{'s' * (seeds > 1)}"
+        few = plural(seeds, "seed")
         if reached < seeds:
             few = f"{reached} of {len(first.scores)} seeds reached the target"
         yield (
@@ -302,9 +298,9 @@ def _doubts(found: Recommendation, batch: int | None) -> Iterator[str]:
         )
     if first is None:
         return
-    if first.diverged:
+    if first.cell.diverged:
         yield (
-            f"{first.cell.policy} comes first although {first.diverged} of "
+            f"{first.cell.policy} comes first although {first.cell.diverged} of "
             f"{len(first.cell.seeds)} seeds diverged"
         )
     if first.cell.reads_validation:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from largebatch.formatting import plural
 from largebatch.recipe.writing import dump_yaml
 from largebatch.studies.metrics import CONFIDENCE, Interval, Ratio
 from largebatch.studies.policies.recommend import (
@@ -26,9 +27,9 @@ def sentences(found: Recommendation) -> Iterator[str]:
     """Yield what is recommended and why, what is to be avoided, and what is not known."""
     group = found.group
     seeds = max(len(cell.seeds) for cell in group.cells)
-    policies = f"{len(group.cells)} {'policy' if len(group.cells) == 1 else 'policies'}"
+    policies = plural(len(group.cells), "policy", "policies")
     yield (
-        f"{group.described}: {policies} x {seeds} seed{'s' * (seeds != 1)}{_by(found)}; "
+        f"{group.described}: {policies} x {plural(seeds, 'seed')}{_by(found)}; "
         f"intervals are at {CONFIDENCE:.0%}, those of comparisons together"
     )
     for missing in found.too_little:
@@ -177,7 +178,7 @@ def _standing(one: Standing) -> dict[str, Any]:
             one.against.interval if isinstance(one.against, Ratio) else one.against
         ),
         "within_the_noise": one.is_level,
-        "diverged": one.diverged,
+        "diverged": cell.diverged,
         "runs": [_run(each) for each in cell.seeds],
     }
 

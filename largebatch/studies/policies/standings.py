@@ -5,7 +5,7 @@ on no front: the cost of the others is only known to be higher than what was run
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -20,10 +20,9 @@ from largebatch.studies.metrics import (
     Robustness,
     costs,
     difference,
-    interval,
     ratio_of_updates,
 )
-from largebatch.studies.queue.results import CellResults, Result
+from largebatch.studies.queue.results import CellResults, Result, describe_machines
 
 Unit = Literal["updates", "images", "seconds"]
 UNITS: tuple[Unit, ...] = ("updates", "images", "seconds")
@@ -71,16 +70,10 @@ class Standing:
 
     _costs: dict[float | None, Costs] = field(default_factory=dict, compare=False, repr=False)
 
-    def mean(self, value: Callable[[Result], float | None]) -> Interval | None:
-        """Return the mean of a value over the seeds that have it; None where none has."""
-        every = map(value, self.found.seeds)
-        known = [one for one in every if one is not None and math.isfinite(one)]
-        return interval(known) if known else None
-
     @cached_property
     def top1(self) -> Interval | None:
         """The mean accuracy over seeds; a run that diverged counts as chance."""
-        return self.mean(lambda one: one.top1)
+        return self.found.mean(lambda one: one.top1)
 
     def costs(self, target: float | None) -> Costs:
         """Return the costs over seeds; without a target, those of the runs that did not diverge."""
@@ -104,11 +97,6 @@ class Standing:
     def robustness(self) -> Robustness | None:
         """Top-1 by multiples of the rate, over the seeds that were run at every one."""
         return self.found.robustness
-
-    @property
-    def diverged(self) -> int:
-        """How many seeds diverged at the rate found."""
-        return sum(one.diverged is not None for one in self.found.seeds)
 
     @property
     def status(self) -> str | None:
@@ -312,11 +300,8 @@ def _counts(standings: Standings) -> Iterator[str]:
     others = len(runs) - trials - seeds
     parts = [f"{plural(trials, 'trial')} of the search", f"{plural(seeds, 'run')} with seeds"]
     parts += [f"{others:,} at other rates"] if others else []
-    machines = list(dict.fromkeys(f"{run.host} ({run.hardware})" for run in runs if run.host))
-    versions = list(dict.fromkeys(run.versions.get("torch", "") for run in runs))
-    made = f", on {shorten(machines, most=_NAMED)}" if machines else ""
-    torch = f" with torch {shorten(versions, most=_NAMED)}" if any(versions) else ""
-    yield f"{plural(len(runs), 'run')}: {', '.join(parts)}{made}{torch}."
+    machines = describe_machines(runs, hardware=True, most=_NAMED)
+    yield f"{plural(len(runs), 'run')}: {', '.join(parts)}{machines}."
     waiting = [one.found.policy for one in standings.cells if one.status]
     if waiting:
         yield f"Not finished: {shorten(list(dict.fromkeys(waiting)), most=_NAMED)}."
@@ -325,9 +310,9 @@ def _counts(standings: Standings) -> Iterator[str]:
 def describe_interval(found: Interval) -> str:
     """Return a mean of parts of 1 in percent, and of enough seeds how far its interval reaches.
 
-    >>> describe_interval(interval([0.90, 0.91, 0.92]))
+    >>> describe_interval(Interval(0.91, 0.8852, 0.9348, 3))
     '91.00 % ± 2.48 (3 seeds)'
-    >>> describe_interval(interval([0.90, 0.92]))
+    >>> describe_interval(Interval(0.91, 0.78, 1.04, 2))
     '91.00 % (2 seeds)'
     """
     mean, reach = 100 * found.mean, found.scaled(100).reach

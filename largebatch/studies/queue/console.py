@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from largebatch.errors import printable
+from largebatch.formatting import plural
 from largebatch.measure.estimate import estimate
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.studies.metrics import ENOUGH_SEEDS, costs, interval
@@ -109,7 +110,7 @@ def describe_settings(findings: Findings) -> str:
     """Return the table of a study of settings, with its findings below."""
     rows = [["recipe", "setting", "top-1", *_COLUMNS]]
     for cell in findings.cells:
-        diverged = f", {cell.diverged} diverged" if cell.diverged else ""
+        diverged = f", {cell.found.diverged} diverged" if cell.found.diverged else ""
         rows.append(
             [
                 *(cell.found.configuration, cell.found.setting),
@@ -130,7 +131,7 @@ def _shown(result: Measured, name: str, factor: float, form: str) -> str:
         value: float | None = getattr(of, name)
         return value
 
-    mean = result.mean(value)
+    mean = result.found.mean(value)
     return "-" if mean is None else format(factor * mean.mean, form)
 
 
@@ -150,9 +151,8 @@ def describe_mean(values: Sequence[float]) -> str:
     ('91.00 % +- 2.48', '91.00 %')
     """
     found = interval(values)
-    mean = f"{100 * found.mean:.2f} %"
-    reach = 100 * (found.high - found.mean)
-    return mean if found.number < ENOUGH_SEEDS else f"{mean} +- {reach:.2f}"
+    level = "" if found.reach is None else f" +- {100 * found.reach:.2f}"
+    return f"{100 * found.mean:.2f} %{level}"
 
 
 def _found(search: Phase, values: Values) -> str:
@@ -190,7 +190,7 @@ def describe_budget(bench: Bench, *, processes: int) -> str:
         total += each * (trials + seeds * plan.updates)
     time = timedelta(seconds=round(total / processes))
     lines.append(
-        f"{bench.num_runs} runs; about {time} of forward, backward and update in {processes} "
-        f"process{'es' if processes > 1 else ''} on this machine"
+        f"{bench.num_runs} runs; about {time} of forward, backward and update in "
+        f"{plural(processes, 'process', 'processes')} on this machine"
     )
     return "\n".join(lines)

@@ -4,21 +4,23 @@ Everything is read from the storage: the run folders may be on other machines, o
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from largebatch.errors import LargebatchError, StudyError
+from largebatch.errors import LargebatchError, StudyError, shorten
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.studies.metrics import (
     Cost,
+    Interval,
     Measurement,
     Robustness,
     at_every_scale,
     cost,
+    interval,
     robustness,
 )
 from largebatch.studies.queue.cells import Cell
@@ -117,30 +119,43 @@ _VALUES = TypeAdapter(dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellResults:
-    """One recipe with one policy: its search, and the runs at the best rate."""
+class SeedResults:
+    """The runs of one cell of a study, and the search before them."""
 
     study: str
     configuration: str
-    policy: str
     recipe: Recipe
-    """Recipe in the study, before the search."""
-
-    settings: Search
-    """Settings of the search."""
-
     values: Mapping[str, float]
-    """Best values; empty before the search is done."""
+    """Values found; none before the search is done, or where nothing was searched."""
 
     search: tuple[Result, ...]
     seeds: tuple[Result, ...]
-    """Results at the best rate, by seed."""
-
-    scaled: tuple[Result, ...]
-    """Results at multiples of the best rate, by seed and scale."""
+    """Runs at the values found, by seed."""
 
     finished: bool
     """True if every run has its result."""
+
+    def mean(self, value: Callable[[Result], float | None]) -> Interval | None:
+        """Return the mean of a value over the seeds that have it; None where none has."""
+        known = [one for one in map(value, self.seeds) if one is not None and math.isfinite(one)]
+        return interval(known) if known else None
+
+    @property
+    def diverged(self) -> int:
+        """Number of seeds that diverged."""
+        return sum(one.diverged is not None for one in self.seeds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResults(SeedResults):
+    """One recipe, as the study has it, with one policy."""
+
+    policy: str
+    settings: Search
+    """How it was searched."""
+
+    scaled: tuple[Result, ...]
+    """Runs at multiples of the rate found, by seed and scale."""
 
     @property
     def cell(self) -> Cell:
@@ -189,29 +204,25 @@ def edges(best: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> di
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SettingResults:
-    """One recipe with one setting."""
+class SettingResults(SeedResults):
+    """One recipe, with the changes of one setting."""
 
-    study: str
-    configuration: str
     setting: str
-    recipe: Recipe
-    """Recipe with the changes of the setting."""
+    """Name of the setting."""
 
     workers: int
     backend: str
     threads: int | None
     """As in study.Setting."""
 
-    values: Mapping[str, float]
-    """Best values; empty if nothing was searched."""
 
-    search: tuple[Result, ...]
-    seeds: tuple[Result, ...]
-    """Results by seed."""
-
-    finished: bool
-    """True if every run has its result."""
+def describe_machines(runs: Sequence[Result], *, hardware: bool, most: int) -> str:
+    """Return where runs were made and with which torch, as the end of a sentence."""
+    known = [run for run in runs if run.host]
+    hosts = [f"{run.host} ({run.hardware})" if hardware else run.host for run in known]
+    versions = list(dict.fromkeys(run.versions.get("torch", "") for run in runs))
+    where = f", on {shorten(list(dict.fromkeys(hosts)), most=most)}" if hosts else ""
+    return where + (f" with torch {shorten(versions, most=most)}" if any(versions) else "")
 
 
 def read_results(storage: "BaseStorage") -> list[CellResults]:

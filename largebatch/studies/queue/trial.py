@@ -24,6 +24,7 @@ from pydantic_core import to_json
 from largebatch import accelerator
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError, WorkerFailedError
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import Run, read_run
@@ -206,7 +207,7 @@ def _hardware() -> str:
     if gpus := accelerator.names():
         return gpus[0]
     threads = torch.get_num_threads()
-    return f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}"
+    return f"{platform.machine()}, {plural(threads, 'thread')}"
 
 
 def _measured(run: Run) -> Result:

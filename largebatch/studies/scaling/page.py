@@ -9,16 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-)
+from largebatch.report.interactive import Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
-from largebatch.storage import write_html
 from largebatch.studies.scaling.rows import Row, findings, unequal_rates
 from largebatch.studies.scaling.study import PLACES, SCALINGS, ScalingStudy
 
@@ -63,7 +55,7 @@ def write_page(study: ScalingStudy, rows: Sequence[Row], path: Path) -> Path:
         ],
         source="the records of a study",
     )
-    return write_html(path, make_interactive_page(page))
+    return page.write(path)
 
 
 class _Point(NamedTuple):
@@ -126,9 +118,7 @@ def _lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
-        return Column(title, [value(row) for row in rows], form)
-
+    column = columns_over(rows)
     columns = [
         column("Cell", lambda row: row.cell.name, None),
         column("Scaling", lambda row: row.scaling, None),

@@ -8,17 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
 from largebatch.report.style import INK
-from largebatch.storage import write_html
 from largebatch.studies.metrics import Interval
 from largebatch.studies.servers.rows import NEAR, Row, describe, findings
 from largebatch.studies.servers.study import ALONE, ServersStudy
@@ -74,7 +66,7 @@ def write_page(study: ServersStudy, rows: Sequence[Row], path: Path) -> Path:
         ],
         source="the records of a study",
     )
-    return write_html(path, make_interactive_page(page))
+    return page.write(path)
 
 
 def _efficiency(row: Row) -> Interval | None:
@@ -177,10 +169,7 @@ def _series(rows: Sequence[Row], looks: Sequence[Series]) -> list[Series]:
 
 def _cells(rows: Sequence[Row], looks: Sequence[Series]) -> Table:
     """Return a row for each cell."""
-
-    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
-        return Column(title, [value(row) for row in rows], form)
-
+    column = columns_over(rows)
     columns = [
         column("Cell", lambda row: row.cell.name, None),
         column("Model, MB", lambda row: _MEGABYTE * row.model_bytes, ",.2f"),

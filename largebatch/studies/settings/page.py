@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.formatting import MISSING, signed
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-)
+from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, by_column, series
-from largebatch.storage import write_html
 from largebatch.studies.metrics import Interval
 from largebatch.studies.queue.results import Result
 from largebatch.studies.queue.study import Metric
@@ -69,7 +61,7 @@ def write_settings_page(findings: Findings, path: Path) -> Path:
         sections=[table, *_transfer(findings), *_patterns(findings, looks)],
         source="a database of studies",
     )
-    return write_html(path, make_interactive_page(page))
+    return page.write(path)
 
 
 def _transfer(findings: Findings) -> Iterator[Section]:
@@ -99,14 +91,12 @@ def _patterns(findings: Findings, looks: Sequence[Series]) -> Iterator[Section]:
 def _table(findings: Findings, looks: Sequence[Series]) -> Table:
     """Return a row for each cell."""
     cells = findings.cells
-
-    def column(title: str, value: Callable[[Measured], object], form: str | None) -> Column:
-        return Column(title, [value(one) for one in cells], form)
+    column = columns_over(cells)
 
     def mean(
         title: str, value: Callable[[Result], float | None], form: str, *, factor: float = 1.0
     ) -> Column:
-        return column(title, lambda one: (it := one.mean(value)) and factor * it.mean, form)
+        return column(title, lambda one: (it := one.found.mean(value)) and factor * it.mean, form)
 
     def reach(title: str, metric: Metric, form: str, *, factor: float = 1.0) -> Column:
         return column(
@@ -140,7 +130,7 @@ def _table(findings: Findings, looks: Sequence[Series]) -> Table:
         mean("Top-5, %", lambda run: run.top5, ".2f", factor=100),
         mean("Cores of others", lambda run: run.other_cores, ".1f"),
         column("Seeds", lambda one: len(one.found.seeds), "d"),
-        column("Diverged", lambda one: one.diverged, "d"),
+        column("Diverged", lambda one: one.found.diverged, "d"),
         column("Status", lambda one: None if one.found.finished else "unfinished", None),
     ]
     return Table(

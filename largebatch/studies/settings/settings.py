@@ -5,7 +5,7 @@ set, and whether what is best for one is good for another (transfer).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from largebatch.formatting import plural
 from largebatch.recipe.loading import differences
 from largebatch.studies.metrics import ENOUGH_SEEDS, Interval, interval
 from largebatch.studies.policies.standings import describe_interval
-from largebatch.studies.queue.results import Result, SettingResults
+from largebatch.studies.queue.results import Result, SettingResults, describe_machines
 from largebatch.studies.queue.study import Metric
 from largebatch.studies.settings.transfer import Transfer, best_setting, gap, lost, transfer_matrix
 
@@ -78,20 +78,9 @@ class Measured:
         every = {run.seed: value_of(run, metric) for run in self.found.seeds}
         return {seed: value for seed, value in every.items() if math.isfinite(value)}
 
-    def mean(self, value: Callable[[Result], float | None]) -> Interval | None:
-        """Return the mean of a value over the seeds that have it; None where none has."""
-        known = [one for one in map(value, self.found.seeds) if one is not None]
-        finite = [one for one in known if math.isfinite(one)]
-        return interval(finite) if finite else None
-
     def mean_of(self, metric: Metric) -> Interval | None:
         """Return the mean of a metric; None where no seed has it."""
-        return self.mean(lambda run: value_of(run, metric))
-
-    @property
-    def diverged(self) -> int:
-        """How many seeds diverged."""
-        return sum(run.diverged is not None for run in self.found.seeds)
+        return self.found.mean(lambda run: value_of(run, metric))
 
     @cached_property
     def _tree(self) -> dict[str, Any]:
@@ -306,11 +295,8 @@ def _describe_lost(one: Transfer, measure: Measure) -> str:
 def _circumstances(findings: Findings) -> Iterator[str]:
     """Yield how many runs there are, where they were made, and what disturbed them."""
     runs = [run for one in findings.cells for run in one.found.seeds]
-    machines = list(dict.fromkeys(run.host for run in runs if run.host))
-    versions = list(dict.fromkeys(run.versions.get("torch", "") for run in runs))
-    where = f", on {shorten(machines, most=_NAMED)}" if machines else ""
-    torch = f" with torch {shorten(versions, most=_NAMED)}" if any(versions) else ""
-    yield f"{plural(len(runs), 'run')} with seeds{where}{torch}."
+    machines = describe_machines(runs, hardware=False, most=_NAMED)
+    yield f"{plural(len(runs), 'run')} with seeds{machines}."
     together = overlapping(runs, findings.trials)
     if together:
         yield (

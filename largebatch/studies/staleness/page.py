@@ -4,23 +4,14 @@ A protocol has one colour in all charts; filters choose the recipe with its time
 of an update of all learners.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from largebatch.errors import StudyError
 from largebatch.recipe.protocols import Hardsync, Softsync
-from largebatch.report.interactive import (
-    Column,
-    Filter,
-    Page,
-    Section,
-    Table,
-    make_interactive_page,
-    tag_at,
-)
+from largebatch.report.interactive import Filter, Page, Section, Table, columns_over, tag_at
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
-from largebatch.storage import write_html
 from largebatch.studies.staleness.pictures import diagonals, panels
 from largebatch.studies.staleness.run import Row
 
@@ -93,8 +84,8 @@ def write_staleness_page(rows: Sequence[Row], path: Path, *, title: str) -> Path
         note=_NOTE,
         legend=("Protocols", [series(*each) for each in enumerate(protocols)]),
         filters=[
-            *([Filter("Recipe and times", names)] if len(names) > 1 else []),
-            *([Filter("mu x lambda", products, "several")] if len(products) > 1 else []),
+            Filter("Recipe and times", names),
+            Filter("mu x lambda", products, "several"),
         ],
         sections=[
             Section(title="Cells", parts=[_table(drawn)], notes=[_TABLE]),
@@ -103,11 +94,11 @@ def write_staleness_page(rows: Sequence[Row], path: Path, *, title: str) -> Path
                 parts=[_trade_off(drawn)],
                 filters=[Filter("Against", AXES, "axis")],
             ),
-            *([Section(title="How late gradients were", parts=[_staleness(late)])] if late else []),
+            Section(title="How late gradients were", parts=[_staleness(late)] if late else []),
         ],
         source="the records of a study",
     )
-    return write_html(path, make_interactive_page(page))
+    return page.write(path)
 
 
 def describe(name: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -150,10 +141,7 @@ def _accuracy(row: Row) -> str:
 
 def _table(drawn: Sequence[_Drawn]) -> Table:
     """Return a row for each cell."""
-
-    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
-        return Column(title, [value(one.row) for one in drawn], form)
-
+    column = columns_over([one.row for one in drawn])
     several = len(panels([one.row for one in drawn])) > 1
     where = (
         column("Recipe", lambda row: row.cell.configuration, None),
