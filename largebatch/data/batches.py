@@ -1,7 +1,7 @@
 """The batches of one run: which samples one worker sees, in which order, in every stage.
 
-Everything here is a function of the recipe, the plan and the worker's rank. What a sample is, an
-image or a window of a text, is known to the pipelines of `pipeline` and `text` alone.
+Everything here is a function of the recipe, the plan and the worker's rank. Only the pipelines that
+extend `Pipeline` know what a sample is.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Data
-from largebatch.recipe.text import Text
+from largebatch.recipe.sections import Section
 
 Split = Literal["train", "val"]
 
@@ -64,6 +63,13 @@ class Pipeline(ABC):
     def remarks(self) -> list[str]:
         """What is to be known about the data when a run begins."""
         return []
+
+    def require_same_labels(self, origin: Mapping[str, Any], *, source: str) -> None:  # noqa: B027
+        """Raise CheckpointError where a checkpoint was trained with labels of another meaning.
+
+        `origin` is what the checkpoint has of its data; `source` begins the message. The recipe
+        alone identifies the classes of images.
+        """
 
     def close(self) -> None:  # noqa: B027 -- most have nothing to release
         """Release what stays open between two passes over samples."""
@@ -185,9 +191,7 @@ def divide_samples(
     return trained, evaluated, decides
 
 
-def require_described(
-    data: Data | Text, found: Mapping[str, int], *, where: str, what: str
-) -> None:
+def require_described(data: Section, found: Mapping[str, int], *, where: str, what: str) -> None:
     """Raise DataError where samples were found that are not those the recipe was written for.
 
     `found` has numbers by the keys of the section; `what` was found stands in the message.

@@ -33,7 +33,11 @@ from largebatch.recipe.sections import (
     Section,
     Updates,
 )
-from largebatch.recipe.text import Text, misfits
+from largebatch.recipe.task import IMAGES, Task
+from largebatch.recipe.text import TEXT, Text, misfits
+
+TASKS: dict[str, Task] = {"text": TEXT}
+"""The tasks by `data.source`; all other sources have IMAGES."""
 
 
 class Loss(Section):
@@ -205,10 +209,16 @@ class Recipe(Section):
 
     @property
     def images(self) -> Data:
-        """The section of the images; RecipeError where the data is a text."""
-        if isinstance(self.data, Text):
-            raise RecipeError(f"data.source: text: {self.name} has windows of words, no images")
+        """The section of the images; RecipeError where the data is something else."""
+        if not isinstance(self.data, Data):
+            source, samples = self.data.source, self.data.sample().name
+            raise RecipeError(f"data.source: {source}: {self.name} has {samples}, no images")
         return self.data
+
+    @property
+    def task(self) -> Task:
+        """The words and metrics of the data."""
+        return TASKS.get(self.data.source, IMAGES)
 
     @property
     def train_samples(self) -> int:

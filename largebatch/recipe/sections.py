@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from largebatch.recipe.choices import Compile, Kernels
+from largebatch.recipe.task import Sample
 
 MAX_UPDATES = 2_000_000
 """Of a run: four times those of ResNet-50's 90 epochs in batches of 256. Every rate of a run is
@@ -151,6 +152,16 @@ class Data(Section):
     def val_split(self) -> int:
         """Images that an evaluation measures."""
         return self.held_out.samples if self.held_out else self.val_samples
+
+    @property
+    def val_labels(self) -> int:
+        """Labels that an evaluation counts: one for each image."""
+        return self.val_split
+
+    def sample(self, image_size: int | None = None) -> Sample:
+        """Return the shapes of an image with this side; None: `image_size`."""
+        side = image_size or self.image_size
+        return Sample(f"images of {side} x {side}", (3, side, side))
 
     @model_validator(mode="after")
     def _only_the_last_size_is_open(self) -> Self:

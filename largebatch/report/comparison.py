@@ -99,9 +99,10 @@ class Compared:
         known = self.settings or {}
         stage = self.run.last_stage
         samples = stage.after.samples if stage else self.run.plan.val_samples
-        words = [f"{samples:,} validation {'words' if self.run.of_words else 'images'}"]
+        words = [f"{samples:,} validation {self.run.task.labelled}"]
         if "data.held_out.samples" in known:
-            words[0] = f"{samples:,} held-out training images, seed {known['data.held_out.seed']}"
+            seed = known["data.held_out.seed"]
+            words[0] = f"{samples:,} held-out training {self.run.task.labelled}, seed {seed}"
         if "data.classes" in known:
             words.insert(0, f"{known['data.classes']} classes")
         if "data.source" in known:

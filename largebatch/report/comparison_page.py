@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from largebatch.errors import printable, shorten
+from largebatch.recipe.task import Task
 from largebatch.report.comparison import Compared, Comparison, describe, plural
 from largebatch.report.course import Course
 from largebatch.report.interactive import (
@@ -59,6 +60,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         sentences=sentences,
         good=len(comparison.groups) == 1,
         judged=any(len(group.runs) > 1 for group in comparison.groups),
+        tasks=_measured(comparison.runs),
         legend_of=[look for look, _ in _looks(comparison)],
         axes={
             "step": "Steps",
@@ -110,10 +112,12 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
         return "yes" if group.change(one).beyond_noise else "no"
 
     names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
-    of_words = any(one.run.of_words for one in ranked)
     columns = [
         column("Run", lambda one: one.label, None),
-        *([column("Perplexity", _perplexity, "0,0.00")] if of_words else []),
+        *(
+            column(task.metric.title, partial(_value, task=task), "0,0.00")
+            for task in _measured(ranked)
+        ),
         column("Top-1, %", _end, "0.00"),
         column("To the best", behind, "0.00"),
         column("Beyond noise", beyond, None),
@@ -147,8 +151,15 @@ def _end(one: Compared) -> float | None:
     return None if one.run.result is None else 100 * one.run.result.top1
 
 
-def _perplexity(one: Compared) -> float | None:
-    return None if one.run.result is None else one.run.result.perplexity
+def _measured(runs: Sequence[Compared]) -> list[Task]:
+    """Return the tasks that another metric than accuracy judges."""
+    return list(dict.fromkeys(one.run.task for one in runs if not one.run.task.by_accuracy))
+
+
+def _value(one: Compared, *, task: Task) -> float | None:
+    if one.run.result is None or one.run.task is not task:
+        return None
+    return task.metric.shown(one.run.result)
 
 
 def _reached(one: Compared, *, target: float, unit: Unit, at_once: bool) -> float:
@@ -208,8 +219,8 @@ def _charts(comparison: Comparison, unit: Unit) -> "Iterator[tuple[str, Chart]]"
     """Yield those charts by name of which any run has something."""
     runs, drawn = comparison.runs, _draw(comparison, unit)
     evaluated = any(one.evaluated.stages for one in runs)
-    if any(one.run.of_words for one in runs):
-        yield "perplexity", _draw_perplexity(drawn, unit)
+    for task in _measured(runs) if evaluated else ():
+        yield task.metric.key, _draw_metric(drawn, unit, task)
     if evaluated:
         yield "accuracy", _draw_accuracy(drawn, unit)
     if evaluated or any(one.updates.stages for one in runs):
@@ -236,14 +247,16 @@ def _draw_accuracy(drawn: list[Drawn], unit: Unit) -> "Chart":
     return chart
 
 
-def _draw_perplexity(drawn: list[Drawn], unit: Unit) -> "Chart":
-    """Draw the perplexity of every evaluation; runs on images have none."""
-    chart = new_chart(x="Steps", y="Perplexity", height=400)
+def _draw_metric(drawn: list[Drawn], unit: Unit, task: Task) -> "Chart":
+    """Draw the metric of a task at every evaluation of its runs."""
+    metric = task.metric
+    chart = new_chart(x="Steps", y=metric.title, height=400)
     marks = []
-    for look, _, evaluated, _ in drawn:
-        add_line(chart, look, evaluated, "step", "perplexity", moves=True)
-        marks.append(add_points(chart, look, evaluated, "step", "perplexity", moves=True))
-    rows = [("perplexity", "@perplexity{0.00}"), ("loss", "@loss{0.0000}"), ("stage", "@stage")]
+    for look, one, evaluated, _ in drawn:
+        if one.run.task is task:
+            add_line(chart, look, evaluated, "step", metric.key, moves=True)
+            marks.append(add_points(chart, look, evaluated, "step", metric.key, moves=True))
+    rows = [(metric.name, f"@{metric.key}{{0.00}}"), ("loss", "@loss{0.0000}"), ("stage", "@stage")]
     add_hover(chart, marks, [*rows, *_rows(unit)])
     return chart
 

@@ -59,7 +59,7 @@ def open_folder(
     where a tracker cannot be used.
     """
     recipe = trainer.recipe
-    console = Console(started=command_started())
+    console = Console(started=command_started(), task=recipe.task)
     trackers: list[Tracker] = [console, *_open_trackers(trainer, folder, ids, resume=resume)]
     try:
         folder.mkdir(parents=True, exist_ok=True)

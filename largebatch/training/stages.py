@@ -266,7 +266,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
             evaluates = done < steps.stop and done in plan.evaluate_after
             if evaluates:
                 step_log.flush()
-                state.progress.note(trainer.evaluate(name))
+                state.progress.note(trainer.evaluate(name), trainer.recipe.task.metric)
             if evaluates or trainer.save_is_due():
                 step_log.flush()
                 trainer.save()

@@ -26,7 +26,6 @@ from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.text import labels_per_sample, validation_labels
 from largebatch.schedules.plateau import Reading
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import (
@@ -103,16 +102,11 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
         """Go on where a checkpoint stopped.
 
-        Raises CheckpointError, which begins with `source`, where it is not one of this run, or the
-        words of a text had other numbers there.
+        Raises CheckpointError, which begins with `source`, where it is not one of this run, or its
+        labels have another meaning.
         """
         there = checkpoint.origin.get("data")
-        words = there.get("vocabulary") if isinstance(there, dict) else None
-        if words != self.pipeline.splits.get("vocabulary"):
-            raise CheckpointError(
-                f"{source}: was trained with another vocabulary than that of the text here, so "
-                "that words have other numbers; give the text of that run with --data"
-            )
+        self.pipeline.require_same_labels(there if isinstance(there, dict) else {}, source=source)
         if checkpoint.progress.step > self.plan.steps:
             self.state.use(self.build_affine())
         try:
@@ -165,14 +159,14 @@ class Trainer:
                 self.state.model,
                 self.pipeline.validation(),
                 self.backend,
-                expected=validation_labels(self.recipe.data),
+                expected=self.recipe.data.val_labels,
                 each=each,
             )
 
     def measure_training(self) -> Metrics:
         """Evaluate the model as it is on all images trained on, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
-        expected = samples.samples * labels_per_sample(self.recipe.data)
+        expected = samples.samples * self.recipe.data.sample().num_labels
         with self._measurable():
             return evaluate(self.state.model, samples, self.backend, expected=expected)
 
@@ -228,6 +222,7 @@ class Trainer:
                 epoch=self.plan.epoch(step),
                 seconds=time.perf_counter() - begun,
                 **{name: value for name, value in asdict(metrics).items() if name != "by_class"},
+                **self.recipe.task.recorded(metrics),
             )
         )
         return metrics
@@ -361,7 +356,7 @@ class Trainer:
         last = state.last_kept
         held_out, kept = self._decide(name, last, failed=failed)
         if kept:
-            state.progress.note(metrics)
+            state.progress.note(metrics, self.recipe.task.metric)
         else:
             state.roll_back()
         state.end_stage(
@@ -372,11 +367,11 @@ class Trainer:
                 top1=metrics.top1,
                 top5=metrics.top5,
                 loss=metrics.loss,
-                perplexity=metrics.perplexity,
                 before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
                 held_out=held_out,
                 kept=kept,
                 note=note,
+                **self.recipe.task.recorded(metrics),
             )
         )
         self.save()

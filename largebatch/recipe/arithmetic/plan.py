@@ -27,8 +27,7 @@ from largebatch.recipe.arithmetic.pieces import (
 )
 from largebatch.recipe.problems import set_words
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import MAX_UPDATES, Duration, Polish
-from largebatch.recipe.text import Text
+from largebatch.recipe.sections import MAX_UPDATES, Data, Duration, Polish
 
 MAX_EVALUATIONS = 100_000
 """On the way of a run: more of them would take longer to plan than a second."""
@@ -343,8 +342,8 @@ def describe_spans(plan: Plan) -> str:
 def describe_decoding(recipe: Recipe) -> str:
     """Say where pixels come from."""
     execution = recipe.execution
-    if isinstance(recipe.data, Text):
-        return f"none: windows of {recipe.data.window} words"
+    if not isinstance(recipe.data, Data):
+        return f"none: {recipe.data.sample().name}"
     if recipe.data.source == "synthetic":
         return "synthetic"
     if execution.cache is None:

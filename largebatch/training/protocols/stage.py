@@ -42,7 +42,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
         done = state.progress.step
         passed = any(begun < point <= done for point in plan.evaluate_after)
         if done < steps.stop and passed:
-            state.progress.note(trainer.evaluate(name))
+            state.progress.note(trainer.evaluate(name), trainer.recipe.task.metric)
         if done < end and not step_log.stopped:  # else it is saved by those who end the stage
             trainer.save()
 
