@@ -66,10 +66,10 @@ class Metric:
 
     lower_is_better: bool = False
     note: str = "{when}"
-    """What stands under its value; {when} and {labels}, such as "93 words", are filled in."""
+    """Text under its value, with {when} and {labels}, such as "93 validation words"."""
 
     caption: str = ""
-    """Caption of its chart; {labels} is filled in."""
+    """Caption of its chart, with {labels}, such as "93 words"."""
 
     is_recorded: bool = False
     """True if Evaluation, StageResult and Summary have a field of the name `key` for it."""

@@ -109,7 +109,7 @@ TEXT = Task(
             column="Perplexity",
             value=_perplexity,
             lower_is_better=True,
-            note="{when}, on {labels} of the validation text",
+            note="{when}, on {labels}",
             caption="exp(loss) over the {labels} of the validation text, each predicted from those "
             "before it in its window.",
             is_recorded=True,

@@ -337,7 +337,7 @@ def _best(group: Group) -> str:
         return f"{best.label} and {second.label} end with the same top-1, {top1} %."
     gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1} %, {gap}"
-    noise = f"the noise of the {samples:,} validation images"
+    noise = f"the noise of the {samples:,} validation {best.run.task.labelled}"
     if not alike:
         return f"{begin}: more than {noise}."
     return f"{begin}. Its lead is within {noise} over {_named(alike)}."

@@ -99,7 +99,7 @@ def _score(run: Run, metric: Metric) -> Headline:
         return Headline(metric.title, UNKNOWN, "", "never measured")
     polished = any(stage.kept for stage in run.polishing) and run.finished
     when = "after polishing" if polished else f"after {last.step:,} steps"
-    note = metric.note.format(when=when, labels=f"{last.samples:,} {run.task.labelled}")
+    note = metric.note.format(when=when, labels=f"{last.samples:,} validation {run.task.labelled}")
     return Headline(metric.title, metric.text(last), metric.unit, note)
 
 
