@@ -1,9 +1,9 @@
 """The task of a run: its nouns and its metrics, for the console, the log, the report, comparisons.
 
-A task predicts one of K classes for every label, by cross-entropy; a sample has one label or
-several. `evaluate` counts the same numbers for all tasks, and a `Metric` is a function of them. The
-task of images and their classes is here. To add another, write one more `Task` beside the section
-of its data and enter it in `TASKS` (recipe.py).
+Every task predicts one of K classes for each label; a sample has one label or several. The loss is
+the cross-entropy for all tasks, `evaluate` counts the same numbers, and a `Metric` is a function of
+them. The task of images and their classes is here. To add another, write one more `Task` beside the
+section of its data and enter it in `TASKS` (recipe.py).
 """
 
 import math
@@ -13,16 +13,19 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Scores(Protocol):
-    """The numbers that every evaluation has, in memory and in the log; parts of 1, and nats."""
+    """The numbers that every evaluation has, in memory and in the log."""
 
     @property
-    def top1(self) -> float: ...  # noqa: D102 -- as in training.Metrics
+    def top1(self) -> float:
+        """Share of the labels that have the highest score, 0 .. 1."""
 
     @property
-    def top5(self) -> float: ...  # noqa: D102
+    def top5(self) -> float:
+        """Share of the labels that are among the five highest scores, 0 .. 1."""
 
     @property
-    def loss(self) -> float: ...  # noqa: D102
+    def loss(self) -> float:
+        """Mean cross-entropy in nats."""
 
 
 class Sample(NamedTuple):
@@ -72,7 +75,8 @@ class Metric:
     """Caption of its chart, with {labels}, such as "93 words"."""
 
     is_recorded: bool = False
-    """True if Evaluation, StageResult and Summary have a field of the name `key` for it."""
+    """True if Evaluation, StageResult and Summary have a field named `key` for it, which trackers
+    follow. The others are computed where they are shown."""
 
     def shown(self, found: Scores) -> float:
         """Return the value in its unit."""
