@@ -39,11 +39,11 @@ from largebatch.data.index.build import build
 from largebatch.data.index.file import FORMAT, Content, pack
 from largebatch.data.index.folder import difference, scan
 from largebatch.data.index.index import index_of, load_file, make, open_content
-from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
+from largebatch.runs.build import open_pipeline
 
 SAMPLES, CLASSES, PROCESSES = 1_281_167, 1000, 4
 SEED = 0

@@ -24,7 +24,6 @@ from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import cached, dali, torchvision
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.pipeline import open_pipeline
 from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
@@ -32,6 +31,7 @@ from largebatch.models.batchnorm import with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.report.run import read_run
+from largebatch.runs.build import open_pipeline
 from largebatch.tracking.events import Step, System
 from largebatch.training.loop import Stopwatch, Update
 from largebatch.training.state import Progress

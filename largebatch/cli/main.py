@@ -70,6 +70,7 @@ from largebatch.errors import (
 )
 
 if TYPE_CHECKING:
+    from largebatch.recipe.task import Task
     from largebatch.training.evaluation import Metrics
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
@@ -178,16 +179,15 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.checkpoint, options_of(args), training=args.training, test=args.test
     )
     if own_rank() == 0:
-        metrics, training = found.metrics, found.training
-        print(f"{_accuracies(metrics)}  {found.path}, after {found.step:,} updates")
-        if metrics.perplexity is None:
+        metrics, training, task = found.metrics, found.training, found.task
+        print(f"{_scores(task, metrics)}  {found.path}, after {found.step:,} updates")
+        if metrics.classes_never_correct is not None:
             print(_confidence(metrics))
         if training is not None:
-            what = "training images" if metrics.perplexity is None else "training text"
-            print(f"{what}: {_accuracies(training)}")
+            print(f"training {task.data}: {_scores(task, training)}")
             print(f"validation loss - training loss: {metrics.loss - training.loss:+.4f}")
         if found.test is not None:
-            print(f"test text: {_accuracies(found.test)}")
+            print(f"test {task.data}: {_scores(task, found.test)}")
     return DONE
 
 
@@ -201,16 +201,9 @@ def _confidence(metrics: "Metrics") -> str:
     )
 
 
-def _accuracies(metrics: "Metrics") -> str:
-    if metrics.perplexity is not None:
-        return (
-            f"perplexity {metrics.perplexity:.2f}  loss {metrics.loss:.4f}  "
-            f"next word {metrics.top1:.2%}  ({metrics.samples} words)"
-        )
-    return (
-        f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
-        f"({metrics.samples} samples)"
-    )
+def _scores(task: "Task", metrics: "Metrics") -> str:
+    scores = (f"{each.name} {each.text(metrics)}{each.unit}" for each in task.metrics)
+    return f"{'  '.join(scores)}  loss {metrics.loss:.4f}  ({metrics.samples} {task.labelled})"
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from largebatch.cli.arguments import Command, add_recipe
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.text import Text
 from largebatch.recipe.writing import dump_tree
 
 Load = Callable[[str], Recipe]
@@ -51,13 +50,14 @@ def _sweep(args: argparse.Namespace) -> int:
         )
     trackers = ", ".join(dict.fromkeys((*recipe.tracking, "wandb")))
     overrides = [word for one in (*args.set, f"tracking=[{trackers}]") for word in ("--set", one)]
-    judged = {"name": "val/top1", "goal": "maximize"}
-    if isinstance(recipe.data, Text):
-        judged = {"name": "val/perplexity", "goal": "minimize"}
+    metric = recipe.task.metric
     sweep = {
         "name": recipe.name,
         "method": args.method,
-        "metric": judged,
+        "metric": {
+            "name": f"val/{metric.key}",
+            "goal": "minimize" if metric.lower_is_better else "maximize",
+        },
         "parameters": parameters,
         "program": "largebatch",
         "command": [

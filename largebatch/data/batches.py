@@ -1,7 +1,7 @@
 """Batches of one run: the samples of each worker in every stage, in order.
 
-Everything here is a function of the recipe, the plan and the worker's rank. Only the pipelines in
-`pipeline` and `text` know what a sample is: an image or a window of a text.
+Everything here is a function of the recipe, the plan and the worker's rank. Only the pipelines that
+extend `Pipeline` know what a sample is.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -17,9 +17,8 @@ from largebatch.data.order import Stream, divide, sample_ids
 from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.text import Text
+from largebatch.recipe.sections import Section
 
 Split = Literal["train", "val"]
 
@@ -64,6 +63,13 @@ class Pipeline(ABC):
     def remarks(self) -> list[str]:
         """Remarks about the data, logged at the start of a run."""
         return []
+
+    def require_same_labels(self, origin: Mapping[str, Any], *, source: str) -> None:  # noqa: B027
+        """Raise CheckpointError where a checkpoint was trained with labels of another meaning.
+
+        `origin` is what the checkpoint has of its data; `source` begins the message. The recipe
+        alone identifies the classes of images.
+        """
 
     def close(self) -> None:  # noqa: B027 -- most have nothing to release
         """Release the resources that stay open between passes over samples."""
@@ -186,9 +192,7 @@ def divide_samples(
     return trained, evaluated, decides
 
 
-def require_described(
-    data: Data | Text, found: Mapping[str, int], *, where: str, what: str
-) -> None:
+def require_described(data: Section, found: Mapping[str, int], *, where: str, what: str) -> None:
     """Raise DataError unless the counts in `found`, by key of the section, match the recipe.
 
     `what` names the data in the message.

@@ -22,7 +22,6 @@ from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
-from largebatch.data.text.pipeline import open_text
 from largebatch.data.types import Batches, Bytes, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
@@ -30,7 +29,6 @@ from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.text import Text
 from largebatch.storage import Progress, silent
 
 OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
@@ -156,22 +154,6 @@ class ImagePipeline(Pipeline):
         return (self.training_request(part, clean=clean) for part in self.positions(steps))
 
 
-def open_pipeline(
-    recipe: Recipe,
-    plan: Plan,
-    backend: Backend,
-    *,
-    folder: Path | None,
-    dataset: str | None = None,
-) -> Pipeline:
-    """Open the images or the text of a recipe; raises like open_images and open_text."""
-    if not isinstance(recipe.data, Text):
-        return open_images(recipe, plan, backend, folder=folder, dataset=dataset)
-    if dataset is not None:
-        raise DataError(f"--dataset {dataset} opens images, and the recipe's data.source is text")
-    return open_text(recipe, plan, backend, folder=folder)
-
-
 def open_images(
     recipe: Recipe,
     plan: Plan,
@@ -188,7 +170,7 @@ def open_images(
 
     Worker 0 reads and checks the folder and sends the index to the others. Raises DataError if
     the folder does not match the recipe, MissingPackageError if the decoder is not installed,
-    RecipeError if the recipe trains on text.
+    RecipeError if the recipe has no images.
     """
     data = recipe.images
     if folder is not None and data.source != "folder":

@@ -26,7 +26,6 @@ from scipy.optimize import nnls
 from torch import nn
 
 from largebatch import accelerator
-from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import available_cores
@@ -40,7 +39,7 @@ from largebatch.planner.known import settings
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.build import build_model
+from largebatch.runs.build import build_model, open_pipeline
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.reduction import grouping_of, kept_exact

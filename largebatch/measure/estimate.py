@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.data import Data
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.recipe.text import Text
 from largebatch.runs.build import build_model
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.loss import cross_entropy
@@ -117,8 +117,8 @@ def largest_side(recipe: Recipe, plan: Plan) -> int:
 
 
 def _usual(recipe: Recipe) -> int:
-    """Return the image size in evaluation; text has windows of one length."""
-    return 1 if isinstance(recipe.data, Text) else recipe.data.image_size
+    """Return the image size in evaluation; other samples have one shape."""
+    return recipe.data.image_size if isinstance(recipe.data, Data) else 1
 
 
 def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
@@ -137,11 +137,12 @@ def random_batch(
     recipe: Recipe, num: int, side: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return random samples and labels in the recipe's shapes."""
-    if isinstance(recipe.data, Text):
-        words = torch.randint(recipe.data.vocabulary, (num, recipe.data.window + 1), device=device)
-        return words[:, :-1], words[:, 1:]
-    labels = torch.randint(recipe.data.classes, (num,), device=device)
-    return torch.randn(num, 3, side, side, device=device), labels
+    sample = recipe.data.sample(side)
+    shape = (num, *sample.shape)
+    labels = torch.randint(recipe.data.classes, (num, *sample.labels), device=device)
+    if sample.limit is None:
+        return torch.randn(shape, device=device), labels
+    return torch.randint(sample.limit, shape, device=device), labels
 
 
 def _elapsed(start: float, device: torch.device) -> float:

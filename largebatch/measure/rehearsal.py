@@ -22,8 +22,8 @@ from largebatch.distributed.serial import Done
 from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.measure.estimate import largest_side, random_batch, saved_bytes, tensor_bytes
+from largebatch.models.accepted import require_accepted
 from largebatch.models.batchnorm import Spans
-from largebatch.models.image_sizes import require_inputs
 from largebatch.planner.cluster import Cluster, require_workers
 from largebatch.planner.known import require_cacheable
 from largebatch.planner.prediction import FIXED_BYTES
@@ -164,7 +164,7 @@ def rehearse(
     each = None if cluster is None else min(cluster.gpus_per_node, workers)
     gpu = None if cluster is None else cluster.gpu
     backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
-    require_inputs(recipe, {piece.image_size for piece in plan.sizes})
+    require_accepted(recipe, {piece.image_size for piece in plan.sizes})
     memory = _update(recipe, plan, backend)
     trained, _, _ = divide_samples(recipe, recipe.data.train_samples, recipe.data.val_samples)
     positions = plan.positions(0, 0, rank)

@@ -26,7 +26,11 @@ from largebatch.recipe.sections import (
     Section,
     Updates,
 )
-from largebatch.recipe.text import Text
+from largebatch.recipe.task import IMAGES, Task
+from largebatch.recipe.text import TEXT, Text
+
+TASKS: dict[str, Task] = {"text": TEXT}
+"""Tasks by `data.source`; all other sources have IMAGES."""
 
 
 class Loss(Section):
@@ -214,10 +218,16 @@ class Keys(Section):
 
     @property
     def images(self) -> Data:
-        """The section of the images; RecipeError where the data is a text."""
-        if isinstance(self.data, Text):
-            raise RecipeError(f"data.source: text: {self.name} has windows of words, no images")
+        """The section of the images; RecipeError where the data is something else."""
+        if not isinstance(self.data, Data):
+            source, samples = self.data.source, self.data.sample().name
+            raise RecipeError(f"data.source: {source}: {self.name} has {samples}, no images")
         return self.data
+
+    @property
+    def task(self) -> Task:
+        """The nouns and metrics of the data."""
+        return TASKS.get(self.data.source, IMAGES)
 
     @property
     def train_samples(self) -> int:

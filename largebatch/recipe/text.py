@@ -1,11 +1,13 @@
-"""The section `data` for a text."""
+"""Text and its next words: the section `data`, and the task."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from largebatch.recipe.data import Data, HeldOut
+from largebatch.recipe.data import HeldOut, Resolution
 from largebatch.recipe.sections import Section
+from largebatch.recipe.task import TOP1, Metric, Sample, Scores, Task
 
 MAX_WORDS = 2**31
 """Words of a split: twenty times WikiText-103's; every worker holds them, 16 GB for these."""
@@ -68,14 +70,57 @@ class Text(Section):
         """Number of windows that an evaluation measures."""
         return self.held_out.samples if self.held_out else self.val_samples
 
+    @property
+    def val_labels(self) -> int:
+        """Words that an evaluation counts."""
+        return self.held_out.samples * self.window if self.held_out else self.val_words
 
-def labels_per_sample(data: Data | Text) -> int:
-    """Return the number of labels of a training sample: the words of a window, or one class."""
-    return data.window if isinstance(data, Text) else 1
+    @property
+    def resolution(self) -> tuple[Resolution, ...]:
+        """None: all windows have the same length."""
+        return ()
+
+    def sample(self, image_size: int | None = None) -> Sample:  # noqa: ARG002 -- as in Data
+        """Return the shapes of a window."""
+        shape = (self.window,)
+        return Sample(f"windows of {self.window} words", shape, labels=shape, limit=self.vocabulary)
 
 
-def validation_labels(data: Data | Text) -> int:
-    """Return the number of labels in an evaluation: the words of a text, or one for each image."""
-    if isinstance(data, Text) and data.held_out is None:
-        return data.val_words
-    return data.val_split * labels_per_sample(data)
+def _perplexity(found: Scores) -> float:
+    try:
+        return math.exp(found.loss)
+    except OverflowError:
+        return math.inf
+
+
+TEXT = Task(
+    data="text",
+    samples="windows",
+    labelled="words",
+    classes="words",
+    metrics=(
+        Metric(
+            key="perplexity",
+            name="perplexity",
+            title="Perplexity",
+            column="Perplexity",
+            value=_perplexity,
+            lower_is_better=True,
+            note="{when}, on {labels}",
+            caption="exp(loss) over the {labels} of the validation text, each predicted from those "
+            "before it in its window.",
+            is_recorded=True,
+        ),
+        Metric(
+            key=TOP1.key,
+            name="next word",
+            title="Next word",
+            column="Next word right",
+            value=TOP1.value,
+            unit="%",
+            note="are the likeliest to the model",
+        ),
+    ),
+    fit=1.0,  # the entropy of a text is not known
+    loss_note="Both are means over words.",
+)

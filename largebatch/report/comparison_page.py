@@ -13,6 +13,7 @@ import numpy as np
 
 from largebatch.errors import printable, shorten
 from largebatch.formatting import MISSING, plural, points
+from largebatch.recipe.task import Task
 from largebatch.report.comparison import Compared, Comparison, describe
 from largebatch.report.course import Course
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
@@ -122,10 +123,12 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
         return "yes" if group.change(one).beyond_noise else "no"
 
     names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
-    of_words = any(one.run.of_words for one in ranked)
     columns = [
         column("Run", lambda one: one.label, None),
-        *([column("Perplexity", _perplexity, ",.2f")] if of_words else []),
+        *(
+            column(task.metric.title, partial(_value, task=task), ",.2f")
+            for task in _measured(ranked)
+        ),
         column("Top-1, %", _end, ".2f"),
         column("To the best", behind, ".2f"),
         column("Beyond noise", beyond, None),
@@ -159,8 +162,15 @@ def _end(one: Compared) -> float | None:
     return None if one.run.result is None else 100 * one.run.result.top1
 
 
-def _perplexity(one: Compared) -> float | None:
-    return None if one.run.result is None else one.run.result.perplexity
+def _measured(runs: Sequence[Compared]) -> list[Task]:
+    """Return the tasks that another metric than accuracy judges."""
+    return list(dict.fromkeys(one.run.task for one in runs if not one.run.task.by_accuracy))
+
+
+def _value(one: Compared, *, task: Task) -> float | None:
+    if one.run.result is None or one.run.task is not task:
+        return None
+    return task.metric.shown(one.run.result)
 
 
 def _reached(one: Compared, *, target: float, unit: Unit, at_once: bool) -> float:
@@ -205,13 +215,20 @@ def _charts(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Iter
         ("top-1", "@top1{0.00} %"), ("loss", "@loss{0.0000}"), ("stage", "@stage"),
     )  # fmt: skip
     is_evaluated = any(one.evaluated.stages for one in comparison.runs)
-    if any(one.run.of_words for one in comparison.runs):
-        yield _section("Perplexity", Chart(
-            name="perplexity", x="step", y="perplexity", moves=True, height=400,
-            x_title="Steps", y_title="Perplexity",
-            curves=_curves(evaluated, ("perplexity", "@perplexity{0.00}"), loss, stage, *where),
-            caption="exp(loss) over the words of the validation text, at every evaluation; lower "
-            "is better. Accuracies of these runs are of the next word.",
+    for task in _measured(comparison.runs) if is_evaluated else ():
+        metric = task.metric
+        own = [
+            curve for curve, one in zip(evaluated, comparison.runs, strict=True)
+            if one.run.task is task
+        ]  # fmt: skip
+        hover = (metric.name, f"@{metric.key}{{0.00}}")
+        direction = "Lower" if metric.lower_is_better else "Higher"
+        yield _section(metric.title, Chart(
+            name=metric.key, x="step", y=metric.key, moves=True, height=400,
+            x_title="Steps", y_title=metric.title,
+            curves=_curves(own, hover, loss, stage, *where),
+            caption=f"{metric.caption.format(labels=task.labelled)} {direction} is better. "
+            f"Accuracies of these runs count {task.labelled}.",
         ))  # fmt: skip
     if is_evaluated:
         yield _section("Accuracy", Chart(

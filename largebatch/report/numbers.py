@@ -1,11 +1,13 @@
 """The numbers a report begins with, and what its sentences say of speed, confidence and waits."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.task import Metric
 from largebatch.report.mistakes import compare
 from largebatch.report.run import Run, Stage, images_per_second
 from largebatch.tracking.events import Profile
@@ -32,12 +34,12 @@ def headlines(run: Run) -> tuple[Headline, ...]:
     seconds = run.summary.seconds if run.summary else None
     time, unit = duration(seconds).split(" ") if seconds is not None else (MISSING, "")
     return (
-        *((_perplexity(run), _next_word(run)) if run.of_words else (_accuracy(run), _gain(run))),
+        *_scores(run),
         _speed(run),
         Headline(
             "Global batch",
             f"{plan.global_batch:,}",
-            run.noun,
+            run.task.samples,
             _division(plan) + _later_batches(plan),
         ),
         Headline(
@@ -71,7 +73,7 @@ def _speed(run: Run) -> Headline:
     together = plural(run.plan.workers, "worker") + " together" * (run.plan.workers > 1)
     bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
     note = f"{together}, input bound" if bound else together
-    return Headline("Training speed", f"{rate:,.0f}", f"{run.noun}/s", note)
+    return Headline("Training speed", f"{rate:,.0f}", f"{run.task.samples}/s", note)
 
 
 def _skipped(run: Run) -> str:
@@ -80,26 +82,24 @@ def _skipped(run: Run) -> str:
     return f", {skipped:,} skipped: fp16 overflow" if skipped else ""
 
 
-def _accuracy(run: Run) -> Headline:
+def _scores(run: Run) -> Iterator[Headline]:
+    """Yield two metrics of the model, or its accuracy and what polishing gained."""
+    if run.task.by_accuracy:
+        yield _score(run, run.task.metric)
+        yield _gain(run)
+    else:
+        for metric in run.task.metrics[:2]:
+            yield _score(run, metric)
+
+
+def _score(run: Run, metric: Metric) -> Headline:
     last = run.result
     if last is None:
-        return Headline("Top-1 accuracy", MISSING, "", "never measured")
+        return Headline(metric.title, MISSING, "", "never measured")
     polished = any(stage.kept for stage in run.polishing) and run.finished
     when = "after polishing" if polished else f"after {last.step:,} steps"
-    return Headline("Top-1 accuracy", percent(last.top1), "%", when)
-
-
-def _perplexity(run: Run) -> Headline:
-    last = run.result
-    assert last is not None
-    when = f"after {last.step:,} steps, on {last.samples:,} validation words"
-    return Headline("Perplexity", f"{last.perplexity:.2f}", "", when)
-
-
-def _next_word(run: Run) -> Headline:
-    last = run.result
-    assert last is not None
-    return Headline("Next word", percent(last.top1), "%", "are the likeliest to the model")
+    note = metric.note.format(when=when, labels=f"{last.samples:,} validation {run.task.labelled}")
+    return Headline(metric.title, metric.text(last), metric.unit, note)
 
 
 def _gain(run: Run) -> Headline:
@@ -123,9 +123,10 @@ def _gain_between(
 ) -> Headline:
     """Describe a change of top-1; it is `judged` good where chance would not do as much."""
     change = compare(before.after, after.after, before.mistakes, after.mistakes)
-    images = f"{abs(change.images):,} of {change.samples:,} validation images"
+    evaluated = f"{change.samples:,} validation {run.task.labelled}"
+    images = f"{abs(change.images):,} of {evaluated}"
     if not change.beyond_noise:
-        images = f"within the noise of {change.samples:,} validation images"
+        images = f"within the noise of {evaluated}"
     place = run.stages.index(before)
     made = sum(s.result.steps for s in run.stages[place + 1 :] if s.result and s.kept)
     end = after.after.step
@@ -200,15 +201,15 @@ def shares(run: Run) -> Shares:
 def describe_waits(run: Run) -> str:
     """Return in one sentence whether the run was input bound."""
     data, reduction = shares(run)
-    parts = f"{_percent(data)} of the time waiting for {run.noun}"
+    parts = f"{_percent(data)} of the time waiting for {run.task.samples}"
     if run.plan.workers > 1:
         parts += f" and {_percent(reduction)} waiting for the sums of gradients"
     if data < INPUT_BOUND:
         return f"Not input bound: updates spent {parts}."
-    keys = "" if run.of_words else "see execution.cache and execution.decoder, or "
+    keys = f"see {run.task.input_settings}, or " if run.task.input_settings else ""
     return (
-        f"Input bound: updates spent {parts}; {run.noun} that come at once would make training "
-        f"{1 / max(1 - data, 0.01):.2g} times as fast ({keys}give each worker more cores)."
+        f"Input bound: updates spent {parts}; {run.task.samples} that come at once would make "
+        f"training {1 / max(1 - data, 0.01):.2g} times as fast ({keys}give each worker more cores)."
     )
 
 
@@ -226,11 +227,12 @@ def describe_confidence(run: Run) -> str | None:
         )
     )
     never = found.classes_never_correct
-    left_out = f", without {never:,} of which no image is right" if never else ""
+    left_out = f", without {never:,} of which none is right" if never else ""
+    labelled, classes = run.task.labelled, run.task.classes
     return (
-        f"Of the images that are classified right, the probability of their class is {mean} % on "
-        f"average (AC), with a standard deviation of {deviation} points over the images (CD) and "
-        f"of {across} points over the classes' averages (CDAC){left_out}."
+        f"Of the {labelled} that are classified right, the probability of their class is {mean} % "
+        f"on average (AC), with a standard deviation of {deviation} points over the {labelled} "
+        f"(CD) and of {across} points over the {classes}' averages (CDAC){left_out}."
     )
 
 
@@ -243,7 +245,7 @@ def describe_gap(run: Run) -> str | None:
     gap = signed(found.gap, ".4f")
     return (
         f"Generalization gap: the validation loss, {last.after.loss:.4f}, minus {found.loss:.4f} "
-        f"on the {found.samples:,} {'words' if run.of_words else 'images'} trained on, shown "
+        f"on the {found.samples:,} {run.task.labelled} trained on, shown "
         f"without augmentation, is {gap}; there top-1 is {percent(found.top1)} %."
     )
 

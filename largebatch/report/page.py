@@ -18,7 +18,7 @@ from largebatch.report.drift import draw_drift
 from largebatch.report.figures import (
     draw_accuracy,
     draw_loss,
-    draw_perplexity,
+    draw_metric,
     draw_throughput,
 )
 from largebatch.report.mistakes import (
@@ -90,7 +90,7 @@ def make_page(run: Run, sections: Sequence[Section] = ()) -> str:
         headlines=headlines(run),
         explained=_EXPLAINED,
         unknown=MISSING,
-        charts=CHARTS,
+        charts=charts_of(run),
         widths=(WIDE, NARROW),
         sections=sections,
         environment=_environment(run),
@@ -165,7 +165,7 @@ class Chart:
 
 def write_charts(run: Run, folder: Path) -> None:
     """Write every chart, and the overview report.png, as PNG files."""
-    for name, chart in CHARTS.items():
+    for name, chart in charts_of(run).items():
         if not chart.content(run):
             (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier part of the run
             continue
@@ -190,10 +190,10 @@ def _draw_titled(figure: "Canvas", chart: Chart, run: Run) -> None:
 
 
 _OVERVIEW = (
-    *("loss", "accuracy", "perplexity", "throughput", "drift", "ratios", "waits", "noise", "norm"),
-    *("system", "confusion"),
+    *("accuracy", "throughput", "drift", "ratios", "waits", "noise", "norm", "system"),
+    "confusion",
 )
-"""Of these charts it shows the first four that there are."""
+"""Order of the charts after the loss and the metric of the task; the overview has four."""
 
 
 def _draw_overview(figure: "Figure", run: Run) -> None:
@@ -206,14 +206,26 @@ def _draw_overview(figure: "Figure", run: Run) -> None:
         x = left + place * (1 - left) / 6
         head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
         head.text(x, 0.2, number.label, color=MUTED, va="top")
-    there = [name for name, chart in CHARTS.items() if chart.content(run)]
-    charts = [CHARTS[name] for name in sorted(there, key=_OVERVIEW.index)[:4]]
+    there = {name: chart for name, chart in charts_of(run).items() if chart.content(run)}
+    order = ["loss", run.task.metric.key, *_OVERVIEW]
+    charts = [there[name] for name in sorted(there, key=order.index)[:4]]
     if not charts:
         body.add_subplot().set_axis_off()  # the layout needs one
         return
     quarters = body.add_gridspec(-(-len(charts) // 2), min(2, len(charts)))
     for place, chart in enumerate(charts):
         _draw_titled(body.add_subfigure(quarters[place]), chart, run)
+
+
+def charts_of(run: Run) -> dict[str, "Chart"]:
+    """Return the charts by name, with that of the metric where accuracy does not judge the run."""
+    metric = run.task.metric
+    if run.task.by_accuracy:
+        return CHARTS
+    own = Chart(
+        metric.title, draw_metric, wide=340, narrow=340, content=lambda run: run.evaluations
+    )
+    return {"loss": CHARTS["loss"], metric.key: own} | CHARTS
 
 
 CHARTS = {
@@ -229,14 +241,7 @@ CHARTS = {
         draw_accuracy,
         wide=340,
         narrow=500,
-        content=lambda run: not run.of_words and run.evaluations,
-    ),
-    "perplexity": Chart(
-        "Perplexity",
-        draw_perplexity,
-        wide=340,
-        narrow=340,
-        content=lambda run: run.of_words,
+        content=lambda run: run.task.by_accuracy and run.evaluations,
     ),
     "throughput": Chart(
         "Training speed",

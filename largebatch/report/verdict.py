@@ -16,21 +16,17 @@ from largebatch.formatting import percent
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.task import Metric
 from largebatch.report.mistakes import by_class, compare
 from largebatch.report.run import FloatArray, Run, median
 from largebatch.tracking.events import Evaluation, Mistakes
 
-UNSURE_LOSS = 0.01
-"""Nats: perplexities that are no farther apart than 1 % are called close."""
+CLOSE = 0.01
+"""Relative difference up to which two values of a metric other than accuracy are called close."""
 
 WILD_LOSS = 10
 """Times the loss of guessing. A few times as much is usual in the first epochs of large batches,
 where the running averages of BatchNorm lag behind the weights; ten times is not."""
-
-UNFIT_LOSS = 0.5
-"""The share of the loss of guessing below which a training loss on images is expected to end, above
-what label smoothing alone leaves; random crops leave more. The entropy of a text is not known, so
-the training loss of a language model is expected to end below that of guessing only."""
 
 WEAK_CLASS = 1 / 3
 """The share of the run's top-1 below which a class is called weak."""
@@ -62,14 +58,14 @@ def _finished(run: Run) -> Verdict:
     last = run.last_stage
     if last is None:
         return Verdict("The run finished; its accuracy was not measured.", good=False)
-    if run.of_words:
-        return _finished_of_words(run, last.after, _kept(run))
+    if not run.task.by_accuracy:
+        return _finished_by_metric(run, last.after, run.task.metric)
     end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
     one = max(sizes, default=0) / end.samples
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
         return Verdict(
             f"The run finished, but top-1 ends at {percent(end.top1)} %; the same answer to all "
-            f"images would make {percent(one)} %.",
+            f"{run.task.labelled} would make {percent(one)} %.",
             good=False,
         )
     kept = _kept(run)
@@ -105,8 +101,8 @@ def _judged(run: Run, kept: list[Evaluation], words: str) -> Verdict:
         loss = recipe.loss if recipe else Loss()
         oddities += _wild_losses(run, kept, num_classes, smoothing_floor(loss, num_classes))
     if mistakes is not None:
-        oddities += _weak_classes(mistakes)
-    elif not run.of_words:
+        oddities += _weak_classes(mistakes, run.task.labelled)
+    elif run.task.by_accuracy:
         unknown.append("single classes")
     words = f"{_losses(run)}{words}"
     if unknown:
@@ -148,8 +144,7 @@ def _lost_losses(kept: list[Evaluation]) -> Iterator[str]:
 def _wild_losses(run: Run, kept: list[Evaluation], num_classes: int, floor: float) -> Iterator[str]:
     """Yield losses that are far above the loss of guessing, or end close to it."""
     chance = math.log(num_classes)
-    noun = "words" if run.of_words else "classes"
-    guess = f"equal probabilities for all {num_classes:,} {noun} have {chance:.3g}"
+    guess = f"equal probabilities for all {num_classes:,} {run.task.classes} have {chance:.3g}"
     highest = max(kept, key=lambda found: found.loss if math.isfinite(found.loss) else 0.0)
     if highest.loss > WILD_LOSS * chance:
         yield (
@@ -160,12 +155,12 @@ def _wild_losses(run: Run, kept: list[Evaluation], num_classes: int, floor: floa
         yield f"the validation loss ends at {kept[-1].loss:.3g}, where {guess}"
     losses = np.array([step.loss for step in run.steps])
     end = median(losses[-_few(losses) :])
-    if end - floor > (1 if run.of_words else UNFIT_LOSS) * chance:
+    if end - floor > run.task.fit * chance:
         smoothing = f" ({floor:.3g} of it by label smoothing)" if floor else ""
         yield f"the training loss ends at {end:.3g}{smoothing}, where {guess}"
 
 
-def _weak_classes(found: Mistakes) -> Iterator[str]:
+def _weak_classes(found: Mistakes, labelled: str) -> Iterator[str]:
     """Yield which classes are right far more rarely than all images are."""
     classes, samples = by_class(found), sum(found.sizes)
     top1 = 1 - len(found.samples) / samples
@@ -178,7 +173,7 @@ def _weak_classes(found: Mistakes) -> Iterator[str]:
     if sum(one.size for one in weak) < WEAK_IMAGES * samples:
         return
     lowest, *others = weak
-    share = f"{lowest.correct:,} of {lowest.size:,} images"
+    share = f"{lowest.correct:,} of {lowest.size:,} {labelled}"
     if others:
         yield (
             f"{len(weak)} of {len(classes):,} classes have less than a third of that top-1, the "
@@ -188,21 +183,24 @@ def _weak_classes(found: Mistakes) -> Iterator[str]:
         yield f"of class {lowest.name} only {share} are right"
 
 
-def _finished_of_words(run: Run, end: Evaluation, kept: list[Evaluation]) -> Verdict:
-    """Compare the perplexity at the end with the lowest of the run."""
-    if end.perplexity is None or not math.isfinite(end.loss):
+def _finished_by_metric(run: Run, end: Evaluation, metric: Metric) -> Verdict:
+    """Compare the metric at the end with the best of the run."""
+    kept, value = _kept(run), metric.value(end)
+    if not math.isfinite(value) or not math.isfinite(end.loss):
         return Verdict("The run finished, but its validation loss ends as no number.", good=False)
-    lowest = min((found for found in kept if math.isfinite(found.loss)), key=lambda one: one.loss)
-    if end.loss > lowest.loss + UNSURE_LOSS:
+    choose = min if metric.lower_is_better else max
+    best = choose((found for found in kept if math.isfinite(metric.value(found))), key=metric.value)
+    side, extreme = ("above", "lowest") if metric.lower_is_better else ("below", "highest")
+    words = f"the {extreme} of the run"
+    if metric.is_better(metric.value(best), value):
+        words = f"close to its {extreme}, {metric.text(best)}"
+    if abs(value - metric.value(best)) > CLOSE * abs(metric.value(best)):
         return Verdict(
-            f"The run finished, but perplexity ends at {end.perplexity:.2f}, above the "
-            f"{lowest.perplexity:.2f} that it was after {lowest.step:,} steps.",
+            f"The run finished, but {metric.name} ends at {metric.text(end)}, {side} the "
+            f"{metric.text(best)} that it was after {best.step:,} steps.",
             good=False,
         )
-    words = "the lowest of the run"
-    if end.loss > lowest.loss:
-        words = f"close to its lowest, {lowest.perplexity:.2f}"
-    return _judged(run, kept, f"perplexity ends at {end.perplexity:.2f}, {words}.")
+    return _judged(run, kept, f"{metric.name} ends at {metric.text(end)}, {words}.")
 
 
 def _losses(run: Run) -> str:

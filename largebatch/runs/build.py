@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from largebatch.data.batches import Pipeline
 from largebatch.data.datasets.own import import_own
-from largebatch.data.pipeline import open_pipeline
+from largebatch.data.pipeline import open_images
+from largebatch.data.text.pipeline import open_text
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -26,11 +28,13 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import PlanError, RecipeError
 from largebatch.mlperf.logger import MLPerf
 from largebatch.models import affine_parameters, build
+from largebatch.models.accepted import require_accepted
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.compiled import compile_model
-from largebatch.models.image_sizes import require_inputs
 from largebatch.recipe.arithmetic.plan import Plan, make_plan, may_share_spans, measuring_plan
+from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe, anywhere, require_backend
+from largebatch.recipe.text import Text
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.optimizer import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
@@ -61,6 +65,24 @@ _SPIN = (
     "PyTorch's threads spin while they wait for each other, and on a busy machine a run takes "
     "several times as long: import run from largebatch before torch, or set OMP_WAIT_POLICY=PASSIVE"
 )
+
+
+def open_pipeline(
+    recipe: Recipe,
+    plan: Plan,
+    backend: Backend,
+    *,
+    folder: Path | None,
+    dataset: str | None = None,
+) -> Pipeline:
+    """Open the samples that a recipe names; raises as open_images and open_text."""
+    match recipe.data:
+        case Data():
+            return open_images(recipe, plan, backend, folder=folder, dataset=dataset)
+        case Text():
+            return open_text(recipe, plan, backend, folder=folder, dataset=dataset)
+        case _:
+            assert_never(recipe.data)
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
@@ -249,7 +271,7 @@ def build_trainer(
         require_tensors(model, recipe)
         if options.profile is not None and recipe.protocol is not None:
             raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
-        require_inputs(recipe, {piece.image_size for piece in plan.sizes})
+        require_accepted(recipe, {piece.image_size for piece in plan.sizes})
         shares = plan.sync_workers > 1
         compile_model(model, recipe.execution.compile, backend.device, shares_spans=shares)
     state = build_state(here, plan, model, backend)

@@ -14,6 +14,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.task import Task
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import build_extra, open_trainer
 from largebatch.runs.folder import check_folder
@@ -178,12 +179,13 @@ class Evaluated(NamedTuple):
     step: int
     """Updates that made it."""
 
+    task: Task
     metrics: Metrics
     training: Metrics | None
     """On all images trained on, shown as validation images are; None where not asked for."""
 
     test: Metrics | None = None
-    """On the test part of a text; None where not asked for."""
+    """On the test data; None where not asked for."""
 
 
 def evaluate_checkpoint(
@@ -191,7 +193,7 @@ def evaluate_checkpoint(
 ) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data.
 
-    And with `training` on its training images, with `test` on the test part of its text.
+    And with `training` on its training data, with `test` on its test data.
     """
     path = find_checkpoint(path)
     checkpoint = _load(path, options)
@@ -203,7 +205,8 @@ def evaluate_checkpoint(
         found = trainer.measure()
         on_training = trainer.measure_training() if training else None
         on_test = trainer.measure_test() if test else None
-        return Evaluated(path, checkpoint.progress.updates, found, on_training, on_test)
+        updates, task = checkpoint.progress.updates, checkpoint.recipe.task
+        return Evaluated(path, updates, task, found, on_training, on_test)
 
 
 def polish_checkpoint(

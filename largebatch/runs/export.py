@@ -14,7 +14,7 @@ from largebatch.errors import CheckpointError, RecipeError
 from largebatch.models import build, is_timms
 from largebatch.optional import require_onnx
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.text import Text
+from largebatch.recipe.task import IMAGES
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
@@ -92,10 +92,10 @@ def _config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
 
 def _load_classifier(path: Path) -> Checkpoint:
     checkpoint = load_checkpoint(path)
-    if isinstance(checkpoint.recipe.data, Text):
+    if checkpoint.recipe.task is not IMAGES:
         raise RecipeError(
-            f"{path}: a language model, and export is for image classifiers; recipe.yaml, "
-            "vocabulary.txt and the checkpoint of a run folder are all that there is of it"
+            f"{path}: export is for image classifiers, and data.source is "
+            f"{checkpoint.recipe.data.source}; use the files of the run folder"
         )
     return checkpoint
 

@@ -55,7 +55,7 @@ def open_folder(
     where a tracker cannot be used.
     """
     recipe = trainer.recipe
-    console = Console(started=command_started())
+    console = Console(started=command_started(), task=recipe.task)
     trackers: list[Tracker] = [console, *open_trackers(trainer, folder, ids, resume=resume)]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -398,10 +398,10 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         top1=last.top1 if last else None,
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
-        perplexity=last.perplexity if last else None,
         weights_sha256=state.weights_sha256,
         extra={name: extra.summary() for name, extra in state.extra.items()},
         remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
         stages=tuple(state.stages),
         status=status,
+        **(trainer.recipe.task.recorded(last) if last else {}),
     )

@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from largebatch.formatting import three_digits
+from largebatch.recipe.task import IMAGES, Task
 from largebatch.tracking.events import (
     Decision,
     Evaluation,
@@ -41,11 +42,14 @@ class Console:
     `started` is the start of the command, in seconds since 1970.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, started: float | None = None) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, *, started: float | None = None, task: Task = IMAGES
+    ) -> None:
         self._started = started
+        self._task = task
         self._console = _Screen(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
-        self._task: Any = None
+        self._bar_task: Any = None
         self._steps = 0
         self._last_line = -LINE_SECONDS
 
@@ -57,16 +61,13 @@ class Console:
             case Step():
                 self._show_step(event)
             case Evaluation():
-                perplexity = event.perplexity
                 self._console.print(
-                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
-                    + (f"perplexity {perplexity:.2f}  " if perplexity is not None else "")
-                    + f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  "
+                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  {self._task.line(event)}  "
                     f"val loss {event.loss:.4f}"
                 )
             case GeneralizationGap():
                 self._console.print(
-                    f"{event.stage:>10}  training images  top-1 {event.top1:7.2%}  "
+                    f"{event.stage:>10}  training {self._task.data}  top-1 {event.top1:7.2%}  "
                     f"loss {event.loss:.4f}  generalization gap {event.gap:+.4f}"
                 )
             case Note():
@@ -75,7 +76,7 @@ class Console:
                 self._console.print(
                     f"{event.stage:>10}  {'kept' if event.kept else 'rolled back'}: top-1 "
                     f"{event.before:.2%} -> {event.after:.2%} on {event.samples:,} "
-                    "training images held out"
+                    f"training {self._task.samples} held out"
                 )
             case Finish():
                 self._finish(event.summary)
@@ -112,7 +113,9 @@ class Console:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._task = self._bar.add_task("train", total=self._steps, completed=step, numbers="")
+            self._bar_task = self._bar.add_task(
+                "train", total=self._steps, completed=step, numbers=""
+            )
             self._bar.start()
 
     def _finish(self, summary: Summary) -> None:
@@ -142,7 +145,9 @@ class Console:
             f"{three_digits(event.images_per_second)} samples/s"
         )
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=event.stage, numbers=numbers)
+            self._bar.update(
+                self._bar_task, completed=done, description=event.stage, numbers=numbers
+            )
         elif time.monotonic() - self._last_line >= LINE_SECONDS or done == self._steps:
             self._last_line = time.monotonic()
             left = timedelta(seconds=round((self._steps - done) * event.step_seconds))

@@ -157,9 +157,16 @@ class Evaluation:
     class_confidence_deviation: Measured = math.nan
     classes_never_correct: int | None = None
     perplexity: float | None = None
-    """As in evaluation.Metrics; null in older logs."""
+    """Recorded for text; see `Metric.is_recorded`."""
 
     seconds: float = math.nan
+
+
+METRICS = (
+    *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
+    *("class_confidence_deviation", "perplexity"),
+)
+"""The numbers of an evaluation that trackers plot; one that is None is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +337,7 @@ class StageResult:
     top5: float
     loss: Measured
     perplexity: float | None = None
-    """After it, also where it was rolled back; the perplexity is that of words."""
+    """After it, also where it was rolled back; the perplexity is recorded for text."""
 
     before: Accuracy | None = None
     """After the last stage that was kept; null for the first."""
@@ -380,7 +387,7 @@ class Summary:
     top5: float | None
     loss: Measured | None
     perplexity: float | None = None
-    """After the last stage that was kept; images have no perplexity."""
+    """After the last stage that was kept; the perplexity is recorded for text."""
 
     weights_sha256: str | None = None
     """As in Start."""

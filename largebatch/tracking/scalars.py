@@ -7,7 +7,7 @@ only once; the log of the run, or the tracker, holds which were given.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from largebatch.tracking.events import (
     CHECKPOINTS,
     EVENTS,
+    METRICS,
     OVERVIEW,
     REPORT,
     SYSTEM,
@@ -40,10 +41,6 @@ Plotted = Step | Evaluation | GeneralizationGap | Decision | Drift | System
 
 _OF_A_STEP = (
     "loss lr images_per_second epoch data_seconds reduction_seconds noise_scale gradient_norm"
-)
-
-_OF_AN_EVALUATION = (
-    "top1 top5 loss average_confidence confidence_deviation class_confidence_deviation"
 )
 
 
@@ -127,13 +124,11 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
     """Return the numbers of an event; NaN is left out, except for a loss."""
     match event:
         case Step():
-            values = _values("train", event, _OF_A_STEP)
+            values = _values("train", event, _OF_A_STEP.split())
             ratios = zip(layers, event.trust_ratios, strict=False)  # none where LARS made no update
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
         case Evaluation():
-            values = _values("val", event, _OF_AN_EVALUATION)
-            if event.perplexity is not None:
-                values["val/perplexity"] = event.perplexity
+            values = _values("val", event, METRICS)
         case GeneralizationGap():
             values = {"generalization/gap": event.gap, "generalization/train_loss": event.loss}
             values["generalization/train_top1"] = event.top1
@@ -151,8 +146,10 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
     return {k: v for k, v in values.items() if math.isfinite(v) or k.endswith("/loss")}
 
 
-def _values(group: str, event: Step | Evaluation, keys: str) -> dict[str, float]:
-    return {f"{group}/{key}": getattr(event, key) for key in keys.split()}
+def _values(group: str, event: Step | Evaluation, keys: Iterable[str]) -> dict[str, float]:
+    """Return the fields with these names, without those that are None."""
+    values = {f"{group}/{key}": getattr(event, key) for key in keys}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _by_worker(column: tuple[float, ...]) -> list[tuple[str, float]]:

@@ -45,8 +45,8 @@ class Metrics:
     """
 
     top1: float
-    """Part of the samples whose label has the highest score, 0 .. 1. Where a sample is a window of
-    words, each with a label of its own, the samples are here the words."""
+    """Part of the samples whose label has the highest score, 0 .. 1. Where a sample has several
+    labels, each label counts as a sample."""
 
     top5: float
     """Part of the samples whose label is among the five highest scores."""
@@ -67,13 +67,10 @@ class Metrics:
     none and is left out; NaN where all are."""
 
     classes_never_correct: int | None
-    """Those left out although they have samples."""
+    """Number of the classes left out although they have samples. Where a sample has several labels
+    it is None and the confidences are NaN: most of the classes are never the likeliest there."""
 
     by_class: ClassMetrics
-
-    perplexity: float | None = None
-    """Of words: exp(loss). None where a sample has one label. With it, the confidences above are
-    NaN, and classes_never_correct is None: most words are never the likeliest next one."""
 
 
 @torch.no_grad()
@@ -89,8 +86,7 @@ def evaluate(
 
     A batch is a tuple that begins with images (N x C x ...) and labels (N class numbers), on any
     device, or a mapping (see `models/inputs.py`); N may differ, and a worker may have no batch.
-    Words (N x T) have labels N x T and scores N x T x K; then each label counts, and there is a
-    perplexity.
+    Samples may have several labels each (N x T, with scores N x T x K); then each label counts.
     Without a `backend`, the workers that torch.distributed or Horovod has connected are asked for
     (`running_backend`). The model may be wrapped (DistributedDataParallel, AveragedModel,
     torch.compile) and is in evaluation mode meanwhile. `expected` is the number of labels over all
@@ -140,7 +136,7 @@ class _Tally:
         self._table = torch.zeros(6, 0, dtype=torch.float64, device=device)
         """Without a column before the first batch, which has the classes."""
 
-        self._of_words = False
+        self._several_labels = False
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count one batch."""
@@ -149,7 +145,7 @@ class _Tally:
                 f"labels are {' x '.join(map(str, labels.shape))} for scores of "
                 f"{' x '.join(map(str, logits.shape))}; expected one class number for each sample"
             )
-        self._of_words = labels.ndim > 1
+        self._several_labels = labels.ndim > 1
         logits, labels = logits.flatten(0, -2), labels.flatten()
         if not self._table.shape[1]:
             self._table = self._table.new_zeros(6, logits.shape[1])
@@ -168,11 +164,11 @@ class _Tally:
     def sum(self, backend: Backend) -> None:
         """Add what all other workers have counted, and bring it to the CPU."""
         width = self._table.shape[1]
-        own = [width, width**2, width > 0, self._of_words]
+        own = [width, width**2, width > 0, self._several_labels]
         found = torch.tensor(own, dtype=torch.int64, device=backend.device)
         backend.all_reduce(found).wait()
-        total, squares, counting, of_words = found.tolist()  # sync: how wide the table is
-        self._of_words = of_words > 0
+        total, squares, counting, several = found.tolist()  # sync: how wide the table is
+        self._several_labels = several > 0
         common = total // max(1, counting)
         if (common * counting, common * total) != (total, squares):  # some differ from their mean
             widths = backend.all_gather(found.new_tensor(width)).tolist()  # sync: for the message
@@ -214,14 +210,12 @@ class _Tally:
                 average_confidence=tuple(own.tolist()),
             ),
         )
-        return _of_words(found) if self._of_words else found
+        return _without_confidences(found) if self._several_labels else found
 
 
-def _of_words(found: Metrics) -> Metrics:
-    """Return the metrics of words: with their perplexity, without confidences."""
+def _without_confidences(found: Metrics) -> Metrics:
     return replace(
         found,
-        perplexity=torch.tensor(found.loss, dtype=torch.float64).exp().item(),  # inf, not an error
         average_confidence=math.nan,
         confidence_deviation=math.nan,
         class_confidence_deviation=math.nan,

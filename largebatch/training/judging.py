@@ -46,7 +46,7 @@ def end_stage(
     last = state.last_kept
     held_out, kept = _decide(trainer, name, last, failed=failed)
     if kept:
-        state.progress.note(metrics)
+        state.progress.note(metrics, trainer.recipe.task.metric)
     else:
         state.roll_back()
     state.end_stage(
@@ -57,11 +57,11 @@ def end_stage(
             top1=metrics.top1,
             top5=metrics.top5,
             loss=metrics.loss,
-            perplexity=metrics.perplexity,
             before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
             held_out=held_out,
             kept=kept,
             note=note,
+            **trainer.recipe.task.recorded(metrics),
         )
     )
     saving.save(trainer)

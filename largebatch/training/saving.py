@@ -96,12 +96,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, source: str = "the chec
     text whose vocabulary numbers words differently.
     """
     saved = checkpoint.origin.get("data")
-    words = saved.get("vocabulary") if isinstance(saved, dict) else None
-    if words != trainer.pipeline.splits.get("vocabulary"):
-        raise CheckpointError(
-            f"{source}: was trained with another vocabulary than that of the text here, so "
-            "that words have other numbers; give the text of that run with --data"
-        )
+    labels = saved if isinstance(saved, dict) else {}
+    trainer.pipeline.require_same_labels(labels, source=source)
     if checkpoint.progress.step > trainer.plan.steps:
         trainer.state.use(trainer.build_affine())
     try:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, Self
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.distributed.reducer import Reducer
+from largebatch.recipe.task import Metric
 from largebatch.schedules.functions import Schedule
 from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import StageResult
@@ -63,15 +64,22 @@ class Progress:
     readings: list[Reading] = field(default_factory=list)
     """The evaluations of train and clean, from which `schedule.plateau` takes the rate."""
 
-    best_top1: float | None = None
-    best_perplexity: float | None = None
+    best: float | None = None
     best_step: Count | None = None
-    """The highest accuracy of an evaluation, or of words the lowest perplexity, and after how many
-    updates it was."""
+    """The best evaluation by the metric of the task, and the number of updates before it."""
 
     def __post_init__(self) -> None:
         """Read what a checkpoint has, where tuples are lists."""
         self.readings = [Reading(*reading) for reading in self.readings]
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> Self:
+        """Return the progress of a checkpoint; older ones name the best value by its metric."""
+        old = {key for key in saved if key.startswith("best_")} - {"best_step"}
+        fields: dict[str, Any] = {key: saved[key] for key in saved if key not in old}
+        for key in old:
+            fields["best"] = saved[key] if saved[key] is not None else fields.get("best")
+        return cls(**fields)
 
     @property
     def updates(self) -> int:
@@ -90,13 +98,11 @@ class Progress:
         self.images -= images
         self.train_seconds -= seconds
 
-    def note(self, found: Metrics) -> None:
-        """Take in an evaluation of the state as it is."""
-        if found.perplexity is not None:
-            if self.best_perplexity is None or found.perplexity < self.best_perplexity:
-                self.best_perplexity, self.best_step = found.perplexity, self.step
-        elif self.best_top1 is None or found.top1 > self.best_top1:
-            self.best_top1, self.best_step = found.top1, self.step
+    def note(self, found: Metrics, metric: Metric) -> None:
+        """Record an evaluation of the current state."""
+        value = metric.value(found)
+        if self.best is None or metric.is_better(value, self.best):
+            self.best, self.best_step = value, self.step
 
     def discard_until(self, step: int) -> None:
         """Pass over the updates before `step`, which will never be made."""
@@ -274,7 +280,7 @@ class TrainState:
             self.replicas.load_state_dict(state["replicas"])
         self.load_optimizer(**state["optimizer"])
         _load_scaler(self.scaler, state["scaler"])
-        self.progress = Progress(**state["progress"])
+        self.progress = Progress.read(state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]

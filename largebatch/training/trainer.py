@@ -22,7 +22,6 @@ from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.text import labels_per_sample, validation_labels
 from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import (
     Evaluation,
@@ -110,14 +109,14 @@ class Trainer:
                 self.state.model,
                 self.pipeline.validation(),
                 self.backend,
-                expected=validation_labels(self.recipe.data),
+                expected=self.recipe.data.val_labels,
                 each=each,
             )
 
     def measure_training(self) -> Metrics:
         """Evaluate the model as it is on all images trained on, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
-        expected = samples.samples * labels_per_sample(self.recipe.data)
+        expected = samples.samples * self.recipe.data.sample().num_labels
         with self._measurable():
             return evaluate(self.state.model, samples, self.backend, expected=expected)
 
@@ -173,6 +172,7 @@ class Trainer:
                 epoch=self.plan.epoch(step),
                 seconds=time.perf_counter() - begun,
                 **{name: value for name, value in asdict(metrics).items() if name != "by_class"},
+                **self.recipe.task.recorded(metrics),
             )
         )
         return metrics

@@ -24,7 +24,8 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
             evaluates = done < steps.stop and _passes(trainer.plan, before, done)
             if evaluates:
                 step_log.flush()
-                trainer.state.progress.note(trainer.evaluate(name))
+                metric = trainer.recipe.task.metric
+                trainer.state.progress.note(trainer.evaluate(name), metric)
             if evaluates or saving.save_is_due(trainer, since=before):
                 step_log.flush()
                 saving.save(trainer)

@@ -154,7 +154,7 @@ def test_a_checkpoint_is_measured_without_what_its_machine_had(
     assert re.search(
         r"average 0\.\d{4} \(AC\), deviation 0\.\d{4} \(CD\), .* 0\.\d{4} \(CDAC\)", confidence
     )
-    assert "(1437 samples)" in training
+    assert "(1437 images)" in training
     losses = [float(line.partition("loss ")[2].split()[0]) for line in (first, training)]
     assert float(gap.split()[-1]) == pytest.approx(losses[0] - losses[1], abs=2e-4)
 

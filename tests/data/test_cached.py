@@ -19,7 +19,6 @@ from largebatch.data.augment import clean_request
 from largebatch.data.decoders import cached, torchvision
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.index.index import Index
-from largebatch.data.pipeline import open_pipeline
 from largebatch.data.types import Batches, Bytes, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
@@ -27,6 +26,7 @@ from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Interpolation
 from largebatch.recipe.loading import load_recipe
+from largebatch.runs.build import open_pipeline
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

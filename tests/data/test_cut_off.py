@@ -20,7 +20,7 @@ from largebatch.storage import Mapped
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from largebatch.data.pipeline import open_pipeline
+from largebatch.runs.build import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe

@@ -22,13 +22,13 @@ from PIL import Image
 
 from largebatch.data.decoders import cached
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.pipeline import open_pipeline
 from largebatch.data.types import Resources
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
+from largebatch.runs.build import open_pipeline
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

@@ -19,7 +19,7 @@ from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.measure.estimate import estimate
-from largebatch.models.image_sizes import require_image_sizes
+from largebatch.models.accepted import require_accepted
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -157,7 +157,7 @@ def test_a_fixed_size_model_is_refused_before_training(tmp_path: Path) -> None:
         pass
     vit = digits("model={name: vit_tiny_patch16_224}", "batch.bn_span=null", "polish=null")
     with pytest.raises(RecipeError, match=r"vit_tiny_patch16_224 does not take .* 192 x 192 \("):
-        require_image_sizes(vit, [192, 224])
+        require_accepted(vit, [192, 224])
 
 
 def test_the_contact_sheet_shows_each_pass_at_its_size() -> None:

@@ -16,7 +16,6 @@ from torch import nn
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.measure import lr_range
@@ -26,6 +25,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_recipe
 from largebatch.report.run import read_run
+from largebatch.runs.build import open_pipeline
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 

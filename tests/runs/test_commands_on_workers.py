@@ -37,7 +37,7 @@ def test_evaluate_measures_on_two_workers_what_one_measures(
     together = capfd.readouterr().out
     assert numbers(together) == pytest.approx(numbers(alone), abs=1e-4)
     assert together.count("top-1") == 1
-    assert "(360 samples)" in together
+    assert "(360 images)" in together
 
 
 @pytest.mark.long

@@ -66,8 +66,7 @@ def test_the_checkpoint_of_the_lowest_perplexity_is_the_best(
     newest = load_checkpoint(max((trained[0] / "checkpoints").iterdir()))
     lowest = min(read.evaluations, key=lambda found: found.loss)
     progress = newest.progress
-    assert (progress.best_perplexity, progress.best_step) == (lowest.perplexity, lowest.step)
-    assert progress.best_top1 is None
+    assert (progress.best, progress.best_step) == (lowest.perplexity, lowest.step)
 
 
 def test_the_run_folder_has_the_vocabulary_and_evaluating_gives_the_same_numbers(
@@ -78,10 +77,9 @@ def test_the_run_folder_has_the_vocabulary_and_evaluating_gives_the_same_numbers
     assert tuple(words) == read_corpus(folder).vocabulary
     options = Options(out=out, data=folder)
     found = evaluate_checkpoint(out, options, training=True, test=True)
-    assert (found.metrics.perplexity, found.metrics.top1) == (summary.perplexity, summary.top1)
+    assert (found.metrics.loss, found.metrics.top1) == (summary.loss, summary.top1)
     assert found.test is not None
     assert found.test.samples == len(words_of(folder, "test"))
-    assert found.test.perplexity == pytest.approx(math.exp(found.test.loss))
 
 
 def test_words_with_other_numbers_are_refused(
@@ -155,7 +153,9 @@ def test_the_console_and_evaluate_print_the_perplexity(
 ) -> None:
     assert main(["evaluate", str(trained[0]), "--data", str(folder), "--test"]) == 0
     first, test = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"perplexity {trained[1].perplexity:.2f}  loss ")
+    top1 = trained[1].top1
+    assert first.startswith(f"perplexity {trained[1].perplexity:.2f}  next word {top1:.2%}  loss ")
+    assert re.search(r"  \(\d+ words\)  ", first)
     assert test.startswith("test text: perplexity ")
 
 
@@ -166,7 +166,7 @@ def test_the_console_and_evaluate_print_the_perplexity(
         pytest.param("check R --set tracking=[mlperf]", "tracking: mlperf is for", id="mlperf"),
         pytest.param("check R --set data.flip=true", "data.flip: unknown key", id="augmentation"),
         pytest.param("check R --set data.mean=[0,0,0]", "data.mean: unknown", id="normalisation"),
-        pytest.param("check R --mlperf-closed", "has windows of words, no images", id="rules"),
+        pytest.param("check R --mlperf-closed", "has windows of 5 words, no images", id="rules"),
         pytest.param("check digits_96 --set model.name=lstm", "lstm reads words", id="images"),
         pytest.param(
             "check R --set polish={ema:0.5}", "BatchNorm, and lstm has none", id="polishing"
@@ -176,14 +176,18 @@ def test_the_console_and_evaluate_print_the_perplexity(
         ),
         pytest.param(
             "train R --data D --out O --set model={name:lenet5}",
-            "lenet5 does not take the words",
+            "lenet5 does not take windows of 5 words",
             id="model",
         ),
         pytest.param("train R --out O", "reads a text from a folder", id="no folder"),
         pytest.param("polish RUN --data D --out O", "lstm has no BatchNorm", id="pass"),
-        pytest.param("export RUN --out O", "a language model, and export is for", id="export"),
-        pytest.param("data show R --data D", "has windows of words, no images", id="show"),
-        pytest.param("plan R --cluster dgx-a100", "windows of words, no images", id="cluster"),
+        pytest.param(
+            "export RUN --out O",
+            "image classifiers, and data.source is text",
+            id="export",
+        ),
+        pytest.param("data show R --data D", "has windows of 5 words, no images", id="show"),
+        pytest.param("plan R --cluster dgx-a100", "windows of 5 words, no images", id="cluster"),
         pytest.param("evaluate RUN --data D --set data.window=3", "only execution", id="window"),
     ],
 )
@@ -232,7 +236,7 @@ def test_a_language_model_trains_with_other_settings_too(
     assert summary.perplexity is not None
     assert 1 < summary.perplexity < 60
     found = evaluate_checkpoint(tmp_path / "run", Options(out=tmp_path, data=folder))
-    assert found.metrics.perplexity == summary.perplexity
+    assert found.metrics.loss == summary.loss
 
 
 def test_a_sweep_over_a_language_model_seeks_the_lowest_perplexity(

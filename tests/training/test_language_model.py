@@ -24,6 +24,7 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models import Spans, build
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.text import TEXT
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
@@ -124,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_alike(ours: tuple[State, Metrics], theirs: tuple[State, float]) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-10, atol=1e-10)
-    assert ours[1].perplexity == pytest.approx(theirs[1], rel=1e-10)
+    assert TEXT.metric.value(ours[1]) == pytest.approx(theirs[1], rel=1e-10)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -199,7 +200,7 @@ def test_dropout_leaves_an_evaluation_alone_and_zeroes_its_share_in_training() -
     assert not torch.equal(model.train()(words), model(words))
 
 
-def test_words_without_confidences_have_a_perplexity_and_images_have_none() -> None:
+def test_several_labels_a_sample_count_each_and_have_no_confidences() -> None:
     logits = torch.randn(3, 4, 7, dtype=torch.float64)
     labels = torch.randint(7, (3, 4))
 
@@ -210,10 +211,10 @@ def test_words_without_confidences_have_a_perplexity_and_images_have_none() -> N
     rows = torch.arange(3)
     of_words = evaluate(Fixed(), [(rows[:, None].expand(3, 4), labels)], CPU, expected=12)
     mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
-    assert of_words.perplexity == pytest.approx(math.exp(mean), rel=1e-12)
+    assert TEXT.metric.value(of_words) == pytest.approx(math.exp(mean), rel=1e-12)
     assert of_words.top1 == (logits.argmax(-1) == labels).double().mean().item()
     assert math.isnan(of_words.average_confidence)
     assert of_words.classes_never_correct is None
     of_images = evaluate(Fixed(), [(rows, labels[:, 0])], CPU, expected=3)
-    assert of_images.perplexity is None
+    assert of_images.classes_never_correct is not None
     assert of_images.samples == len(list(islice(rows, 3)))

@@ -35,11 +35,11 @@ from torch.optim import SGD
 from largebatch import run
 from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import digits
-from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
+from largebatch.runs.build import open_pipeline
 from largebatch.tracking.events import Accuracy, Summary
 from largebatch.training.checkpoint import load_checkpoint
 

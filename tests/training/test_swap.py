@@ -20,11 +20,11 @@ from torch.optim import SGD
 from largebatch import run
 from largebatch.data.datasets import digits
 from largebatch.data.order import replica_seed
-from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError, RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.build import open_pipeline
 from largebatch.runs.checkpoints import polish_checkpoint
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Summary

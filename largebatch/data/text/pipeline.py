@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from largebatch.data.batches import (
 from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.distributed.backend import Backend
-from largebatch.errors import DataError, shorten
+from largebatch.errors import CheckpointError, DataError, shorten
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.text import Text
@@ -127,6 +127,14 @@ class TextPipeline(Pipeline):
             "vocabulary": _identity("words", len(corpus.vocabulary), self.files[VOCABULARY]),
         }
 
+    def require_same_labels(self, origin: Mapping[str, Any], *, source: str) -> None:
+        """Raise CheckpointError where the words had other numbers; see Pipeline."""
+        if origin.get("vocabulary") != self.splits["vocabulary"]:
+            raise CheckpointError(
+                f"{source}: was trained with another vocabulary than that of the text here, so "
+                "that words have other numbers; give the text of that run with --data"
+            )
+
     @property
     def files(self) -> Mapping[str, bytes]:
         """The vocabulary, a word a line."""
@@ -175,12 +183,21 @@ class TextPipeline(Pipeline):
         return Batch(*self.transfer.send(*tensors))
 
 
-def open_text(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path | None) -> TextPipeline:
+def open_text(
+    recipe: Recipe,
+    plan: Plan,
+    backend: Backend,
+    *,
+    folder: Path | None,
+    dataset: str | None = None,
+) -> TextPipeline:
     """Read the text a recipe names; every worker reads it, and all compare what they have read.
 
-    Raises DataError where the folder is not what the recipe describes.
+    Raises DataError where the folder is not what the recipe describes, or `dataset` is given.
     """
     assert isinstance(recipe.data, Text)
+    if dataset is not None:
+        raise DataError(f"--dataset {dataset} opens images, and the recipe's data.source is text")
     if folder is None:
         raise DataError(
             f"this recipe reads a text from a folder; pass --data DIR "

@@ -3,8 +3,8 @@
 import math
 
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.text import Text
 
 
 def describe_spans(plan: Plan) -> str:
@@ -26,8 +26,8 @@ def describe_spans(plan: Plan) -> str:
 def describe_decoding(recipe: Recipe) -> str:
     """Describe where pixels come from."""
     execution = recipe.execution
-    if isinstance(recipe.data, Text):
-        return f"none: windows of {recipe.data.window} words"
+    if not isinstance(recipe.data, Data):
+        return f"none: {recipe.data.sample().name}"
     if recipe.data.source == "synthetic":
         return "synthetic"
     if execution.cache is None:

@@ -11,10 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from largebatch.errors import RecipeError
-from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Duration
-from largebatch.recipe.text import Text
+from largebatch.recipe.sections import Duration, Section
 
 Rounding = Callable[[float], int]
 
@@ -79,8 +77,6 @@ def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, 
     Raises RecipeError where a size has no update.
     """
     sizes: list[SizePiece] = []
-    if isinstance(recipe.data, Text):
-        return ()
     for place, part in enumerate(recipe.data.resolution):
         begin = sizes[-1].end if sizes else 0
         stop = end if part.until is None else steps_from_start(pieces, recipe, part.until)
@@ -92,14 +88,14 @@ def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, 
             )
         sizes.append(SizePiece(end=stop, image_size=part.image_size))
     if sizes and sizes[-1].end < end:
-        sizes.append(SizePiece(end=end, image_size=recipe.data.image_size))
+        sizes.append(SizePiece(end=end, image_size=recipe.images.image_size))
     return tuple(sizes)
 
 
-def without_resolution(data: Data | Text) -> dict[str, Any]:
-    """Return the section of the data, without other image sizes on the way."""
+def without_resolution(data: Section) -> dict[str, Any]:
+    """Return the section of the data, with images of one size throughout."""
     own = data.model_dump()
-    return own if isinstance(data, Text) else own | {"resolution": ()}
+    return own | {"resolution": ()} if "resolution" in own else own
 
 
 def piece_at(pieces: Pieces, step: int) -> BatchPiece:

@@ -25,7 +25,7 @@ from largebatch.recipe.schedule import (
     TriangleExp,
 )
 from largebatch.recipe.sections import Duration, Section
-from largebatch.recipe.text import Text
+from largebatch.recipe.task import IMAGES
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.queue.study import (
     RATE,
@@ -147,10 +147,10 @@ class Cell:
 
     def check(self) -> None:
         """Raise LargebatchError if a run of the cell cannot be made."""
-        if isinstance(self.recipe.data, Text):
+        if self.recipe.task is not IMAGES:
             raise RecipeError(
-                "a study compares accuracies of images, and data.source is text; "
-                "`largebatch report RUN RUN ...` compares runs on a text"
+                f"a study compares accuracies of images, and data.source is "
+                f"{self.recipe.data.source}; `largebatch report RUN RUN ...` compares such runs"
             )
         if self.recipe.protocol is not None:
             raise RecipeError(

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from short_text import BATCH, WINDOW, cut_by_hand, text_recipe, words_of, write_text
 
 from largebatch.data.batches import Pipeline
-from largebatch.data.pipeline import open_pipeline
 from largebatch.data.text.pipeline import PENN_TREEBANK, PLAIN, TextPipeline, read_corpus, windows
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import make_plan, measuring_plan
+from largebatch.runs.build import open_pipeline
 
 CPU = Serial(torch.device("cpu"))
 
