@@ -277,7 +277,7 @@ def test_a_path_that_is_no_utf_8_is_one_line(
         assert main(["launch", kind, *words, "--nodes", "2"]) == USER
         found = capsys.readouterr()
         assert found.out == ""
-        assert "holds a byte that is no UTF-8" in found.err
+        assert "is not valid UTF-8" in found.err
         assert found.err.count("\n") == 1
 
 
