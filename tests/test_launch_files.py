@@ -277,7 +277,7 @@ def test_a_path_that_is_not_utf_8_is_a_one_line_error(
         assert main(["launch", kind, *words, "--nodes", "2"]) == USER
         found = capsys.readouterr()
         assert found.out == ""
-        assert "holds a byte that is no UTF-8" in found.err
+        assert "is not valid UTF-8" in found.err
         assert found.err.count("\n") == 1
 
 

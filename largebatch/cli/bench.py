@@ -222,8 +222,8 @@ def _database(folder: Path) -> str:
     path = folder / "study.db"
     if not path.is_file():
         raise StudyError(
-            f"{folder}: no study.db: the folder is no study's, or the study has a --storage of its "
-            "own: give that instead"
+            f"{folder}: no study.db: the folder is not a study's, or the study has its "
+            "own --storage: give that instead"
         )
     return f"sqlite:///{path.absolute()}"
 

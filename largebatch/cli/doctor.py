@@ -70,7 +70,7 @@ def examine_network(backend: Backend) -> Iterator[str]:
     workers = backend.world_size
     if workers < 2:
         raise LargebatchError(
-            "doctor --network measures between workers, and this one is alone; start it as a run "
+            "doctor --network measures between workers, and there is only one; start it as a run "
             "is started, by launch/*.sh, torchrun, horovodrun, srun or with --workers N"
         )
     found = measure_network(backend)

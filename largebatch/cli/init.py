@@ -42,7 +42,7 @@ def _init(args: argparse.Namespace) -> int:
     name = recipe_name(args.folder.resolve().name, otherwise="own-data")
     out = args.out or Path(f"{name}.yaml")
     if out.exists():
-        raise LargebatchError(f"{out}: is there already; choose another file with --out")
+        raise LargebatchError(f"{out}: exists already; choose another file with --out")
     train, val = show_index(args.folder)
     _show_classes(train, val)
     found = survey(train, val)

@@ -100,7 +100,7 @@ def _require_utf8(word: str) -> None:
         word.encode()
     except UnicodeEncodeError:
         raise LargebatchError(
-            f"launch: {word} holds a byte that is no UTF-8, as a job's text is; rename it"
+            f"launch: {word} is not valid UTF-8, which a job's text must be; rename it"
         ) from None
 
 

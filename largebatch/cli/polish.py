@@ -123,7 +123,7 @@ def _check_out(args: argparse.Namespace) -> None:
     if args.out is None and not args.compare:
         raise LargebatchError("pass --out for the result; nothing is overwritten")
     if args.compare and args.out is not None and args.out.exists():
-        raise CheckpointError(f"{args.out}: is there already; choose another --out")
+        raise CheckpointError(f"{args.out}: exists already; choose another --out")
     if args.compare and args.out is not None and not args.out.parent.is_dir():
         raise CheckpointError(f"{args.out}: there is no folder {args.out.parent}; make it first")
 

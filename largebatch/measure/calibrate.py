@@ -166,8 +166,8 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
     if slope == 0:
         shown = ", ".join(f"{size:,}: {1000 * time:.3g} ms" for size, time in times.items())
         raise LargebatchError(
-            f"--calibrate: more took no longer ({shown}), so nothing can be told from it; measure "
-            "again when less else runs on this machine, or with a larger batch"
+            f"--calibrate: larger sizes took no longer ({shown}), so their cost is unknown; "
+            "measure again when less else runs on this machine, or with a larger batch"
         )
     return float(slope), float(start)
 
@@ -278,7 +278,7 @@ def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) ->
         seconds = clock() - start
     if not seen or seconds <= 0:
         raise LargebatchError(
-            f"--calibrate: {plan.train_steps:,} updates are read too soon to be timed; give a "
+            f"--calibrate: {plan.train_steps:,} updates are too few to time reading; give a "
             "longer duration, such as --set duration='{steps: 100}'"
         )
     return seen / seconds

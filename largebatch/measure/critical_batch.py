@@ -244,8 +244,8 @@ def measure_critical(
     sizes = sorted(set(batches))
     if len(sizes) < LEAST_BATCHES:
         raise LargebatchError(
-            f"--measure needs {LEAST_BATCHES} batches or more, for two numbers are fitted and "
-            f"their interval needs more points; got {', '.join(map(str, sizes))}"
+            f"--measure needs {LEAST_BATCHES} batches or more, because two parameters are fitted "
+            f"and their interval needs more points; got {', '.join(map(str, sizes))}"
         )
     study = _Study(recipe=recipe, options=options, workers=workers, sizes=sizes, epochs=epochs)
     for batch in sizes:  # before hours have gone by

@@ -110,7 +110,7 @@ def range_recipe(recipe: Recipe, rates: Range, *, seed: int) -> Recipe:
         return Recipe.model_validate(recipe.model_dump() | changes)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise LargebatchError(f"{recipe.name}: no range test of it: {reason}") from None
+        raise LargebatchError(f"{recipe.name}: has no range test: {reason}") from None
 
 
 def train_range(recipe: Recipe, options: Options, rates: Range, *, workers: int = 1) -> None:
@@ -125,7 +125,7 @@ def train_range(recipe: Recipe, options: Options, rates: Range, *, workers: int 
     try:
         make_plan(recipes[0], workers=workers)
     except PlanError as error:
-        raise LargebatchError(f"{recipe.name}: no range test of it: {error}") from None
+        raise LargebatchError(f"{recipe.name}: has no range test: {error}") from None
     for run_recipe in recipes:
         _train(run_recipe, _folder(options.out, run_recipe), options, workers)
 

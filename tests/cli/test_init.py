@@ -123,7 +123,7 @@ def test_a_recipe_that_is_there_is_not_overwritten(
 ) -> None:
     Path("my-data.yaml").write_text("mine")
     assert main(["init", str(folder)]) == USER
-    assert "my-data.yaml: is there already; choose another file with --out" in (
+    assert "my-data.yaml: exists already; choose another file with --out" in (
         capsys.readouterr().err
     )
     assert Path("my-data.yaml").read_text() == "mine"

@@ -37,7 +37,7 @@ def test_nothing_takes_less_than_no_time() -> None:
 
 
 def test_times_that_do_not_grow_are_refused() -> None:
-    with pytest.raises(LargebatchError, match="more took no longer"):
+    with pytest.raises(LargebatchError, match="larger sizes took no longer"):
         fit_line({2: 0.028, 4: 0.027, 8: 0.025})
 
 
@@ -94,7 +94,7 @@ def test_a_run_too_short_to_be_read_is_refused() -> None:
         "digits_96", ["duration={steps: 2}", "schedule.warmup={steps: 1}", "polish=null"]
     )
     plan, backend = make_plan(recipe, workers=1), Serial()
-    with pytest.raises(LargebatchError, match="2 updates are read too soon"):
+    with pytest.raises(LargebatchError, match="2 updates are too few to time reading"):
         calibrate._reading(recipe, plan, backend, None)
 
 

@@ -139,7 +139,7 @@ def test_the_range_follows_from_the_recipes_rate_and_momentum() -> None:
     [
         (["--low", "1", "--high", "0.1"], "from --low to --high, got 1 and 0.1: give a higher"),
         (["--steps", "50"], "--steps 50 are too few for the rates from 0.0005 to 50 with momentum"),
-        (["--set", "batch.bn_span=32", "--workers", "7"], "digits-96: no range test of it: "),
+        (["--set", "batch.bn_span=32", "--workers", "7"], "digits-96: has no range test: "),
         (
             ["--set", "optimizer={kind: schedule-free, statistics_samples: 96}",
              "--set", "schedule.decay={kind: constant}"],

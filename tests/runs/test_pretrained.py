@@ -237,7 +237,7 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
     polished = json.loads((tmp_path / "polished/summary.json").read_text())
     assert polished["loss"] == pytest.approx(rows["statistics"]["loss"], rel=1e-6)
     assert main(words) == USER
-    assert "table.json: is there already" in capsys.readouterr().err
+    assert "table.json: exists already" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -218,7 +218,7 @@ class ConfigurationStudy(_Study):
     def _no_metric_stands_twice(self) -> Self:
         twice = [metric for metric in self.metrics if self.metrics.count(metric) > 1]
         if twice:
-            raise ValueError(f"metrics: {twice[0]} stands there twice")
+            raise ValueError(f"metrics: {twice[0]} is given twice")
         return self
 
 

@@ -103,7 +103,7 @@ def read(url: str) -> list[SettingResults]:
             "settings.a and settings.c are the same: leave one of them out",
         ),
         ({"metrics": ["f1"]}, "1 problem\n  metrics.0: input should be 'top1', 'top5', 'train_s"),
-        ({"metrics": ["top1", "top1"]}, "metrics: top1 stands there twice"),
+        ({"metrics": ["top1", "top1"]}, "metrics: top1 is given twice"),
         (
             {"search": {"trials": 1, "held_out": 9, "seed": 2}},
             r"search.seed \(2\) is one of the seeds 1 to 2",
