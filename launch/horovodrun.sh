@@ -6,8 +6,8 @@
 #   HOSTS=node1:8,node2:8 launch/horovodrun.sh doctor --network   measure the network instead
 #   DRY_RUN=1 HOSTS=... launch/horovodrun.sh                      print the command only
 #
-# The hosts have the same files at the same paths and let each other in without a password. The same
-# command goes on after an interruption.
+# The hosts need the same files at the same paths and ssh without a password. The same command
+# resumes an interrupted run.
 set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}

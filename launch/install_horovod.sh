@@ -5,12 +5,12 @@
 #   DRY_RUN=1 launch/install_horovod.sh [PYTHON]   print the decisions and the commands only
 #   BUILD_ONLY=1 launch/install_horovod.sh [PYTHON]   leave the wheel in its folder
 #
-# The machine needs a C++ compiler; cmake and ninja come from pip, into a temporary folder. NCCL is
-# built in where torch has CUDA and there is nvcc, MPI where there are mpicxx and mpirun. The wheel
-# stays in ${XDG_CACHE_HOME:-~/.cache}/largebatch/wheels under a name that says what it was built
-# for, so the next environment with the same torch has it in seconds.
+# The machine needs a C++ compiler; cmake and ninja are installed with pip into a temporary folder.
+# NCCL is built in if torch has CUDA and there is nvcc, MPI if there are mpicxx and mpirun. The wheel
+# stays in ${XDG_CACHE_HOME:-~/.cache}/largebatch/wheels under a name that identifies the build, so
+# the next environment with the same torch installs it in seconds.
 #
-# Longer than 40 lines because the last Horovod is older than the C++, Python and CMake it meets.
+# Longer than 40 lines because the last Horovod is older than today's C++, Python and CMake.
 set -euo pipefail
 
 horovod=0.28.1

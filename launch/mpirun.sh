@@ -5,8 +5,8 @@
 #   HOSTS=node1:8,node2:8 launch/mpirun.sh doctor --network   measure the network instead
 #   DRY_RUN=1 HOSTS=... launch/mpirun.sh                      print the command only
 #
-# SIGUSR1 lets the run save and end with exit code 75; mpirun answers SIGTERM by killing it. The same
-# command goes on after an interruption.
+# SIGUSR1 makes the run save and end with exit code 75; on SIGTERM mpirun kills it. The same command
+# resumes an interrupted run.
 set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}
@@ -16,7 +16,7 @@ WORKERS=${WORKERS:-16}
 HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
-# Not bound to a core: a worker's threads decode images on all those of its host.
+# Not bound to a core: a worker's threads decode images on all cores of its host.
 command=(mpirun -np "$WORKERS" -H "$HOSTS" --bind-to none --map-by slot -x PATH
     "${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"

@@ -4,8 +4,8 @@
 #   qsub launch/pbs.sh          from the folder that OUT is relative to
 #   DRY_RUN=1 launch/pbs.sh     print the command only
 #
-# Before LIMIT is over the run saves, ends with exit code 75 and is put back into the queue; where
-# that takes an operator's rights, submit it again: it goes on.
+# Before LIMIT ends, the run saves, exits with code 75 and is requeued; if that needs an operator's
+# rights, submit it again: it resumes.
 #PBS -N largebatch
 #PBS -l select=2:ncpus=64:ngpus=8:mpiprocs=8
 #PBS -l walltime=08:00:00

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Train under SLURM: srun starts a worker for each GPU; torch.distributed connects them.
 #
-#   sbatch --nodes=4 launch/slurm.sh          what stands below is overridden so
+#   sbatch --nodes=4 launch/slurm.sh          overrides the options below
 #   sbatch launch/slurm.sh doctor --network   measure the network instead
 #   DRY_RUN=1 launch/slurm.sh                 print the command only
 #
-# Two minutes before its time is over the run saves, ends with exit code 75 and waits for its next
-# turn, when it goes on.
+# Two minutes before the time limit the run saves, exits with code 75 and is requeued; it resumes in
+# its next allocation.
 #SBATCH --job-name=largebatch
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8
@@ -24,7 +24,7 @@ OPTIONS=(--resume auto)
 read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
-# torch.distributed connects them, so that they are told nothing of an MPI, which would too.
+# torch.distributed connects the workers, so srun does not set up MPI.
 # The workers end each other when one fails, and worker 0 may be saving when the others have ended.
 command=(srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}"
     "${python[@]}" -m largebatch "$@")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train under SLURM with Horovod: horovodrun starts a worker for each GPU, over ssh.
 #
-#   sbatch --nodes=4 launch/slurm_horovod.sh          what stands below is overridden so
+#   sbatch --nodes=4 launch/slurm_horovod.sh          overrides the options below
 #   sbatch launch/slurm_horovod.sh doctor --network   measure the network instead
 #   DRY_RUN=1 launch/slurm_horovod.sh                 print the command only
-# Two minutes before its time is over the run saves and waits for its next turn, when it goes on.
+# Two minutes before the time limit the run saves and is requeued; it then resumes.
 #SBATCH --job-name=largebatch
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8

@@ -5,9 +5,9 @@
 #   FIRST=node1 NODE=0 launch/torchrun.sh doctor --network   measure the network instead
 #   DRY_RUN=1 FIRST=node1 NODE=0 launch/torchrun.sh          print the command only
 #
-# One node alone needs neither FIRST nor NODE, and its workers listen on the loopback interface only;
-# with several, FIRST listens on its PORT, on all interfaces. The same command goes on after an
-# interruption.
+# A single node needs neither FIRST nor NODE, and its workers listen only on the loopback interface;
+# with several, FIRST listens on its PORT, on all interfaces. The same command resumes an interrupted
+# run.
 set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}

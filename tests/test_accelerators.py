@@ -1,4 +1,4 @@
-"""Accelerators of any vendor, asked for in one module."""
+"""Accelerators of any vendor, behind one module."""
 
 import re
 from pathlib import Path

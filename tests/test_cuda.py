@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same numbers as on the CPU, and no wait for the device.
+"""Tests that need a GPU: the same numbers as on the CPU, and no wait for the device.
 
 `make bench-gpu` runs these before it measures anything.
 """

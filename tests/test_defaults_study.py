@@ -1,4 +1,4 @@
-"""What benchmarks/defaults.py carries out."""
+"""The studies of benchmarks/defaults.py."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the documents tell people to copy works: recipes load, commands are understood."""
+"""Recipes and commands in the documents are valid."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every command of the documents that needs nothing but this machine runs, in the page's order."""
+"""Every command of the documents that needs only this machine runs, in the page's order."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Every file of docs/examples runs, as its first lines say."""
+"""Every file of docs/examples runs with the command in its first lines."""
 
 import re
 import sys

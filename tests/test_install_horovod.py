@@ -1,4 +1,4 @@
-"""What launch/install_horovod.sh decides, on machines of a few fake programs; nothing is built."""
+"""The decisions of launch/install_horovod.sh, with fake programs; nothing is built."""
 
 import os
 import shutil

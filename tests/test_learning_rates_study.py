@@ -1,4 +1,4 @@
-"""What benchmarks/learning_rates.py carries out, and what its tables say of it."""
+"""The study of benchmarks/learning_rates.py and its tables."""
 
 import json
 import sys

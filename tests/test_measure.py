@@ -1,4 +1,4 @@
-"""What `make measure` runs: equal searches that go on where they were stopped, and pages."""
+"""The runs of `make measure`: equal searches, resumption and pages."""
 
 import json
 import sys

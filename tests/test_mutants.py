@@ -1,4 +1,4 @@
-"""The planted faults of mutants.py: each is caught, and by its test alone."""
+"""The planted faults of mutants.py are caught by their tests."""
 
 import os
 import subprocess

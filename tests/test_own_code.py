@@ -1,4 +1,4 @@
-"""The code and the commands of docs/own-code.md do what they are there for."""
+"""The code and the commands of docs/own-code.md work."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""polish and evaluate alone, on two workers that somebody else connected."""
+"""polish and evaluate without the rest, on two workers connected by other code."""
 
 import copy
 import re
@@ -41,7 +41,7 @@ from largebatch.training import evaluate
 CPU = torch.device("cpu")
 WORK = str(parts_on_workers.__file__)
 Found = list[dict[str, Any]]
-"""What each worker found, by the name of the case."""
+"""Results of each worker, by the name of the case."""
 
 
 def written(folder: Path) -> Found:

@@ -1,4 +1,4 @@
-"""The polishing study: what its arms share changes nothing, and its sums are right."""
+"""The polishing study: sharing stages changes no result, and its statistics are correct."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A short soak: runs that are disturbed a few times end as undisturbed ones."""
+"""A short soak: runs disturbed a few times end like undisturbed ones."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What benchmarks/staleness.py carries out, and the numbers that it makes of the records."""
+"""The study of benchmarks/staleness.py, and its figures from the records."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, and what killed writers leave."""
+"""Atomic files and folders, and leftovers of killed writers."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Every message of docs/troubleshooting.md is one that the package really ends with."""
+"""The package really prints every message of docs/troubleshooting.md."""
 
 import contextlib
 import inspect
@@ -167,7 +167,7 @@ def write_images(root: Path, *, splits: tuple[str, ...] = ("train", "val")) -> N
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with one of everything that can be wrong, in which the commands are called."""
+    """A folder with one of every possible fault, for the commands."""
     root = tmp_path_factory.mktemp("place")
     for name, text in {
         "small.yaml": dump_recipe(a_recipe("statistics: {samples: 480}")),
@@ -329,7 +329,7 @@ CALLS: list[Callable[[], None]] = [
 
 @pytest.fixture(scope="module")
 def found(place: Path) -> dict[str, Exception]:
-    """What every command and call ends with, by its words."""
+    """Message of every command and call."""
     ends: dict[str, Exception] = {command: ended_with(command) for command in COMMANDS}
     for call in CALLS:
         with pytest.raises((LargebatchError, PeerLostError, WorkerFailedError)) as caught:

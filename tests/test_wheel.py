@@ -1,4 +1,4 @@
-"""What `pip wheel .` builds works in a fresh environment, from any folder."""
+"""The wheel built by `pip wheel .` works in a new environment, from any folder."""
 
 import os
 import shutil

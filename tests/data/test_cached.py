@@ -1,4 +1,4 @@
-"""Images that are kept decoded look as if they were decoded each time.
+"""Cached images look like images decoded each time.
 
 Bilinear is compared with Pillow. Bicubic is compared with torchvision's resizing of byte tensors,
 since Pillow 13 resizes the height of a tall box first, where the order shows.

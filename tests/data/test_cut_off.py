@@ -1,4 +1,4 @@
-"""Files that are mapped and become shorter: an error in words, not a process killed by SIGBUS."""
+"""Mapped files that are truncated: an error message, not a process killed by SIGBUS."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The decoders: what they share, and how far DALI may differ from Pillow.
+"""The decoders: common behaviour, and the allowed difference of DALI from Pillow.
 
 Decoding agrees to the bit: JPEG with every chroma layout, grey, palette, CMYK, alpha. Resizing
 nearly does. Pillow rounds to bytes between its two passes, DALI does not: one step of 255. And
@@ -34,7 +34,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    """One image of each kind that image folders hold, larger than 128 x 128."""
+    """One image of each format in image folders, larger than 128 x 128."""
     rgb, tall = (Image.fromarray(photograph(*size)) for size in ((375, 500), (431, 229)))
     grey, alpha, exif = rgb.convert("L"), rgb.copy(), Image.Exif()
     alpha.putalpha(grey)
@@ -174,7 +174,7 @@ def test_the_decoders_agree_on_real_photographs(photographs: Index) -> None:
 @pytest.mark.long
 @needs_dali
 def test_the_decoders_nearly_agree_on_bicubic_photographs(photographs: Index) -> None:
-    """Where the cubic swings over 0 or 255, Pillow cuts it off between its two passes."""
+    """Pillow clips the cubic's overshoot over 0 or 255 between its two passes."""
     clean = clean_request(photographs, np.arange(100), image_size=224, resize=256)
     requests = [*augmented(photographs, 100, 1), clean]
     both = [

@@ -121,7 +121,7 @@ def test_every_sample_occurs_once_per_epoch_and_none_is_dropped(
 
 
 def test_an_epoch_of_15_64_steps_drops_nothing() -> None:
-    """As ImageNet has at a global batch of 81,920."""
+    """Like ImageNet at a global batch of 81,920."""
     recipe = a_recipe(train_samples=1564, global_batch=100)
     assert make_plan(recipe, workers=1).steps_per_epoch == 15.64
     found = [sample for sample, _, _ in seen(recipe, range(32), workers=4, device_batch=5)]
@@ -156,7 +156,7 @@ def test_a_box_depends_only_on_its_position(positions: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of one colour each, which says their number."""
+    """Images of one colour each, which encodes their number."""
     root = tmp_path_factory.mktemp("colours")
     for split, number in (("train", 30), ("val", 2)):
         for sample in range(number):

@@ -28,7 +28,7 @@ EXIF[0x0112] = 6  # turn by a quarter
 def encoded(
     kind: str, *, mode: str = "RGB", size: tuple[int, int] = (48, 31), **options: object
 ) -> bytes:
-    """An image of noise, 48 wide and 31 high, as Pillow writes it."""
+    """A noise image, 48 wide and 31 high, written by Pillow."""
     width, height = size
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 4), dtype=np.uint8)
     image = Image.fromarray(noise).convert("RGB").convert(mode)
@@ -100,7 +100,7 @@ def test_truncation_within_the_thumbnail_is_detected() -> None:
 
 
 def frame(**changes: int) -> bytes:
-    """JPEG with other words in its frame header."""
+    """A JPEG with other values in its frame header."""
     at = JPEG.index(b"\xff\xc0")
     words = {"marker": 0xC0, "bits": 8, "height": 31, "width": 48, "channels": 3} | changes
     kind = words.pop("marker")
@@ -160,7 +160,7 @@ def test_a_bad_image_is_refused_with_the_reason(content: bytes, reason: str) -> 
 def test_a_long_header_is_read_at_once_up_to_the_limit(
     inserted: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever makes a file may fill its header, but not decide how often or long it is read."""
+    """A file's author may fill its header, but does not control how often or long it is read."""
     monkeypatch.setattr(build, "MAX_HEADER", 500_000)
     content, asked = after_start(JPEG, inserted), []
 
@@ -179,7 +179,7 @@ def test_a_long_header_is_read_at_once_up_to_the_limit(
 
 @pytest.mark.parametrize("marker", [0xE1, 0xC0])
 def test_a_segment_that_points_beyond_the_file_is_truncation(tmp_path: Path, marker: int) -> None:
-    """Read by place in a file, where there may be other bytes behind the image."""
+    """Read from a position in a file, with other bytes after the image."""
     at = JPEG.index(bytes([0xFF, 0xC0]))
     content = JPEG[: at + 10] + JPEG[-2:]
     content = after_start(content, bytes([0xFF, marker]) + b"\xff\xff\x08\0\x1f\0\x30\x03")

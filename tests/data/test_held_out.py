@@ -1,4 +1,4 @@
-"""Training images that are held out, to decide on stages or to validate, and are never trained on.
+"""Held-out training images, for decisions on stages or for validation; never trained on.
 
 The choice is written out here: the numbers of the samples sorted by Philox words of a stream of its
 own, of which the first are held out.
@@ -60,7 +60,7 @@ def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> Ima
 
 
 class Asked:
-    """What all workers ask their decoders for, in the order of the run."""
+    """Requests of all workers to their decoders, in the order of the run."""
 
     def __init__(self, recipe: Recipe, *, workers: int = 1, device_batch: int = 2) -> None:
         self.workers = [

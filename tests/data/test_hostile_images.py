@@ -1,4 +1,4 @@
-"""Any bytes as shards and as images: an index, an image, or one message, and nothing else."""
+"""Arbitrary bytes as shards and images give an index, an image, or one message."""
 
 import io
 import tarfile

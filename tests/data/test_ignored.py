@@ -1,4 +1,4 @@
-"""Files among images that are not read: counted by kind and named, wherever a folder is read."""
+"""Ignored files among images are counted by kind and named."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def add_others(root: Path) -> None:
-    """Add what is not read: formats, loose files, folders below a class, and what is hidden."""
+    """Add ignored files: other formats, loose files, subfolders of a class, hidden files."""
     for number in range(4):
         Image.new("RGB", (4, 4)).save(root / f"train/cat/{number}.gif")
     (root / "train/dog/phone.HEIC").write_bytes(b"heic")

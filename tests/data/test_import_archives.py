@@ -26,7 +26,7 @@ def test_the_tests_sparse_member_is_one() -> None:
 
 
 def test_links_in_a_tar_are_the_images_they_point_to(tmp_path: Path) -> None:
-    """As Python's tarfile extracts them; the first one leads on through another."""
+    """The result is that of Python's tarfile; the first link points to another link."""
     source = tars.write(
         tmp_path / "all.tar",
         tars.symbolic("./train/cat/0.png", "1.png"),
@@ -160,7 +160,7 @@ def test_a_folder_that_links_to_itself_is_refused(tmp_path: Path) -> None:
 
 
 def spoil_a_header(content: bytearray) -> None:
-    """Which Python's tarfile takes for the end."""
+    """Python's tarfile takes it for the end."""
     content[content.index(b"train/dog/a.png") + 1] ^= 1
 
 
@@ -214,7 +214,7 @@ def test_a_damaged_tar_in_a_tar_is_named(tmp_path: Path) -> None:
 def test_members_of_a_tar_do_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's tarfile keeps a kilobyte of each, of a million members more than a gigabyte."""
+    """Python's tarfile keeps a kilobyte per member, more than a gigabyte for a million."""
     many = [tars.member(f"train/cat/{n}.png", b"x") for n in range(500)]
     source = tars.write(tmp_path / "all.tar", *many)
     kept = []

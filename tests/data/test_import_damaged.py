@@ -1,4 +1,4 @@
-"""Archives that are damaged in any way, of which only DataError may speak."""
+"""Archives damaged in any way raise only DataError."""
 
 import io
 import random
@@ -52,7 +52,7 @@ WHOLE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """Cut a file off, or change some bytes, of the first ones more."""
+    """Truncate a file, or change some bytes, mostly among the first."""
     changed = bytearray(content)
     if chance.random() < 0.3:
         return content[: chance.randrange(len(content))]

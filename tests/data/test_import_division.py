@@ -1,4 +1,4 @@
-"""Class folders whose validation has another name, or none and is divided off."""
+"""Class folders with another name of validation, or without validation."""
 
 import shutil
 import zipfile

@@ -180,7 +180,7 @@ TINY = (
     "val/n02/train/a/0.png",
     "val/train/train/0.png",
 )
-"""Paths as in Tiny-ImageNet, and some deeper; one class is called as a split is."""
+"""Paths like Tiny-ImageNet's, and some deeper; one class has the name of a split."""
 
 
 def write_tiny(root: Path) -> None:
@@ -191,7 +191,7 @@ def write_tiny(root: Path) -> None:
 
 
 def as_archive_around(root: Path, source: Path) -> Path:
-    """In two more folders, as Kaggle has ImageNet."""
+    """In two more folders, like Kaggle's ImageNet."""
     (source / "ILSVRC/Data").mkdir(parents=True)
     shutil.copytree(root, source / "ILSVRC/Data/CLS-LOC")
     with zipfile.ZipFile(source / "all.zip", "w") as file:
@@ -201,14 +201,14 @@ def as_archive_around(root: Path, source: Path) -> Path:
 
 
 def as_bare_tiny(root: Path, source: Path) -> Path:
-    """Without folders that are called as a split, over which this form is refused."""
+    """Without folders named like a split, for which this form is refused."""
     for path in ("train/train", "val/train", "val/n02/train"):
         shutil.rmtree(root / path)
     return as_bare_tars(root, source)
 
 
 def as_tars_around(root: Path, source: Path) -> Path:
-    """Without the split, but with another folder around the classes of one of them."""
+    """Without the split, and with another folder around the classes of one archive."""
     for split, around in (("train", ""), ("val", "folder/")):
         with tarfile.open(source / f"{split}.tar", "w") as tar:
             for path in sorted((root / split).iterdir()):
@@ -220,7 +220,7 @@ def as_tars_around(root: Path, source: Path) -> Path:
 def test_images_in_subfolders_of_a_class_belong_to_it(
     tmp_path: Path, form: Callable[[Path, Path], Path]
 ) -> None:
-    """As torchvision's ImageFolder reads it."""
+    """In the layout of torchvision's ImageFolder."""
     root, source = tmp_path / "root", tmp_path / "source"
     source.mkdir()
     write_tiny(root)

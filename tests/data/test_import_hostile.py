@@ -1,4 +1,4 @@
-"""Archives that were written to do harm: each is refused by name before it costs disk or memory."""
+"""Malicious archives are refused by name before they use disk or memory."""
 
 import gzip
 import io
@@ -29,7 +29,7 @@ TRAIN = tars.member("train/cat/a.png", png(3)) + tars.member("train/dog/a.png", 
 
 @pytest.fixture
 def memory() -> Iterator[None]:
-    """Fail a test in which Python takes more than a hundred megabytes."""
+    """Fail a test that allocates more than a hundred megabytes in Python."""
     tracemalloc.start()
     yield
     _, peak = tracemalloc.get_traced_memory()
@@ -47,7 +47,7 @@ def refused(source: Path, out: Path) -> str:
 
 
 def with_path(name: str) -> bytes:
-    """Return a member whose path stands in an extended header, as it is."""
+    """Return a member whose unchanged path is in an extended header."""
     record = f" path={name}\n"
     length = len(record) + 2
     text = f"{length + (length >= 99)}{record}".encode()
@@ -174,7 +174,7 @@ def test_a_class_name_with_escape_sequences_keeps_its_images(tmp_path: Path, nam
 
 @pytest.mark.parametrize("mark", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\0"])
 def test_a_class_name_with_a_line_break_is_refused(tmp_path: Path, mark: str) -> None:
-    """Else it would be two classes, and the labels behind it would name others."""
+    """Otherwise it would be two classes, and the later labels would be wrong."""
     (tmp_path / "classes.txt").write_text(f"a{mark}b\nc\n")
     with pytest.raises(DataError, match="expected one unique name per line"):
         read_classes(tmp_path)
@@ -214,7 +214,7 @@ def huge(form: str) -> bytes:
 def test_an_image_of_too_many_pixels_is_refused_before_memory_is_allocated(
     tmp_path: Path, form: str, memory: None
 ) -> None:
-    """By its header, which no decoder then sees: neither DALI nor Pillow."""
+    """The header is checked before any decoder reads it."""
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
         (tmp_path / split / "cat" / f"a.{form}").write_bytes(huge(form))

@@ -8,7 +8,7 @@ from largebatch.errors import DataError
 
 
 def test_imagenets_archives_are_imported_unchanged(tmp_path: Path) -> None:
-    """Train is a tar of a tar for each class; val has no folders, its classes are in a list."""
+    """Train is a tar with a tar per class; val has no folders, and its classes are in a list."""
     inner = {
         name: b"".join(
             tars.member(f"{name}_{n}.JPEG", png(n + 10 * place)) for n in range(3 - place)

@@ -15,7 +15,7 @@ from largebatch.errors import DataError
 
 
 def compressed(folder: Path) -> Path:
-    """A tgz that is far longer when it is unpacked."""
+    """A tgz that is much longer unpacked."""
     plain = tars.write(
         folder / "plain",
         tars.member("train/cat/a.png", png(0)),
@@ -40,7 +40,7 @@ def test_a_compressed_tar_is_unpacked_beside_the_output(
 
 @contextmanager
 def no_file_longer_than(num_bytes: int) -> Iterator[None]:
-    """Writing more fails as it does on a full disk, with another error number."""
+    """Longer writes fail like on a full disk, with another error number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -82,7 +82,7 @@ def test_an_unreadable_source_is_not_reported_as_unwritable(tmp_path: Path) -> N
 
 
 def test_an_unreadable_archive_is_not_reported_as_damaged(tmp_path: Path) -> None:
-    """Linux lets nobody read the first page of a process's memory."""
+    """On Linux the first page of a process's memory cannot be read."""
     (tmp_path / "all.tar").symlink_to("/proc/self/mem")
     with pytest.raises(DataError) as caught:
         imported(tmp_path / "all.tar", tmp_path / "out")

@@ -29,7 +29,7 @@ FEATURES: Features = {
 def write(
     path: Path, images: Sequence[object], labels: list[int], *, features: Features = FEATURES
 ) -> None:
-    """Write a file as the library `datasets` does."""
+    """Write a file like the library `datasets`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -111,7 +111,7 @@ def test_a_fraction_of_training_is_used_for_validation(
 def test_splits_may_be_folders_and_other_files_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the hub converts data sets by itself: the files of all splits have the same names."""
+    """Like the hub's automatic conversion: the files of all splits have the same names."""
     source = tmp_path / "in"
     for number, split in enumerate(("train", "validation", "test")):
         images = [image(2 * number), image(2 * number + 1)]
@@ -127,7 +127,7 @@ def test_splits_may_be_folders_and_other_files_are_named(
 def test_one_of_several_labels_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in CIFAR-100, whose image has another name too."""
+    """Like CIFAR-100, whose image column has another name too."""
     features = {"img": {"_type": "Image"}} | {
         name: {"names": [f"{name} {n}" for n in range(2)], "_type": "ClassLabel"}
         for name in ("fine_label", "coarse_label")

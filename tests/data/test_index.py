@@ -63,7 +63,7 @@ def test_other_files_and_hidden_names_are_ignored(root: Path) -> None:
 
 
 def spoil(root: Path) -> dict[str, str]:
-    """Add broken images; return what is to be said about them."""
+    """Add bad images; return the expected reasons."""
     write_image(root / "train/dog/cut.jpg", height=200, width=200)
     os.truncate(root / "train/dog/cut.jpg", (root / "train/dog/cut.jpg").stat().st_size - 200)
     (root / "train/cat/text.jpg").write_text("<html>not found</html>")

@@ -1,4 +1,4 @@
-"""Index files whose checksum is right and whose contents cannot be: one line, never a traceback."""
+"""Inconsistent index files with a valid checksum: one line, never a traceback."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ PLACE = ".largebatch-train.index"
 
 
 def with_first(name: str, value: int) -> Change:
-    """Return what puts a value first into an array."""
+    """Return a function that sets the first value of an array."""
 
     def change(_: Header, arrays: Arrays) -> None:
         arrays[name][0] = value
@@ -134,7 +134,7 @@ def shards(root: Path, tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Change) -> None:
-    """Change what the index states; its checksum stays right."""
+    """Change the index and update its checksum."""
     header, arrays = open_mapped(folder / PLACE)
     copies = {name: array.copy() for name, array in arrays.items()}
     change(header, copies)
@@ -175,7 +175,7 @@ def test_an_inconsistent_index_of_shards_is_refused(
 
 
 def write(folder: Path, arrays: Arrays) -> None:
-    """Write a file of these arrays with the right checksum."""
+    """Write a file of these arrays with a valid checksum."""
     content = save({**arrays, CHECKSUM: np.zeros(CHECKSUM_BYTES, np.uint8)})[:-CHECKSUM_BYTES]
     (folder / PLACE).write_bytes(content + checksum([content]))
 
@@ -203,7 +203,7 @@ def test_a_huge_header_is_not_parsed(root: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", ["BF16", "F8_E4M3", "F8_E5M2", "I8", "BOOL"])
 def test_an_array_type_that_numpy_lacks_is_a_value_error(root: Path, kind: str) -> None:
-    """Numbers of 16 and 8 bits, under a checksum that is right."""
+    """16-bit and 8-bit numbers with a valid checksum."""
     size = 2 if kind == "BF16" else 1
     head = {
         name: {"dtype": each, "shape": [1], "data_offsets": [start, end]}

@@ -24,7 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def read_only(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse what would be written into `root`, also where the tests' user may do anything."""
+    """Make writes into `root` fail, also for a user with all permissions."""
 
     def refuse(path: Path, content: bytes) -> None:
         if path.parent == root:

@@ -46,7 +46,7 @@ def test_an_unchanged_folder_is_not_read_again(root: Path, monkeypatch: pytest.M
 
 
 def later(path: Path) -> None:
-    """Give a file another time of change, whatever the resolution of the file system."""
+    """Change a file's modification time, for any resolution of the file system."""
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
 
 

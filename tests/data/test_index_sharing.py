@@ -33,7 +33,7 @@ class Together:
 
 
 class Worker(Serial):
-    """What sharing asks of a backend."""
+    """The operations of a backend that sharing needs."""
 
     def __init__(self, group: Together, rank: int) -> None:
         super().__init__(torch.device("cpu"))
@@ -98,7 +98,7 @@ def test_a_worker_that_finds_the_file_maps_it(
 def test_files_of_a_copy_of_the_folder_may_have_other_times(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worker 1 finds another file there than worker 0, with the same content."""
+    """Worker 1 finds a different file than worker 0, with the same content."""
     number = iter(range(9))
     monkeypatch.setattr(sharing, "_identity", lambda _: [next(number), 0])
     indexes = share(root, make(root, "train"), [0, 0])
@@ -108,7 +108,7 @@ def test_files_of_a_copy_of_the_folder_may_have_other_times(
 def test_a_machine_without_the_file_gets_the_bytes_once(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers 1 and 2 share a machine on which worker 0's file is not."""
+    """Workers 1 and 2 share a machine without worker 0's file."""
     content = make(root, "train")
     written = []
 

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 WARM_UP = 5
-"""How often a pipeline is opened before anything is counted."""
+"""Number of times a pipeline is opened before counting."""
 
 EACH_TIME = 1_000_000
 """Bytes a process may grow by each time, less than a batch of the digits. DALI itself grows by
@@ -62,7 +62,7 @@ def entries(folder: str) -> int:
 
 
 def held() -> dict[str, int]:
-    """Return what this process has open, and how much there is in shared memory."""
+    """Return the open files of this process and the size of shared memory."""
     mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {
         "threads": entries("/proc/self/task"),
@@ -96,7 +96,7 @@ def marked(mark: str) -> list[int]:
 
 
 def assert_given_back(before: dict[str, int]) -> None:
-    """Assert that no more is held than before; ends take a moment to show in /proc."""
+    """Assert that nothing more is held than before; changes take a moment to appear in /proc."""
     deadline = time.monotonic() + 120
     while any(number > before[what] for what, number in held().items()):
         assert time.monotonic() < deadline, (held(), before)
@@ -201,7 +201,7 @@ def test_no_partial_file_is_left_in_the_pixel_cache(folder: Index, tmp_path: Pat
 
 
 def test_cached_pixels_are_mapped_and_never_copied(folder: Index) -> None:
-    """So that any number of workers has them in memory once."""
+    """They are in memory once for any number of workers."""
     kept = open_cache(folder)
     opened = cached.open_decoder(kept, view(), Resources(CPU, threads=2, batch_size=4))
     list(decode_all(opened, augmented(folder, 4, 3)))

@@ -39,7 +39,7 @@ def test_a_range_has_the_same_samples_for_any_division(
 
 
 def test_the_order_never_changes() -> None:
-    """A run must be resumed with the order it began with, under any version of NumPy."""
+    """A run must resume with its original order, under any version of NumPy."""
     two_epochs = [[8, 9, 7, 3, 0, 1, 4, 2, 5, 6], [9, 8, 0, 5, 3, 2, 1, 7, 6, 4]]
     assert sample_ids(range(20), seed=1234, num_samples=10).reshape(2, 10).tolist() == two_epochs
 
@@ -105,7 +105,7 @@ def test_statistics_over_the_first_epoch_keep_the_order_of_training_cached(
 def test_an_order_is_drawn_on_demand_if_the_thread_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a process that was forked meanwhile there is no such thread."""
+    """A forked process does not have the thread."""
     expected = sample_ids(range(10), seed=5, num_samples=10)
     order._drawing.cache_clear()
     monkeypatch.setattr(threading.Thread, "run", lambda _: None)

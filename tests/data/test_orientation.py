@@ -1,4 +1,4 @@
-"""EXIF orientation: what is seen is what Pillow's own transposition shows, by every decoder."""
+"""EXIF orientation: every decoder shows what Pillow's exif_transpose shows."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A data set of the user's own: its items in the recipe's order, boxes and flips."""
+"""A user's data set: its items in the recipe's order, boxes and flips."""
 
 import sys
 from pathlib import Path
@@ -87,7 +87,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_users_data_set_trains_like_its_folder(place: Path) -> None:
-    """To the bit: order, boxes and flips are the same, and so are the pixels."""
+    """Order, boxes, flips and pixels are the same, bit by bit."""
     expected = run(recipe(), data=place / "data", out=place / "folder")
     found = run(recipe(), dataset="own_folder:make", out=place / "own")
     assert (found.loss, found.top1, found.steps) == (expected.loss, expected.top1, 8)

@@ -30,7 +30,7 @@ def requests(
     steps: range = range(3),
     statistics: int | None = None,
 ) -> list[Request]:
-    """Return what one of several workers would ask a decoder for, to train or for statistics."""
+    """Return one worker's requests to a decoder, for training or statistics."""
     recipe = load_recipe(DIGITS, ["data.source=synthetic"])
     plan = make_plan(recipe, workers=workers)
     asked: list[Request] = []

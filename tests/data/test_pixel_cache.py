@@ -78,7 +78,7 @@ def cache_files(tmp_path: Path) -> list[Path]:
 
 
 def flipped(content: bytes, place: int) -> bytes:
-    """Return the content with one bit of one byte the other way."""
+    """Return the content with one bit flipped."""
     changed = bytearray(content)
     changed[place] ^= 16
     return bytes(changed)

@@ -1,4 +1,4 @@
-"""What becomes of reads that fail, hang or give bytes that are no image."""
+"""Reads that fail, hang or return bytes that are not an image."""
 
 import io
 import os
@@ -27,7 +27,7 @@ from largebatch.errors import DataError
 
 READS = 8
 TIMES = 4
-"""How often a read is tried."""
+"""Number of attempts of a read."""
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_a_removed_or_changed_image_is_named(decode: Decode, folder: Index) -> N
 
 
 def test_files_of_a_sent_index_may_have_other_times(folder: Index) -> None:
-    """A machine's own copy of the folder; its files' lengths are compared all the same."""
+    """A machine's own copy of the folder; only the lengths of its files are compared."""
     path = folder.locate(8).path
     content = path.read_bytes()
     os.utime(path, ns=(0, 1))
@@ -154,7 +154,7 @@ def test_reads_that_hang_once_are_retried_by_other_threads(
     real, moved = reading._read_again, []
 
     def mend_first(location: Location, problem: OSError) -> Bytes:
-        """The disk is well again once the first read was given up."""
+        """The disk recovers after the first read was abandoned."""
         for path, content in pipes:
             moved.append(path.rename(path.with_suffix(".pipe")))
             overwrite(path, content)
@@ -215,7 +215,7 @@ def test_the_number_of_threads_follows_the_previous_batch(
 def test_memory_of_a_hanging_read_is_not_reused(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that was given up comes back with other bytes, in the middle of a later batch."""
+    """An abandoned read returns with other bytes during a later batch."""
     location, real, go_on = folder.locate(8), os.preadv, threading.Event()
     expected = [reading.read(folder.locate(sample)) for sample in range(len(folder))]
     identity, written = location.path.stat().st_ino, threading.Event()
@@ -250,7 +250,7 @@ def test_memory_of_a_hanging_read_is_not_reused(
 def test_the_requesting_thread_builds_no_path(
     decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path takes more than everything else that this thread does for an image."""
+    """Building a path takes longer than this thread's other work per image."""
     real: Callable[[Paths, int], str] = Paths.__getitem__
     threads: list[threading.Thread] = []
 

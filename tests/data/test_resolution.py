@@ -1,4 +1,4 @@
-"""A resolution schedule: by update the size of the augmented images, of the same parts of them.
+"""A resolution schedule sets the size of the augmented images by update, with the same crops.
 
 The reference is Pillow, called by hand.
 """
@@ -45,7 +45,7 @@ def opened(recipe: Recipe, *, workers: int = 1) -> ImagePipeline:
 
 
 def by_pillow(pipeline: ImagePipeline, positions: range, size: int) -> Tensor:
-    """Cut out, resize and mirror the images that training shows at these positions."""
+    """Crop, resize and mirror the training images at these positions."""
     request = pipeline.training_request(positions, clean=False)
     shown = []
     each = zip(request.samples.tolist(), request.boxes.tolist(), request.flips, strict=True)

@@ -32,7 +32,7 @@ def pack(root: Path, out: Path, *, shard_bytes: int = 10**6) -> Path:
 
 
 def contents(index: Index) -> list[bytes]:
-    """Every image's bytes, cut out of its file by hand."""
+    """Bytes of every image, extracted without the package."""
     found = []
     for sample in range(len(index)):
         path, offset, num_bytes, *_ = index.locate(sample)
@@ -47,7 +47,7 @@ def jpeg() -> bytes:
 
 
 def write_tar(path: Path, members: dict[str, bytes], *, mode: str = "w") -> Path:
-    """Write a shard as others do, member by member."""
+    """Write a shard like other programs, member by member."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
         for name, content in members.items():
@@ -192,7 +192,7 @@ def spoil_a_header(root: Path) -> None:
 
 
 def add_another(root: Path) -> None:
-    """Behind the end, where no reader finds it."""
+    """After the end, where no reader finds it."""
     path = root / "train/000000.tar"
     path.write_bytes(path.read_bytes() * 2)
 

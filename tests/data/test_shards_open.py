@@ -71,7 +71,7 @@ def test_open_shards_stay_below_the_process_limit(
 def test_an_unreadable_open_shard_is_reopened(
     shards: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a network a file that was open when its server started again is stale for good."""
+    """A network file that was open when its server restarted stays stale."""
     opened: list[str] = []
     real, failures = os.preadv, iter([OSError(116, "Stale file handle")])
 

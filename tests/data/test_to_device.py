@@ -1,4 +1,4 @@
-"""The way of a batch to the device. On a real GPU: tests/test_cuda.py."""
+"""Transfer of a batch to the device. For a real GPU see tests/test_cuda.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,7 +113,7 @@ def assert_reordered(batches: Callable[..., Batches]) -> None:
 
 
 class Recorded:
-    """Stands for a tensor or a stream of a GPU and notes what is done with it, and in which."""
+    """Replaces a tensor or stream of a GPU and records its operations and their stream."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls

@@ -29,7 +29,7 @@ def shards(root: Path, tmp_path: Path) -> Path:
 
 
 def spoil(path: Path, place: int) -> None:
-    """Change a bit as a disk does that fails: length and time stay."""
+    """Change a bit like a failing disk: length and time do not change."""
     stat = path.stat()
     content = bytearray(path.read_bytes())
     content[place] ^= 1

@@ -32,7 +32,7 @@ from largebatch.errors import BackendError, MismatchError
 
 
 def on_late_workers(work: Callable[[TorchDistributed], object], *, workers: int) -> object:
-    """Work on workers, each with a simulated accelerator, whose collectives complete late."""
+    """Run work on workers with simulated accelerators whose collectives complete late."""
     return on_forked_workers(connected, work, workers=workers)
 
 
@@ -54,7 +54,7 @@ def world() -> LateGroup:
 
 
 def meet(backend: TorchDistributed) -> dict[str, object]:
-    """Return whether worker 1, which comes late, had come when the others went on."""
+    """Return True if the late worker 1 had arrived when the others continued."""
     store = _own_store()
     found: dict[str, object] = {"library": dist.get_backend(), "bound": str(world().connected)}
     for name in ("sum", "barrier"):

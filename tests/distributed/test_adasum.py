@@ -41,7 +41,7 @@ def by_formula(gradients: Sequence[Array]) -> Array:
 
 
 def by_hand(net: str, *, parts: int) -> State:
-    """Plain PyTorch, one process: SGD on what the mean gradients of the parts combine to."""
+    """Plain PyTorch, one process: SGD on the combination of the parts' mean gradients."""
     model = crown.net(net)
     images, labels = crown.data()
     named = dict(model.named_parameters())

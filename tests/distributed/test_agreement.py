@@ -1,4 +1,4 @@
-"""What workers compare before they start, on workers that are threads."""
+"""The comparison of workers before they start, with threads as workers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -49,7 +49,7 @@ def compare(*facts: Facts) -> list[str]:
 
 
 def of_a_run(*overrides: str, command: str = "train", **options: object) -> Facts:
-    """Return what a worker states when it joins a run on the digits."""
+    """Return the facts of a worker that joins a run on the digits."""
     recipe = load_recipe(DIGITS, overrides)
     shared = replace(Options(out=Path()), **cast("Any", options)).shared
     return {"command": command, **recipe.model_dump(mode="json"), **shared}

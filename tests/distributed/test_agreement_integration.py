@@ -39,7 +39,7 @@ different = pytest.mark.parametrize(
 
 
 def write_worker(folder: Path, overrides: list[str]) -> list[str]:
-    """Write a program that trains with another override on each worker, and say how to run it."""
+    """Write a program that trains with different overrides on each worker; return its command."""
     path = folder / "worker.py"
     words = ["train", str(DIGITS), "--max-steps", "1", "--out", str(folder / "run"), "--set"]
     path.write_text(
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 
 def torch_workers(command: list[str]) -> list[tuple[int, str]]:
-    """Start two processes as torchrun would; return their exit codes and what they said."""
+    """Start two processes like torchrun; return their exit codes and output."""
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     workers = [
         subprocess.Popen(

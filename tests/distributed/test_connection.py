@@ -1,4 +1,4 @@
-"""Workers that a program has connected by itself are used as they are, and left so."""
+"""Workers connected by the program itself are used and left open."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ CHANGES = ["duration={steps: 2}", "schedule.warmup={steps: 1}", "polish.clean={s
 
 
 def run_in_a_group(folder: Path) -> list[object]:
-    """Open a process group as a program of its own would, without a launcher's variables."""
+    """Open a process group like a user's program, without a launcher's variables."""
     rank = int(os.environ.pop("RANK"))
     for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]

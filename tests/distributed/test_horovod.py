@@ -191,7 +191,7 @@ def test_closing_twice_is_safe(hvd: FakeHorovod, backend: Backend) -> None:
 
 
 def without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the next import of Horovod look for it; the test's end restores what was there."""
+    """Make the next import of Horovod search for it; the test's end restores the module."""
     there = {key for key in sys.modules if key.startswith("horovod.")}
     for name in there | {"horovod", "horovod.torch"}:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -112,7 +112,7 @@ def sum_again_and_again() -> int:
 
 @pytest.mark.long
 def test_three_workers_are_reproducible_bit_by_bit() -> None:
-    """What Horovod puts into one sum would depend on when the gradients come."""
+    """Horovod's fusion would depend on the time at which gradients are ready."""
     assert on_workers(sum_again_and_again, workers=3, horovod=True) == 1
 
 

@@ -1,4 +1,4 @@
-"""What one worker of up to 16,384 asks of the others: it does not grow with their number.
+"""The requests of one worker of up to 16,384 do not grow with the number of workers.
 
 Each request of a worker to the store, and each note that it reads, is multiplied by the number of
 workers, for all of them do the same at the same time.
@@ -48,7 +48,7 @@ RECIPE = load_recipe(
 
 
 class Asked(NamedTuple):
-    """What a worker asked of the others in a whole run."""
+    """Requests of a worker in a whole run."""
 
     requests: int
     groups: int
@@ -179,7 +179,7 @@ def test_a_worker_combines_by_adasum_in_one_group_for_each_doubling(workers: int
 
 
 def waiting(workers: int, *, without: Sequence[int]) -> tuple[CountingStore, StoreNotes]:
-    """Return a store in which all but some workers have noted that they wait, and one's notes."""
+    """Return a store in which all but some workers are waiting, and one worker's notes."""
     store = CountingStore()
     notes = [StoreNotes(store, rank=rank, workers=workers) for rank in range(workers)]
     for rank in set(range(workers)) - set(without):

@@ -1,4 +1,4 @@
-"""What only NCCL can show: groups of GPUs, and what is left when a worker is lost.
+"""Tests that need NCCL: groups of GPUs, and the state after the loss of a worker.
 
 `make bench-gpu` runs these before it measures anything.
 """
@@ -53,7 +53,7 @@ def test_workers_meet_gather_and_are_divided(workers: int) -> None:
 
 
 def come_late() -> None:
-    """Worker 1 comes to a barrier a second later, for which the host of worker 0 is held."""
+    """Worker 1 reaches a barrier a second later, and the host of worker 0 blocks."""
     backend = connect("torch")
     backend.barrier()
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""The network check: who is measured with whom, and which host is found slow."""
+"""The network check: the measured pairs, and the detection of slow hosts."""
 
 import os
 import re

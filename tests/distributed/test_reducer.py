@@ -13,7 +13,7 @@ from largebatch.errors import UnusedParametersError
 
 
 class Recorder(Serial):
-    """One of two workers, the other of which holds zeros; it notes the size of every sum."""
+    """One of two workers, the other with zeros; it records the size of every sum."""
 
     world_size = 2
 
@@ -126,7 +126,7 @@ def test_a_parameter_may_be_reached_by_the_last_micro_batch_only() -> None:
 
 
 class Alike(Recorder):
-    """One of several workers that all hold the same; it sums in the type it is given."""
+    """One of several workers with equal values; it sums in the given type."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Alike(Recorder):
 
 
 class AlikeExactly(Alike):
-    """The same with one rounding, so that only what is sent can be at fault."""
+    """The same with one rounding, so that only the sent values can be wrong."""
 
     def all_reduce(self, tensor: Tensor) -> Any:  # noqa: ANN401 -- as Serial's
         tensor.copy_(tensor.double() * self.world_size)
@@ -394,7 +394,7 @@ def test_gradients_with_a_graph_are_refused_on_any_number_of_workers(
 
 @one_or_two
 def test_a_gradient_of_a_gradient_is_summed_like_any_other(workers: Callable[[], Serial]) -> None:
-    """A gradient penalty, as the message above says it is done."""
+    """A gradient penalty, computed as the message above recommends."""
     model, expected = net(), net()
     expected.load_state_dict(model.state_dict())
 

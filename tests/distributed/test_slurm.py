@@ -1,4 +1,4 @@
-"""Processes that srun starts are workers of one run; scripts and shells of SLURM are none."""
+"""Processes started by srun are workers of one run; SLURM's scripts and shells are not."""
 
 import os
 import re
@@ -113,7 +113,7 @@ def test_the_store_listens_on_its_own_address_only(
 
 @pytest.fixture
 def own_address() -> str:
-    """An address of this machine at which others may reach it."""
+    """An address at which other machines can reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         try:
             unsent.connect(("198.51.100.1", 9))

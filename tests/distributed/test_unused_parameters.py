@@ -1,4 +1,4 @@
-"""A model with parameters that the loss does not depend on: the user is told which."""
+"""A model with parameters that the loss does not depend on: the error names them."""
 
 from pathlib import Path
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Workers that wait too long: who is named, what is waited for, and that nothing else is ended."""
+"""Workers that wait too long: the named worker, the operation, and no false alarms."""
 
 import os
 import re
@@ -27,7 +27,7 @@ REMEDY = "; look at its host, or give a longer --timeout"
 
 
 class Unreachable(Store):
-    """A store whose machine does not answer."""
+    """A store whose machine does not respond."""
 
     def add(self, key: str, _: int) -> int:
         raise ConnectionError(key)
@@ -35,7 +35,7 @@ class Unreachable(Store):
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What workers leave with, and whether they are to print it."""
+    """Messages of the workers at their exit, and True if they print it."""
     found: list[tuple[str, bool]] = []
 
     def leave(message: str, *, print_it: bool) -> None:
@@ -123,7 +123,7 @@ def test_until_the_first_update_a_worker_waits_six_times_as_long(
 
 
 def answering(asked: list[bool], *, leaves: bool) -> watch.Rescue:
-    """Return what notes whether the main thread is held."""
+    """Return a function that records whether the main thread is blocked."""
 
     def rescue(still: Callable[[], bool]) -> bool:
         asked.append(still())
@@ -191,7 +191,7 @@ def test_without_a_store_a_worker_still_exits(
 
 
 def suspend_one(library: str, how: str) -> None:
-    """Meet twice; in between, worker 1 stops to do anything while the others wait for it."""
+    """Run two barriers; in between, worker 1 is suspended while the others wait for it."""
     backend = connect("horovod" if library == "horovod" else "torch", timeout=10, splits=False)
     backend.all_reduce(torch.ones(5)).wait()
     if backend.rank == 1:

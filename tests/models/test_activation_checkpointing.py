@@ -1,4 +1,4 @@
-"""Statistics count each forward pass once, whatever is computed again inside backward.
+"""Statistics count each forward pass once, even if backward recomputes layers.
 
 Activation checkpointing (torch.utils.checkpoint; Chen et al. 2016, arXiv:1604.06174) recomputes
 layers in the backward pass, while the step's moments are already being summed over the workers.
@@ -70,7 +70,7 @@ def step(
     *,
     sync_workers: int = 1,
 ) -> None:
-    """Move the statistics as an optimizer step does: the sum starts before the last backward."""
+    """Update the statistics like an optimizer step: the sum starts before the last backward."""
     spans = Spans(model, backend, sync_workers=sync_workers)
     for number, batch in enumerate(batches):
         loss = forward(model, batch.clone()).square().sum()

@@ -83,7 +83,7 @@ def test_the_gradients_are_those_of_the_function(num: int, affine: bool) -> None
 
 
 def test_a_constant_gradient_is_accepted() -> None:
-    """Means over pixels hand back one stored value for all of them."""
+    """The gradient of a mean over pixels is one stored value, expanded."""
     x = images(8, 3, 4, 4).requires_grad_()
     y = x.detach().clone().requires_grad_()
     weights = images(8, 3, seed=1)
@@ -371,7 +371,7 @@ def test_timms_batchnorm_keeps_its_activation() -> None:
 
 def test_an_unsupported_batchnorm_is_refused_by_name() -> None:
     class BatchNormAct2d(nn.BatchNorm2d):
-        """Has the name of timm's, and could do anything."""
+        """A class with the name of timm's."""
 
     with pytest.raises(ValueError, match="layer 0.1 is a BatchNormAct2d; only nn.BatchNorm1d"):
         with_span(nn.Sequential(nn.Sequential(nn.ReLU(), BatchNormAct2d(3))), 2)

@@ -36,7 +36,7 @@ def norm(state: dict[str, Tensor], name: str, maps: Tensor) -> Tensor:
 
 
 def eight_layers(state: dict[str, Tensor], images: Tensor) -> Tensor:
-    """The paper's network with one block in a stage, written out in its order."""
+    """The paper's network with one block per stage, written out."""
     maps = F.relu(norm(state, "bn1", F.conv2d(images, state["conv1.weight"], padding=1)))
     for stage, stride in enumerate([1, 2, 2]):
         block = f"stages.{stage}.0"
@@ -82,7 +82,7 @@ def test_other_depths_and_arguments_are_refused() -> None:
 
 
 def nine_layers(state: dict[str, Tensor], images: Tensor) -> Tensor:
-    """Page's network, written out in its order."""
+    """Page's network, written out."""
 
     def unit(maps: Tensor, name: str, pool: int = 1) -> Tensor:
         maps = F.conv2d(maps, state[f"{name}.conv.weight"], padding=1)

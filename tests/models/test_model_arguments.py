@@ -25,7 +25,7 @@ DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.y
 
 @pytest.fixture
 def fetched() -> Iterator[tuple[str, list[str]]]:
-    """The address of a server on this machine, and every path that was fetched from it."""
+    """Address of a local server, and the paths requested from it."""
     paths: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -48,7 +48,7 @@ def fetched() -> Iterator[tuple[str, list[str]]]:
 def test_an_untrusted_checkpoint_downloads_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fetched: tuple[str, list[str]]
 ) -> None:
-    """Its recipe is rewritten here as a stranger's editor would, without our checks."""
+    """Its recipe is rewritten without the package's checks."""
     url, paths = fetched
     short = ["duration={steps: 1}", "schedule.warmup=null", "polish=null", "data.image_size=16"]
     run(load_recipe(DIGITS, short), out=tmp_path / "run")

@@ -85,7 +85,7 @@ def test_an_affine_stage_without_a_classifier_is_refused_before_training(
 
 
 def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> None:
-    """It returns more than logits while it trains."""
+    """It returns more than logits in training mode."""
     words = ("data.image_size=64", "polish=null", "model.name=torchvision/googlenet")
     recipe = digits(*words, "model.arguments={init_weights: false}")
     model = build_model(recipe, CPU)

@@ -150,7 +150,7 @@ def test_a_shared_span_preserves_channels_last() -> None:
 
 
 def test_workers_with_images_of_different_size_share_the_moments_of_all_values() -> None:
-    """A channel's values are weighed alike, wherever they are; samples are not."""
+    """All values of a channel have equal weight; samples do not."""
     norm = nn.BatchNorm2d(5).double()
     nn.init.uniform_(norm.weight)
     sizes = [(2, 3), (7, 5), (1, 1)]
@@ -218,7 +218,7 @@ def test_a_mean_ten_thousand_times_the_deviation_survives_the_merge_in_float32()
 
 
 class Nobody(Thread):
-    """A group whose other workers never answer."""
+    """A group whose other workers never respond."""
 
     def __init__(self) -> None:
         super().__init__(0, [torch.empty(0)] * 2, threading.Barrier(1))
@@ -228,7 +228,7 @@ class Nobody(Thread):
 
 
 def test_only_training_communicates() -> None:
-    """Polishing takes any share of the data on any worker, and whole spans by itself."""
+    """Polishing accepts any share of the data on any worker, and normalises whole spans locally."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
     ghost, alone = (with_span(copy.deepcopy(net), 4) for _ in "ab")

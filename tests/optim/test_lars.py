@@ -18,7 +18,7 @@ every_convention = pytest.mark.parametrize("convention", CONVENTIONS)
 def test_without_decay_the_first_step_has_length_lr_eta_weight(
     convention: Convention, scale: float
 ) -> None:
-    """The gradient's scale cancels, which is the point of LARS."""
+    """The scale of the gradient cancels."""
     weight = nn.Parameter(torch.full((3, 4), 2.0))
     weight.grad = scale * torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     before = weight.detach().clone()
@@ -89,7 +89,7 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
 
 @every_convention
 def test_rebuilding_from_the_groups_changes_nothing(convention: Convention) -> None:
-    """Horovod does this: whatever is not in the groups falls back to its default."""
+    """Like Horovod: settings that are not in the groups get their defaults."""
     ours, rebuilt_weight = (nn.Parameter(torch.tensor([[1.0, -2.0, 0.5]])) for _ in "ab")
     group = {"params": [ours], "momentum": 0.7, "weight_decay": 0.02}
     optimizer = LARS([group], 3.0, eta=0.02, eps=1e-3, convention=convention)

@@ -214,7 +214,7 @@ def test_the_norm_of_a_view_covers_only_the_view() -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Note the operations that compute; views do not."""
+    """Record the operations that compute; views do not."""
 
     VIEWS = ("as_strided", "view", "unsqueeze", "detach", "split", "slice", "select", "alias")
 
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
 
 
 def operations(optimizer: LARS) -> list[str]:
-    """Return what one more step computes."""
+    """Return the operations of one more step."""
     with Recorder() as recorder:
         optimizer.step()
     names: list[str] = recorder.names
@@ -269,7 +269,7 @@ def test_the_number_of_batched_operations_does_not_grow_with_the_tensors(
 @every_convention
 @pytest.mark.parametrize("limits", [{}, {"clip_ratio": 50.0, "clip_gradient": 10.0}])
 def test_on_cuda_a_step_waits_for_nothing(convention: Convention, limits: dict[str, Any]) -> None:
-    """On tensors that only claim to be on a GPU; mixing them with the CPU's is an error there."""
+    """With tensors that report a GPU; mixing them with CPU tensors is an error."""
     try:
         with FakeTensorMode():
             weights = [nn.Parameter(torch.empty(40, 30, device="cuda")) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""LARS and the numbers it is given: rates that are tensors, and lengths at the ends of float32."""
+"""LARS with rates that are tensors, and with norms at the limits of float32."""
 
 import math
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_torchs_schedulers_set_a_tensor_like_a_number(
 SIZES = [1e-25, 1e-20, 1.0, 1e20]
 """The square of all but 1.0 is no number of float32."""
 PAIRS = [(w, g) for w, g in product(SIZES, SIZES) if w / g > 1e-35]
-"""The ratio itself has to be one."""
+"""The ratio itself must be a normal number."""
 
 
 @every_path

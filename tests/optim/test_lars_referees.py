@@ -1,4 +1,4 @@
-"""LARS judged by code that is not ours: timm's, and MLPerf's formula transcribed to NumPy.
+"""LARS compared with other code: timm's, and MLPerf's formula transcribed to NumPy.
 
 200 steps of a real schedule on a real small network; LeNet-5 on images of random noise has
 tensors of many sizes and gradients that change from step to step.
@@ -25,7 +25,7 @@ def net() -> nn.Module:
 
 
 def backward(model: nn.Module, step: int) -> None:
-    """Leave the gradient of one small batch, the same for everyone at this step."""
+    """Compute the gradient of one small batch, the same for all optimizers at this step."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=generator)
     labels = torch.randint(10, (4,), generator=generator)

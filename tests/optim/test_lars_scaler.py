@@ -1,4 +1,4 @@
-"""LARS under a GradScaler: on a device it unscales and skips by itself, and nobody waits for it."""
+"""LARS under a GradScaler: on a device it unscales and skips without a wait of the host."""
 
 import copy
 import itertools
@@ -17,7 +17,7 @@ from largebatch.optim.lars import LARS
 from largebatch.recipe.choices import Convention
 
 POISON = {0: float("nan"), 2: float("inf"), 3: float("-inf")}
-"""What is in one gradient, by step; the first is the one that makes the momentum."""
+"""Value in one gradient, by step; the first step initialises the momentum."""
 
 STEPS = 5
 SETTINGS: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ class Waiting(LARS):
 
 
 def bits(optimizer: LARS) -> list[bytes]:
-    """Return every weight, master and momentum; one that is not there yet is zero."""
+    """Return every weight, master and momentum; missing ones are zero."""
     found = []
     for group in optimizer.param_groups:
         for weight in group["params"]:

@@ -1,4 +1,4 @@
-"""What LARS keeps beside the weights: masters, momentum, its choices; and what it refuses."""
+"""The state of LARS: masters, momentum and settings; and the states that it refuses."""
 
 import math
 import sys
@@ -78,7 +78,7 @@ def test_a_float32_model_takes_no_masters_from_a_short_ones_state() -> None:
 
 
 def test_momentum_follows_the_memory_format_of_the_weights() -> None:
-    """A checkpoint from the CPU goes on in channels_last on a GPU."""
+    """A checkpoint from the CPU is loaded in channels_last on a GPU."""
     weight = nn.Parameter(torch.randn(4, 3, 2, 2))
     optimizer = LARS([weight], lr=1.0, eta=0.1)
     formula = Formula(weight, optimizer.param_groups[0])
@@ -136,7 +136,7 @@ def test_masters_include_changes_by_hooks(dtype: torch.dtype) -> None:
 
 
 def stepped(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
-    """Return an optimizer of a 2 x 3 weight and a bias that has made a step."""
+    """Return an optimizer of a 2 x 3 weight and a bias after one step."""
     weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -146,7 +146,7 @@ def stepped(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
 
 
 def without(*keys: object) -> Change:
-    """Return what takes one key out of a state."""
+    """Return a function that removes one key from a state."""
 
     def take(state: dict[Any, Any]) -> object:
         for key in keys[:-1]:
@@ -157,7 +157,7 @@ def without(*keys: object) -> Change:
 
 
 def with_value(value: object, *keys: object) -> Change:
-    """Return what puts a value into a state."""
+    """Return a function that sets a value in a state."""
 
     def put(state: dict[Any, Any]) -> None:
         for key in keys[:-1]:

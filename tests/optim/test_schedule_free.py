@@ -71,7 +71,7 @@ def test_the_first_update_of_a_warm_up_from_zero_changes_nothing() -> None:
 
 
 def test_evaluating_the_average_changes_no_bit() -> None:
-    """The library comes back to within a rounding."""
+    """The library restores the weights only up to rounding."""
     model = a_model()
     optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model)
     for step in range(4):

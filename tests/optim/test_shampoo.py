@@ -40,7 +40,7 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def test_workers_with_different_generators_get_the_same_bits() -> None:
-    """The library looks for the largest eigenvalue from a random vector, here among close ones."""
+    """The library computes the largest of several close eigenvalues from a random vector."""
     torch.manual_seed(9)
     grads = torch.linalg.qr(torch.randn(3, 16, 16, dtype=torch.float64)).Q
     grads *= torch.linspace(1, 1.01, 16, dtype=torch.float64)

@@ -68,7 +68,7 @@ def test_with_a_span_the_device_batch_does_not_matter() -> None:
 
 
 def state_of(model: nn.Module) -> dict[str, object]:
-    """Everything that polishing must leave alone, except what the running statistics say."""
+    """Everything that polishing must not change, without the values of the statistics."""
     return {
         "modes": [module.training for module in model.modules()],
         "buffers": {name: id(value) for name, value in model.named_buffers()},
@@ -85,7 +85,7 @@ def state_of(model: nn.Module) -> dict[str, object]:
 
 
 def peculiar() -> nn.Sequential:
-    """A model whose every setting is one that is easily lost."""
+    """A model with settings that are easily lost."""
     model = first_layer()
     model[2].eval()
     model[3].eval()
@@ -204,7 +204,7 @@ def test_an_unused_layer_keeps_its_statistics() -> None:
 
 
 def test_a_model_with_several_outputs_in_training_is_polished_in_evaluation_mode() -> None:
-    """As GoogLeNet and Inception do; their auxiliary layers are not reached."""
+    """Like GoogLeNet and Inception, whose auxiliary layers are not used in evaluation."""
 
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
@@ -252,7 +252,7 @@ def test_drift_measures_shift_and_variance_against_the_running_statistics() -> N
 
 
 def polish_shares() -> list[dict[str, list[float]]]:
-    """Polish with the batches dealt out to this many workers; the last one gets none."""
+    """Polish with the batches divided over this number of workers; the last one gets none."""
     from largebatch.distributed.torch_distributed import TorchDistributed
 
     backend = TorchDistributed()

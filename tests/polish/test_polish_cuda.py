@@ -27,7 +27,7 @@ GPU = Serial(torch.device("cuda"))
 def polish_and_compare(
     model: nn.Module, sizes: list[int], *, layout: torch.memory_format, rel: float
 ) -> None:
-    """Compare with moments in float64 of what each layer was given."""
+    """Compare with float64 moments of each layer's inputs."""
     torch.manual_seed(0)
     model.to(GPU.device, memory_format=layout)  # type: ignore[call-overload]  # torch's stubs
     parts = [torch.randn(size, 3, 64, 64, device=GPU.device) for size in sizes]

@@ -1,4 +1,4 @@
-"""Polished statistics equal moments in float64 over everything that a layer was given."""
+"""Polished statistics equal float64 moments over all inputs of a layer."""
 
 import copy
 import gc
@@ -48,7 +48,7 @@ def network() -> nn.Sequential:
 def check_on(
     workers: int, model: nn.Module, share: Callable[[int], Pairs], *, right: Moments
 ) -> None:
-    """Polish a copy on each of some workers, and compare all with what their layers were given.
+    """Polish a copy on each of several workers, and compare all with their layers' inputs.
 
     In float64 also with what they ought to have been given.
     """
@@ -124,7 +124,7 @@ KINDS = [
 
 @pytest.fixture(params=["one by one", "together"])
 def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How a processor and how a GPU is given the spans of a batch."""
+    """The spans of a batch on a CPU and on a GPU."""
     if request.param == "together":
 
         def as_on_gpu(images: Tensor, model: nn.Module, *, together: bool) -> list[Tensor]:
@@ -189,7 +189,7 @@ def test_a_mean_far_from_zero_costs_no_digits(
 def test_both_ways_to_measure_a_batch_are_exact(
     method: str, dtype: torch.dtype, offset: float
 ) -> None:
-    """The way of a GPU is tried here on the CPU, whose kernel has the same contract."""
+    """The code for a GPU is tested on the CPU, whose kernel has the same contract."""
     shift = offset * torch.tensor([1.0, 0.0, -1.0]).view(3, 1, 1)
     batches = [(images + shift).to(dtype) for images, _ in pairs(7, 1, 5)]
     part = moments.Moments.of_nothing(3, device=CPU.device)
@@ -216,7 +216,7 @@ def test_a_batch_unlike_the_previous_ones_is_normalised_by_exact_moments(offset:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_many_values_are_summed_as_exactly_as_few(layout: torch.memory_format) -> None:
-    """PyTorch's kernel is wrong by 5e-5 in channels-last here."""
+    """PyTorch's kernel has an error of 5e-5 in channels-last here."""
     images = torch.randn(256, 4, 40, 40, generator=torch.Generator().manual_seed(0)) + 3
     images = images.to(memory_format=layout)
     model = nn.Sequential(nn.BatchNorm2d(4)).to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs
@@ -226,7 +226,7 @@ def test_many_values_are_summed_as_exactly_as_few(layout: torch.memory_format) -
 
 
 def test_a_batch_of_one_value_per_channel_is_normalised_to_zero() -> None:
-    """Training refuses such a batch, but the last one of the data may be like that."""
+    """Training refuses such a batch, but the last batch of the data may be one."""
     model, batches = network().double(), pairs(4, 1)
     right = one_pass(model, batches)
     polish(model, batches, CPU)
@@ -286,7 +286,7 @@ def test_all_layers_share_one_all_reduce(mean: float, calls: int) -> None:
 
 
 class Weighing(Serial):
-    """Notes how much memory tensors have, at each all-reduce."""
+    """Records the memory of tensors at each all-reduce."""
 
     bytes = 0
 

@@ -1,4 +1,4 @@
-"""Sequential polishing settles one layer after the other."""
+"""Sequential polishing converges layer by layer."""
 
 import copy
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ ORDER = ["0", "2.one.1", "2.one.4", "2.other.1", "4"]
 
 
 class Branches(nn.Module):
-    """Two layers on one way and one on the other."""
+    """Two layers on one path and one on the other."""
 
     def __init__(self) -> None:
         super().__init__()

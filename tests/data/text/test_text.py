@@ -24,7 +24,7 @@ CPU = Serial(torch.device("cpu"))
 def test_the_windows_of_a_text_predict_every_word_from_the_one_before(
     text: np.ndarray, length: int
 ) -> None:
-    """Every word is another, so a place is known by its word; the last window runs on."""
+    """All words differ, so a word identifies its position; the last window wraps around."""
     number = -(-len(text) // length)
     found = windows(text, np.arange(number), length=length)
     assert found.inputs.shape == found.targets.shape == (number, length)
