@@ -140,7 +140,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_the_page_on_where_things_are_names_folders_and_files_that_are_there() -> None:
     text = (DOCS / "where-things-are.md").read_text(encoding="utf-8")
-    names = {name for name in re.findall(r"`([a-z_]+/(?:[a-z_/]+\.py)?)`", text)}
+    names = set(re.findall(r"`([a-z_/]+/(?:[a-z_]+\.py)?)`", text))
     package = ROOT / "largebatch"
     roots = (ROOT, package, package / "studies", package / "data")
     for name in names:
