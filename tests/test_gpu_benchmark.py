@@ -48,7 +48,15 @@ def test_resnet50_names_a_failing_rival_and_measures_the_others(
     with pytest.raises(SystemExit, match="could not run: timm, compiled: turbo, ours, compiled: t"):
         measured("resnet50", f"{PARTS['resnet50'].tiny} turbo", tmp_path, monkeypatch)
     result = written("resnet50", tmp_path)
-    assert set(result) >= {"command", "machine", "date", "commit", "versions", "sources", "settings"}
+    assert set(result) >= {
+        "command",
+        "machine",
+        "date",
+        "commit",
+        "versions",
+        "sources",
+        "settings",
+    }
     assert set(result["failed"]) == {"timm, compiled: turbo", "ours, compiled: turbo"}
     assert all("turbo" in error for error in result["failed"].values())
     assert set(result["images a second"]) == {"plain", "timm", "ours"}
