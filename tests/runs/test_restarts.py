@@ -50,10 +50,10 @@ class Machine:
         self.started: list[tuple[int, object]] = []
 
     def start(
-        self, command: list[str], *, workers: int, horovod: bool, spare: Sequence[int]
+        self, command: list[str], *, workers: int, horovod: bool, optional: Sequence[int]
     ) -> None:
         _, options = JOB.validate_json(command[-1])
-        assert not spare  # the recipe has no protocol
+        assert not optional  # the recipe has no protocol
         self.started.append((workers, options.resume))
         end = self.ends[len(self.started) - 1]
         if end == "saved":
