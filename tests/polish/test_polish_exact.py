@@ -296,7 +296,7 @@ class Weighing(Serial):
 
 
 def memory() -> int:
-    found = [it for it in gc.get_objects() if issubclass(type(it), Tensor)]
+    found = [it for it in gc.get_objects() if type(it) in {Tensor, nn.Parameter}]
     storages = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in found}
     return sum(storages.values())
 

@@ -100,8 +100,8 @@ def test_a_comparison_has_a_column_of_a_third_task_and_a_chart_of_its_runs(
     images = trained(tmp_path / "images", source="digits")
     page, comparison = write_comparison([melodies, images], tmp_path)
     text = page.read_text(encoding="utf-8")
-    assert '"Bits a note"' in text
-    assert '<section id="bits">' in text
+    assert ">Bits a note</button>" in text
+    assert '<figure class="part chart" id="bits">' in text
     assert [one.run.task for one in comparison.runs] == [MELODIES, IMAGES]
     assert [group.data for group in comparison.groups] == [
         "melodies, 360 validation notes",

@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 from largebatch.distributed.serial import Serial
+from largebatch.recipe.task import IMAGES
 from largebatch.tracking.events import Decision, Event, Note, StageName, StageResult
 from largebatch.training.judging import begin_stage, end_stage
 from largebatch.training.state import Progress, TrainState, Updater
@@ -56,9 +57,9 @@ class Second:
             classes=tuple("abcde"),
         )
         plan: Any = SimpleNamespace(val_samples=10, epoch=float)
-        data = SimpleNamespace(val_split=10, held_out=None)
+        data = SimpleNamespace(val_labels=10, held_out=None)
         polish = SimpleNamespace(keep="better")
-        recipe: Any = SimpleNamespace(polish=polish, monitor=(), data=data)
+        recipe: Any = SimpleNamespace(polish=polish, monitor=(), data=data, task=IMAGES)
         self.trainer = Trainer(
             recipe=recipe,
             plan=plan,
