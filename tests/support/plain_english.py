@@ -88,7 +88,7 @@ ANYWHERE = (
     Rule(r"\bwith some to spare\b", "over-allocated by"),
     Rule(r"\banswers? to the pointer\b", "interactive"),
     Rule(r"\bby the clock\b", "wall-clock"),
-    Rule(r"\bso many\b(?! (?:\S+ )?that\b)", "the number, or its name"),
+    Rule(r"\bso many\b(?!,? (?:as in|(?:\S+ )?that)\b)", "the number, or its name"),
     Rule(r"(?:^|[.!?] )No more than\b", "At most"),
     Rule(r"\bas (?:\w+ )?recipes? (?:says?|tells?|asks?)\b", "as configured, a recipe's"),
 )
