@@ -68,7 +68,7 @@ def saves(folder: Path) -> list[int]:
 
 @pytest.fixture
 def full_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Make the disk full after so many more files have been written."""
+    """Make the disk full after a number of further files have been written."""
 
     def fill(files: int) -> None:
         left = iter(range(files))

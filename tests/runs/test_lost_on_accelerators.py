@@ -128,7 +128,7 @@ def hang_at_the_lost(work: late_group.LateWork) -> None:
 
 
 def notice_beside(has_failed: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Let the watch alone learn of an error, which came when the main thread waited already."""
+    """Report an error only to the watchdog, as if the main thread already waited."""
     return lambda work: (
         threading.current_thread() is not threading.main_thread() and has_failed(work)
     )

@@ -140,6 +140,6 @@ class MiniBatches:
         return bool(self._given)
 
     def stop_early(self) -> None:
-        """Hand out only the mini-batches that complete started updates."""
+        """Restrict the mini-batches to those that complete started updates."""
         begun = -(-self._next // self._rule.gradients)
         self._stop = max(self._updates.values()) if self._rule.waits else begun
