@@ -135,7 +135,7 @@ def notice_beside(has_failed: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 @pytest.mark.parametrize("changes", [PLAIN, AVERAGED], ids=["fp32", "fp16, an EMA, a monitor"])
-def test_what_was_done_is_saved_while_the_main_thread_waits_for_ever(
+def test_progress_is_saved_while_the_main_thread_waits_indefinitely(
     changes: Sequence[str], tmp_path: Path
 ) -> None:
     """Though the host has counted, and asked the device for, an update that is never made."""

@@ -158,7 +158,7 @@ def test_two_seeds_are_too_few(group: Group) -> None:
     assert as_json(found)["recommended"] is None
 
 
-def test_one_seed_tells_no_policies_apart(group: Group) -> None:
+def test_one_seed_cannot_separate_policies(group: Group) -> None:
     few = every(lambda cell: replace(cell, seeds=cell.seeds[:1]), group)
     text = answer(recommend(few, by="cost", target=0.9))
     assert "within the noise of each other, so in no order: quick, slow, never\n" in text
