@@ -111,7 +111,7 @@ def spread_of(policies: Policies) -> tuple[float, float]:
 def rank_correlation(one: Policies, other: Policies) -> float:
     """Return Spearman's rho of the mean top-1 of policies that both have.
 
-    By those of which no run diverged. It has no interval: seeds drawn anew add their noise to the
+    By those of which no run diverged. It has no interval: other seeds add their noise to the
     ranks, so that the ends of rho over them lie too low. What is sure of two rankings are `orders`.
     """
     both = whole(one), whole(other)

@@ -102,7 +102,7 @@ trials of a shorter schedule, judged on training images held out; the arm of a q
 has the rate of LARS at the large batch, and polished ends that of their arm.
 
 Three seeds make wide intervals, and a few that are narrow by chance. Each holds for its question
-alone: of so many, one in twenty misses. † marks those that exclude 0 also where all of a column
+alone: one in twenty misses. † marks those that exclude 0 also where all of a column
 hold together (Bonferroni). None of them has the noise of the search, nor that of the test images:
 10,000 of them leave one accuracy open by 0.5 points or so, a difference on the same images by
 less. An interval that holds 0 does not say that there is nothing.

@@ -58,7 +58,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Return every rival's seconds per step, round by round; the slowest worker counts.
 
-    In a round each rival makes a few steps, in an order drawn anew, and the device is waited for.
+    In a round each rival makes a few steps, in a new random order, and the device is waited for.
     One worker starts no round after `seconds`, warm-up included, but makes at least one.
     """
     backend = backend or Serial()
@@ -97,7 +97,7 @@ def add_seconds(parser: argparse.ArgumentParser) -> None:
 def paired_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
     """Return the median of ours / theirs over the rounds and its 95 % bootstrap interval.
 
-    The interval holds the middle 95 % of the medians of rounds drawn anew with replacement
+    The interval holds the middle 95 % of the medians of rounds redrawn with replacement
     (Efron 1979); the draws are the same each time.
     """
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]

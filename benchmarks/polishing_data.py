@@ -37,8 +37,8 @@ def prepare(
 ) -> Path:
     """Return the folder with `train` training images of a data set; create it if needed.
 
-    They are judged on the whole test set, on `test` images of it, or, if `val` is given, on so
-    many other training images: that is for tuning.
+    They are evaluated on the whole test set, on `test` images of it, or, if `val` is given, on
+    `val` other training images, for tuning.
     """
     of = "" if val is None else f"-tuning-{val}"
     out = work / f"{name}-{train}{of if test is None else f'-test-{test}'}"

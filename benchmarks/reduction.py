@@ -3,7 +3,7 @@
     python benchmarks/reduction.py [--rounds 40] [--pixels 64] [--batch 8] [--steps 3]
 
 1. ResNet-18 forward, backward, reduction and SGD. The rivals take turns in the same two processes,
-   a few steps each, in an order drawn anew every round: DistributedDataParallel (without its
+   a few steps each, in a new random order every round: DistributedDataParallel (without its
    broadcast of BatchNorm's buffers, which no other rival does, and once more with its defaults),
    Horovod's DistributedOptimizer as its ImageNet example calls it (without that example's
    synchronous metric sums, which would count against it), and ours over both libraries. `alone` is

@@ -4,7 +4,7 @@
 
 `no link`: three quarters of the events are computations. `links`: weights and gradients of 360 kB
 go through links of 10 Gbit/s to a server with 400 Gbit/s, which is near its limit. Both start with
-times drawn anew. simpy's own part is a heap of as many events as there are learners.
+newly drawn times. simpy's own part is a heap of as many events as there are learners.
 """
 
 import argparse

@@ -6,7 +6,7 @@ Needs the extra `studies`. First what a gradient of the study's network takes on
 mini-batches of 4 to 120 samples, fitted by the seconds that staleness_studies.MACHINES has. Then
 GRADIENTS gradients with each of SEEDS under each distribution of their times: how many times as
 long hardsync takes for the same samples, and how late gradients are at sigma 1, 15 and 30; and how
-late where all learners come to rest after every so many updates. Writes
+late where all learners come to rest after a fixed number of updates. Writes
 benchmarks/results/staleness_times_<machine>_<date>.json. Servers update in no time here.
 """
 

@@ -73,7 +73,7 @@ class Keys(SphinxDirective):
             yield nodes.definition_list_item("", term, nodes.definition("", *text))
 
     def _note(self, key: str) -> None:
-        """Let other pages link to a key."""
+        """Make a key a target for links of other pages."""
         labels, target = self.env.domains.standard_domain, self.before + key
         labels.labels[target] = self.env.docname, target, key
         labels.anonlabels[target] = self.env.docname, target

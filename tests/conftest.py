@@ -34,7 +34,7 @@ def real_data() -> Path:
 
 @pytest.fixture
 def ends() -> Iterator[None]:
-    """Let a test fail that would otherwise wait for ever; no test depends on how fast it is."""
+    """Fail a test that would otherwise wait indefinitely; no test depends on its speed."""
 
     def end(*_: object) -> None:
         raise TimeoutError("still waiting after ten minutes")
@@ -48,7 +48,7 @@ def ends() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_report() -> Iterator[None]:
-    """Let runs draw no report, which takes longer than a short run; `draws` asks for one.
+    """Make runs without a report, which takes longer than a short run; `draws` enables it.
 
     What other processes run is drawn.
     """
@@ -58,7 +58,7 @@ def no_report() -> Iterator[None]:
 
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask for the report of each run."""
+    """Write the report of each run."""
     monkeypatch.setattr("largebatch.runs.run.write_report", write_report)
 
 

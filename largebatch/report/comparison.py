@@ -110,7 +110,7 @@ class Group:
 
     data: str
     runs: tuple[Compared, ...]
-    """Those whose accuracy was measured, the highest at the end first."""
+    """Runs with a measured accuracy, in descending order of their last accuracy."""
 
     def points_to_best(self, run: Compared) -> float:
         """Return the difference of top-1 at the end, in percentage points; 0 or less."""

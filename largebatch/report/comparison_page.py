@@ -28,7 +28,7 @@ _NOISE = (
 _RUNS = (
     "A click on a header sorts. Top-1 is that of the model as the run left it; a stage may have "
     "been discarded since. The time to an accuracy is that to the first evaluation that reached "
-    'it, by the clock of the charts, and "at most" that where it was the run\'s first evaluation; '
+    'it, on the axis of the charts, and "at most" that where it was the run\'s first evaluation; '
     "the run time is all of worker 0's, with starting, saving and what was done again after a "
     "failure."
 )

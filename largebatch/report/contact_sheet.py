@@ -297,7 +297,7 @@ def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:
 
 
 def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
-    """Say what was done to the images, and whether the normalised values are as they should."""
+    """Describe the augmentation, and check the mean and deviation of the normalised values."""
     data = recipe.images
     crops = clean = "whole images"
     if data.crop_area is not None:

@@ -1,8 +1,8 @@
-"""What a run had reached after so many steps, epochs, images and seconds.
+"""The course of a run over steps, epochs, images and seconds.
 
-Time is that of updates, evaluations and stages without updates, each once: starting, saving and
-what a resumed run did again are not in it, so that runs which were disturbed compare with those
-which were not.
+Time is the sum over updates, evaluations and stages without updates, each counted once. Starting,
+saving and repeated work of a resumed run are excluded, so that interrupted runs can be compared
+with others.
 """
 
 import math
@@ -32,8 +32,8 @@ class Course:
     """NaN in a run without updates, whose model was trained in another."""
 
     values: Mapping[str, FloatArray]
-    """Of evaluations top1 in percent, the loss and, by its key, the metric of the task; of updates
-    loss and rate, as running medians."""
+    """Values of evaluations: top1 in percent, loss and, by its key, the metric of the task; or of
+    updates: running medians of loss and learning rate."""
 
     stages: tuple[str, ...]
 

@@ -96,7 +96,7 @@ def scale_end(table: FloatArray) -> float:
 
 
 def _name_columns(axes: "Axes", drift: Drift, *, every: int) -> None:
-    """Say which of its channels a column shows of each layer; where it is narrow, of few."""
+    """Label the columns by their quantile over the channels; only some if the chart is narrow."""
     names = ["median" if part == 0.5 else f"{100 * part:g} %" for part in drift.quantiles]
     axes.set_xticks(np.arange(len(names))[::every] + 0.5, names[::every])
     axes.set_xlabel("channels, sorted by change →" if every == 1 else "channels →", loc="right")

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from largebatch.report.style import Canvas
 
 PARTS = 12
-"""Into so many the updates of a run are divided; each has an estimate of its own."""
+"""Number of parts into which the updates of a run are divided; each has its own estimate."""
 
 LEAST = 25
-"""Updates in a part; fewer give no useful estimate."""
+"""Minimum number of updates in a part; fewer give no useful estimate."""
 
 BOUNDED = 4 * LEAST
 """Updates that are advised: the interval of a single part often has no upper bound."""
 
 MORE_STEPS = 0.2
-"""The critical batch needs so many more steps than linear scaling (arXiv:2410.21676)."""
+"""Fraction of steps that the critical batch needs beyond linear scaling (arXiv:2410.21676)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Headline:
     unit: str
     note: str
     colour: Literal["", "good", "bad", "grey"] = ""
-    """Of the value, where it is judged; grey: it may be chance."""
+    """Colour of a value that is judged; grey: it may be chance."""
 
 
 def headlines(run: Run) -> tuple[Headline, ...]:
@@ -77,7 +77,7 @@ def _speed(run: Run) -> Headline:
 
 
 def _skipped(run: Run) -> str:
-    """Say how many updates fp16 lost."""
+    """Format the number of updates that fp16 lost."""
     skipped = run.summary.skipped_steps if run.summary else 0
     return f", {skipped:,} skipped: fp16 overflow" if skipped else ""
 
@@ -145,7 +145,7 @@ def _gain_between(
 
 
 def subtitle(run: Run) -> str:
-    """Say in one line how the run ended, when it began and on what it ran."""
+    """Describe in one line the end, the start and the machine of the run."""
     summary = run.summary
     began = run.starts[0].time
     words = [summary.status if summary else "killed", f"{began.day} {began:%B %Y}"]
@@ -166,13 +166,13 @@ def short_commit(commit: str | None) -> str:
 
 
 def _division(plan: Plan) -> str:
-    """Say how a global batch is divided, leaving out what is 1."""
+    """Format the division of a global batch, without factors of 1."""
     micro = f" × {plan.accumulation:,} micro-batches" if plan.accumulation > 1 else ""
     return f"{plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}"
 
 
 def _later_batches(plan: Plan) -> str:
-    """Say what a batch schedule makes of the global batch, and when."""
+    """Format the sizes of the global batch in a batch schedule, with their times."""
     return "".join(
         f"; {piece.global_batch:,} from step {piece.step:,}" for piece in plan.batch_changes
     )

@@ -46,10 +46,10 @@ class Row:
     """What the polishing took, evaluation left out."""
 
     updates: int
-    """Those that were made; one that was skipped in fp16 changes nothing."""
+    """Number of updates made; one that was skipped in fp16 changes nothing."""
 
     lr: float | None
-    """Of the first update; null where there is none."""
+    """Learning rate of the first update; None without one."""
 
     note: str | None
     """A remark: that statistics never came to rest, or updates were skipped."""
@@ -141,7 +141,7 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
 
 
 def _describe_skipped(planned: int, updates: int) -> str | None:
-    """Say how many updates fp16 lost; None if it lost none."""
+    """Format the number of updates that fp16 lost; None if it lost none."""
     skipped = planned - updates
     return f"{skipped} of {planned} updates skipped: fp16 overflow" if skipped else None
 
@@ -270,7 +270,7 @@ def compare_checkpoint(
 
 
 def _store_average(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Let the model become the average that a saved optimizer keeps, if it has not become it."""
+    """Copy the average that a saved optimizer holds into the model, unless it is there already."""
     if is_averaging(saved["param_groups"]):
         trainer.state.load_optimizer(**saved)
         trainer.store_average()
@@ -329,7 +329,7 @@ def _stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
 
 
 def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
-    """Return the recipe with a statistics pass over so many samples.
+    """Return the recipe with a statistics pass over this number of samples.
 
     And without MLPerf's log, which is about training.
     """

@@ -35,11 +35,11 @@ class Requests:
     def __init__(self) -> None:
         self._first: float | None = None
         self.again = False
-        """Whether there was a second one."""
+        """True after a second request."""
 
     @property
     def any(self) -> bool:
-        """Whether there was one."""
+        """True after the first request."""
         return self._first is not None
 
     def add(self) -> None:

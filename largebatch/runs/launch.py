@@ -164,7 +164,7 @@ class _Workers(SubprocessContext):
 
         self.requests = Requests()
         self.ended: set[int] | None = None
-        """Those that ended by themselves, once one has failed."""
+        """Workers that ended by themselves, once one has failed."""
 
     def start(self) -> None:
         """Start them, and leave this process's signal handlers as they are."""
@@ -173,7 +173,7 @@ class _Workers(SubprocessContext):
         self._start()  # type: ignore[no-untyped-call]  # torch's stubs
 
     def pass_on(self, *_: object) -> None:
-        """Let the workers save and leave; the second time, end them.
+        """Make the workers save and leave; the second time, end them.
 
         One that is suspended (SIGSTOP) goes on, for otherwise all would wait for it.
         """
@@ -281,7 +281,7 @@ def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[s
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Be a worker that start_workers started: leave errors in its file, and leave when it is gone.
+    """Run a worker of start_workers: write errors to its file, and end when the launcher is gone.
 
     An error ends the process at once, since threads of libraries may be in the middle of something.
     """

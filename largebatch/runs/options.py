@@ -38,7 +38,7 @@ class Options:
     """Stop, resumable, when this many updates have been made in all."""
 
     time_limit: float | None = None
-    """Stop, resumable, before so many seconds have passed."""
+    """Seconds before which the run stops, resumable."""
 
     profile: tuple[int, int] | None = None
     """Write a trace of the updates from the first number to the second into `out`, of worker 0;

@@ -172,7 +172,7 @@ def _find(path: Path, content: object, *, ema: bool) -> MutableMapping[str, Tens
 
 
 def _are_weights(content: object) -> bool:
-    """Tell a mapping from names to tensors."""
+    """Return True if `value` maps names to tensors."""
     return (
         isinstance(content, dict)
         and len(content) > 0
@@ -189,7 +189,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def begin_with(path: Path, trainer: Trainer) -> None:
-    """Let training begin with the weights of a file, which worker 0 reads for all.
+    """Start training with the weights of a file, which worker 0 reads for all.
 
     With `model.head_std` the classifier stays as it was drawn. Raises CheckpointError if the file
     cannot be read or does not fit the model.

@@ -33,7 +33,7 @@ class Outcome:
 
     seed: int
     top1: float
-    """Of the model as it was left; 1 / classes where the run diverged."""
+    """Accuracy of the final model; 1 / classes if the run diverged."""
 
     top5: float
     best_top1: float
@@ -114,8 +114,8 @@ class Cost:
     """Training samples of these updates, those that were skipped included."""
 
     seconds: float
-    """Of these updates, and of all evaluations and stages without updates up to this evaluation,
-    as in report.course; NaN where one of them was not timed."""
+    """Seconds of these updates, and of all evaluations and stages without updates up to this
+    evaluation, as in report.course; NaN if one of them was not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

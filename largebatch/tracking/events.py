@@ -1,9 +1,9 @@
-"""Every record of a run, typed once: what trackers follow, `log.jsonl` holds and reports read.
+"""The records of a run, each with one type for trackers, `log.jsonl` and reports.
 
-`log.jsonl` has one JSON object a line, in the order in which things happened. A resumed run
-appends; its `start` record says from which step on earlier ones are superseded. A number that is
-not finite, such as the loss of a step that overflowed in fp16, is null there, for JSON has no NaN;
-it is read as NaN. A field that older runs did not write has a default, so their folders still draw.
+`log.jsonl` has one JSON object per line, in the order of events. A resumed run appends; its `start`
+record names the step from which earlier records are superseded. A number that is not finite, such
+as the loss of a step that overflowed in fp16, is written as null, because JSON has no NaN, and is
+read as NaN. Fields that older runs did not write have defaults, so their reports can still be made.
 """
 
 import math
@@ -28,37 +28,37 @@ StageName = Literal["train", "clean", "ema", "swa", "swap", "affine", "statistic
 """The stages of a run, in their order."""
 
 Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]
-"""paused: saved at --max-steps; interrupted: saved where it ends, after a signal or near a time
-limit; stopped: at once, by a second signal. Older folders have interrupted for paused, too."""
+"""paused: saved at --max-steps; interrupted: saved after a signal or near a time limit; stopped:
+at once, by a second signal. In older folders, interrupted also stands for paused."""
 
 Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""A number that may not be finite: null in JSON, which is read as NaN."""
+"""A number that may not be finite: null in JSON is read as NaN."""
 
 Printable = Annotated[str, PlainSerializer(printable, return_type=str)]
-"""A text with names of files in it, whose bytes may be no UTF-8, as JSON is: those are escaped."""
+"""A text with file names, whose bytes are escaped in JSON if they are not UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The run began, or went on."""
+    """The start of a run, or of a resumed part of it."""
 
     event: Literal["start"] = "start"
     time: datetime
     resume_step: int
-    """The first step to come; records of it and of later ones are superseded."""
+    """Number of the next step; earlier records of it and of later steps are superseded."""
 
     recipe: str
-    """Its name."""
+    """Name of the recipe."""
 
     plan: Plan
     unusable_images: int = 0
-    """Images that `data index --drop-bad` left out."""
+    """Number of images that `data index --drop-bad` left out."""
 
     layers: tuple[str, ...] = ()
-    """With monitor: trust_ratios, the names of the parameters that LARS adapts, in their order."""
+    """Names of the parameters that LARS adapts, in order, with monitor: trust_ratios."""
 
     weights_sha256: str | None = None
-    """Of the file that training began with; null: the weights were drawn from the seed."""
+    """SHA-256 of the file with the initial weights; null if they were drawn from the seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,80 +69,81 @@ class Step:
     stage: StageName
     step: int
     epoch: float = math.nan
-    """Passes over the training data after it."""
+    """Number of passes over the training data after this update."""
 
     loss: Measured
-    """Mean over the global batch."""
+    """Mean loss over the global batch."""
 
     lr: float
     loss_scale: float = 1.0
     skipped: bool = False
-    """The gradients overflowed in fp16, so no weight was changed."""
+    """True if gradients overflowed in fp16 and no weight was changed."""
 
     step_seconds: float = math.nan
     images_per_second: float
     data_seconds: Measured = math.nan
     reduction_seconds: Measured = math.nan
-    """Of the seconds of the step, what worker 0 waited for images and for the sums of gradients; on
-    a GPU only what the GPU waited."""
+    """Seconds of the step in which worker 0 waited for images and for summed gradients; on a GPU
+    only those in which the GPU waited."""
 
     device_square: Measured = math.nan
     global_square: Measured = math.nan
-    """With monitor: noise_scale, the squared lengths of the mean gradients over a device batch,
-    which is the mean over the workers' first ones, and over the global batch."""
+    """Squared lengths of the mean gradient over a device batch (mean over the first ones of all
+    workers) and over the global batch, with monitor: noise_scale."""
 
     noise_scale: Measured = math.nan
-    """By the squares of this part of the run's last updates (NOISE_UPDATES), in samples."""
+    """Noise scale in samples, from the squares of the last NOISE_UPDATES updates of this part."""
 
     gradient_norm: Measured = math.nan
-    """With monitor: gradient_norm, the length of the gradient over the global batch."""
+    """Length of the gradient over the global batch, with monitor: gradient_norm."""
 
     trust_ratios: tuple[Measured, ...] = ()
-    """With monitor: trust_ratios, those of the layers that the start names, in five digits. None in
-    an update that was skipped or that LARS did not make; NaN of a layer without a gradient."""
+    """Trust ratios of the layers of the start event, in five digits, with monitor: trust_ratios.
+    Empty if the update was skipped or not made by LARS; NaN for a layer without a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """With monitor: system, what every worker used since the record before, by worker."""
+    """Resources used since the previous record, by worker, with monitor: system."""
 
     event: Literal["system"] = "system"
     stage: StageName
     step: int
-    """The update that had just been made."""
+    """Number of the last update."""
 
     cpu_percent: tuple[Measured, ...]
-    """Of one core by the worker's process, so that four busy threads are 400."""
+    """Percent of one core used by the worker's process; four busy threads are 400."""
 
     memory_bytes: tuple[Measured, ...]
-    """Resident memory of the process."""
+    """Resident memory of the worker's process in bytes."""
 
     read_bytes_per_second: tuple[Measured, ...]
     written_bytes_per_second: tuple[Measured, ...]
-    """From and to disks by the process; NaN where the system does not count them."""
+    """Bytes per second from and to disks by the process; NaN if the system does not count them."""
 
     received_bytes_per_second: tuple[Measured, ...]
     sent_bytes_per_second: tuple[Measured, ...]
-    """Over all networks of its machine but loopback; NaN where the system does not count them."""
+    """Bytes per second over all networks of the machine but loopback; NaN if they are not
+    counted."""
 
     gpu_percent: tuple[Measured, ...]
     gpu_memory_bytes: tuple[Measured, ...]
-    """Of the worker's GPU by NVML, over all processes; NaN without one, or without NVML."""
+    """Use and memory of the worker's GPU by NVML, over all processes; NaN without GPU or NVML."""
 
     seconds: tuple[Measured, ...] = ()
-    """That this record is of: since the one before, or since this part of the run began."""
+    """Seconds of this record: since the previous one, or since the start of this part."""
 
     peak_memory_bytes: tuple[Measured, ...] = ()
-    """The most resident memory that the process has had so far."""
+    """Peak resident memory of the process so far in bytes."""
 
 
 SYSTEM = tuple(each.name for each in fields(System) if each.name not in {"event", "stage", "step"})
-"""What is measured of each worker."""
+"""Names of the fields measured on each worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The validation data after so many updates; accuracies are parts of 1."""
+    """An evaluation on the validation data after `step` updates; accuracies are fractions of 1."""
 
     event: Literal["evaluation"] = "evaluation"
     stage: StageName
@@ -157,7 +158,7 @@ class Evaluation:
     class_confidence_deviation: Measured = math.nan
     classes_never_correct: int | None = None
     perplexity: float | None = None
-    """Recorded for text; see `Metric.is_recorded`."""
+    """Perplexity, recorded for text; see `Metric.is_recorded`."""
 
     seconds: float = math.nan
 
@@ -166,12 +167,12 @@ METRICS = (
     *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
     *("class_confidence_deviation", "perplexity"),
 )
-"""The numbers of an evaluation that trackers plot; one that is None is left out."""
+"""Names of the numbers of an evaluation that trackers plot; those that are None are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralizationGap:
-    """With monitor: generalization_gap, all images trained on, shown as validation images are."""
+    """The training images, evaluated like validation images, with monitor: generalization_gap."""
 
     event: Literal["generalization_gap"] = "generalization_gap"
     stage: StageName
@@ -179,48 +180,48 @@ class GeneralizationGap:
     samples: int
     top1: float
     loss: Measured
-    """Mean cross-entropy on them, without label smoothing."""
+    """Mean cross-entropy on the training images, without label smoothing."""
 
     gap: Measured
     """Validation loss minus this loss."""
 
     seconds: Measured = math.nan
-    """That this took, which are in those of the stage."""
+    """Seconds of this evaluation, which are included in the stage's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistakes:
-    """Which validation images are classified wrongly at the end of a stage, over all workers."""
+    """The validation images that are classified wrongly at the end of a stage, over all workers."""
 
     event: Literal["mistakes"] = "mistakes"
     stage: StageName
     step: int
     classes: tuple[Printable, ...]
-    """Names, by label."""
+    """Names of the classes, by label."""
 
     sizes: tuple[int, ...]
-    """How many validation images each class has."""
+    """Number of validation images of each class."""
 
     samples: tuple[int, ...]
-    """The wrong ones as rows of the index of validation images, rising."""
+    """Rows of the wrong images in the index of validation images, in ascending order."""
 
     labels: tuple[int, ...]
     predicted: tuple[int, ...]
-    """Their classes, and those that got the highest score."""
+    """Labels of the wrong images, and the classes with the highest score."""
 
     worst: tuple[int, ...]
-    """A few of `samples`: those of the largest loss, the largest first."""
+    """Samples with the largest losses, in descending order."""
 
     losses: tuple[Measured, ...]
-    """Those of the worst."""
+    """Losses of the worst samples."""
 
     confidences: tuple[Measured, ...] = ()
-    """By class, the mean confidence of its correct images, if there are any; not in older logs."""
+    """Mean confidence of the correct images by class, NaN without any; not in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether a stage was kept: top-1 on training images held out, before it and after it."""
+    """The decision to keep a stage: top-1 on held-out training images before and after it."""
 
     event: Literal["decision"] = "decision"
     stage: StageName
@@ -243,7 +244,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDrift:
-    """How far one BatchNorm layer's polished statistics lie from its running ones."""
+    """Difference of one BatchNorm layer's polished statistics from its running ones."""
 
     name: str
     channels: int
@@ -255,12 +256,12 @@ class LayerDrift:
 
     shift_quantiles: tuple[Measured, ...] = ()
     ratio_quantiles: tuple[Measured, ...] = ()
-    """Quantiles over the channels of these two, each with its sign."""
+    """Quantiles over the channels of the two signed differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """What the statistics pass changed, layer by layer from the input on."""
+    """Changes by the statistics pass, layer by layer from the input on."""
 
     event: Literal["drift"] = "drift"
     stage: StageName = "statistics"
@@ -269,32 +270,32 @@ class Drift:
     passes: int = 1
     settling: Measured = 0.0
     settled: bool = True
-    """As in polish.Drift."""
+    """True if the statistics have settled, as in polish.Drift."""
 
     quantiles: tuple[float, ...] = ()
-    """Which ones those of the layers are."""
+    """Levels of the layers' quantiles, 0 .. 1."""
 
     layers: tuple[LayerDrift, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One kind of operation in a profile, without the operations that it called."""
+    """One kind of operation in a profile, without the operations that it calls."""
 
     name: str
-    """PyTorch's."""
+    """PyTorch's name of the operation."""
 
     calls: int
     host_seconds: float
-    """Seconds of the processor in all calls."""
+    """CPU seconds over all calls."""
 
     device_seconds: float
-    """Seconds of the kernels that it launched; 0 where the processor computes."""
+    """Seconds of the kernels that it launched; 0 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What updates of worker 0 took."""
+    """A profile of some updates of worker 0."""
 
     event: Literal["profile"] = "profile"
     stage: StageName
@@ -302,14 +303,14 @@ class Profile:
     """Number of the last update, counted from 1."""
 
     first: int
-    """Number of the first one."""
+    """Number of the first update."""
 
     seconds: float
-    """Seconds from the start of the first to the end of the last."""
+    """Seconds from the start of the first update to the end of the last."""
 
     host_seconds: float
     device_seconds: float
-    """Sums over all operations; Python and waiting are the rest of the host's."""
+    """Seconds over all operations; the rest of the host's time is Python and waiting."""
 
     operations: tuple[Operation, ...]
     """The operations that took longest on the host or the device."""
@@ -317,7 +318,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """What an evaluation found; accuracies are parts of 1."""
+    """The result of an evaluation; accuracies are fractions of 1."""
 
     top1: float
     top5: float
@@ -326,24 +327,24 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """A stage that has ended."""
+    """The result of a stage."""
 
     name: StageName
     steps: int
-    """Updates made in it, which may be fewer than planned if it diverged."""
+    """Number of updates made, which may be fewer than planned if the stage diverged."""
 
     seconds: float
     top1: float
     top5: float
     loss: Measured
     perplexity: float | None = None
-    """After it, also where it was rolled back; the perplexity is recorded for text."""
+    """Metrics after the stage, even if it was rolled back; perplexity is recorded for text."""
 
     before: Accuracy | None = None
-    """After the last stage that was kept; null for the first."""
+    """Accuracy after the last stage that was kept; null for the first stage."""
 
     held_out: float | None = None
-    """Top-1 on the training images held out; null where there are none."""
+    """Top-1 on the held-out training images; null without them."""
 
     kept: bool = True
     note: str | None = None
@@ -351,11 +352,11 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One run in numbers: summary.json. Accuracies are parts of 1, times seconds, on worker 0."""
+    """Content of summary.json. Accuracies are fractions of 1, times are seconds on worker 0."""
 
     recipe: str
     commit: str | None
-    """Of the source tree that ran, with `+` where it had changes; null outside a git checkout."""
+    """Commit of the source tree, with `+` if it had changes; null outside a git checkout."""
 
     versions: dict[str, str]
     backend: str
@@ -363,45 +364,45 @@ class Summary:
     global_batch: int
     device_batch: int
     accumulation: int
-    """Those with which a run begins, where the recipe has a batch schedule."""
+    """Batch sizes and micro-batches at the start of the run, before any batch schedule."""
 
     steps: int
-    """Optimizer updates made, skipped ones included."""
+    """Number of optimizer updates made, including skipped ones."""
 
     skipped_steps: int
-    """Those whose gradients overflowed in fp16; nothing changed in them."""
+    """Number of updates skipped because gradients overflowed in fp16."""
 
     samples: int
-    """Training samples they took, over all workers."""
+    """Number of training samples used, over all workers."""
 
     seconds: float
-    """The whole run, over all its parts."""
+    """Seconds of the whole run, over all its parts."""
 
     images_per_second: float | None
-    """Training samples over the time spent training, evaluation left out."""
+    """Training samples per second of training, without evaluation."""
 
     peak_memory_bytes: int | None
-    """Worker 0's: of the GPU's memory where there is one, else of the process."""
+    """Peak memory of worker 0: of the GPU if there is one, else of the process."""
 
     top1: float | None
     top5: float | None
     loss: Measured | None
     perplexity: float | None = None
-    """After the last stage that was kept; the perplexity is recorded for text."""
+    """Metrics after the last stage that was kept; perplexity is recorded for text."""
 
     weights_sha256: str | None = None
-    """As in Start."""
+    """SHA-256 of the initial weights, as in Start."""
 
     extra: dict[str, dict[str, object]] = field(default_factory=dict)
     """Values of extensions, by the name of the extension."""
 
     remarks: tuple[str, ...] = ()
-    """What extensions add to the last line of the run."""
+    """Remarks of extensions for the last line of the run."""
 
     stages: tuple[StageResult, ...]
     status: Status
     diverged: Printable | None = None
-    """Why it failed, where that was a loss or a gradient that is no number."""
+    """Reason of the failure, if a loss or gradient was not finite."""
 
     def write(self, path: Path) -> None:
         """Write the summary as JSON."""
@@ -410,7 +411,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The run, or this part of it, ended."""
+    """The end of the run, or of this part of it."""
 
     event: Literal["finish"] = "finish"
     time: datetime
@@ -433,21 +434,21 @@ Event = (
 EVENTS: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="event")], config=ConfigDict(defer_build=True)
 )
-"""Reads and writes them."""
+"""Adapter that reads and writes events."""
 
 
 def now() -> datetime:
-    """Return the time of an event, to the second."""
+    """Return the current time, to the second."""
     return datetime.now(UTC).replace(microsecond=0)
 
 
 class Tracker(Protocol):
-    """Follows a run, on worker 0 only, from its start to its finish."""
+    """Receives the events of a run, on worker 0 only."""
 
     def record(self, event: Event) -> None:
-        """Take one event. A finish is the last."""
+        """Record one event. Finish is the last one."""
 
 
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
-    """Write JSON for a person; a number that is not finite becomes null."""
+    """Write indented JSON; a number that is not finite becomes null."""
     write_whole(path, to_json(content, indent=2, inf_nan_mode="null") + b"\n")

@@ -1,8 +1,8 @@
-"""A run on one worker: the loop, the stages around it, and the state that a checkpoint holds.
+"""A run on one worker: the training loop, the stages around it, and the state of a checkpoint.
 
-If you read one file, read `loop`. It is `evaluation`, not evaluate, because a module of that name
-would hide the function. The names below are imported when they are first used: the page of a run
-is made without PyTorch.
+If you read one file, read `loop`. The module is called `evaluation` because `evaluate` would hide
+the function of that name. The names below are imported when they are first used, so that the page
+of a run is made without PyTorch.
 """
 
 from importlib import import_module

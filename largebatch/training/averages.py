@@ -1,14 +1,14 @@
-"""Averages of a model's weights: EMA and SWA, kept while it trains, and the mean of replicas.
+"""Averages of a model's weights: EMA and SWA, updated while it trains, and the mean of replicas.
 
-EMA moves after every update: ema = decay * ema + (1 - decay) * model, and after the first it is the
-model, so that nothing of the weights at the start is in it (arXiv:1512.00567, section 8, evaluates
+EMA moves after every update: ema = decay * ema + (1 - decay) * model. After the first update it is
+the model, so it contains nothing of the initial weights (arXiv:1512.00567, section 8, evaluates
 such an average). SWA is the plain mean of the weights at a regular interval over the last part of
 the schedule (arXiv:1803.05407, algorithm 1).
 
-PyTorch's AveragedModel holds and loads them. It does not update them: that would wait for a GPU at
-every update. It is given the weights and the running statistics alone and not the model: it copies
-what it is given, and a model here holds groups of workers, which cannot be copied. Statistics are
-averaged like weights, as timm does: those of the last update belong to other weights.
+PyTorch's AveragedModel holds and loads the averages. It does not update them, because that would
+wait for the GPU at every update. It receives the weights and the running statistics, not the model:
+it copies its argument, and a model here holds process groups, which cannot be copied. Statistics
+are averaged like weights, as in timm: the statistics of the last update belong to other weights.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class _Average:
         return int(self._average.n_averaged)
 
     def count(self, step: int) -> None:
-        """Count the model after the update of a step; `follow` then takes it in."""
+        """Count the model after the update of a step; `follow` then averages it."""
         self._average.n_averaged += int(self._includes(step))
 
     def take_back(self, step: int) -> None:
@@ -43,7 +43,7 @@ class _Average:
 
     @torch.no_grad()
     def follow(self, step: int, skipped: Tensor | None) -> None:
-        """Take in the model after the update of a step; the first time, copy it.
+        """Average the model after the update of a step; copy it the first time.
 
         Nothing waits for the device.
         """
@@ -56,7 +56,7 @@ class _Average:
 
     @torch.no_grad()
     def store(self) -> None:
-        """Put the average into the model."""
+        """Copy the average into the model."""
         torch._foreach_copy_(self._live, self._averages)
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class EMA(_Average):
         self._share = 1 - decay
 
     def forget(self, step: int) -> None:
-        """Do not count the last update: it was skipped. To be called before the next is counted."""
+        """Take the last update, which was skipped, out of the count; call before the next one."""
         self.take_back(step)
 
     def _includes(self, step: int) -> bool:  # noqa: ARG002 -- SWA's needs it
@@ -107,7 +107,7 @@ class SWA(_Average):
         self._after = after
 
     def forget(self, step: int) -> None:
-        """Keep the weights that a skipped update left: they count by their step."""
+        """Do nothing: SWA counts the weights at a step whether or not its update was skipped."""
 
     def _includes(self, step: int) -> bool:
         return step + 1 in self._after
@@ -117,16 +117,16 @@ class SWA(_Average):
 
 
 class ReplicaMean:
-    """The mean of replicas that are trained one after the other, or on several workers at a time.
+    """The mean of replicas that are trained in sequence or on several workers at a time.
 
-    Summed in float64, where the order makes no difference that fp32 shows.
+    The sum is in float64, so that its order makes no difference in fp32.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._live = averaged(model)
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._live]
         self.num = 0
-        """How many replicas are in it."""
+        """Number of replicas in the mean."""
 
     @torch.no_grad()
     def add(self, workers: Group, *, num: int) -> None:
@@ -139,7 +139,7 @@ class ReplicaMean:
 
     @torch.no_grad()
     def store(self) -> None:
-        """Put the mean into the model."""
+        """Copy the mean into the model."""
         torch._foreach_copy_(self._live, torch._foreach_div(self._sums, self.num))
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ReplicaMean:
         return {"num": self.num, "sums": {str(n): each for n, each in enumerate(self._sums)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint stopped; raise ValueError where that is of another model."""
+        """Load the state of a checkpoint; raise ValueError if it is of another model."""
         sums = [*state["sums"].values()]
         if [each.shape for each in sums] != [each.shape for each in self._sums]:
             raise ValueError("the sums over replicas have other shapes than the model")
@@ -156,13 +156,13 @@ class ReplicaMean:
 
 
 def averaged(model: nn.Module) -> list[Tensor]:
-    """Return what is averaged of a model: its weights and running statistics."""
+    """Return the tensors of a model that are averaged: its weights and running statistics."""
     buffers = (buffer for buffer in model.buffers() if buffer.is_floating_point())
     return [*model.parameters(), *buffers]
 
 
 def store_ema(state: dict[str, Any], model: nn.Module) -> None:
-    """Put the EMA that a checkpoint holds into a model of the kind it was kept of."""
+    """Copy the EMA of a checkpoint into a model of the same architecture."""
     ema = EMA(model, decay=0.0)  # it moves no more
     ema.load_state_dict(state)
     ema.store()

@@ -1,8 +1,8 @@
 """Checkpoints: a recipe and the state of its run between two updates, as files.
 
-A checkpoint is one file of safetensors: the tensors, a header of plain JSON values, and last the
-CRC-32 of all that precedes it. Nothing in it is code. A file has its name only when it is whole and
-on the disk; it is written by a thread of its own, while training goes on with the next update.
+A checkpoint is one file of safetensors: the tensors, a header of plain JSON values, and the CRC-32
+of everything before it. It contains no code. A file gets its name when it is complete and on the
+disk. A thread of its own writes it while training continues with the next update.
 """
 
 import json
@@ -37,13 +37,13 @@ from largebatch.training.state import Progress
 FORMAT = 5
 
 HEADER, CHECKSUM = "~header", "~~crc32"
-"""Arrays of bytes, which safetensors puts last, in the order of their names."""
+"""Names of two arrays of bytes, which safetensors puts last, in the order of their names."""
 
 _TENSOR = "$tensor"
-"""Stands in the header for a tensor: the key of its name."""
+"""Key, in the header, of the name of a tensor."""
 
 _BYTES = {"bool": torch.bool, "int8": torch.int8}
-"""Types of one byte, which are saved as plain bytes: of all arrays the checksum has to be last."""
+"""Types of one byte, saved as plain bytes, because the checksum must be the last array."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -55,7 +55,7 @@ _DTYPES = {
     torch.int16: "I16",
     torch.uint8: "U8",
 }
-"""What safetensors calls the types of tensors."""
+"""Names of the types of tensors in safetensors."""
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LOG = logging.getLogger(__name__)
@@ -64,23 +64,23 @@ _PARTS = ("model", "optimizer", "scaler", "ema", "snapshot", "extra")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a run resumes from."""
+    """The content of a checkpoint file."""
 
     recipe: Recipe
     progress: Progress
     stages: list[StageResult]
-    """Those that had ended."""
+    """Stages that had ended."""
 
     state: dict[str, Any]
-    """All of it, as TrainState.state_dict."""
+    """The whole state, as returned by TrainState.state_dict."""
 
     origin: dict[str, Any] = field(default_factory=dict)
-    """What it was made with: `plan`, `data` (what identifies the images), `classes` (their names by
-    label), `versions`, `trackers` (their ids for the run)."""
+    """Origin of the state: `plan`, `data` (identifies the images), `classes` (names by label),
+    `versions`, `trackers` (ids of the run)."""
 
     @classmethod
     def of(cls, recipe: Recipe, state: dict[str, Any], **origin: object) -> Self:
-        """Take a state; raise KeyError, TypeError or ValueError where it is not whole."""
+        """Return a checkpoint; raise KeyError, TypeError or ValueError for an incomplete state."""
         for key in _PARTS:
             if not isinstance(state[key], dict):
                 raise TypeError(f"{key} is no mapping")
@@ -92,10 +92,10 @@ class Checkpoint:
         return cls(recipe, progress, stages, state, origin)
 
     def model(self, *, source: Path) -> dict[str, Tensor]:
-        """Return the weights and statistics to evaluate, where the checkpoint has them.
+        """Return the weights and statistics to evaluate.
 
         Raises CheckpointError, which begins with `source`, for a Schedule-Free run before the end
-        of its schedule: what is evaluated is an average, whose statistics only images can tell.
+        of its schedule: the model to evaluate is an average, and its statistics need images.
         """
         if is_averaging(self.state["optimizer"]["param_groups"]):
             raise CheckpointError(
@@ -113,14 +113,14 @@ _CLASSES = TypeAdapter(list[str])
 
 
 class Retention(NamedTuple):
-    """Which checkpoints of a run stay on the disk, besides that of the best accuracy."""
+    """The checkpoints of a run that stay on the disk, besides the one with the best accuracy."""
 
     last: int
     every: int | None
-    """Those after a multiple of so many updates."""
+    """Number of updates whose multiples are retained; None: no others."""
 
     def superseded(self, paths: Iterable[Path], *, best: int | None) -> list[Path]:
-        """Return those of the paths that may be deleted."""
+        """Return the paths that may be deleted."""
         steps = {path: int(found[1]) for path in paths if (found := _NAME.fullmatch(path.name))}
         newest = sorted(steps, key=steps.__getitem__)[-self.last :]
         return [
@@ -131,9 +131,9 @@ class Retention(NamedTuple):
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `folder/step-<step>.safetensors` whole or not at all.
+    """Write `folder/step-<step>.safetensors` atomically.
 
-    Raises CheckpointError where it cannot be written; what was there before stays.
+    Raises CheckpointError if it cannot be written; an earlier file of this name then stays.
     """
     path = folder / f"step-{checkpoint.progress.step:08d}.safetensors"
     try:
@@ -155,7 +155,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 class Writer:
-    """Writes checkpoints into one folder beside the training, one at a time; worker 0 only."""
+    """Writes checkpoints into a folder in the background, one at a time; worker 0 only."""
 
     def __init__(self, folder: Path, retention: Retention) -> None:
         self._folder, self._retention = folder, retention
@@ -165,15 +165,15 @@ class Writer:
         self._under_way: Future[None] | None = None
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Begin to write a checkpoint, whose tensors must not change any more.
+        """Start to write a checkpoint, whose tensors must not change any more.
 
-        Raises CheckpointError where the one before could not be written.
+        Raises CheckpointError if the previous one could not be written.
         """
         self.wait()
         self._under_way = self._pool.submit(self._write, checkpoint)
 
     def wait(self) -> None:
-        """Wait until the last one is on the disk; raise CheckpointError where it cannot be."""
+        """Wait until the last checkpoint is on the disk; raise CheckpointError if that fails."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -188,20 +188,20 @@ class Writer:
 
 
 def _give_way_to_training() -> None:
-    """Let this thread, and on Linux no other one, have the time that cores are idle."""
+    """Run this thread at the lowest priority, on Linux only."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read one checkpoint, to the CPU. Raises CheckpointError saying what is wrong with it."""
+    """Load a checkpoint to the CPU. Raises CheckpointError if it cannot be read."""
     return parse_checkpoint(_read(path), source=str(path))
 
 
 def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
     """Read a checkpoint from the bytes of its file; `source` begins every message.
 
-    Raises CheckpointError for what is damaged, incomplete or of another version.
+    Raises CheckpointError if it is damaged, incomplete or of another version.
     """
     body = memoryview(content)
     if content[8:10] != b'{"':
@@ -233,23 +233,23 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
 
 
 class Found(NamedTuple):
-    """The newest checkpoint of a folder that can be read."""
+    """The newest readable checkpoint of a folder."""
 
     path: Path
     content: bytes
     skipped: tuple[str, ...]
-    """What is wrong with newer ones."""
+    """Errors of newer checkpoints, which cannot be read."""
 
     def warn(self) -> None:
-        """Log a warning for each newer one that cannot be used."""
+        """Log a warning for each newer checkpoint that cannot be read."""
         for problem in self.skipped:
             _LOG.warning("%s; going back to %s", problem, self.path.name)
 
 
 def newest_checkpoint(folder: Path) -> Found | None:
-    """Return the newest checkpoint that can be read, or None where there is none.
+    """Return the newest readable checkpoint; None if the folder has no checkpoint.
 
-    Raises CheckpointError if there are some and none of them can be read.
+    Raises CheckpointError if there are checkpoints and none can be read.
     """
     problems: list[str] = []
     for path in _newest_first(folder):
@@ -266,9 +266,9 @@ def newest_checkpoint(folder: Path) -> Found | None:
 
 
 def set_aside_damaged(folder: Path, *, step: int) -> None:
-    """Give another name to those after `step`, the newest one that can be read.
+    """Rename the checkpoints after `step`, the newest one that can be read.
 
-    Else they would count among the last ones that are kept, in the place of new ones.
+    Otherwise retention would count them in place of new ones.
     """
     for path in _newest_first(folder):
         found = _NAME.fullmatch(path.name)
@@ -282,10 +282,10 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _pack(checkpoint: Checkpoint) -> list[bytes | memoryview]:
-    """Return the content of a file, in parts, without its checksum, which follows.
+    """Return the content of a file, in parts, without its checksum.
 
-    These are safetensors' bytes, whose own `save` copies all tensors three times meanwhile: for
-    ResNet-50 that took two thirds of an update's time from the training.
+    The bytes are those of safetensors, whose own `save` copies all tensors three times: for
+    ResNet-50 that delayed training by two thirds of an update.
     """
     tensors: dict[str, Tensor] = {}
     header = {
@@ -311,7 +311,7 @@ def _pack(checkpoint: Checkpoint) -> list[bytes | memoryview]:
 
 
 def _plain(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:  # noqa: ANN401 -- JSON
-    """Return JSON values, in which the names of `tensors` stand for those that go there."""
+    """Return JSON values with each tensor replaced by its name; add the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value
         if value.dtype in _BYTES.values():
@@ -326,7 +326,7 @@ def _plain(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:  # no
 
 
 def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -- JSON
-    """Undo `_plain`."""
+    """Return the values with the tensors back in place; the inverse of `_plain`."""
     if isinstance(value, dict):
         if _TENSOR in value:
             tensor = tensors[value[_TENSOR]]
@@ -338,7 +338,7 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
 
 
 def _upgrade(state: dict[str, Any]) -> None:
-    """Move the state of a protocol to where format 5 has the state of extensions."""
+    """Move the state of a protocol to the state of extensions, as in format 5."""
     momentum, progress = state.pop("protocol", {}), state["progress"]
     counts = {name: progress.pop(name, []) for name in ("gradients", "lost")}
     state["extra"] = {"protocol": {"momentum": momentum, **counts}}
@@ -356,9 +356,9 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
 
 
 def idle_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that uses an idle stream: others may wait for a worker that is lost.
+    """Return a context that uses an idle stream, because others may wait for a lost worker.
 
-    What is read there is what the device had computed when it began to wait.
+    Reads in it see what the device had computed before it began to wait.
     """
     if device.type == "cpu":
         return nullcontext()
@@ -367,7 +367,7 @@ def idle_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _require_finite(state: Mapping[str, Any]) -> None:
-    """Raise ValueError for what would spoil the run; a stage with a snapshot may be rolled back."""
+    """Raise ValueError if weights are not finite; a stage with a snapshot may be rolled back."""
     tensors: dict[str, Tensor] = {}
     _plain(state["snapshot"] or state, tensors)
     bad = [

@@ -1,4 +1,4 @@
-"""When a run cannot go on: a loss or a gradient that is not finite, or too many skipped updates."""
+"""Detects divergence: a loss or gradient that is not finite, or too many skipped updates."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from largebatch.tracking.events import Note, StageName, Step
 
 
 class DivergenceCheck:
-    """Checks the record of every update, and counts those that were skipped in a row."""
+    """Checks the record of every update and counts consecutive skipped updates."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, *, in_fp16: bool, emit: Callable[[Note], None]
@@ -21,7 +21,7 @@ class DivergenceCheck:
         self._num_skipped = 0
 
     def check(self, step: Step, *, infinite: float = 0, bad: float = 0, ranks: float = 0) -> None:
-        """Raise DivergedError if the run cannot go on after this update.
+        """Raise DivergedError if the run cannot continue after this update.
 
         `infinite` is above 0 if a gradient is not finite. `bad` is the number of workers whose part
         of the loss is not finite, and `ranks` the sum of their ranks.
@@ -51,7 +51,7 @@ class DivergenceCheck:
         )
 
     def _where(self, step: Step, *, bad: float, ranks: float) -> str:
-        """Return which worker's loss it was, and its samples by their positions in the order."""
+        """Describe the worker with the bad loss, and the positions of its samples in the order."""
         if bad != 1:
             return f"; on {bad:.0f} workers" if bad else ""
         plan, rank = self._plan, int(ranks)
@@ -62,5 +62,5 @@ class DivergenceCheck:
 
 
 def _lr_key(stage: StageName) -> str:
-    """Return the key of a recipe that sets the learning rate of a stage."""
+    """Return the recipe key that sets the learning rate of a stage."""
     return "polish.affine.lr" if stage == "affine" else "schedule.peak_lr"

@@ -1,12 +1,12 @@
 """Exact distributed evaluation: every sample counts once.
 
-Each worker counts over its own share, which may be empty; what is counted adds over batches and
-workers. Means of batch means, and samplers that pad, are wrong.
+Each worker counts over its own share, which may be empty. Counts are summed over batches and
+workers. Means of batch means and samplers that pad would give wrong results.
 
 The confidence of a sample is the highest probability that the model gives to a class. Its mean and
-deviation are those of LRBench (arXiv:1908.06477). A deviation is small beside its mean
-where a model is sure of everything, and a sum of squares would lose it even in float64; so each
-class has the sum and the squared deviations from its own mean, which add exactly (`_about`).
+deviation are defined as in LRBench (arXiv:1908.06477). For a very confident model the deviation is
+small compared with the mean, and a sum of squares would lose it even in float64. So each class has
+the sum and the squared deviations from its own mean, which can be merged exactly (`_about`).
 """
 
 import math
@@ -28,7 +28,7 @@ from largebatch.models.wrappers import device_of, evaluation_mode, local_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassMetrics:
-    """What was found of each class: columns, by class number."""
+    """Metrics of each class: columns, by class number."""
 
     samples: tuple[int, ...]
     correct: tuple[int, ...]
@@ -40,16 +40,16 @@ class ClassMetrics:
 class Metrics:
     """Accuracy and confidence over all samples of all workers.
 
-    Standard deviations divide by the number, as LRBench's code does: what was evaluated is all
-    there is, no sample of more.
+    Standard deviations divide by the number of samples, as in LRBench's code: the samples are the
+    whole population.
     """
 
     top1: float
-    """Part of the samples whose label has the highest score, 0 .. 1. Where a sample has several
+    """Fraction of samples whose label has the highest score, 0 .. 1. If samples have several
     labels, each label counts as a sample."""
 
     top5: float
-    """Part of the samples whose label is among the five highest scores."""
+    """Fraction of samples whose label is among the five highest scores."""
 
     loss: float
     """Mean cross-entropy, without label smoothing."""
@@ -60,15 +60,15 @@ class Metrics:
     """AC: mean confidence over the correct samples; NaN where none is correct."""
 
     confidence_deviation: float
-    """CD: standard deviation of the confidence over the correct samples; NaN as before."""
+    """CD: standard deviation of the confidence over the correct samples; NaN if none is correct."""
 
     class_confidence_deviation: float
-    """CDAC: standard deviation over the classes of their AC. A class without a correct sample has
-    none and is left out; NaN where all are."""
+    """CDAC: standard deviation of AC over the classes. Classes without a correct sample are left
+    out; NaN if all are."""
 
     classes_never_correct: int | None
-    """Number of the classes left out although they have samples. Where a sample has several labels
-    it is None and the confidences are NaN: most of the classes are never the likeliest there."""
+    """Number of classes that have samples, none of them correct. If samples have several labels,
+    this is None and the confidences are NaN: most classes never have the highest score there."""
 
     by_class: ClassMetrics
 
@@ -82,19 +82,19 @@ def evaluate(
     expected: int | None = None,
     each: Callable[[Tensor, Tensor], object] = lambda *_: None,
 ) -> Metrics:
-    """Measure a model on this worker's batches, together with all other workers.
+    """Evaluate a model on this worker's batches, together with all other workers.
 
     A batch is a tuple that begins with images (N x C x ...) and labels (N class numbers), on any
-    device, or a mapping (see `models/inputs.py`); N may differ, and a worker may have no batch.
+    device, or a mapping (see `models/inputs.py`). N may differ, and a worker may have no batch.
     Samples may have several labels each (N x T, with scores N x T x K); then each label counts.
-    Without a `backend`, the workers that torch.distributed or Horovod has connected are asked for
+    Without a `backend`, the workers that torch.distributed or Horovod has connected are used
     (`running_backend`). The model may be wrapped (DistributedDataParallel, AveragedModel,
-    torch.compile) and is in evaluation mode meanwhile. `expected` is the number of labels over all
-    workers, where it is known. `each` is called with the logits and the labels of every batch.
+    torch.compile) and is in evaluation mode during the call. `expected` is the number of labels
+    over all workers, if it is known. `each` is called with the logits and labels of every batch.
 
-    Raises ValueError if another number was counted, if there was nothing to count, if a batch is
-    something else, if workers have other classes or the model is sharded (FSDP); BackendError if
-    workers are not connected.
+    Raises ValueError if the number of labels is not `expected`, if there are no labels, if a batch
+    has another form, if workers have different classes, or if the model is sharded (FSDP).
+    Raises BackendError if workers are not connected.
     """
     model = local_model(model)
     device = device_of(model)
@@ -121,20 +121,20 @@ def evaluate(
 
 
 _SAMPLES, _CORRECT, _TOP5, _LOSS, _CONFIDENCE, _SQUARES = range(6)
-"""The rows of a table that has a column for each class: samples, those that are correct, and those
-whose label is among the five; the sum of the losses; over the correct samples alone the sum of the
-confidences, and of their squared deviations from its mean."""
+"""Rows of a table with a column for each class: number of samples, of correct ones, and of those
+whose label is among the five highest scores; sum of the losses; over the correct samples, sum of
+the confidences and of their squared deviations from the mean of the class."""
 
 
 class _Tally:
-    """What is counted, in float64, where counts below 2**53 are exact; nothing waits until `sum`.
+    """Counts in float64, where integers below 2**53 are exact; nothing waits until `sum`.
 
-    Memory is that of the classes, however many samples there are.
+    Memory grows with the number of classes, not of samples.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._table = torch.zeros(6, 0, dtype=torch.float64, device=device)
-        """Without a column before the first batch, which has the classes."""
+        """Table of counts; it has no columns until the first batch gives the number of classes."""
 
         self._several_labels = False
 
@@ -162,7 +162,7 @@ class _Tally:
         self._table = torch.cat([sums, squares.unsqueeze(0)])
 
     def sum(self, backend: Backend) -> None:
-        """Add what all other workers have counted, and bring it to the CPU."""
+        """Sum the counts over all workers and copy them to the CPU."""
         width = self._table.shape[1]
         own = [width, width**2, width > 0, self._several_labels]
         found = torch.tensor(own, dtype=torch.int64, device=backend.device)
@@ -183,11 +183,11 @@ class _Tally:
 
     @property
     def samples(self) -> int:
-        """How many there were."""
+        """Number of samples."""
         return int(self._table[_SAMPLES].sum())
 
     def metrics(self) -> Metrics:
-        """Return what the sums say; there was a sample."""
+        """Return the metrics of at least one sample."""
         by_class = self._table.numpy()
         _, num_correct, top5, loss, confidence, _ = by_class.sum(axis=1).tolist()
         samples, correct = by_class[_SAMPLES], by_class[_CORRECT]
@@ -229,10 +229,10 @@ def _means(sums: Tensor) -> Tensor:
 
 
 def _about(mean: Tensor, table: Tensor) -> Tensor:
-    """Return the sums of squared deviations from another mean than that of each class.
+    """Return the sums of squared deviations from `mean` instead of the mean of each class.
 
-    They are larger by the number times the square between the means, which is what the formula of
-    Chan, Golub and LeVeque (1979) for merging two variances adds.
+    Each grows by the number of samples times the squared distance between the means, as in the
+    formula of Chan, Golub and LeVeque (1979) for merging two variances.
     """
     return table[_SQUARES] + table[_CORRECT] * (_means(table) - mean).square()
 
@@ -247,10 +247,10 @@ def _best(logits: Tensor) -> Tensor:
 
 
 class Answer(NamedTuple):
-    """What a model made of every sample of all workers: columns of one length."""
+    """Predictions of a model for every sample of all workers: columns of one length."""
 
     sample: npt.NDArray[np.int64]
-    """Rising."""
+    """Numbers of the samples, in ascending order."""
 
     label: npt.NDArray[np.int64]
     predicted: npt.NDArray[np.int64]
@@ -258,13 +258,13 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """Collects what a model makes of each sample on this worker, without waiting for the device."""
+    """Collects the predictions for each sample on this worker, without waiting for the device."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Note one batch: the `each` of `evaluate`."""
+        """Add one batch; pass it to `evaluate` as `each`."""
         logits = _at_least_fp32(logits)
         losses = F.cross_entropy(logits, labels, reduction="none")
         columns = (labels, _best(logits)[:, 0], losses)
@@ -273,9 +273,10 @@ class Answers:
     def gather(
         self, samples: npt.NDArray[np.int64], everyone: npt.NDArray[np.int64], backend: Backend
     ) -> Answer:
-        """Return the answers of all workers; `samples` are those of this one, in their order.
+        """Return the predictions of all workers; `samples` are this worker's, in their order.
 
-        `everyone` are those of all workers, rising: each has its row in a table that is summed.
+        `everyone` has the samples of all workers in ascending order: each has a row in a table that
+        is summed over the workers.
         """
         device = backend.device
         table = torch.zeros(len(everyone), 3, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
-"""The end of a stage: its evaluation, and whether what it did is kept or rolled back.
+"""The end of a stage: its evaluation, and the decision to keep it or to roll it back.
 
-With `polish.keep: better`, training images that were held out decide: a stage after which no more
-of them are classified correctly is rolled back.
+With `polish.keep: better`, held-out training images decide: a stage that does not increase the
+number of them classified correctly is rolled back.
 """
 
 import math
@@ -22,7 +22,7 @@ from largebatch.training.trainer import Trainer
 
 
 def begin_stage(trainer: Trainer) -> None:
-    """Take a snapshot if the stage that begins, or goes on, may be rolled back."""
+    """Take a snapshot if the stage that starts or resumes may be rolled back."""
     if _decides(trainer) and trainer.state.stages:  # the first stage is never rolled back
         trainer.state.take_snapshot()
 
@@ -68,7 +68,7 @@ def end_stage(
 
 
 def _evaluate(trainer: Trainer, stage: StageName) -> Metrics:
-    """Evaluate the model; emit which images it classifies wrongly, and the generalization gap."""
+    """Evaluate the model; emit the images it classifies wrongly and the generalization gap."""
     classes, step = trainer.pipeline.classes, trainer.state.progress.step
     if classes:
         answers = Answers()
@@ -111,10 +111,10 @@ def _decides(trainer: Trainer) -> bool:
 def _decide(
     trainer: Trainer, name: StageName, last: StageResult | None, *, failed: bool
 ) -> tuple[float | None, bool]:
-    """Return top-1 on the images held out, None without them, and whether to keep the stage.
+    """Return top-1 on the held-out images (None without them) and True if the stage is kept.
 
-    A model whose loss is not finite is not kept, though it may meet some labels by chance. Every
-    worker decides alike: counts are exact, and one all-reduce gives all of them the same.
+    A model whose loss is not finite is not kept, even if some labels match by chance. All workers
+    decide alike: counts are exact, and one all-reduce gives the same counts to all of them.
     """
     if not _decides(trainer):
         return None, True

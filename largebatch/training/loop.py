@@ -1,8 +1,8 @@
 """The training loop. If you read one file of this package, read this one.
 
-A step is: set the rate, accumulate one global batch of gradients, reduce, update. The loop knows
-nothing of YAML, of LARS, or of how many workers there are; `run` puts those together. It is a
-generator: whoever drives it logs, evaluates and saves between two updates, or stops.
+A step is: set the learning rate, accumulate the gradients of one global batch, reduce, update. The
+loop does not depend on YAML, LARS or the number of workers; `run` combines these. It is a
+generator: its caller logs, evaluates and saves between two updates, or stops.
 """
 
 import time
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Adds up the time in its `with` blocks: a CPU's own, or what the stream of a GPU spends there.
+    """Sums the time in its `with` blocks: of the host on a CPU, of the current stream on a GPU.
 
-    Nothing waits for a GPU: events are left in its stream. A wait of the host for which the GPU did
-    not run out of work counts as nothing, for it costs nothing.
+    Nothing waits for a GPU: events are recorded in its stream. A wait of the host during which the
+    GPU still has work costs nothing and is not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,11 +50,11 @@ class Stopwatch:
             self._seconds.append(time.perf_counter())
 
     def has_ended(self) -> bool:
-        """Return whether the device has come by the last block; nothing waits for it."""
+        """Return True if the device has completed the last block; nothing waits for it."""
         return all(event.query() for event in self._events[-1:])
 
     def seconds(self) -> float:
-        """Return the sum; a GPU must have come by the last block."""
+        """Return the sum in seconds; on a GPU all events must have completed."""
         seconds = (end - begin for begin, end in _pairs(self._seconds))
         milliseconds = (begin.elapsed_time(end) for begin, end in _pairs(self._events))
         return sum(seconds) + float(sum(milliseconds)) / 1000
@@ -66,35 +66,33 @@ class Update(NamedTuple):
     step: int
     lr: float
     loss: Tensor
-    """This worker's part of the global batch's mean loss, on the device; the parts add up."""
+    """This worker's share of the mean loss over the global batch, on the device; shares add up."""
 
     loss_scale: Tensor
-    """What the loss will be multiplied by at the next step, 0-d, on the device; 1 unless training
-    in fp16."""
+    """Factor of the loss at the next step: 0-d, on the device; 1 unless training in fp16."""
 
     skipped: Tensor | None
-    """Whether weights, momentum and statistics are as they were, for gradients were not finite: a
-    0-d bool on the device. None where no update is skipped."""
+    """True if weights, momentum and statistics did not change because gradients were not finite:
+    0-d bool, on the device. None if updates are never skipped."""
 
     finite: Tensor
-    """Whether all gradients of the global batch were finite: 0-d, bool, on the device."""
+    """True if all gradients of the global batch were finite: 0-d bool, on the device."""
 
     data: Stopwatch
-    """What the update waited for its images."""
+    """Time that the update waited for its images."""
 
     reduction: Stopwatch
-    """What it waited for the sums of the gradients when it had computed its own: the network, and
-    slower workers. Sums for BatchNorm that a forward pass waits for are not in it."""
+    """Time that it waited for the summed gradients after computing its own: the network, and slower
+    workers. Sums for BatchNorm, for which a forward pass waits, are not included."""
 
     scaled_by: Tensor
-    """What the loss was multiplied by, and with it what was measured of the gradients: 0-d, on the
-    device."""
+    """Factor of the loss, and so of the measured gradients: 0-d, on the device."""
 
     squares: Tensor | None = None
-    """What the reducer measured, if it does: see Reducer.squares."""
+    """Squared lengths of gradients, if the reducer measures them: see Reducer.squares."""
 
     gradient_norm: Tensor | None = None
-    """What `measure_norm` of train() returned, if there is one."""
+    """Value returned by `measure_norm` of train(), if it is given."""
 
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
@@ -116,13 +114,13 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
 ) -> Generator[Update, None, None]:
     """Make one optimizer update for each of `steps`, in order, and yield after each.
 
-    `seed` gives every step its own seed for dropout and the like, so that a resumed run needs no
+    `seed` gives every step its own seed for dropout and the like, so a resumed run needs no
     generator state. `scaler` scales the loss for fp16 and is disabled otherwise. With it, or with
-    `skip_nonfinite`, an update whose summed gradients are not finite is skipped: one worker's
-    infinity is in everyone's sum, so that all skip the same step. Nothing waits to know of it, but
-    the optimizers that `scaler` waits for: all but LARS and torch's fused ones. `measure_norm` is
-    called when the gradients are summed, and scaled still: before the optimizer, which may write
-    into them.
+    `skip_nonfinite`, an update whose summed gradients are not finite is skipped. An infinity of
+    one worker is in every sum, so all workers skip the same step. The host does not wait for that
+    result, except with optimizers that `scaler` waits for: all but LARS and torch's fused ones.
+    `measure_norm` is called after the gradients are summed, while they are still scaled, and before
+    the optimizer, which may overwrite them.
     """
     one = torch.ones((), device=reducer.device)
     scale = scaler.scale(one)
@@ -162,7 +160,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
 
 
 def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:
-    """Return each block's begin and end."""
+    """Return the start and end of each block."""
     return zip(marks[::2], marks[1::2], strict=True)
 
 

@@ -10,18 +10,18 @@ from torch import Tensor
 from largebatch.recipe.choices import OffTarget
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""(logits N x K, labels N; or N x T x K and N x T) -> the sum of the loss over the samples, 0-d. A
-sample with T labels has the mean of their losses."""
+"""Function (logits N x K, labels N; or N x T x K and N x T) -> sum of the losses of the samples,
+0-d. The loss of a sample with T labels is the mean over them."""
 
 
 def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
     """Return a criterion that sums the smoothed cross-entropy over the samples of a batch.
 
     With K classes and smoothing a (Szegedy et al. 2016, arXiv:1512.00567, section 7), `all` gives
-    every class a/K and the labelled one 1 - a more, as PyTorch and TensorFlow do; `others` gives
-    the other classes a/(K-1) each and the labelled one 1 - a, as MXNet does. Raises ValueError for
-    a smoothing below 0, or that makes the labelled class the least likely: 1 or above here, above
-    1 - 1/K from the criterion.
+    every class a/K and adds 1 - a to the label, as PyTorch and TensorFlow do; `others` gives
+    a/(K-1) to each other class and 1 - a to the label, as MXNet does. Raises ValueError if
+    smoothing is below 0 or at least 1; the criterion raises it above 1 - 1/K, where the label would
+    be the least likely class.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")

@@ -1,4 +1,4 @@
-"""Which validation images a model classifies wrongly, as it is recorded at the end of a stage."""
+"""The validation images that a model classifies wrongly at the end of a stage."""
 
 import math
 
@@ -8,13 +8,13 @@ from largebatch.tracking.events import Mistakes, StageName
 from largebatch.training.evaluation import Answer
 
 WORST = 16
-"""How many images of the largest loss are named."""
+"""Number of images with the largest loss that are recorded."""
 
 
 def find_mistakes(
     found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]
 ) -> Mistakes:
-    """Return what was wrong; a loss that is no number counts as the largest."""
+    """Return the mistakes; a loss that is NaN counts as the largest."""
     wrong = np.flatnonzero(found.label != found.predicted)
     sizes = np.where(np.isnan(found.loss[wrong]), math.inf, found.loss[wrong])
     worst = wrong[np.argsort(-sizes, kind="stable")[:WORST]]

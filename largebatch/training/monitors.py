@@ -1,9 +1,9 @@
-"""What `monitor` adds to the records: gradient norm, trust ratios, and what the workers use.
+"""The fields that `monitor` adds to the records: gradient norm, trust ratios, use of resources.
 
-The ratios that LARS has used and the system's counters are read after an update; the norm between
-the sum of the gradients and the optimizer, for some optimizers write into `.grad`. So none of them
-can change a weight, and nothing is computed that is not monitored. The noise scale alone is
-measured by the reducer.
+The trust ratios of LARS and the system's counters are read after an update. The norm is measured
+between the sum of the gradients and the optimizer, because some optimizers overwrite `.grad`. So
+monitoring cannot change a weight, and costs nothing for fields that are not monitored. The noise
+scale is measured by the reducer.
 """
 
 import math
@@ -24,11 +24,11 @@ from largebatch.training.loop import Update
 from largebatch.training.state import TrainState
 
 SAMPLES = 200
-"""How often in a run it is measured what the workers use, if it has so many updates."""
+"""Number of measurements of the workers' resources in a run; at most one in each update."""
 
 
 class Monitors:
-    """Measures what the recipe monitors, on every worker alike."""
+    """Measures the fields that the recipe monitors, on every worker."""
 
     def __init__(self, recipe: Recipe, plan: Plan, backend: Backend, state: TrainState) -> None:
         self._plan, self._state, self._backend = plan, state, backend
@@ -38,17 +38,17 @@ class Monitors:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The names of the parameters whose trust ratios are measured; none if none are."""
+        """Names of the parameters whose trust ratios are measured."""
         return tuple(self._adapted())
 
     @property
     def measure_norm(self) -> Callable[[], Tensor] | None:
-        """What train() measures the gradients by; None where their norm is not monitored."""
+        """Function that measures the gradients in train(); None if their norm is not monitored."""
         parameters = self._state.model.parameters
         return (lambda: gradient_norm(parameters())) if self._norm else None
 
     def measure(self, update: Update) -> Tensor:
-        """Return what the update that was just made left, as `fields` takes it; on the device."""
+        """Return the values of the last update for `fields`, on the device."""
         device = self._backend.device
         parts = [torch.empty(0, device=device)]
         if self._norm:
@@ -62,9 +62,9 @@ class Monitors:
         return torch.cat(parts)
 
     def fields(self, values: list[float], *, skipped: bool) -> dict[str, Any]:
-        """Return the fields of a step's record for what `measure` returned.
+        """Return the fields of a step's record for the values of `measure`.
 
-        An update that was skipped used no ratio.
+        A skipped update has no trust ratios.
         """
         used = () if skipped else values[self._norm :]
         ratios = tuple(float(f"{ratio:.5g}") for ratio in used)
@@ -72,9 +72,9 @@ class Monitors:
         return {**norm, "trust_ratios": ratios} if ratios else norm
 
     def sample(self, step: int) -> list[float]:
-        """Return a row of SYSTEM for each worker, zeros but for this one's; empty in most updates.
+        """Return a row of SYSTEM for each worker; empty in most updates.
 
-        The sum over the workers then has every row.
+        Only this worker's row is not zero, so the sum over the workers has every row.
         """
         updates = self._plan.updates
         due = step % max(1, updates // SAMPLES) == 0 or step == updates - 1
@@ -103,7 +103,7 @@ class Monitors:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the length of all gradients together: 0-d, on the device; as exact as LARS's own."""
+    """Return the norm of all gradients together: 0-d, on the device; as exact as in LARS."""
     gradients = [weight.grad for weight in parameters if weight.grad is not None]
     if gradients[0].device.type != "cpu":
         length: Tensor = torch.linalg.vector_norm(batched.norms(gradients))

@@ -1,4 +1,4 @@
-"""The gradient noise scale while a run trains, from what the reducer measures in every update."""
+"""The gradient noise scale of a run, from the reducer's measurements in every update."""
 
 import math
 from collections import deque
@@ -8,7 +8,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.noise_scale import Squares, ratio
 
 NOISE_UPDATES = 100
-"""How many updates the running value looks back over; single ones are far too noisy."""
+"""Number of updates in the running mean; single updates are far too noisy."""
 
 
 class Measured(NamedTuple):
@@ -27,9 +27,9 @@ class RunningNoise:
         self._recent: deque[Squares] = deque(maxlen=NOISE_UPDATES)
 
     def add(self, step: int, first: float, whole: float, *, loss_scale: float) -> Measured:
-        """Return what an update has measured, and the noise scale of the last ones.
+        """Return the squares of an update and the noise scale of the last updates.
 
-        `first` and `whole` are sums over the workers of what their reducers measured of gradients
+        `first` and `whole` are the reducers' measurements, summed over the workers, for gradients
         of loss_scale x loss / global_batch.
         """
         plan = self._plan

@@ -1,6 +1,6 @@
-"""What is set for the whole process while a run makes its updates, and put back afterwards.
+"""Settings of the process during the updates of a run, restored afterwards.
 
-Python's garbage collector would stop every worker at another update.
+Without them, Python's garbage collector would stop every worker at a different update.
 """
 
 import gc
@@ -15,10 +15,10 @@ from largebatch.recipe.arithmetic.plan import Plan
 
 @contextmanager
 def collected_by_hand() -> Iterator[None]:
-    """Run the garbage collector only where gc.collect() is called, over what is made inside.
+    """Run the garbage collector only at calls of gc.collect(), over objects created inside.
 
-    What was made before is frozen, so that a call takes milliseconds. Afterwards the collector is
-    as it was.
+    Earlier objects are frozen, so that a call takes milliseconds. The collector is restored
+    afterwards.
     """
     enabled, freezes = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()
@@ -35,10 +35,10 @@ def collected_by_hand() -> Iterator[None]:
 
 @contextmanager
 def fastest_convolutions(plan: Plan) -> Iterator[None]:
-    """Use the convolutions of cuDNN or MIOpen that are fastest by trial, for images of one size.
+    """Use the convolutions of cuDNN or MIOpen that are fastest in a trial, for images of one size.
 
-    Which these are may change from one start to the next, and the last bits with them: nothing is
-    changed where PyTorch was told to be deterministic.
+    The choice may differ between starts, and the last bits with it. Nothing is changed if PyTorch
+    is set to be deterministic.
     """
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     before = cudnn.benchmark

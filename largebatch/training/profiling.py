@@ -1,4 +1,4 @@
-"""A profile of a few updates: what each operation took on the host and on the device."""
+"""A profile of a few updates: the time of each operation on the host and on the device."""
 
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -13,7 +13,7 @@ from largebatch.tracking.events import Event, Operation, Profile, StageName
 from largebatch.training.loop import Update
 
 _MOST_OPERATIONS = 15
-"""Named in a profile; the trace has all."""
+"""Number of operations in a profile; the trace has all."""
 
 
 @dataclass(slots=True)
@@ -23,23 +23,23 @@ class Profiler:
     first: int
     last: int
     trace: Path
-    """The file that PyTorch's trace is written to, for chrome://tracing or ui.perfetto.dev."""
+    """File for PyTorch's trace, which chrome://tracing and ui.perfetto.dev show."""
 
     emit: Callable[[Event], None]
     resume_clock: Callable[[], None]
-    """Called after something that is no part of an update: the profiler's own work."""
+    """Called after the profiler's own work, which is no part of an update."""
 
     busy: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Lets other workers wait in its block: a trace may have gigabytes."""
+    """Context in which other workers wait: a trace may have gigabytes."""
 
     done: bool = False
 
     def follow(
         self, updates: Generator[Update, None, None], *, stage: StageName, made: int
     ) -> Generator[Update, None, None]:
-        """Yield the updates after the first `made`, and profile those that are to be.
+        """Yield the updates after the first `made`, and profile the chosen ones.
 
-        What comes between two of them, such as an evaluation, is a part of the profile.
+        Work between two of them, such as an evaluation, is part of the profile.
         """
         running: _Running | None = None
         with closing(updates):
@@ -91,7 +91,7 @@ class Profiler:
 
 
 class _Running:
-    """A profile that began when `before` updates had been made, and has seen `made`."""
+    """A profile that started after `before` updates; `made` updates have been made."""
 
     def __init__(self, stage: StageName, before: int) -> None:
         self.stage, self.before, self.made = stage, before, before
@@ -101,14 +101,14 @@ class _Running:
         self.seconds = 0.0
 
     def stop(self) -> None:
-        """End the profile, unless it has ended."""
+        """Stop the profile, unless it has stopped."""
         if not self.seconds:
             self.seconds = time.perf_counter() - self._begun
             self.profile.stop()
 
 
 def _operations(found: Any) -> Iterable[Operation]:  # noqa: ANN401 -- torch's, untyped
-    """Yield what every operation took without those that it called."""
+    """Yield the time of every operation without the operations that it called."""
     for each in found.key_averages():
         if each.device_type.name == "CPU":  # others are kernels, which their callers have
             yield Operation(

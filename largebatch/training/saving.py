@@ -19,7 +19,7 @@ from largebatch.training.trainer import Trainer
 
 
 def save_is_due(trainer: Trainer, *, since: int) -> bool:
-    """Return True if a checkpoint is due; `since` is the last update after which this was asked."""
+    """Return True if a checkpoint is due; `since` is the update of the previous call."""
     every = trainer.recipe.execution.checkpoints.every_steps
     return _is_due(trainer, every, since=since) or trainer.step_log.save_due
 

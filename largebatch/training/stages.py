@@ -137,7 +137,7 @@ def _affine(trainer: Trainer, steps: range, until: int) -> None:
 
 
 def _statistics(trainer: Trainer, _: range, __: int) -> None:
-    """Do the statistics pass, unless the last stage that was kept has measured them."""
+    """Run the statistics pass, unless the last stage that was kept has measured them."""
     polish, last = trainer.recipe.polish, trainer.state.last_kept
     judged = polish is not None and polish.keep == "better"
     if not (judged and last is not None and last.name in {"swa", "swap"}):
@@ -145,7 +145,7 @@ def _statistics(trainer: Trainer, _: range, __: int) -> None:
 
 
 def polish_statistics(trainer: Trainer) -> None:
-    """Do the statistics pass, if the recipe has one, and emit what it changed."""
+    """Run the statistics pass, if the recipe has one, and emit the drift of the statistics."""
     section = trainer.recipe.polish.statistics if trainer.recipe.polish else None
     if section is not None:
         begin_stage(trainer)

@@ -1,4 +1,4 @@
-"""What changes while a run trains, which is what a checkpoint holds.
+"""The state of a run, as a checkpoint holds it.
 
 The sample order, crops, dropout and learning rates are functions of the step, so nothing else has a
 state.
@@ -30,11 +30,11 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _STAGES = TypeAdapter(list[StageResult])
 
 _COUNTED = ("step", "k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
-"""What optimizers count in their groups, beside the rate: timm's Lamb, Shampoo, Schedule-Free."""
+"""Counters in the parameter groups of optimizers: timm's Lamb, Shampoo, Schedule-Free."""
 
 
 class Updater(NamedTuple):
-    """What makes updates: of these weights, at this learning rate, from these gradients."""
+    """The optimizer, schedule and reducer that make the updates of a stage."""
 
     optimizer: Optimizer
     schedule: Schedule
@@ -43,33 +43,33 @@ class Updater(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come; every field is in the checkpoint."""
+    """The progress of a run; every field is in the checkpoint."""
 
     step: Count = 0
-    """Updates of the plan that lie behind; the sample order and the learning rates count so."""
+    """Number of updates of the plan done; the sample order and the learning rates follow it."""
 
     discarded: Count = 0
-    """Those of them that were never made, because the stage they belong to diverged."""
+    """Number of updates in `step` that were never made, because their stage diverged."""
 
     skipped: Count = 0
-    """Those that changed nothing, because gradients were not finite."""
+    """Number of updates that changed nothing, because gradients were not finite."""
 
     images: Count = 0
     train_seconds: Seconds = 0.0
-    """Training samples seen, and the time that took."""
+    """Training samples seen, and the seconds of training on them."""
 
     seconds: Seconds = 0.0
-    """What the run has taken, over all its parts, up to the last checkpoint."""
+    """Seconds of the run, over all its parts, up to the last checkpoint."""
 
     readings: list[Reading] = field(default_factory=list)
-    """The evaluations of train and clean, from which `schedule.plateau` takes the rate."""
+    """Evaluations of train and clean, from which `schedule.plateau` derives the learning rate."""
 
     best: float | None = None
     best_step: Count | None = None
-    """The best evaluation by the metric of the task, and the number of updates before it."""
+    """Number of updates before the best evaluation, and its value of the task's metric."""
 
     def __post_init__(self) -> None:
-        """Read what a checkpoint has, where tuples are lists."""
+        """Convert the lists of a checkpoint to tuples."""
         self.readings = [Reading(*reading) for reading in self.readings]
 
     @classmethod
@@ -83,7 +83,7 @@ class Progress:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates made."""
+        """Number of optimizer updates made."""
         return self.step - self.discarded
 
     def count(self, step: int, *, images: int, seconds: float) -> None:
@@ -105,7 +105,7 @@ class Progress:
             self.best, self.best_step = value, self.step
 
     def discard_until(self, step: int) -> None:
-        """Pass over the updates before `step`, which will never be made."""
+        """Count the updates before `step` as discarded."""
         self.discarded += step - self.step
         self.step = step
 
@@ -129,7 +129,7 @@ class ExtraState(Protocol):
         """Return plain values for summary.json."""
 
     def remarks(self) -> list[str]:
-        """Return what else is to be said when the run ends."""
+        """Return remarks for the last line of the run."""
 
 
 @dataclass(kw_only=True)
@@ -144,21 +144,21 @@ class TrainState:
     updater: Updater
     scaler: GradScaler
     average: EMA | SWA | None
-    """None if the recipe wants none, and when it has become the model. Checkpoints have either as
-    `ema`."""
+    """EMA or SWA; None without one, and after it was copied into the model. Checkpoints store
+    either as `ema`."""
 
     replicas: ReplicaMean | None = None
-    """Those that have been trained, while `swap` is under way; the model is what they began as."""
+    """Mean of the replicas trained so far, during `swap`; the model is their initial state."""
 
     progress: Progress = field(default_factory=Progress)
     stages: list[StageResult] = field(default_factory=list)
-    """The stages that have ended."""
+    """Results of the stages that have ended."""
 
     weights_sha256: str | None = None
-    """Of the file that training began with; None: the weights were drawn from the seed."""
+    """SHA-256 of the file with the initial weights; None if they were drawn from the seed."""
 
     snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The state in which the stage under way began, where it may be rolled back; else empty."""
+    """State at the start of the current stage, if it may be rolled back; else empty."""
 
     extra: dict[str, ExtraState] = field(default_factory=dict)
     """State of extensions, by name."""
@@ -167,21 +167,21 @@ class TrainState:
 
     @property
     def seconds(self) -> float:
-        """Time the run has taken so far, over all its parts."""
+        """Seconds of the run so far, over all its parts."""
         return self.progress.seconds + time.perf_counter() - self._begun
 
     @property
     def last_kept(self) -> StageResult | None:
-        """The stage that left the model as it is."""
+        """Result of the stage that produced the current model."""
         return next((stage for stage in reversed(self.stages) if stage.kept), None)
 
     @property
     def counts_on_host(self) -> bool:
-        """True if the optimizer counts updates where an accelerator is behind."""
+        """True if the optimizer counts updates on the host, ahead of an accelerator."""
         return any(_counts(group) for group in self.updater.optimizer.param_groups)
 
     def use(self, updater: Updater) -> None:
-        """Make the updates that follow by another updater."""
+        """Use another updater from now on."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
         self._drop_extra_momentum()
@@ -195,7 +195,7 @@ class TrainState:
     def follow(self, step: int, skipped: Tensor | None) -> None:
         """Update the average after the update of a step, which was counted.
 
-        Where `skipped` is true on the device, `count_skipped` has to be called before the next.
+        If `skipped` is true on the device, call `count_skipped` before the next update.
         """
         if self.average is not None:
             self.average.follow(step, skipped)
@@ -207,13 +207,13 @@ class TrainState:
             self.average.take_back(step)
 
     def count_skipped(self) -> None:
-        """Note that the last update changed nothing."""
+        """Count the last update as skipped."""
         self.progress.skipped += 1
         if self.average is not None:
             self.average.forget(self.progress.step - 1)
 
     def take_snapshot(self) -> None:
-        """Note the state as it is, for a stage that may be rolled back; once a stage."""
+        """Store the current state, once in a stage that may be rolled back."""
         if not self.snapshot:
             self.snapshot = {
                 "model": _copy(self.model.state_dict()),
@@ -222,7 +222,7 @@ class TrainState:
             }
 
     def roll_back(self) -> None:
-        """Return to the snapshot, with no momentum: a stage that follows has its own optimizer."""
+        """Return to the snapshot without momentum: the next stage has its own optimizer."""
         self.model.load_state_dict(self.snapshot["model"])
         if self.average is not None:
             self.average.load_state_dict(self.snapshot["ema"])
@@ -235,12 +235,12 @@ class TrainState:
             extra.drop_momentum()
 
     def end_stage(self, result: StageResult) -> None:
-        """Add the result of a stage, which can be rolled back no more."""
+        """Add the result of a stage and drop its snapshot."""
         self.stages.append(result)
         self.snapshot = {}
 
     def store_average(self) -> None:
-        """Let the average become the model."""
+        """Copy the average into the model."""
         assert self.average is not None
         self.average.store()
         self.average = None
@@ -264,10 +264,10 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint stopped; the updater is already that of its stage.
+        """Load the state of a checkpoint; the updater must be the one of its stage.
 
-        Hyper-parameters are those of this run's optimizer, which its recipe gave it. Raises
-        KeyError, TypeError, RuntimeError or ValueError where the state is not one of this run.
+        Hyper-parameters are kept from this run's optimizer. Raises KeyError, TypeError,
+        RuntimeError or ValueError if the state is not of this run.
         """
         if self.average is not None and state["ema"]:
             self.average.load_state_dict(state["ema"])
@@ -294,7 +294,7 @@ class TrainState:
     def load_optimizer(
         self, state: dict[int, dict[str, Any]], param_groups: list[dict[str, Any]]
     ) -> None:
-        """Load rates and counts, and momentum and the like in the memory layout of each parameter.
+        """Load learning rates, counters, and momentum in the memory layout of each parameter.
 
         Raises as load_state_dict.
         """
@@ -323,7 +323,7 @@ class TrainState:
 
 
 def _counts(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was counted in a saved group; raise TypeError where that is no number."""
+    """Return the counters of a saved group; raise TypeError if one is not a number."""
     counts = {key: group[key] for key in _COUNTED if key in group}
     for key, value in counts.items():
         if not isinstance(value, int | float) and getattr(value, "shape", None) != torch.Size():

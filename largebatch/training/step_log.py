@@ -30,7 +30,7 @@ from largebatch.training.state import TrainState
 
 
 class _Own(NamedTuple):
-    """Values of an update that every worker has alike, so that they need no sum."""
+    """Values of an update that are equal on every worker, so that they need no sum."""
 
     monitored: list[float]
     skipped: bool = False
@@ -142,7 +142,7 @@ class StepLog:
         self.save_due = False
 
     def resume_clock(self) -> None:
-        """Leave the time since the last update out of the next one."""
+        """Exclude the time since the last update from the next one."""
         self._begun = time.perf_counter()
         self.is_training = True
 
@@ -320,10 +320,10 @@ class StepLog:
             raise
 
     def settle(self) -> bool:
-        """After the loss of a worker, go back to the last update that has a record.
+        """Go back to the last update with a record, after a worker was lost.
 
-        The device may be no further: its next update waits for the worker that is lost. Return
-        False if the weights are those of an update without a record, or counts on the host cannot
+        The device may be no further, because its next update waits for the lost worker. Returns
+        False if the weights belong to an update without a record, or if counters on the host cannot
         be taken back. Raises as `flush`.
         """
         pending = self._pending

@@ -1,9 +1,9 @@
-"""SWAP: replicas of the model are trained alone, and the mean of their weights becomes the model.
+"""SWAP: train replicas of the model separately and average their weights.
 
-Stochastic weight averaging in parallel (arXiv:2001.02312, algorithm 1, phase 3). What a replica
-becomes is a function of the recipe and of its number: its seed, and with it the order of its
-samples, their crops and its dropout, are its own. So replicas are dealt out to the workers in
-rounds, and however many workers there are, the mean is the same.
+Stochastic weight averaging in parallel (arXiv:2001.02312, algorithm 1, phase 3). A trained replica
+is a function of the recipe and of its number, which gives it its own seed, and so its own order of
+samples, crops and dropout. Replicas are distributed to the workers in rounds, and the mean does not
+depend on the number of workers.
 """
 
 import math
@@ -25,14 +25,14 @@ from largebatch.training.saving import save
 from largebatch.training.trainer import Trainer
 
 EXCHANGE_EVERY = 10
-"""Updates between two exchanges of whether to stop, which are all that the workers exchange."""
+"""Number of updates between two exchanges of requests to stop, the only communication."""
 
 
 def train_replicas(trainer: Trainer, section: SWAP) -> ReplicaMean | None:
     """Train the replicas that remain and return the mean of all; None if a worker is asked to stop.
 
-    The model is as it was afterwards. After every round it is saved with the sum over the replicas
-    so far; a round that is stopped is begun anew.
+    The model is unchanged afterwards. After every round it is saved with the sum over the replicas
+    so far; a round that is stopped starts again.
     """
     state, backend = trainer.state, trainer.backend
     mean = state.replicas = state.replicas or ReplicaMean(state.model)
@@ -55,7 +55,7 @@ def train_replicas(trainer: Trainer, section: SWAP) -> ReplicaMean | None:
 def _train_round(trainer: Trainer, replica: int, *, takes_part: bool) -> None:
     """Train one replica while the other workers train theirs, or wait for them.
 
-    Raises DivergedError on every worker where one of them diverged.
+    Raises DivergedError on every worker if one of them diverged.
     """
     assert trainer.plan.replica is not None
     steps = range(trainer.plan.replica.steps)
@@ -82,10 +82,10 @@ def _train_round(trainer: Trainer, replica: int, *, takes_part: bool) -> None:
 
 
 def _replica_scaler(trainer: Trainer, plan: Plan) -> GradScaler:
-    """Return what scales the loss of a replica, by the run's scale at the end of its schedule.
+    """Return the loss scaler of a replica, which starts from the run's last scale.
 
-    The loss is a mean over fewer samples, so the same scale would overflow for as many times as it
-    is halved on its way down. Powers of two leave every bit of the gradients as it is.
+    The loss is a mean over fewer samples, so the same scale would overflow and be halved several
+    times. Powers of two do not change any bit of the gradients.
     """
     state = trainer.state
     scaler = GradScaler(trainer.backend.device.type, enabled=state.scaler.is_enabled())
@@ -97,7 +97,7 @@ def _replica_scaler(trainer: Trainer, plan: Plan) -> GradScaler:
 
 
 def _updates(trainer: Trainer, replica: int) -> Generator[Update, None, None]:
-    """Make the updates of one replica, from the model as it is."""
+    """Make the updates of one replica, starting from the current model."""
     recipe, state, device = trainer.recipe, trainer.state, trainer.backend.device
     plan, seed = trainer.plan.replica, replica_seed(recipe.seed, replica)
     assert plan is not None

@@ -1,7 +1,7 @@
-"""The objects of a run on one worker, and what is measured with them.
+"""The objects of a run on one worker, and its measurements.
 
-`stages` goes through the stages of a run with them, `judging` ends a stage, `saving` writes and
-restores checkpoints.
+`stages` runs the stages with them, `judging` ends a stage, `saving` writes and restores
+checkpoints.
 """
 
 import gc
@@ -40,8 +40,8 @@ from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
 
 Updates = Callable[["Trainer", StageName, range, int], Generator[None, None, None]]
-"""Makes the updates of a stage that are left, a range of the plan's, and yields after each one, or
-after several: whenever every worker has the same state, so that it can be evaluated and saved.
+"""Makes the remaining updates of a stage, a range of the plan's, and yields after one or several of
+them: whenever every worker has the same state, so that it can be evaluated and saved.
 
 The last argument is the update after which this part of the run ends. An extension may yield only
 there and where `plan.evaluate_after` and the checkpoints of the recipe need it.
@@ -50,7 +50,7 @@ there and where `plan.evaluate_after` and the checkpoints of the recipe need it.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The objects of one run on one worker. Only `state` changes by training."""
+    """The objects of one run on one worker. Training changes only `state`."""
 
     recipe: Recipe
     plan: Plan
@@ -60,16 +60,16 @@ class Trainer:
     spans: Spans
     state: TrainState
     build_affine: Callable[[], Updater]
-    """Freezes what the affine stage leaves alone and returns what updates the rest."""
+    """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
 
     build_replica: Callable[[], Updater]
-    """Returns what updates a replica of the swap stage, which this worker trains alone."""
+    """Returns the updater of a replica of the swap stage, which this worker trains alone."""
 
     trackers: list[Tracker]
-    """Those that follow the run; none on workers other than the first."""
+    """Trackers of the run; empty on all workers but the first."""
 
     emit: Callable[[Event], None]
-    """Hands an event to the trackers."""
+    """Sends an event to the trackers."""
 
     step_log: StepLog
     checkpoints: Path
@@ -86,7 +86,7 @@ class Trainer:
     """Start of this worker's construction, in seconds since 1970."""
 
     def begin(self) -> None:
-        """Emit the start of the run, or of what is computed again."""
+        """Emit the start of the run, or of a part that is computed again."""
         self.emit(
             Start(
                 time=now(),
@@ -100,9 +100,9 @@ class Trainer:
         )
 
     def measure(self, each: Callable[[Tensor, Tensor], object] = lambda *_: None) -> Metrics:
-        """Evaluate the model as it is on the validation data; `each` is as in evaluate.
+        """Evaluate the current model on the validation data; `each` is as in evaluate.
 
-        Where the optimizer averages weights, that is their average, with statistics of its own.
+        If the optimizer averages weights, evaluate their average, with statistics of its own.
         """
         with self._measurable():
             return evaluate(
@@ -114,14 +114,14 @@ class Trainer:
             )
 
     def measure_training(self) -> Metrics:
-        """Evaluate the model as it is on all images trained on, without augmentation."""
+        """Evaluate the current model on all training images, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
         expected = samples.samples * self.recipe.data.sample().num_labels
         with self._measurable():
             return evaluate(self.state.model, samples, self.backend, expected=expected)
 
     def measure_test(self) -> Metrics:
-        """Evaluate the model as it is on the test data; DataError where there is none."""
+        """Evaluate the current model on the test data; raise DataError if there is none."""
         with self._measurable():
             return evaluate(self.state.model, self.pipeline.test(), self.backend)
 
@@ -143,7 +143,7 @@ class Trainer:
                 yield
 
     def store_average(self) -> None:
-        """Let the model become the average of its weights, where the optimizer keeps one."""
+        """Copy the average of the weights into the model, if the optimizer has one."""
         optimizer = self.state.updater.optimizer
         if is_averaging(optimizer.param_groups):
             store_average(optimizer)
@@ -157,7 +157,7 @@ class Trainer:
     def evaluate(
         self, stage: StageName, each: Callable[[Tensor, Tensor], object] = lambda *_: None
     ) -> Metrics:
-        """Measure the model as it is and emit the event; `each` is as in evaluate."""
+        """Evaluate the current model and emit the event; `each` is as in evaluate."""
         begun = time.perf_counter()
         gc.collect()  # here, because it never does so by itself: see process.py
         metrics = self.measure(each)
@@ -178,12 +178,12 @@ class Trainer:
         return metrics
 
     def note(self, stage: StageName, text: str) -> None:
-        """Emit a note in words."""
+        """Emit a note."""
         self.emit(Note(stage=stage, step=self.state.progress.step, text=text))
 
     @property
     def stage(self) -> StageName:
-        """The stage under way, by the updates that lie behind."""
+        """Name of the current stage, by the number of updates done."""
         step = self.state.progress.step
         if self.state.replicas is not None:
             return "swap"

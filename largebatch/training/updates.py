@@ -1,4 +1,4 @@
-"""The updates of a stage, with what happens between two of them: evaluate, compare, save, stop."""
+"""The updates of a stage, and the work between them: evaluate, compare, save, stop."""
 
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -12,7 +12,7 @@ from largebatch.training.trainer import Trainer
 
 
 def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
-    """Make these updates of a stage, or those before `until`; evaluate and save on the way."""
+    """Make these updates of a stage, up to `until`; evaluate and save between them."""
     step_log, progress = trainer.step_log, trainer.state.progress
     end = min(steps.stop, until + progress.discarded)
     done = steps.start
@@ -35,14 +35,14 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
 
 
 def _passes(plan: Plan, before: int, done: int) -> bool:
-    """Return True if an evaluation comes after one of the updates after `before`, up to `done`."""
+    """Return True if an evaluation is due after one of the updates in (before, done]."""
     return any(before < point <= done for point in plan.evaluate_after)
 
 
 def synchronous_updates(
     trainer: Trainer, name: StageName, steps: range, _: int
 ) -> Generator[None, None, None]:
-    """Make updates of the training loop, in which every worker waits for all; yield after each."""
+    """Make synchronous updates by the training loop; yield after each."""
     step_log, state = trainer.step_log, trainer.state
     batches = trainer.pipeline.training(steps, clean=name != "train")
     train_piece = partial(
@@ -74,6 +74,6 @@ def synchronous_updates(
 def train_pieces(
     plan: Plan, steps: range, train_piece: Callable[..., Generator[Update, None, None]]
 ) -> Generator[Update, None, None]:
-    """Make the updates piece by piece of a batch schedule; `train_piece` is `train` less sizes."""
+    """Make the updates of each piece of a batch schedule; `train_piece` is `train` less sizes."""
     for part, global_batch, accumulation in plan.within(steps):
         yield from train_piece(steps=part, accumulation=accumulation, global_batch=global_batch)

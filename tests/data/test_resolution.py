@@ -178,7 +178,7 @@ def test_the_contact_sheet_shows_each_pass_at_its_size() -> None:
     assert draw_sheet(shown, recipe, pipeline.plan).width > 0
 
 
-def test_the_plan_and_the_estimate_know_the_sizes(
+def test_the_plan_and_the_estimate_use_the_sizes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")

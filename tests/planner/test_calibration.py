@@ -161,7 +161,7 @@ def test_planted_constants_are_found_again() -> None:
 
 
 def test_the_quantile_is_the_one_of_conformal_prediction() -> None:
-    """Of 25 scores the 24th: ceil(0.9 x 26), as Lei et al. count it."""
+    """The 24th of 25 scores: ceil(0.9 x 26), as Lei et al. count it."""
     left_out = installed_left_out()
     scores = np.sort([abs(math.log(1 + one.error)) / one.deviation for one in left_out])
     assert len(scores) == 25

@@ -270,7 +270,7 @@ def test_more_nodes_of_measured_cores_are_refused() -> None:
         parse_cluster(dump_yaml(two), source="here.yaml")
 
 
-def test_one_measured_device_says_nothing_of_a_node_of_two() -> None:
+def test_one_measured_device_does_not_predict_a_node_of_two() -> None:
     assert HERE.measured is not None
     alone = HERE.measured.model_copy(
         update={"device": "cuda", "exchange_gigabytes_per_second": None, "exchange_seconds": 0.0}

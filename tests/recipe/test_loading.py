@@ -205,6 +205,6 @@ def test_another_kind_leaves_out_what_only_the_one_before_had(
     assert caplog.messages == (said if left_out else [])
 
 
-def test_what_neither_kind_knows_stays_an_error() -> None:
+def test_a_key_of_neither_kind_stays_an_error() -> None:
     text = DIGITS.read_text().replace("power: 2.0", "pwoer: 2.0")
     assert "schedule.decay.pwoer: unknown key" in problems(["schedule.decay.kind=cosine"], text)

@@ -99,7 +99,7 @@ def test_commands_refuse_in_one_line_what_they_cannot_do_with_a_protocol(
     assert not (tmp_path / "run").exists()
 
 
-def test_plan_and_check_know_a_protocol(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_check_accept_a_protocol(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(DIGITS), "--set", SOFTSYNC]) == 0
     assert "4 learners, a server beside each: 4 workers" in capsys.readouterr().out
     assert main(["check", str(DIGITS), "--set", SOFTSYNC]) == 0

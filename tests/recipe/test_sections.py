@@ -47,7 +47,7 @@ def test_settings_without_effect_are_refused_by_name(overrides: list[str], messa
         (["--set", "data.source=synthetic"], "synthetic\n"),
     ],
 )
-def test_the_plan_says_where_pixels_come_from(
+def test_the_plan_names_the_source_of_pixels(
     overrides: list[str],
     words: str,
     capsys: pytest.CaptureFixture[str],

@@ -216,7 +216,7 @@ def test_held_out_images_are_other_ones_than_the_validation_images(tmp_path: Pat
     )
 
 
-def test_class_names_tell_data_sets_of_one_size_apart(tmp_path: Path) -> None:
+def test_class_names_distinguish_data_sets_of_one_size(tmp_path: Path) -> None:
     for name, classes in (("a", "0123456789"), ("b", "ABCDEFGHIJ")):
         run = FakeRun(tmp_path / name, clean_steps=0)
         run.classes = list(classes)

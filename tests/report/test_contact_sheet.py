@@ -157,14 +157,14 @@ def words_of(monkeypatch: pytest.MonkeyPatch, chosen: Recipe, folder: Path) -> l
         pytest.param(["data.flip=false"], "never mirrored", id="no flips"),
     ],
 )
-def test_the_sheet_says_what_was_done(
+def test_the_sheet_describes_the_augmentation(
     folder: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], expected: str
 ) -> None:
     words = words_of(monkeypatch, recipe(*changes), folder)
     assert any(expected in text for text in words), words
 
 
-def test_the_sheet_says_what_values_the_model_gets(
+def test_the_sheet_shows_the_values_that_the_model_gets(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluation's mean and deviation by NumPy, from the files."""

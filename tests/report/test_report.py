@@ -406,7 +406,7 @@ def test_times_are_written_in_the_unit_that_suits_them() -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_what_a_stage_had_to_say_is_on_the_page_until_it_runs_again(tmp_path: Path) -> None:
+def test_the_note_of_a_stage_is_on_the_page_until_it_runs_again(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.end("train", 600, 0.9)
     run.add("note", stage="affine", step=660, text="the loss became <nan>; lower the rate")

@@ -54,7 +54,7 @@ def test_every_cell_is_a_number_of_the_log(tmp_path: Path) -> None:
         assert axes.get_ylim() == (53, 0)  # the input at the top
 
 
-def test_what_polish_says_of_a_layer_arrives_in_the_figure(tmp_path: Path) -> None:
+def test_the_drift_of_a_layer_is_in_the_figure(tmp_path: Path) -> None:
     model = nn.Sequential(nn.BatchNorm1d(40, eps=0))
     torch.manual_seed(0)
     values = torch.randn(200, 40) * torch.linspace(0.5, 2, 40) + torch.linspace(-1, 3, 40)

@@ -66,7 +66,7 @@ def test_the_norm_is_drawn_from_0_on(tmp_path: Path) -> None:
 
 
 def test_the_workers_are_drawn_as_their_median_and_extremes(tmp_path: Path) -> None:
-    """Of what was measured: without a GPU there is none."""
+    """Charts show only measured values: none of a GPU without one."""
     figure = Figure((13, 4))
     draw_system(figure, monitored(tmp_path / "run"))
     titles = [axes.get_title() for axes in figure.axes]

@@ -219,7 +219,7 @@ def finished(
 
 
 def evenly(number: int) -> list[int]:
-    """Return so many images, as many of each class."""
+    """Return `number` images, as many of each class."""
     return list(range(number))
 
 

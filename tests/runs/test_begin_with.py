@@ -135,7 +135,7 @@ def test_a_checkpoint_of_ours_is_a_file_of_weights_too(tmp_path: Path) -> None:
     assert_weights(weights(tmp_path / "second"), weights(tmp_path / "first"))
 
 
-def test_a_classifier_of_other_classes_is_refused_and_can_be_drawn_anew(tmp_path: Path) -> None:
+def test_a_classifier_of_other_classes_is_refused_and_can_be_reinitialised(tmp_path: Path) -> None:
     path = tmp_path / "theirs.pth"
     state = theirs(path, classes=3)
     with pytest.raises(CheckpointError) as caught:

@@ -1,4 +1,4 @@
-"""The model as the recipe asks for it."""
+"""The model that a recipe configures."""
 
 from pathlib import Path
 

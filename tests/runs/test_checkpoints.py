@@ -135,7 +135,7 @@ def test_the_stage_of_the_weights_is_the_one_under_way_or_the_last_that_was_kept
     assert _stage(checkpoint, make_plan(a_recipe(*polish), workers=1)) == name
 
 
-def test_what_polish_says_of_a_run_begins_with_the_stage_that_was_kept(tmp_path: Path) -> None:
+def test_the_rows_of_polish_begin_with_the_stage_that_was_kept(tmp_path: Path) -> None:
     """An average that reaches back one update is as good as the model, and so not kept."""
     run(a_recipe("ema: 1e-9", JUDGED), out=tmp_path / "run")
     assert main(["polish", str(tmp_path / "run"), "--out", str(tmp_path / "polished")]) == DONE
@@ -231,7 +231,7 @@ def test_each_row_of_a_comparison_is_momentum_sgd_from_the_checkpoint(tmp_path: 
         assert (rows[mode]["updates"], rows[mode]["note"]) == (3, None)
 
 
-def test_every_row_begins_with_the_loss_scale_of_the_checkpoint_and_tells_what_was_skipped(
+def test_every_row_begins_with_the_loss_scale_of_the_checkpoint_and_shows_skipped_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One at which everything overflows, so that no update changes anything."""

@@ -32,7 +32,7 @@ class Tiny(nn.Sequential):
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let models be traced, and PyTorch's kernels do what inductor's would: that is quick."""
+    """Trace models, and run PyTorch's kernels in place of inductor's, which is quick."""
 
     def traces(
         model: Callable[..., Tensor], *, dynamic: bool, **_: object

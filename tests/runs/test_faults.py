@@ -68,7 +68,7 @@ def saves(folder: Path) -> list[int]:
 
 @pytest.fixture
 def full_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Make the disk full after so many more files have been written."""
+    """Make the disk full after a number of further files have been written."""
 
     def fill(files: int) -> None:
         left = iter(range(files))
@@ -391,7 +391,7 @@ def test_a_bad_number_stops_the_run_in_its_step_with_its_place(
     assert all(torch.isfinite(each).all() for each in weights(out).values())
 
 
-def test_a_bad_number_is_skipped_where_the_recipe_says_so_a_few_times(
+def test_a_nonfinite_update_is_skipped_a_few_times_if_configured(
     tmp_path: Path, bad_numbers: Callable[..., None]
 ) -> None:
     bad_numbers(4)
@@ -461,7 +461,7 @@ def test_a_difference_of_one_bit_between_workers_is_found_and_named(
     assert on_forked_workers(compare, case, workers=3).startswith(message)
 
 
-def test_weights_are_compared_every_so_many_updates_and_before_a_save(
+def test_weights_are_compared_at_the_interval_and_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []

@@ -32,7 +32,7 @@ with stop_requests(heard=True) as wants_stop:
 
 
 def answers(*signals: tuple[signal.Signals, float], words: tuple[str, ...] = ()) -> list[str]:
-    """Return what a program answers that gets these signals, each after so many seconds."""
+    """Return the output of a program that gets these signals, each after its seconds."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         stdin=subprocess.PIPE,

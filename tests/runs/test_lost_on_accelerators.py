@@ -128,14 +128,14 @@ def hang_at_the_lost(work: late_group.LateWork) -> None:
 
 
 def notice_beside(has_failed: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Let the watch alone learn of an error, which came when the main thread waited already."""
+    """Report an error only to the watchdog, as if the main thread already waited."""
     return lambda work: (
         threading.current_thread() is not threading.main_thread() and has_failed(work)
     )
 
 
 @pytest.mark.parametrize("changes", [PLAIN, AVERAGED], ids=["fp32", "fp16, an EMA, a monitor"])
-def test_what_was_done_is_saved_while_the_main_thread_waits_for_ever(
+def test_progress_is_saved_while_the_main_thread_waits_indefinitely(
     changes: Sequence[str], tmp_path: Path
 ) -> None:
     """Though the host has counted, and asked the device for, an update that is never made."""

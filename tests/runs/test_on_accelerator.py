@@ -31,14 +31,14 @@ CHANNELS_LAST = "execution.memory_format=channels_last"
 """The accelerator's default, of which the kernels of a CPU add in another order."""
 
 SAME = 1e-5
-"""Of the largest number in a tensor: roundings of float32 after some updates, in small variances
-and in deviations of confidences; of a loss a tenth of it."""
+"""Tolerance relative to the largest number in a tensor: roundings of float32 after some updates, in
+small variances and in deviations of confidences; a tenth of it for a loss."""
 
 ROUNDED = {"ghost spans and measurements": 1e-3}
 """Where a difference of nearly equal numbers is measured."""
 
 EXACT = {"SGD", "bf16, accumulated", "fp16"}
-"""Those whose every kernel is the same; in 16 bits a rounding of another would be 1e-3. Without
+"""Recipes whose kernels are all the same; in 16 bits a different rounding would be 1e-3. Without
 dropout, for which accelerators have a kernel of their own."""
 
 
@@ -190,7 +190,7 @@ def test_two_workers_have_the_numbers_of_two_on_cpus(
 
 
 def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:
-    """Of an update for its record when the next one is under way; else where something is saved."""
+    """The host reads an update for its record while the next one runs; else only where it saves."""
     recipe = a_recipe(CLEAN, changes=("execution.compare_every=null", "execution.cache=device"))
     waits = on_forked_workers(on_accelerator, recipe, tmp_path / "run", workers=1)
     by_file: Counter[str] = Counter()

@@ -241,7 +241,9 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
 
 
 @pytest.mark.long
-def test_foreign_weights_are_compared_and_stay_as_they_are(tmp_path: Path, images: str) -> None:
+def test_weights_of_other_programs_are_compared_and_stay_unchanged(
+    tmp_path: Path, images: str
+) -> None:
     saved(tmp_path / "theirs.safetensors")
     before = digest(tmp_path)
     words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.safetensors")]

@@ -94,7 +94,7 @@ def test_workers_that_died_are_started_again(
         pytest.param(["user"], DataError, id="a mistake of the user"),
     ],
 )
-def test_workers_are_not_started_for_ever(
+def test_workers_are_not_restarted_indefinitely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], error: type[Exception]
 ) -> None:
     machine = Machine(tmp_path, ends)

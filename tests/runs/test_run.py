@@ -144,7 +144,7 @@ def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
             assert image.width >= 400
 
 
-def test_every_stage_says_what_it_changed(finished: dict[str, Path]) -> None:
+def test_every_stage_reports_what_it_changed(finished: dict[str, Path]) -> None:
     train, clean, statistics = summary(finished["torch"])["stages"]
     assert [stage["name"] for stage in (train, clean, statistics)] == [
         "train",
@@ -288,7 +288,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(workers: int, tmp_
     assert log(tmp_path / "run", "step")[-1]["loss"] is None  # JSON has no word for it
 
 
-def test_a_run_that_is_stopped_at_once_says_so(
+def test_a_run_that_is_stopped_at_once_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
     def stop(*_: object, **__: object) -> bool:
@@ -301,7 +301,7 @@ def test_a_run_that_is_stopped_at_once_says_so(
     assert "was stopped at once" in (tmp_path / "run/report.html").read_text()
 
 
-def test_reaching_max_steps_says_how_to_go_on(
+def test_reaching_max_steps_prints_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"

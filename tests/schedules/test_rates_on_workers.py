@@ -20,7 +20,7 @@ DELL_IN_SHORT = (
 
 
 def train_and_note_the_rates(recipe: Recipe, folder: Path) -> None:
-    """Be one worker of a run, and note which rates its optimizer really had at every step."""
+    """Run one worker, and record the learning rates of its optimizer at every step."""
     noted: list[list[float]] = []
 
     def note(optimizer: Optimizer, *_: object) -> None:

@@ -196,7 +196,7 @@ def test_a_fading_cycle_touches_the_low_rate_and_fades_as_it_says(
 @pytest.mark.parametrize(
     "name", ["tri2", "sin2", "step", "exp", "triexp", "inv", "sig", "upcos2", "rsw2", "cosrswexp"]
 )
-def test_a_policy_that_fades_for_ever_does_not_overflow(name: str) -> None:
+def test_a_policy_that_decays_indefinitely_does_not_overflow(name: str) -> None:
     ours = OURS[name](1.0, 0.25, 1, 0.5, 3.0)
     assert 0.0 <= ours(10**7 + 1) <= 0.25
 

@@ -21,27 +21,15 @@ CLEAN = (
     ".ci",
     "CONTRIBUTING.md",
     "Makefile",
-    "largebatch/__init__.py",
-    "largebatch/__main__.py",
-    "largebatch/accelerator.py",
-    "largebatch/data",
-    "largebatch/distributed",
-    "largebatch/errors.py",
-    "largebatch/models",
-    "largebatch/optim",
-    "largebatch/optional.py",
-    "largebatch/polish",
-    "largebatch/storage.py",
+    "README.md",
+    "benchmarks",
+    "docs",
+    "largebatch",
     "launch",
     "recipes",
-    "tests/data",
-    "tests/distributed",
-    "tests/models",
-    "tests/optim",
-    "tests/polish",
-    "tests/support",
+    "tests",
 )
-"""Files and folders that `make lint` checks; add one when its texts are rewritten."""
+"""Files and folders that `make lint` checks."""
 
 SUFFIXES = {"", ".py", ".md", ".html", ".yaml", ".sh"}
 """Files that are read in a folder. A file named itself is read whatever it is."""
@@ -75,12 +63,14 @@ STARTS = (
 )
 """Words that begin no docstring."""
 
+# Lookarounds leave out a name and two messages of files that benchmarks measure (see
+# benchmarks/sources.py): they change when these are measured again.
 ANYWHERE = (
-    Rule(r"\banew\b", "again"),
+    Rule(r"\banew\b(?! with another --out)", "again"),
     Rule(r"\bfor ever\b", "indefinitely"),
     Rule(r"\bbefell\b", "happened to"),
     Rule(r"\blest\b", "so that ... not"),
-    Rule(r"\bheard\b", "received"),
+    Rule(r"(?<!`)\bheard\b(?!=)", "received"),
     Rule(r"\bowed\b", "pending"),
     Rule(r"\bforeign\b(?! keys?\b)", "other, unknown, of another program"),
     Rule(r"\bas far as (?:it goes|they go)\b", "tentative"),
@@ -88,7 +78,7 @@ ANYWHERE = (
     Rule(r"\bwith some to spare\b", "over-allocated by"),
     Rule(r"\banswers? to the pointer\b", "interactive"),
     Rule(r"\bby the clock\b", "wall-clock"),
-    Rule(r"\bso many\b(?! (?:\S+ )?that\b)", "the number, or its name"),
+    Rule(r"\bso many\b(?!,? (?:as in|(?:\S+ )?that)\b)", "the number, or its name"),
     Rule(r"(?:^|[.!?] )No more than\b", "At most"),
     Rule(r"\bas (?:\w+ )?recipes? (?:says?|tells?|asks?)\b", "as configured, a recipe's"),
 )

@@ -361,7 +361,7 @@ def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: 
         assert [each.step for each in client.get_metric_history(identity, name)] == [3]
 
 
-def test_a_run_whose_id_mlflow_does_not_know_begins_another(folder: Path, uri: str) -> None:
+def test_a_run_with_an_id_unknown_to_mlflow_starts_another(folder: Path, uri: str) -> None:
     from mlflow import MlflowClient
 
     (folder / "mlflow-id").write_text("0" * 32)

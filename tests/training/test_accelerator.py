@@ -192,7 +192,7 @@ def on_both(case: Case) -> dict[str, float]:
     ],
 )
 def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:
-    """Those that are skipped too: the first of all, and one after the loss scale has grown."""
+    """Skipped updates agree too: the first one, and one after the loss scale has grown."""
     found = on_forked_workers(on_both, case, workers=1)
     assert found["losses"] < 1e-6
     assert found["weights"] < 1e-6

@@ -83,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of some updates."""
+    """The result of some updates."""
 
     state: dict[str, Tensor]
     losses: list[float]

@@ -22,7 +22,7 @@ PROBABILITIES = [
     ([0.6, 0.2, 0.1, 0.1], 2),
     ([0.05, 0.02, 0.03, 0.9], 3),
 ]
-"""Of class 1 there is no sample, of class 2 none is correct, and class 3 comes last."""
+"""Labels: class 1 has no sample, class 2 no correct one, and class 3 comes last."""
 
 
 def by_hand() -> tuple[Tensor, Tensor]:

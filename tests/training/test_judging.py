@@ -24,7 +24,7 @@ LABELS = torch.arange(10) % 5
 
 
 def scores(right: int) -> Tensor:
-    """Return logits of ten images, of which so many get the highest score for their label."""
+    """Return logits of ten images, some of which have the highest score for their label."""
     found = torch.nn.functional.one_hot(LABELS, 5).float()
     found[right:] = found[right:].roll(1, dims=1)
     return found

@@ -30,7 +30,7 @@ def be_worker(recipe: Recipe, folder: Path) -> None:
 
 
 class Finished(NamedTuple):
-    """A run of so many workers, and what its final model makes of images read by Pillow."""
+    """A run on several workers, and the predictions of its model for images read by Pillow."""
 
     folder: Path
     images: Tensor

@@ -39,7 +39,7 @@ def a_recipe(*changes: str) -> Recipe:
 
 
 def test_the_norm_of_the_gradients_is_that_of_float64() -> None:
-    """Of ten million equal numbers, which sums in float32 get wrong; and where squares overflow."""
+    """Ten million equal numbers, which sums in float32 get wrong; and squares that overflow."""
     for value in (0.1, 1e25):
         model = nn.ParameterList([torch.zeros(10_000_000), torch.zeros(4, 6), torch.zeros(5)])
         model[0].grad = torch.full((10_000_000,), value)
@@ -174,7 +174,7 @@ def test_the_norm_is_that_of_the_gradient_that_the_optimizer_gets(
 def test_the_norm_is_that_of_the_gradient_that_the_update_was_made_of(
     changes: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Of Adasum's too, where there is no noise scale."""
+    """Adasum has no noise scale, but its gradients have a norm."""
     with pytest.raises(RecipeError, match="monitor: noise_scale compares"):
         a_recipe("monitor=noise_scale", *changes)
     short = ("duration={steps: 1}", "polish=null")
@@ -253,7 +253,7 @@ def test_the_peak_is_the_most_memory_of_this_program() -> None:
 
 
 def test_a_gpu_is_read_by_the_number_that_nvml_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU that is not there, by a stand-in for nvidia-ml-py, which torch calls."""
+    """The GPU is simulated by a stand-in for nvidia-ml-py, which torch calls."""
     used = {3: (87, 5 * 2**30), 5: (12, 2**30)}
     library = SimpleNamespace(
         NVMLError_DriverNotLoaded=RuntimeError,

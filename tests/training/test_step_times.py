@@ -76,7 +76,7 @@ def a_log(
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_an_update_knows_what_it_waited_for_images_and_for_gradients(
+def test_an_update_has_its_waits_for_images_and_for_gradients(
     accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = updates_that_wait(Clock(monkeypatch), accumulation=accumulation)

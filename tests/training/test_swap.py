@@ -61,7 +61,7 @@ def by_plain_pytorch(recipe: Recipe, begun: dict[str, Tensor], replica: int) -> 
 
 
 def stop_in_exchange(number: int, patched: pytest.MonkeyPatch) -> None:
-    """Let a run be asked to stop when its workers exchange that for the n-th time."""
+    """Request a stop of the run at the n-th exchange of its workers."""
     share, calls = StepLog.share, [0]
 
     def stopping(self: StepLog, bad: Tensor) -> bool:
@@ -127,7 +127,7 @@ def test_a_run_stopped_between_replicas_ends_with_identical_weights(
     affine = "affine: {steps: 2, lr: 0.05}"
     recipe = a_recipe(CLEAN, "ema: 0.5", SWAP, affine, MEASURED, *(JUDGED,) * judged)
     whole = run(recipe, out=tmp_path / "whole")
-    for stop in (2, 1):  # in the second replica; in the one that is then begun anew
+    for stop in (2, 1):  # in the second replica; in the one that then starts again
         with monkeypatch.context() as patched:
             stop_in_exchange(stop, patched)
             run(recipe, out=tmp_path / "parts", resume=stop == 1)

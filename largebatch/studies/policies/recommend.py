@@ -65,7 +65,7 @@ class Standing:
 
     @property
     def costs(self) -> Costs | None:
-        """Those of the seeds together; None without a target."""
+        """Costs over all seeds; None without a target."""
         return costs(list(self.reached.values())) if self.reached else None
 
 
@@ -104,10 +104,10 @@ class Recommendation:
 def recommend(
     group: Group, *, by: Criterion, target: float | None = None, batch: int | None = None
 ) -> Recommendation:
-    """Put the policies of a group in order; `target` is a part of 1, and the cost is that of it.
+    """Rank the policies of a group; `target` is a fraction of 1, whose cost may be the criterion.
 
-    `batch` is the one in question, which may not be the group's. Raises ValueError for the cost
-    without a target.
+    `batch` is the requested batch, which may differ from the group's. Raises ValueError for the
+    cost without a target.
     """
     if by == "cost" and target is None:
         raise ValueError("the cost is that of a target: give one")
@@ -166,7 +166,7 @@ def _rank(by: Criterion) -> Callable[[Standing], tuple[float, float, float]]:
 def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -> Standing:
     """Compare a policy with the first one, over the seeds that both have.
 
-    It is one of so many `together`, whose intervals hold with 95 % for all of them.
+    It is one of `together` comparisons, whose intervals hold jointly with 95 %.
     """
     if not _scored(first) or not one.scores.keys() & first.scores.keys():
         return one

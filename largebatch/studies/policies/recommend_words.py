@@ -47,7 +47,7 @@ def _by(found: Recommendation) -> str:
 
 def _leader(found: Recommendation, first: Standing) -> Iterator[str]:
     cell = first.cell
-    head = "as far as it goes" if found.too_little else "recommended"
+    head = "tentative" if found.too_little else "recommended"
     yield f"{head}: {cell.policy}, {_values(cell)}"
     yield from _numbers(first)
     behind = found.standings[1:]

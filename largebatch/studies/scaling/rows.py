@@ -17,7 +17,7 @@ class Row:
     cell: Cell
     found: Mapping[int, Found]
     alone: Mapping[int, Found]
-    """Of one worker with its samples of this scaling."""
+    """Row of one worker with its samples of this scaling."""
 
     @property
     def throughput(self) -> Interval:
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def seconds(self) -> Interval:
-        """Of an update."""
+        """Seconds of an update."""
         return interval(fmean(found.seconds) for found in self.found.values())
 
     @property
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def _samples_alone(self) -> int:
-        """Of one worker in this scaling."""
+        """Number of samples of one worker in this scaling."""
         mini_batch = self.cell.trained.mini_batch
         return samples_of(self.scaling, 1, study=self.cell.study, mini_batch=mini_batch)
 

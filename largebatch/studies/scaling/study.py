@@ -49,19 +49,19 @@ class Trained(Timed):
     """Seconds of a gradient, which workers sleep."""
 
     computed: Batch
-    """Of how many of the samples of `mini_batch` gradients are really computed, so that workers
-    that share a core do not slow each other."""
+    """Number of samples of `mini_batch` whose gradients are really computed, so that workers that
+    share a core do not slow each other."""
 
 
 class Inside(Section):
     """The way between workers of one host, as `largebatch plan --calibrate` measures it."""
 
     gigabytes_per_second: Positive
-    """That an all-reduce moves."""
+    """Gigabytes per second that an all-reduce moves."""
 
     seconds: NonNegative
-    """Of the all-reduces of an update, one of each group of gradients and one of the loss, however
-    small."""
+    """Seconds of the all-reduces of an update, one for each group of gradients and one for the
+    loss, however small."""
 
 
 class ScalingStudy(Section):
@@ -72,13 +72,13 @@ class ScalingStudy(Section):
     """Short names, and what is trained: recipes without a protocol."""
 
     workers: Annotated[tuple[Annotated[int, Field(ge=2, le=100)], ...], Field(min_length=1)]
-    """How many; one worker alone is measured in any case."""
+    """Numbers of workers; one worker alone is measured in any case."""
 
     megabits: Annotated[float, Field(ge=1, le=1e6)]
-    """Of the link of every host, in a second and in each direction, headers included."""
+    """Megabits per second of every host's link, in each direction, headers included."""
 
     inside: Inside
-    """Of one host, for the planner's prediction alone."""
+    """Communication inside one host, for the planner's prediction alone."""
 
     repeats: Annotated[int, Field(ge=1, le=1000)] = 3
     """Starts of every cell, with seeds 1, 2, 3 ...: of the weights, of the samples, and of what
@@ -95,12 +95,12 @@ class ScalingStudy(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """So many workers with so many samples each, in one host or on hosts."""
+    """A number of workers with a number of samples each, in one host or on hosts."""
 
     configuration: str
     workers: int
     samples: int
-    """Of each worker in an update."""
+    """Number of samples of each worker in an update."""
 
     place: Place
     recipe: Recipe
@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder; one worker is one host."""
+        """Name of the cell's folder; one worker is one host."""
         return f"{self.configuration}-{self.workers}x{self.samples}-{self.place}"
 
     @property

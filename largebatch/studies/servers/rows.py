@@ -76,7 +76,7 @@ class Row:
 
     @property
     def model_bytes(self) -> int:
-        """Of all weights."""
+        """Size of all weights."""
         return sum(self._any.shards)
 
     @property

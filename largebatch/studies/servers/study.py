@@ -53,7 +53,7 @@ class Trained(Timed):
     """Samples of a worker in an update."""
 
     megabits: Megabits | None = None
-    """Of the links; null: those of the study."""
+    """Megabits per second of the links; null: as in the study."""
 
     compute: Compute | None = None
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
@@ -86,7 +86,7 @@ class ServersStudy(Section):
     whose workers sum gradients by all-reduce."""
 
     megabits: Megabits
-    """Of the link of every host, in a second and in each direction, headers included."""
+    """Megabits per second of every host's link, in each direction, headers included."""
 
     repeats: Annotated[int, Field(ge=1, le=1000)] = 3
     """Starts of every cell, with seeds 1, 2, 3 ...: of the weights, of the samples, and of what
@@ -101,14 +101,14 @@ class ServersStudy(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One recipe with one layout on so many workers."""
+    """One recipe with one layout on a number of workers."""
 
     configuration: str
     layout: str
     """As the study names them."""
 
     workers: int
-    """Those that compute gradients."""
+    """Number of workers that compute gradients."""
 
     recipe: Recipe
     trained: Trained
@@ -116,7 +116,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the cell's folder."""
         return f"{self.configuration}-{self.layout}-{self.workers}"
 
     def start(self, seed: int, *, data: Path | None, out: Path) -> Start:

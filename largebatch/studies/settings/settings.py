@@ -30,7 +30,7 @@ class Measure:
     title: str
     unit: str
     factor: float
-    """Of recorded values to the unit."""
+    """Factor from recorded values to the unit."""
 
     digits: int
     best: str
@@ -107,7 +107,7 @@ class Findings:
     """Recipes with settings that have not all their runs."""
 
     trials: tuple[Result, ...] = ()
-    """Of all searches."""
+    """Cells of all searches."""
 
     @cached_property
     def recipes(self) -> tuple[str, ...]:
@@ -134,14 +134,14 @@ class Findings:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Those of them that are values, and no whole sections or lists."""
+        """Keys whose values are neither sections nor lists."""
         return tuple(
             key for key in self.all_keys if not any(_is_whole(one.at(key)) for one in self.cells)
         )
 
     @cached_property
     def numeric_keys(self) -> tuple[str, ...]:
-        """Those of the keys that are numbers above 0 in all cells: they are drawn in proportion."""
+        """Keys with numbers above 0 in all cells, which are drawn in proportion."""
         return tuple(
             key for key in self.keys if all(_is_positive(one.at(key)) for one in self.cells)
         )

@@ -23,10 +23,10 @@ class Transfer(NamedTuple):
     """The best one of `best_of`; None where none has a value for every seed."""
 
     value: Interval | None
-    """Of `used_on` with it."""
+    """Value of `used_on` with this setting."""
 
     own: Interval | None
-    """Of `used_on` with its own best setting."""
+    """Value of `used_on` with its own best setting."""
 
     gap: Interval | None
     """`value` minus `own` by seed; of costs how many times as much. None where seeds are missing,
@@ -95,7 +95,7 @@ def gap(
 ) -> Interval | None:
     """Return a value minus the own best one by seed, or of costs how many times it is.
 
-    One of so many gaps `together`. None where seeds are missing, and for a cost of 0.
+    One of `together` gaps. None if seeds are missing, and for a cost of 0.
     """
     if not own or value.keys() != own.keys():
         return None

@@ -71,7 +71,7 @@ def carry_out(
     processes: int,
     report: Callable[[Run, Result], None],
 ) -> None:
-    """Train what has no record yet, so many at a time; `report` is called after each.
+    """Train the cells without a record, several at a time; `report` is called after each.
 
     Raises StudyError for records of another study before anything is trained, and
     InterruptedStudyError after a request to stop.

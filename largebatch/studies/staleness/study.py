@@ -55,7 +55,7 @@ class Times(Section):
     """What each is multiplied by, a distribution with a mean or a median of 1."""
 
     slow: dict[int, Annotated[float, Field(gt=0, le=1e6)]] = Field(default_factory=dict)
-    """Learners, counted from 0, that are so many times as slow throughout."""
+    """Factors on the time of some learners, counted from 0, throughout."""
 
 
 class Grid(Section):
@@ -75,7 +75,7 @@ class Grid(Section):
     """lambda."""
 
     modulation: Annotated[tuple[Modulation, ...], Field(min_length=1)] = ("staleness",)
-    """Of the rate without hardsync, as in `protocol`."""
+    """Modulation of the learning rate without hardsync, as in `protocol`."""
 
     times: Annotated[tuple[Name, ...], Field(min_length=1)]
 
@@ -113,7 +113,7 @@ class Cell:
     """One point of the grid."""
 
     name: str
-    """Of its folder."""
+    """Name of the folder."""
 
     configuration: str
     times: str
@@ -194,7 +194,7 @@ class _Point:
 
     @property
     def name(self) -> str:
-        """Of the cell, which is the same for all modulations of hardsync."""
+        """Name of the cell, which is the same for all modulations of hardsync."""
         rate = f"-{self.modulation}" if self.sigma else ""
         size = f"sigma{self.sigma}-mu{self.mu}-lambda{self.learners}"
         return f"{self.recipe}-{self.times}-{size}{rate}"

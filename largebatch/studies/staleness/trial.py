@@ -167,7 +167,7 @@ class _Learners:
         self._evaluate(stage)
 
     def _note(self, updates: int, losses: list[float]) -> None:
-        """Record how far the run has come, and begin to collect losses anew."""
+        """Record the progress of the run, and start to collect losses again."""
         before, found = sum(len(each.ends) for each in self.simulations[:-1]), self.simulations[-1]
         seconds = sum(float(each.ends[-1]) for each in self.simulations[:-1])
         self.course.append({
@@ -208,7 +208,7 @@ class _Learners:
             buffer.copy_(kept)
 
     def _average_statistics(self) -> None:
-        """Let the running statistics of the model become their mean over the learners."""
+        """Set the running statistics of the model to their mean over the learners."""
         idle = self.rule.learners - len(self.buffers)
         for place, buffer in enumerate(self.trainer.state.model.buffers()):
             total = buffer.double() * idle

@@ -1,1 +1,1 @@
-"""Protocols between waiting for every gradient and waiting for none, over parameter servers."""
+"""Protocols with parameter servers, from fully synchronous to fully asynchronous updates."""

@@ -1,8 +1,8 @@
 """The order in which gradients arrived at a parameter server, as columns.
 
-Which gradient goes into which update, and which weights it was computed from, is all that decides
-the weights of a run; the times only decide the order. So a run and a simulation leave the same
-record, and `replay` computes the weights from either.
+The weights of a run depend only on which gradient goes into which update, and on the weights it was
+computed from; times only determine the order. So a run and a simulation write the same record, and
+`replay` computes the weights from either.
 """
 
 import json
@@ -26,28 +26,28 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """One row for each gradient that one server took, in order of arrival."""
+    """One row for each gradient that one server received, in order of arrival."""
 
     learner: IntArray
     mini_batch: IntArray
-    """Its number, the same on every server."""
+    """Numbers of the mini-batches, the same on every server."""
 
     clock_read: IntArray
-    """Updates of this server in the weights that the gradient was computed from."""
+    """Number of this server's updates in the weights that the gradient was computed from."""
 
     update: IntArray
-    """The update that the gradient is part of, counted from 0."""
+    """Numbers of the updates that the gradients are part of, counted from 0."""
 
     @classmethod
     def of(cls, arrivals: Iterable[Arrival]) -> Self:
-        """Return what a parameter server recorded."""
+        """Return the record of a parameter server."""
         rows = [(one.learner, one.mini_batch, one.clock_read, one.update) for one in arrivals]
         learner, mini_batch, clock_read, update = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         return cls(learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update)
 
     @classmethod
     def joined(cls, records: Sequence[Self]) -> Self:
-        """Return records one after the other."""
+        """Return the concatenated records."""
         columns = {
             name: np.concatenate([getattr(one, name) for one in records])
             for name in ("learner", "mini_batch", "clock_read", "update")
@@ -55,7 +55,7 @@ class Arrivals:
         return cls(**columns)
 
     def later(self, updates: int, *, gradients: int) -> Self:
-        """Return the same after so many updates, each of so many gradients."""
+        """Return the record shifted by a number of updates, each of `gradients` gradients."""
         return replace(
             self,
             mini_batch=self.mini_batch + updates * gradients,
@@ -68,14 +68,14 @@ class Arrivals:
 
     @property
     def staleness(self) -> IntArray:
-        """Updates of the server between the weights of a gradient and its own update."""
+        """Number of the server's updates between the weights of a gradient and its own update."""
         return self.update - self.clock_read
 
 
 def read_arrivals(path: Path) -> tuple[Arrivals, ...]:
     """Read the arrivals.jsonl of a run folder, by server.
 
-    Raises CheckpointError for a file that cannot be read, and for a line that is no record.
+    Raises CheckpointError if the file cannot be read or a line is not a record.
     """
     by_server: dict[int, list[Arrival]] = defaultdict(list)
     try:

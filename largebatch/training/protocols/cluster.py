@@ -1,4 +1,4 @@
-"""The machines that a simulation runs on: learners, servers, and the links between them."""
+"""The machines of a simulation: learners, servers, and the links between them."""
 
 from typing import Annotated, Self
 
@@ -11,33 +11,33 @@ MAX_LEARNERS = 100_000
 
 
 class Link(Section):
-    """What connects a host with all others, the same in both directions."""
+    """The network link of a host, the same in both directions."""
 
     bandwidth: Positive | None = None
-    """Bytes a second in each direction; null: no limit."""
+    """Bytes per second in each direction; null: no limit."""
 
     latency: NonNegative = 0.0
-    """Seconds that every message takes through this link, besides its bytes."""
+    """Seconds that this link adds to every message."""
 
 
 class Cluster(Section):
-    """Learners, the servers that hold the weights, and how long everything takes."""
+    """Learners, the servers that hold the weights, and the times of computation and links."""
 
     learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
     compute: ComputeTime
     """Seconds for the gradient of one mini-batch."""
 
     slow: dict[int, Annotated[float, Field(gt=0, le=1e6)]] = Field(default_factory=dict)
-    """Learners, counted from 0, all of whose mini-batches take so many times as long."""
+    """Factors on the time of all mini-batches of some learners, counted from 0."""
 
     link: Link = Link()
-    """Of every learner."""
+    """Link of every learner."""
 
     server_link: Link | None = None
-    """Of every server on a host of its own; null: the same as of a learner."""
+    """Link of every server on a host of its own; null: the same as of a learner."""
 
     model_bytes: NonNegative = 0.0
-    """Weights or gradients, over all servers."""
+    """Bytes of the weights, or of a gradient, over all servers."""
 
     @model_validator(mode="after")
     def _slow_ones_are_there(self) -> Self:

@@ -1,8 +1,8 @@
-"""Distributions of how long a learner computes the gradient of one mini-batch, in seconds.
+"""Distributions of the seconds in which a learner computes the gradient of one mini-batch.
 
-A distribution is a function from a number between 0 and 1 to seconds, and the numbers are
-counter-based (largebatch.data.order): the k-th mini-batch of a learner takes the same time whatever
-the other learners do, so that two protocols are compared on the same draws.
+A distribution maps numbers between 0 and 1 to seconds. The numbers are counter-based
+(largebatch.data.order): the k-th mini-batch of a learner takes the same time whatever the other
+learners do, so that protocols are compared on the same draws.
 
 >>> from itertools import islice
 >>> times = compute_times(Exponential(kind="exponential", mean=2.0), seed=1, learner=0)
@@ -26,15 +26,15 @@ from largebatch.recipe.sections import NonNegative, Positive, Section
 FloatArray = npt.NDArray[np.float64]
 
 _BLOCKS = 16
-"""Drawn at a time: 64 mini-batches."""
+"""Number of blocks drawn at a time, which is 64 mini-batches."""
 
 
 class Distribution(Section):
-    """Base of the distributions."""
+    """Base class of the distributions."""
 
     @abstractmethod
     def at(self, uniform: FloatArray) -> FloatArray:
-        """Return the seconds that belong to numbers drawn evenly between 0 and 1."""
+        """Return the seconds for numbers drawn uniformly between 0 and 1."""
 
     @property
     @abstractmethod
@@ -43,13 +43,13 @@ class Distribution(Section):
 
 
 class Constant(Distribution):
-    """Every mini-batch takes as long."""
+    """The same time for every mini-batch."""
 
     kind: Literal["constant"]
     seconds: Positive
 
     def at(self, uniform: FloatArray) -> FloatArray:
-        """Return the same number for all."""
+        """Return the same seconds for all."""
         return np.full_like(uniform, self.seconds)
 
     @property
@@ -59,14 +59,14 @@ class Constant(Distribution):
 
 
 class Exponential(Distribution):
-    """Exponential above a least time, which is 0 unless it is given (arXiv:1803.01113)."""
+    """Shifted exponential distribution (arXiv:1803.01113); the shift is 0 by default."""
 
     kind: Literal["exponential"]
     mean: Positive
-    """Of what comes on top of the least time."""
+    """Mean seconds above the least time."""
 
     least: NonNegative = 0.0
-    """A shifted exponential distribution begins here."""
+    """Least seconds, where the distribution begins."""
 
     def at(self, uniform: FloatArray) -> FloatArray:
         """Return the quantiles."""
@@ -79,7 +79,7 @@ class Exponential(Distribution):
 
 
 class Lognormal(Distribution):
-    """The logarithm is normal, as times on shared machines often are."""
+    """Lognormal distribution, as is common for times on shared machines."""
 
     kind: Literal["lognormal"]
     median: Positive
@@ -98,13 +98,13 @@ class Lognormal(Distribution):
 
 
 class Recorded(Distribution):
-    """One of the times that were measured, each as likely as any other."""
+    """Measured times, each with the same probability."""
 
     kind: Literal["recorded"]
     seconds: Annotated[tuple[Positive, ...], Field(min_length=1)]
 
     def at(self, uniform: FloatArray) -> FloatArray:
-        """Return a time of the record for each."""
+        """Return one of the measured times for each."""
         places = (uniform * len(self.seconds)).astype(np.int64)
         found: FloatArray = np.asarray(self.seconds, dtype=np.float64)[places]
         return found
@@ -116,7 +116,7 @@ class Recorded(Distribution):
 
 
 class Stragglers(Distribution):
-    """Any mini-batch of any learner may take several times as long."""
+    """Times in which any mini-batch of any learner may take several times as long."""
 
     kind: Literal["stragglers"]
     usual: Annotated[Constant | Exponential | Lognormal | Recorded, Field(discriminator="kind")]
@@ -124,7 +124,7 @@ class Stragglers(Distribution):
     factor: Annotated[float, Field(gt=1, le=1e6)]
 
     def at(self, uniform: FloatArray) -> FloatArray:
-        """Return the usual times, and where the number is small a multiple of them."""
+        """Return the usual times, multiplied where the number is small."""
         slow = uniform < self.probability
         rest = (uniform - self.probability) / (1 - self.probability)
         seconds = self.usual.at(np.where(slow, uniform / self.probability, rest))
@@ -144,7 +144,7 @@ ComputeTime = Annotated[
 def compute_times(
     distribution: Distribution, *, seed: int, learner: int, factor: float = 1.0
 ) -> Iterator[float]:
-    """Yield the seconds of each mini-batch of a learner, which is `factor` times as slow."""
+    """Yield the seconds of each mini-batch of a learner that is slower by `factor`."""
     for block in count(step=_BLOCKS):
         words = random_words(
             seed, Stream.COMPUTE_TIME, block=block, num_blocks=_BLOCKS, part=learner

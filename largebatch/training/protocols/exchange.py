@@ -1,7 +1,7 @@
-"""Some updates by a protocol: every worker is a learner, a server or both until they are made.
+"""Makes some updates by a protocol, with every worker as a learner, a server or both.
 
-What goes in and what comes out is the same on every worker: weights and momentum after the same
-number of updates. So a run can be evaluated, saved and resumed there as any other.
+Before and after, every worker has the same weights and momentum, after the same number of updates.
+So a run can be evaluated, saved and resumed between them as usual.
 """
 
 import copy
@@ -35,25 +35,25 @@ from largebatch.training.protocols.service import (
 )
 
 MOMENTUM = "momentum_buffer"
-"""What SGD and LARS keep of each weight."""
+"""Name of the momentum in the state of SGD and LARS."""
 
 
 class Layout(NamedTuple):
-    """Which worker is what: learners come first."""
+    """The roles of the workers; learners come first."""
 
     learners: int
     servers: tuple[int, ...]
-    """The ranks of the servers."""
+    """Ranks of the servers."""
 
     @classmethod
     def of(cls, protocol: Protocol) -> "Layout":
-        """Return that of a recipe."""
+        """Return the layout of a protocol."""
         first = protocol.learners if protocol.dedicated else 0
         return cls(protocol.learners, tuple(range(first, first + protocol.num_servers)))
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Every learner and the rank of every server that is not in its own process."""
+        """Pairs of a learner and the rank of a server in another process."""
         return [
             (learner, server)
             for learner in range(self.learners)
@@ -63,16 +63,16 @@ class Layout(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What was done, the same on every worker."""
+    """The record of some updates, the same on every worker."""
 
     end: int
-    """Updates made in all; fewer than were asked for where a learner was asked to stop."""
+    """Number of updates made in all; fewer than requested if a learner was asked to stop."""
 
     updates: list[tuple[Applied, float]]
-    """Those of the first server, with the seconds that each took."""
+    """Updates of the first server, each with its seconds."""
 
     arrivals: list[list[Arrival]]
-    """Every gradient, by server and in order."""
+    """Gradients by server, in order of arrival."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Exchange:
     layout: Layout
     links: Mapping[tuple[int, int], Link] = field(repr=False)
     optional: Collection[int] = ()
-    """Learners that the run goes on without when they fail. If there are any, the backend is
+    """Learners without which the run continues if they fail. If there are any, the backend is
     TorchDistributed, and no server is in their processes."""
 
     lost: set[int] = field(default_factory=set)
-    """Those that were; the others have ranks of the backend without them."""
+    """Learners lost so far; the ranks of the others are those of a backend without them."""
 
     losses: list[Loss] = field(default_factory=list)
-    """How they were, by the first server, or another one if only that has seen it."""
+    """Losses of learners as the first server saw them, or the only one that saw them."""
 
     @classmethod
     def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
@@ -101,18 +101,18 @@ class Exchange:
 
     @property
     def worker(self) -> int:
-        """The number of this worker, which is its rank as long as none is lost."""
+        """Number of this worker, which is its rank as long as none is lost."""
         begun = range(self.backend.world_size + len(self.lost))
         return [worker for worker in begun if worker not in self.lost][self.backend.rank]
 
     @property
     def is_learner(self) -> bool:
-        """Whether this worker computes gradients."""
+        """True if this worker computes gradients."""
         return self.worker < self.layout.learners
 
     @property
     def learners(self) -> int:
-        """How many there are."""
+        """Number of learners that remain."""
         return self.layout.learners - len(self.lost)
 
     def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
@@ -127,13 +127,14 @@ class Exchange:
         gradient: Gradient,
         asks: Callable[[], bool] = lambda: False,
     ) -> Record:
-        """Go through the mini-batches; `weights` and the momentum of `optimizer` change in place.
+        """Train on the mini-batches; change `weights` and the momentum of `optimizer` in place.
 
-        `optimizer` holds these weights, perhaps others too, and `clock` is the number of the first
-        update, which `schedule` gets. Every worker calls this alike; the servers work on copies.
+        `optimizer` holds these weights and perhaps others. `clock` is the number of the first
+        update, which is passed to `schedule`. All workers call this with equal arguments; the
+        servers work on copies.
 
-        Raises PeerLostError where another worker is lost that the others cannot go on without, and
-        where they go on without this one.
+        Raises PeerLostError if a required worker is lost, or if the others continue without this
+        one.
         """
         self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
         worker = self.worker
@@ -168,7 +169,7 @@ class Exchange:
 
     @property
     def _elastic(self) -> TorchDistributed | None:
-        """The backend, where learners may be lost."""
+        """The backend if learners may be lost, else None."""
         if self.optional and isinstance(self.backend, TorchDistributed):
             return self.backend
         return None
@@ -179,7 +180,7 @@ class Exchange:
 
     @contextmanager
     def _refused_if_lost(self) -> Iterator[None]:
-        """Where this worker loses the servers because they went on without it, put it so."""
+        """Explain the loss of the servers if they continued without this worker."""
         try:
             yield
         except PeerLostError as error:
@@ -188,7 +189,7 @@ class Exchange:
             raise
 
     def _leave_the_lost(self) -> None:
-        """Let this worker and the others that are left be all there are."""
+        """Continue with this worker and the others that remain."""
         if self._elastic is None:
             return
         worker = self.worker
@@ -200,7 +201,7 @@ class Exchange:
 
     @contextmanager
     def _serving(self, services: Mapping[int, Service]) -> Iterator[None]:
-        """Let threads serve the learners of other processes until each of them has left."""
+        """Serve the learners of other processes in threads until each of them has left."""
         threads = [
             threading.Thread(target=partial(service.serve, learner, link), daemon=True)
             for service in services.values()
@@ -224,9 +225,9 @@ class Exchange:
         part: Sequence[int],
         server: ParameterServer | None,
     ) -> None:
-        """Give every worker the weights of all servers, and their momentum.
+        """Copy the weights and momentum of all servers to every worker.
 
-        A sum in which each number is one server's and zero elsewhere: exact, and one all-reduce.
+        One all-reduce; it is exact, because each number is zero on all workers but its server.
         """
         held = [torch.zeros_like(weight) for weight in weights]
         momentum = [torch.zeros_like(weight) for weight in weights]
@@ -288,7 +289,7 @@ def _refusal(worker: int) -> str:
 def _copied(
     weights: Sequence[Tensor], optimizer: Optimizer, part: Sequence[int]
 ) -> tuple[list[Tensor], Optimizer]:
-    """Return copies of some of the weights, and of the optimizer, which has the copies."""
+    """Return copies of some of the weights, and a copy of the optimizer with them."""
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(optimizer, memo)
     own = [memo[id(weights[number])] for number in part]
@@ -299,7 +300,7 @@ def _copied(
 
 
 def gather_values(own: object, backend: Backend) -> list[Any]:
-    """Return the plain values of every worker, by rank; they travel as JSON."""
+    """Return the plain values of every worker, by rank; they are sent as JSON."""
     content = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = backend.all_gather(torch.tensor([len(content)], device=backend.device)).flatten()
     longest = int(sizes.max().item())  # sync: between updates

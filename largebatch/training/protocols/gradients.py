@@ -1,4 +1,4 @@
-"""What a learner computes between a pull and a push: a gradient, or what local steps change."""
+"""The work of a learner between a pull and a push: a gradient, or local steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from largebatch.training.loss import Criterion
 class Gradients:
     """Gradients of a model by the number of their mini-batch.
 
-    `reducer` and `spans` are of this worker alone: nothing is summed here, and each learner
-    normalises its own mini-batch and keeps running statistics of its own.
+    `reducer` and `spans` belong to this worker alone: nothing is summed, and each learner
+    normalises its own mini-batch and has its own running statistics.
     """
 
     model: nn.Module
@@ -33,10 +33,10 @@ class Gradients:
     spans: Spans
     learners: int
     seed: int
-    """For dropout and the like, which are then a function of the number of the mini-batch."""
+    """Seed of dropout and the like, which depend only on it and the number of the mini-batch."""
 
     def of(self, mini_batch: int) -> tuple[list[Tensor], float]:
-        """Return the mean gradient over a mini-batch at the weights as they are, and its loss."""
+        """Return the mean gradient over a mini-batch at the current weights, and its loss."""
         loss = self._compute(mini_batch)
         found = []
         for weight in self.weights:
@@ -47,9 +47,9 @@ class Gradients:
     def of_local_steps(
         self, mini_batch: int, *, end: int, steps: int, optimizer: Optimizer, schedule: Schedule
     ) -> tuple[list[Tensor], float]:
-        """Make updates of this learner's own; return by how much they lowered the weights.
+        """Make local updates; return the weights before minus those after, and the mean loss.
 
-        At most `steps`, and none from update `end` on. The loss is the mean over them.
+        Makes at most `steps` updates, and none from update `end` on.
         """
         before = [weight.detach().clone() for weight in self.weights]
         update, learner = divmod(mini_batch, self.learners)
@@ -79,10 +79,10 @@ class Gradients:
 
 
 def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> None:
-    """Let the running statistics of every worker become their mean over the learners.
+    """Set the running statistics of every worker to their mean over the learners.
 
-    The learners are the first workers. Running means move linearly, so that after hardsync this is
-    what the synchronous core has: it moves one towards the mean over the spans of all workers.
+    The learners are the first workers. Running means move linearly, so after hardsync the result
+    equals that of synchronous training, which moves towards the mean over the spans of all workers.
     """
     buffers = list(model.buffers())
     if not buffers:

@@ -1,6 +1,6 @@
-"""A learner: read weights, compute the gradient of a mini-batch, push it; again until none is left.
+"""A learner: pull weights, compute the gradient of a mini-batch, push it, until none is left.
 
-The same code in every layout: it does not know where the servers are.
+The code is the same in every layout and does not depend on where the servers are.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 from largebatch.training.protocols.service import Endpoint, Pulled, Pushed
 
 Gradient = Callable[[int], tuple[Sequence[Tensor], float]]
-"""From a mini-batch to its mean gradient, one tensor for each of the weights, and its mean loss."""
+"""Maps a mini-batch to its mean gradient, one tensor for each weight, and its mean loss."""
 
 
 class Shard(NamedTuple):
-    """One server, and the numbers of the weights that it has."""
+    """One server, and the numbers of its weights."""
 
     server: Endpoint
     numbers: Sequence[int]
@@ -29,10 +29,10 @@ def learn(
     *,
     asks: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Be a learner until the first server has no mini-batch left.
+    """Run a learner until the first server has no mini-batch left.
 
-    `weights` hold what was read last; `asks` tells whether this worker is asked to stop. Raises
-    PeerLostError where a server, or a learner that an update waits for, is lost.
+    `weights` hold the values read last; `asks` returns True if this worker is asked to stop. Raises
+    PeerLostError if a server, or a learner that an update waits for, is lost.
     """
     flat = [
         weights[shard.numbers[0]].new_empty(sum(weights[n].numel() for n in shard.numbers))
@@ -58,9 +58,9 @@ def learn(
 
 
 def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], Pulled]:
-    """Read from all servers, first from the one that knows whether there is anything to do.
+    """Read from all servers, first from the one that hands out mini-batches.
 
-    If there is nothing yet, the others are asked too: to them silence would be a loss.
+    The others are read even if there is none yet, because they take silence for a loss.
     """
     clocks: list[int] = []
     shards[0].server.begin_pull()

@@ -1,8 +1,8 @@
-"""The weights of a run from the order in which its gradients arrived, in one process.
+"""Computes the weights of a run from the order in which its gradients arrived, in one process.
 
-A learner's weights are those that its servers had at the clocks that it read. So a replay of
-thousands of learners needs no copies of their weights: it keeps the versions that a gradient still
-to come was computed from, as many as gradients are late by.
+A learner's weights are those of its servers at the clocks that it read. So a replay of thousands of
+learners needs no copies of their weights: it stores only the versions from which later gradients
+are computed, about as many as the staleness.
 """
 
 from collections import Counter
@@ -16,16 +16,16 @@ from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.server import Applied, ParameterServer
 
 Gradient = Callable[[int, int], tuple[Sequence[Tensor], float]]
-"""From a learner and a mini-batch to its mean gradient at the weights as they are, one tensor for
-each, and its mean loss. The tensors may be written into by the next call."""
+"""Maps a learner and a mini-batch to its mean gradient at the current weights, one tensor for each,
+and its mean loss. The next call may overwrite the tensors."""
 
 
 class Part(NamedTuple):
-    """A server that a replay begins with, and the record that it follows."""
+    """A server at the start of a replay, and the record that it follows."""
 
     server: ParameterServer
     numbers: Sequence[int]
-    """Those of its tensors among all weights."""
+    """Numbers of its tensors among all weights."""
 
     arrivals: Arrivals
 
@@ -35,13 +35,13 @@ def replay(
 ) -> Iterator[tuple[int, Applied]]:
     """Make the updates of a record, in its order; yield the number of the server and each update.
 
-    Before `gradient` is called, `weights` become those that the learner had read. The servers'
-    optimizers must not hold them.
+    Before each call of `gradient`, `weights` are set to the ones that the learner read. The
+    servers' optimizers must not hold them.
 
-    Raises ValueError for a record that no run can leave: where a gradient is in another update than
-    the servers put it in, came from weights that were not there yet, or is missing on one of them.
-    And for that of a run in which a learner was lost when it had reached some of the servers: they
-    have another gradient of its mini-batch than those that had it computed again.
+    Raises ValueError for a record that no run can write: a gradient is in the wrong update, was
+    computed from weights that did not exist yet, or is missing on a server. Raises it also if a
+    learner was lost after it had reached only some of the servers: the others have a gradient of
+    its mini-batch that was computed again.
     """
     followed = [_Followed(part) for part in parts]
     if any(one.reads.keys() != followed[0].reads.keys() for one in followed):
@@ -69,7 +69,7 @@ def _advance(
     weights: Sequence[Tensor],
     gradient: Gradient,
 ) -> Iterator[Applied | None]:
-    """Follow one server's record for as long as nothing is needed from the others."""
+    """Follow one server's record until something is needed from the others."""
     while not one.is_done and _is_possible(followed, gradients, one.mini_batch):
         mini_batch = one.mini_batch
         if mini_batch not in gradients:
@@ -82,14 +82,14 @@ def _advance(
 
 
 class _Computed:
-    """A gradient, and how many servers have not taken it yet."""
+    """A gradient, and the number of servers that have not received it yet."""
 
     def __init__(self, tensors: Sequence[Tensor], loss: float, left: int) -> None:
         self.tensors, self.loss, self.left = tensors, loss, left
 
 
 class _Followed:
-    """One server, how far its record was followed, and the versions of its weights to come."""
+    """One server, its position in the record, and the versions of its weights still needed."""
 
     def __init__(self, part: Part) -> None:
         self.server, self.numbers, arrivals = part
@@ -98,12 +98,12 @@ class _Followed:
         self._rows: list[tuple[int, int, int, int]] = list(rows)
         self._next = 0
         self.reads = {mini_batch: clock for _, mini_batch, clock, _ in self._rows}
-        """The clock that was read for each mini-batch."""
+        """Clock that was read for each mini-batch."""
 
         self.learners = {mini_batch: learner for learner, mini_batch, _, _ in self._rows}
 
         self._left = Counter(self.reads.values())
-        """Gradients to be computed from each version."""
+        """Number of gradients still to be computed from each version."""
 
         self._versions: dict[int, list[Tensor]] = {}
         if len(self.reads) < len(self._rows):
@@ -111,21 +111,21 @@ class _Followed:
 
     @property
     def is_done(self) -> bool:
-        """Whether the record ends here."""
+        """True at the end of the record."""
         return self._next == len(self._rows)
 
     @property
     def mini_batch(self) -> int:
-        """The mini-batch whose gradient comes next."""
+        """Mini-batch of the next gradient."""
         return self._rows[self._next][1] if not self.is_done else -1
 
     @property
     def learner(self) -> int:
-        """The learner whose gradient comes next."""
+        """Learner of the next gradient."""
         return self._rows[self._next][0]
 
     def read(self, mini_batch: int) -> list[Tensor]:
-        """Return the weights that a gradient was computed from, for the one time it is computed."""
+        """Return the weights that a gradient was computed from; call once for each gradient."""
         clock = self.reads[mini_batch]
         self._left[clock] -= 1
         if clock == self.server.clock:
@@ -133,7 +133,7 @@ class _Followed:
         return self._versions[clock] if self._left[clock] else self._versions.pop(clock)
 
     def push(self, computed: _Computed) -> Applied | None:
-        """Let the server take the gradient that comes next."""
+        """Apply the next gradient."""
         learner, mini_batch, clock_read, update = self._rows[self._next]
         clock, held = self.server.pull()
         if clock != update:
@@ -148,14 +148,14 @@ class _Followed:
         return self.server.push(learner, clock_read, own, mini_batch=mini_batch, loss=computed.loss)
 
     def _completes(self) -> bool:
-        """Return whether the next gradient is the last of an update."""
+        """Return True if the next gradient is the last of an update."""
         return (self._next + 1) % self.server.rule.gradients == 0
 
 
 def _is_possible(
     followed: Sequence[_Followed], gradients: dict[int, _Computed], mini_batch: int
 ) -> bool:
-    """Return whether a gradient is there, or all weights that it is computed from."""
+    """Return True if a gradient, or all weights to compute it from, are available."""
     return mini_batch in gradients or all(
         one.reads[mini_batch] <= one.server.clock for one in followed
     )

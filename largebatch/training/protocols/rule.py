@@ -1,6 +1,6 @@
 """The arithmetic of the protocols: pure, without PyTorch and without communication.
 
-The servers of a run and the simulator follow the same rule, so that they cannot disagree.
+The servers of a run and the simulator use the same rule.
 """
 
 import math
@@ -12,7 +12,7 @@ from largebatch.recipe.protocols import Asynchronous, Hardsync, LocalSteps, Prot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What an update is made of, and who waits for it.
+    """The gradients and the learning rate of an update, and whether learners wait for it.
 
     >>> rule = Rule(learners=30, gradients=2, waits=False, by_staleness=True)  # 15-softsync
     >>> [rule.factor(staleness) for staleness in (0, 1, 4)]
@@ -20,27 +20,27 @@ class Rule:
     """
 
     learners: int
-    """lambda."""
+    """Number of learners (lambda)."""
 
     gradients: int
-    """Those that an update takes (c)."""
+    """Number of gradients per update (c)."""
 
     waits: bool
-    """Whether a learner waits after a push until the update that its gradient is in was made. An
-    update then has one gradient of every learner."""
+    """True if a learner waits after a push for the update with its gradient. An update then has one
+    gradient of every learner."""
 
     rate: float = 1.0
-    """What the rate of every update is multiplied by."""
+    """Factor of the learning rate of every update."""
 
     by_staleness: bool = False
-    """Whether the rate of each gradient is divided by its staleness."""
+    """True if the learning rate of each gradient is divided by its staleness."""
 
     local_steps: int = 1
-    """Updates of its own that a learner makes before a push."""
+    """Number of local updates of a learner before a push."""
 
     @classmethod
     def hardsync(cls, learners: int) -> Self:
-        """Return the rule by which all wait for all, at the rate of the schedule."""
+        """Return the synchronous rule, at the learning rate of the schedule."""
         return cls(learners=learners, gradients=learners, waits=True)
 
     @classmethod
@@ -68,7 +68,7 @@ class Rule:
         )
 
     def factor(self, staleness: int) -> float:
-        """Return what a gradient this many updates late counts, beside `rate`; 1 if it is not late.
+        """Return the factor of a gradient by its staleness, beside `rate`; 1 without staleness.
 
         Staleness-aware SGD: arXiv:1511.05950.
         """
@@ -76,12 +76,12 @@ class Rule:
 
 
 class MiniBatches:
-    """Hands the mini-batches of some updates out to the learners, each of them once.
+    """Hands out the mini-batches of some updates to the learners, each of them once.
 
-    Mini-batch m has the positions m mu to (m + 1) mu - 1 of the sample order. Where learners wait,
+    Mini-batch m has the positions m mu to (m + 1) mu - 1 of the sample order. If learners wait,
     learner i gets the i-th part of the global batch of every update (with local steps: of every
-    update in which it pulls); else it gets the next one, whoever it is. Update k then has taken
-    the mini-batches before (k + 1) c, in whatever order, when all of them have been pushed.
+    update in which it pulls). Otherwise any learner gets the next one, and after update k all
+    mini-batches before (k + 1) c have been used, in any order, if all of them have been pushed.
 
     >>> them = MiniBatches(Rule(learners=3, gradients=2, waits=False), range(4, 6))
     >>> [them.next(learner) for learner in (2, 0, 2, 1, 0)]
@@ -90,7 +90,7 @@ class MiniBatches:
     >>> [them.next(learner) for learner in (1, 0, 0, 1, 0)]
     [9, 8, 10, 11, None]
 
-    One that was handed out and never pushed can be taken back, and is handed out again.
+    A mini-batch that was handed out and never pushed can be taken back and handed out again.
 
     >>> them = MiniBatches(Rule(learners=2, gradients=1, waits=False), range(2))
     >>> [them.next(learner) for learner in (0, 1, 0)]
@@ -108,11 +108,11 @@ class MiniBatches:
 
     @property
     def end(self) -> int:
-        """How many updates have been made in all when no mini-batch is left."""
+        """Number of updates made in all when no mini-batch is left."""
         return self._stop
 
     def next(self, learner: int) -> int | None:
-        """Return the next mini-batch of a learner; None where none is left."""
+        """Return the next mini-batch of a learner; None if none is left."""
         if self._rule.waits:
             update = self._updates[learner]
             self._updates[learner] = min(self._stop, update + self._rule.local_steps)
@@ -128,7 +128,7 @@ class MiniBatches:
         return number
 
     def take_back(self, learner: int) -> int | None:
-        """Take back what a learner has computed last, unless it has come for the next one."""
+        """Take back the last mini-batch of a learner, unless it has requested the next one."""
         number = self._given.pop(learner, None)
         if number is not None:
             self._back.append(number)
@@ -136,10 +136,10 @@ class MiniBatches:
 
     @property
     def under_way(self) -> bool:
-        """Whether learners that do not wait have mini-batches that could be taken back."""
+        """True if learners that do not wait have mini-batches that could be taken back."""
         return bool(self._given)
 
     def stop_early(self) -> None:
-        """Hand out no more than completes the updates that have been begun."""
+        """Restrict the mini-batches to those that complete started updates."""
         begun = -(-self._next // self._rule.gradients)
         self._stop = max(self._updates.values()) if self._rule.waits else begun

@@ -10,7 +10,7 @@ from largebatch.tracking.events import SUMMARY
 
 
 def learners_section(folder: Path) -> Section | None:
-    """Return what the learners of a run did and which of them were lost; None without learners."""
+    """Return the section on the work and the losses of learners; None without learners."""
     counts = _read_counts(folder)
     rows = {}
     if counts.get("gradients"):

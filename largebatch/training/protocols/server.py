@@ -1,8 +1,8 @@
-"""A parameter server: a part of the weights, and what updates them, without communication.
+"""A parameter server: a part of the weights and their optimizer, without communication.
 
-It holds whole tensors, so that LARS finds the norms of its layers. Who calls it in which order is
-what a protocol is about: the services of a run in the order in which gradients arrive, the
-simulator in an order of its own.
+It holds whole tensors, because LARS needs the norms of its layers. The protocol determines the
+order of calls: a run's services call it in the order in which gradients arrive, a replay in the
+order of its record.
 """
 
 from collections.abc import Sequence
@@ -18,29 +18,29 @@ from largebatch.training.protocols.rule import Rule
 
 
 class Arrival(NamedTuple):
-    """One gradient, as a server received it."""
+    """The record of a gradient that a server received."""
 
     update: int
-    """The update that it became a part of; it is made by the last of its arrivals."""
+    """Number of the update with this gradient; the last of its arrivals makes it."""
 
     learner: int
     clock_read: int
-    """How many updates the weights had behind them that it was computed from."""
+    """Number of updates in the weights that the gradient was computed from."""
 
     staleness: int
-    """How many updates they have missed: update - clock_read (tau)."""
+    """Number of updates that these weights lack: update - clock_read (tau)."""
 
     mini_batch: int
     loss: float
-    """Mean over its mini-batch."""
+    """Mean loss over the mini-batch."""
 
 
 class Applied(NamedTuple):
-    """An update that was made."""
+    """The record of an update."""
 
     update: int
     lr: float
-    """The rate of the schedule, times the factor of the rule that all gradients share."""
+    """Learning rate of the schedule, times the factor of the rule that all gradients share."""
 
     arrivals: tuple[Arrival, ...]
 
@@ -48,13 +48,14 @@ class Applied(NamedTuple):
 class ParameterServer:
     """Updates some weights by gradients in the order in which they are pushed.
 
-    `optimizer` may hold more weights than those: what has no gradient it leaves alone. `schedule`
-    gives the rate of an update by its number, and `clock` is how many were made before.
+    `optimizer` may hold other weights too; it does not change weights without a gradient.
+    `schedule` returns the learning rate of an update by its number, and `clock` is the number of
+    updates made before.
 
-    The mean over an update's gradients has each times its factor (arXiv:1511.05950), and the weight
-    decay that is added to it their mean factor, for the rate is the decay's as well. LARS divides
-    by the length of the gradient, so that a factor common to all of them would be lost: there the
-    rate is multiplied by their mean factor, and what is left of them weighs the gradients.
+    In the mean over an update's gradients each is multiplied by its factor (arXiv:1511.05950), and
+    the weight decay by their mean factor, because the learning rate scales the decay too. LARS
+    divides by the length of the gradient, which would cancel a common factor: there the learning
+    rate is multiplied by the mean factor, and the rest of the factors weight the gradients.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class ParameterServer:
         self.optimizer = optimizer
         self.rule = rule
         self.clock = clock
-        """Updates made."""
+        """Number of updates made."""
 
         self.arrivals: list[Arrival] = []
-        """Of all gradients, in order; `push` only adds to it."""
+        """Records of all gradients, in order; `push` only appends."""
 
         self._schedule = schedule
         self._gradients: list[tuple[Arrival, Sequence[Tensor]]] = []
 
     def pull(self) -> tuple[int, list[Tensor]]:
-        """Return the clock and the weights, which the next update will change in place."""
+        """Return the clock and the weights, which the next update changes in place."""
         return self.clock, [weight.detach() for weight in self.weights]
 
     def push(
@@ -91,12 +92,12 @@ class ParameterServer:
         mini_batch: int = -1,
         loss: float = 0.0,
     ) -> Applied | None:
-        """Take a gradient, the mean over its mini-batch; return the update that it completed.
+        """Add a gradient, the mean over its mini-batch; return the update that it completes.
 
         `gradient` has a tensor for each of the weights, which must not change any more.
 
-        Raises ValueError for a gradient of weights that there have not been, and where learners
-        wait for a second one of the same learner.
+        Raises ValueError for a gradient of weights that do not exist yet, and, if learners wait,
+        for a second gradient of the same learner.
         """
         staleness = self.clock - clock_read
         if staleness < 0:
@@ -137,9 +138,9 @@ class ParameterServer:
 
 
 def divide(sizes: Sequence[int], servers: int) -> list[list[int]]:
-    """Divide tensors of these sizes over servers; return the numbers of those of each, rising.
+    """Divide tensors of these sizes over servers; return their ascending numbers by server.
 
-    The largest goes first, to the server with the least so far.
+    Assign the largest tensor first, each to the server with the smallest sum so far.
 
     >>> divide([10, 4, 90, 50, 40], 2)
     [[0, 2], [1, 3, 4]]

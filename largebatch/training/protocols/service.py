@@ -1,7 +1,7 @@
-"""A parameter server that learners reach: those of its own process by calls, others over links.
+"""A parameter server for learners: of its own process by calls, of others over links.
 
-A thread serves each learner, so that one that is slow or stopped keeps no other waiting; a lock
-makes what they do to the server atomic. Whoever has the lock first has arrived first.
+A thread serves each learner, so that a slow or stopped learner does not delay the others. A lock
+makes their operations on the server atomic; its order is the order of arrival.
 """
 
 import math
@@ -19,82 +19,82 @@ from largebatch.training.protocols.rule import MiniBatches
 from largebatch.training.protocols.server import Applied, ParameterServer
 
 PATIENCE = 1.0
-"""Seconds after which a learner for which there is nothing yet is answered, and asks again."""
+"""Seconds after which a learner without a mini-batch gets an answer and repeats its request."""
 
 _PULL, _PUSH, _LEAVE = 0.0, 1.0, 2.0
 _NONE, _LOST, _LATER = -1.0, -2.0, -3.0
-"""In the place of a mini-batch: there is none; of a clock: the update cannot be completed; and of
-a mini-batch again: there may be one later."""
+"""Codes in the protocol: no mini-batch (sent in its place); update cannot be completed (in place of
+a clock); perhaps a mini-batch later (in its place)."""
 
 
 class Pulled(NamedTuple):
-    """What a learner reads from one server."""
+    """The answer of one server to a pull, besides the weights."""
 
     clock: int
-    """Updates that the weights have behind them."""
+    """Number of updates in the weights."""
 
     mini_batch: int | None
-    """What to compute next; None where nothing is left, and from all servers but the first."""
+    """Number of the next mini-batch; None if none is left, and from all servers but the first."""
 
     later: bool = False
-    """Whether something may come back that another learner has now, so that it is asked again."""
+    """True if another learner's mini-batch may come back, so that the learner should ask again."""
 
 
 class Loss(NamedTuple):
-    """A learner that was lost, as one server saw it."""
+    """The loss of a learner, as one server saw it."""
 
     learner: int
     update: int
-    """Updates made until then."""
+    """Number of updates made until then."""
 
     mini_batch: int | None
-    """What it was computing, or had just computed: it is handed out again. None if nothing, and
-    from all servers but the first."""
+    """Number of its last mini-batch, which is handed out again. None if it had none, and from all
+    servers but the first."""
 
     silent: bool
-    """Whether it did nothing for the whole of --timeout; else it is gone."""
+    """True if it did nothing for the whole of --timeout; else its process is gone."""
 
 
 class Pushed(NamedTuple):
-    """What a learner sends besides the gradient."""
+    """The values that a learner sends besides the gradient."""
 
     clock: int
-    """Of the weights that the gradient was computed from."""
+    """Clock of the weights that the gradient was computed from."""
 
     mini_batch: int
     loss: float
     stop: bool
-    """Whether this learner is asked to stop, or to save."""
+    """True if this learner is asked to stop or to save."""
 
 
 class Endpoint(Protocol):
-    """A server as a learner sees it: `begin_*` sends, `finish_*` waits for the answer."""
+    """A server as a learner uses it: `begin_*` sends, `finish_*` waits for the answer."""
 
     def begin_pull(self) -> None:
-        """Ask for the weights."""
+        """Request the weights."""
 
     def finish_pull(self, into: Tensor) -> Pulled:
         """Write the weights of the server's tensors, one after the other, into a flat tensor.
 
-        It may stay as it is where there is nothing to compute yet.
+        The tensor may stay unchanged if there is nothing to compute yet.
         """
 
     def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
-        """Send a gradient, laid out as the weights are."""
+        """Send a gradient, in the layout of the weights."""
 
     def finish_push(self) -> None:
-        """Wait until it was taken, or, where the rule lets learners wait, until its update."""
+        """Wait until it was received or, if learners wait by the rule, for its update."""
 
     def leave(self) -> None:
-        """Announce that nothing more will come."""
+        """Announce that this learner sends nothing more."""
 
 
 class Service:
     """A server of this process, for all learners.
 
-    Each of the `optional` learners may be lost: the others go on, its mini-batch is handed out
-    again, and `on_loss` is called from the thread that served it. A gradient that this server has
-    already is then not taken a second time: another server may have missed it.
+    Each of the `optional` learners may be lost: the others continue, its mini-batch is handed out
+    again, and `on_loss` is called from the thread that served it. This server ignores a gradient
+    that it already has, because only another server may have missed it.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Service:
         self.server = server
         self.losses: list[Loss] = []
         self.updates: list[tuple[Applied, float]] = []
-        """Those made, and the seconds that each took since the one before."""
+        """Updates made, each with the seconds since the previous one."""
 
         self._mini_batches = mini_batches
-        """What the first server hands out."""
+        """Mini-batches that the first server hands out."""
 
         self._optional, self._on_loss = optional, on_loss
         self._taken: set[int] = set()
@@ -122,7 +122,7 @@ class Service:
         self._begun = time.perf_counter()
 
     def pull(self, learner: int, into: Tensor) -> Pulled:
-        """Copy the weights as they are after the last update into a flat tensor."""
+        """Copy the weights after the last update into a flat tensor."""
         with self._changed:
             found, later = self._next(learner)
             clock, weights = self.server.pull()
@@ -130,9 +130,9 @@ class Service:
         return Pulled(clock, found, later)
 
     def _next(self, learner: int) -> tuple[int | None, bool]:
-        """Return the next mini-batch of a learner, and whether one may come later if there is none.
+        """Return the next mini-batch of a learner, and True if there is none but may be one later.
 
-        That takes a moment where others may yet be lost with theirs.
+        Waits up to PATIENCE while other learners may be lost and leave theirs.
         """
         self._require_whole()
         batches = self._mini_batches
@@ -151,7 +151,7 @@ class Service:
         return found, found is None and batches.under_way
 
     def push(self, learner: int, pushed: Pushed, gradient: Tensor) -> None:
-        """Take the gradient, which must not change any more, and make the update it completes."""
+        """Add the gradient, which must not change any more, and make the update it completes."""
         parts = [
             part.view_as(weight)
             for part, weight in zip(gradient.split(self._sizes), self.server.weights, strict=True)
@@ -175,7 +175,7 @@ class Service:
                 self._changed.notify_all()
 
     def wait(self, learner: int) -> None:
-        """Wait for the update where the rule says so; raise PeerLostError where it cannot come."""
+        """Wait for the update if the rule requires it; raise PeerLostError if it cannot be made."""
         if not self.server.rule.waits:
             return
         with self._changed:
@@ -185,7 +185,7 @@ class Service:
                 self._require_whole()
 
     def serve(self, learner: int, link: Link) -> None:
-        """Answer a learner of another process until it leaves, or something fails."""
+        """Answer a learner of another process until it leaves or fails."""
         try:
             self._answer(learner, link)
         except Exception as error:  # it ends all that wait, in whatever thread
@@ -206,7 +206,7 @@ class Service:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Let no learner wait for an update that will not come: all of them end with the error."""
+        """End all learners with the error, so that none waits for an update that is never made."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
@@ -246,7 +246,7 @@ class Service:
 
 
 class LocalServer:
-    """A server of this process, an Endpoint by calls."""
+    """An Endpoint by calls to a server of this process."""
 
     def __init__(self, service: Service, learner: int) -> None:
         self._service, self._learner = service, learner
@@ -255,15 +255,15 @@ class LocalServer:
         """Do nothing: the weights are here."""
 
     def finish_pull(self, into: Tensor) -> Pulled:
-        """Copy them."""
+        """Copy the weights."""
         return self._service.pull(self._learner, into)
 
     def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
-        """Let the server have a gradient."""
+        """Pass a gradient to the server."""
         self._service.push(self._learner, pushed, gradient)
 
     def finish_push(self) -> None:
-        """Wait where the rule says so."""
+        """Wait for the update if the rule requires it."""
         self._service.wait(self._learner)
 
     def leave(self) -> None:
@@ -271,17 +271,17 @@ class LocalServer:
 
 
 class RemoteServer:
-    """A server of another process, an Endpoint over a link."""
+    """An Endpoint over a link to a server of another process."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     def begin_pull(self) -> None:
-        """Ask for the weights."""
+        """Request the weights."""
         self._ask([_PULL, 0, 0, 0, 0])
 
     def finish_pull(self, into: Tensor) -> Pulled:
-        """Wait for them."""
+        """Wait for the weights."""
         clock, number = self._answer()
         if number == _LATER:
             return Pulled(int(clock), None, later=True)
@@ -298,7 +298,7 @@ class RemoteServer:
         self._answer()
 
     def leave(self) -> None:
-        """Let the server's thread end."""
+        """End the server's thread for this learner."""
         self._ask([_LEAVE, 0, 0, 0, 0])
 
     def _ask(self, numbers: Sequence[float]) -> None:

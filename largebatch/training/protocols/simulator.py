@@ -1,14 +1,14 @@
-"""How long a protocol takes, and in which order gradients arrive, without computing any.
+"""Simulates the time of a protocol and the order in which gradients arrive, without computing any.
 
 Learners pull weights, compute for a time drawn from a distribution, and push a gradient to every
-server, by the same rule as the servers of a run; the events are simpy's. Gradients do not change
-times, so the weights of a simulated run are a second step: `replay` computes them from the order
-of arrivals found here.
+server, by the same rule as the servers of a run, on simpy's events. Gradients do not change times,
+so the weights of a simulated run are a second step: `replay` computes them from the simulated order
+of arrivals.
 
 The messages are those of `learner`: a pull asks the first server, then all others at once; a push
 goes to all at once; both wait for the answers. A link carries one message after the other at its
-bandwidth. A message is there when both ends are through with it, so that a server's link, which all
-learners share, is what saturates; the latencies of both links come on top.
+bandwidth. A message arrives when both ends have transferred it, so the link of a server, which all
+learners share, saturates first. The latencies of both links are added.
 """
 
 from array import array
@@ -27,21 +27,21 @@ from largebatch.training.protocols.rule import MiniBatches, Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What came of a simulation."""
+    """The result of a simulation."""
 
     arrivals: tuple[Arrivals, ...]
-    """Of every server."""
+    """Arrivals of every server."""
 
     ends: FloatArray
-    """Seconds from the start until every server has made an update, one for each update."""
+    """Seconds from the start until all servers have made an update, one for each update."""
 
     bytes_in: tuple[float, ...]
     bytes_out: tuple[float, ...]
-    """What went through the link of every server's host, in all."""
+    """Total bytes through the link of every server's host."""
 
     @property
     def seconds_per_update(self) -> float:
-        """The mean over the whole simulation."""
+        """Mean seconds per update over the whole simulation."""
         return float(self.ends[-1] / len(self.ends))
 
 
@@ -54,16 +54,16 @@ def simulate(
     seed: int,
     restarts: bool = False,
 ) -> Simulation:
-    """Let the learners of a cluster make so many updates, each server its part of every one.
+    """Simulate a number of updates of a cluster, in which each server makes its part of every one.
 
-    `servers` are hosts of their own with equal shares of the weights; None: every learner's host
+    `servers` is the number of hosts with equal shares of the weights; None: every learner's host
     holds an equal share, which that learner reaches without a link. An update of local steps is an
-    average. With `restarts` an update ends the computations under way, whose learners begin again
-    with the new weights: with fewer gradients than learners that is K-sync (arXiv:1803.01113), or
-    backup workers (arXiv:1604.00981).
+    average. With `restarts` an update cancels the computations under way, and their learners start
+    again with the new weights: with fewer gradients than learners that is K-sync
+    (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
 
-    Raises ValueError where rule and cluster have other numbers of learners, and for `restarts` with
-    more than one server, which could end different computations.
+    Raises ValueError if rule and cluster have different numbers of learners, and for `restarts`
+    with more than one server, since servers could cancel different computations.
     """
     if rule.learners != cluster.learners:
         raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
@@ -89,13 +89,13 @@ class Direction:
     def __init__(self, bandwidth: float | None) -> None:
         self._seconds_per_byte = 0.0 if bandwidth is None else 1 / bandwidth
         self.free_at = 0.0
-        """When all that was sent so far is through."""
+        """Time at which all messages so far have been sent."""
 
         self.bytes = 0.0
-        """Sent so far."""
+        """Bytes sent so far."""
 
     def send(self, now: float, size: float) -> float:
-        """Take a message of so many bytes, and return when its last one is through."""
+        """Send a message of `size` bytes and return the time of its last byte."""
         begin = max(now, self.free_at)
         self.free_at = begin + size * self._seconds_per_byte
         self.bytes += size
@@ -113,20 +113,20 @@ class _Host:
 
 
 class _Server:
-    """The weights of one server as a clock, and the record of what it took."""
+    """The clock of one server, and the record of its gradients."""
 
     __slots__ = ("_columns", "clock", "host", "pushed", "seconds")
 
     def __init__(self, host: _Host) -> None:
         self.host = host
         self.clock = 0
-        """Updates made."""
+        """Number of updates made."""
 
         self.pushed: list[_Connection] = []
-        """Those whose gradients the next update has so far."""
+        """Connections whose gradients the next update has so far."""
 
         self.seconds = array("d")
-        """When gradients arrived."""
+        """Times at which gradients arrived."""
 
         self._columns = tuple(array("q") for _ in range(4))
 
@@ -150,7 +150,7 @@ class _Server:
 
 
 class _Learner:
-    """Where a learner is in its rounds of pull, compute and push."""
+    """The state of a learner in its rounds of pull, compute and push."""
 
     __slots__ = (
         *("_asked", "_engine", "_missing", "_seconds", "connections", "mini_batch", "number"),
@@ -160,16 +160,16 @@ class _Learner:
     def __init__(self, number: int, engine: "_Engine", seconds: Iterator[float]) -> None:
         self.number, self._engine, self._seconds = number, engine, seconds
         self.connections: tuple[_Connection, ...] = ()
-        """With every server."""
+        """Connections to all servers."""
 
         self.mini_batch = -1
-        """The one under way, which the first server hands out."""
+        """Number of the current mini-batch, from the first server."""
 
         self.round = 0
-        """How often it began anew; events of earlier rounds are void."""
+        """Number of restarts; events of earlier rounds are ignored."""
 
     def pull(self, begin: float) -> None:
-        """Read the weights of the first server, and if it has a mini-batch left of the others."""
+        """Read the weights of the first server and, if it has a mini-batch left, of the others."""
         self._asked = 1
         self._ask(self.connections[:1], begin)
 
@@ -180,7 +180,7 @@ class _Learner:
             connection.send_gradient()
 
     def take_weights(self, at: float) -> None:
-        """Compute when the weights of all servers are there."""
+        """Start to compute once the weights of all servers have arrived."""
         if not self._was_last(at):
             return
         if self._asked < len(self.connections):
@@ -192,7 +192,7 @@ class _Learner:
         engine.at(self.ready_at + seconds, self, self.push)
 
     def acknowledge(self, at: float) -> None:
-        """Go on when all servers have acknowledged the gradient."""
+        """Continue once all servers have acknowledged the gradient."""
         if self._was_last(at):
             self.pull(self.ready_at)
 
@@ -211,7 +211,7 @@ class _Learner:
 
 
 class _Connection:
-    """What goes between one learner and one server."""
+    """The messages between one learner and one server."""
 
     __slots__ = ("_engine", "_host", "clock_read", "latency", "learner", "server")
 
@@ -221,7 +221,7 @@ class _Connection:
         self.latency = 0.0 if host is server.host else host.latency + server.host.latency
 
     def read(self) -> None:
-        """Let the server send its weights as they are now, if there is anything left to do."""
+        """Send the server's current weights, if there is anything left to do."""
         engine, learner = self._engine, self.learner
         if self.server is engine.servers[0]:
             number = engine.mini_batches.next(learner.number)
@@ -242,7 +242,7 @@ class _Connection:
         self._engine.take(self, self.server)
 
     def _send(self, source: _Host, target: _Host, arrive: Callable[[float], None]) -> None:
-        """Send one server's share of the weights; `arrive` is given the time when it is there."""
+        """Send one server's share of the weights; call `arrive` with the time of arrival."""
         engine, now = self._engine, self._engine.env.now
         if source is target:
             arrive(now)
@@ -281,14 +281,14 @@ class _Engine:
             self.learners.append(learner)
 
     def run(self, updates: int) -> None:
-        """Go through the events until every server has made its updates."""
+        """Process events until every server has made its updates."""
         self.mini_batches = MiniBatches(self.rule, range(updates * self.rule.local_steps))
         for learner in self.learners:
             learner.pull(0.0)
         self.env.run()
 
     def at(self, seconds: float, learner: _Learner, call: Callable[[], None]) -> None:
-        """Call at a time, now if it is past, unless the learner begins anew before."""
+        """Call at a time, now if it is past, unless the learner restarts before."""
         delay = seconds - self.env.now
         if delay <= 0:
             call()
@@ -302,7 +302,7 @@ class _Engine:
         self.env.timeout(delay).callbacks.append(fire)
 
     def take(self, connection: _Connection, server: _Server) -> None:
-        """Let a server take a gradient, and make the update if it is the last of one."""
+        """Add a gradient to a server, and make the update that it completes."""
         server.record(connection, self.env.now)
         server.pushed.append(connection)
         free: Sequence[_Connection] = () if self.rule.waits else (connection,)
@@ -316,7 +316,7 @@ class _Engine:
             each.learner.acknowledge(self.env.now + each.latency)
 
     def _restart(self, in_time: set[_Learner]) -> None:
-        """Let all other learners drop what they do, and begin anew."""
+        """Cancel the work of all other learners and restart them."""
         for learner in self.learners:
             if learner not in in_time:
                 learner.round += 1

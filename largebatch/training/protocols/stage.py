@@ -1,6 +1,6 @@
 """Makes the updates of a stage by the protocol of the recipe, in place of the synchronous ones.
 
-For an evaluation, a checkpoint or the end of a stage the learners come to rest: no mini-batch is
+The learners come to rest for an evaluation, a checkpoint or the end of a stage: no mini-batch is
 handed out beyond that update, all gradients are pushed, and every worker has the same weights after
 the same number of updates.
 """
@@ -35,7 +35,7 @@ from largebatch.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class ProtocolUpdates:
-    """Makes the updates of a stage, as `Trainer.updates`, and yields whenever learners rest."""
+    """Makes the updates of a stage as `Trainer.updates`; yields whenever learners rest."""
 
     exchange: Exchange
     state: ProtocolState
@@ -43,7 +43,7 @@ class ProtocolUpdates:
     def __call__(
         self, trainer: Trainer, name: StageName, steps: range, end: int
     ) -> Generator[None, None, None]:
-        """Make these updates of a stage, or those before `end`."""
+        """Make these updates of a stage, up to `end`."""
         stretch = _Stretch(trainer, name, self.exchange, self.state)
         if trainer.backend.rank == 0:
             stretch.forget(steps.start)
@@ -71,7 +71,7 @@ def _next_rest(trainer: Trainer, begun: int, *, end: int, last: int) -> int:
 
 
 def _begin(trainer: Trainer) -> int:
-    """Return from which update on learners make local steps."""
+    """Return the number of the update from which learners make local steps."""
     section = trainer.recipe.protocol
     if not isinstance(section, LocalSteps) or section.begin is None:
         return 0
@@ -79,7 +79,7 @@ def _begin(trainer: Trainer) -> int:
 
 
 class _Stretch:
-    """Updates between two rests."""
+    """The updates between two rests."""
 
     def __init__(
         self, trainer: Trainer, name: StageName, exchange: Exchange, state: ProtocolState
@@ -105,7 +105,7 @@ class _Stretch:
         )
 
     def run(self, updates: range) -> None:
-        """Make these updates, or fewer where a worker is asked to stop or to save."""
+        """Make these updates, or fewer if a worker is asked to stop or to save."""
         trainer, rule = self._trainer, self._rule
         local = isinstance(self._section, LocalSteps)
         if local and updates.start < _begin(trainer):
@@ -124,11 +124,11 @@ class _Stretch:
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
-        """Return to the last rest where the updates, or their record, fail.
+        """Return to the last rest if the updates, or their record, fail.
 
-        What lies between is no state: a learner has read weights of another clock than its
-        momentum, what is pushed and not applied is lost with the servers, and a checkpoint's step
-        is that of the record.
+        Between two rests there is no consistent state: a learner's weights and momentum have
+        different clocks, gradients that were pushed but not applied are lost with the servers, and
+        the step of a checkpoint is that of the record.
         """
         state, weights = self._trainer.state, self._gradients.weights
         model, protocol = state.model, self._state.state_dict()
@@ -149,7 +149,7 @@ class _Stretch:
             raise
 
     def _add(self, record: Record, rule: Rule, *, begun: int) -> DivergedError | None:
-        """Count and emit the updates; return what was wrong where a loss is no number."""
+        """Count and emit the updates; return the error if a loss is not finite."""
         try:
             for step in self._steps(record, rule, begun=begun):
                 self._trainer.step_log.add_record(step)
@@ -170,7 +170,7 @@ class _Stretch:
         )
 
     def _run_locally(self, updates: range) -> Record:
-        """Let learners make updates, and servers average what these have changed."""
+        """Make local updates on learners, whose changes the servers average."""
         assert isinstance(self._section, LocalSteps)
         section, outer = self._section, self._section.outer
         trainer, momentum = self._trainer, self._state.momentum
@@ -225,7 +225,7 @@ class _Stretch:
             return next(batches)
 
     def _steps(self, record: Record, rule: Rule, *, begun: int) -> Iterator[Step]:
-        """Yield the record of each update as the core's are; a round's updates share a loss."""
+        """Yield the record of each update, as the core does; a round's updates share a loss."""
         plan, schedule = self._trainer.plan, self._trainer.state.updater.schedule
         step = begun
         for applied, seconds in record.updates:
@@ -245,7 +245,7 @@ class _Stretch:
             step = several.stop
 
     def forget(self, begun: int) -> None:
-        """Take what was recorded of updates that are made again out of the file; worker 0 only."""
+        """Remove the records of updates that are made again from the file; worker 0 only."""
         if not self._path.exists():
             return
         lines = self._path.read_text().splitlines(keepends=True)
@@ -258,7 +258,7 @@ class _Stretch:
     def _write(self, record: Record) -> None:
         """Add the gradients to the run folder, by server, in the order in which they arrived.
 
-        Raises CheckpointError where that cannot be.
+        Raises CheckpointError if the file cannot be written.
         """
         lines = []
         for server, arrivals in enumerate(record.arrivals):
@@ -284,7 +284,7 @@ def _describe(lost: LostLearner) -> str:
 
 
 def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
-    """Return what an optimizer keeps of these weights as one flat tensor; zeros if nothing."""
+    """Return the momentum of these weights as one flat tensor; zeros without momentum."""
     none: dict[str, Tensor] = {}
     kept = [optimizer.state.get(weight, none).get(MOMENTUM) for weight in weights]
     return torch.cat(
@@ -296,7 +296,7 @@ def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor) -> None:
-    """Undo `_momentum`."""
+    """Load a flat tensor that `_momentum` returned."""
     parts = flat.to(weights[0].device).split([weight.numel() for weight in weights])
     for weight, part in zip(weights, parts, strict=True):
         optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))

@@ -1,4 +1,4 @@
-"""What a run with a protocol saves besides its weights: momentum, counts, and lost learners."""
+"""The state of a protocol in a checkpoint: momentum, counts, and lost learners."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ NAME = "protocol"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostLearner:
-    """A learner that failed, and that the run goes on without."""
+    """A learner that failed and without which the run continues."""
 
     learner: int
     update: int
@@ -35,14 +35,14 @@ class ProtocolState:
     """The state of a protocol, an ExtraState of the run."""
 
     momentum: dict[str, Tensor] = field(default_factory=dict)
-    """With local steps, the momentum of the servers (`outer`), and of every learner (`inner`, a row
-    each), of which this worker's optimizer has only its own; else empty."""
+    """Momentum with local steps, of the servers (`outer`) and of every learner (`inner`, a row
+    each); this worker's optimizer has only its own. Empty without local steps."""
 
     gradients: list[int] = field(default_factory=list)
     """Number of gradients that the first server received, by learner."""
 
     lost: list[LostLearner] = field(default_factory=list)
-    """Learners lost in all parts of the run; a part that goes on begins with all learners."""
+    """Learners lost in all parts of the run; a resumed part begins with all learners."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""

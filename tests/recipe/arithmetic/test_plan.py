@@ -141,7 +141,7 @@ def test_lengths_that_contradict_each_other_are_refused(override: str, message: 
         make_plan(digits(override), workers=1)
 
 
-def test_accuracy_is_measured_every_so_many_epochs() -> None:
+def test_accuracy_is_measured_at_the_interval_in_epochs() -> None:
     plan = make_plan(
         digits("evaluation={every_epochs: 4, offset_epochs: 1}", "duration.epochs=12"), workers=1
     )

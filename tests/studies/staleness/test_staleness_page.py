@@ -25,7 +25,7 @@ GRID = {
     "learners": [2, 4],
 }
 SPREAD = (-0.01, 0.0, 0.02)
-"""Of top-1 over the seeds."""
+"""Standard deviation of top-1 over the seeds."""
 
 
 def record(cell: Cell, spread: float) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Replay:
         self.velocity = [torch.zeros_like(weight) for weight in parameters]
 
     def can(self, one: Arrival) -> bool:
-        """Tell whether what it was computed from is there on all servers."""
+        """Return True if all servers have the weights that it was computed from."""
         each = zip(self.reads, self.history, strict=True)
         return all(reads[one.mini_batch] < len(history) for reads, history in each)
 

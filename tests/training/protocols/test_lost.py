@@ -33,7 +33,7 @@ RECORDER, LEARNER, SERVER_RANK = 0, 1, 2
 def train(
     environment: dict[str, str], folder: Path, rule: Rule, victim: int, fault: signal.Signals
 ) -> None:
-    """Be one worker of endless training, in which one gets a signal; write down what ended it."""
+    """Run one worker of endless training, in which one gets a signal; record what ended it."""
     os.environ.update(environment)
     rank = int(environment["RANK"])
     backend = connect("torch", timeout=10)

@@ -52,12 +52,12 @@ class Plain:
         self.versions = [[[w.clone() for w in weights]] for weights in self.own]
 
     def update_until(self, server: int, clock: int) -> None:
-        """Let a server make its updates, and the others those that it needs."""
+        """Make the updates of a server, and those of the others that it needs."""
         while len(self.versions[server]) <= clock:
             self._update(server)
 
     def weights(self, clocks: Sequence[int]) -> list[Tensor]:
-        """Return all weights as they were after so many updates of each server."""
+        """Return all weights after a number of updates of each server."""
         found: list[Tensor] = [torch.empty(0)] * sum(map(len, self.numbers))
         for server, clock in enumerate(clocks):
             self.update_until(server, clock)

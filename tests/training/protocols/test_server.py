@@ -24,7 +24,7 @@ def start() -> list[Tensor]:
 
 
 def gradient(weights: Sequence[Tensor], mini_batch: int) -> list[Tensor]:
-    """Of |a w - b|^2 / 2 with another a and b for each mini-batch."""
+    """Return the gradient of |a w - b|^2 / 2 with another a and b for each mini-batch."""
     generator = torch.Generator().manual_seed(mini_batch)
     found = []
     for weight in weights:

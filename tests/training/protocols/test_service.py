@@ -45,7 +45,7 @@ class QueueLink:
         into.copy_(found)
 
     def lose(self) -> None:
-        """Be the end of a process that was killed."""
+        """Act as a process that was killed."""
         self._sent.put(None)
 
 

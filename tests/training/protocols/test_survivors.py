@@ -47,7 +47,7 @@ class Fault:
         self._worker = int(os.environ["RANK"])
 
     def strike(self) -> None:
-        """Be the victim, or wait until it has been."""
+        """Fail as the victim, or wait until it has failed."""
         if self._worker == VICTIM and not self._path.exists():
             self._path.touch()
             os.kill(os.getpid(), self._number)
@@ -56,7 +56,7 @@ class Fault:
 
 
 def solve(folder: Path, number: signal.Signals) -> None:
-    """Be one worker of a small problem in float64; worker 0 leaves the weights and the record."""
+    """Run one worker of a small problem in float64; worker 0 writes the weights and the record."""
     fault, backend = Fault(folder, number), connect("torch", timeout=10)
     layout = Layout(LEARNERS, (LEARNERS, LEARNERS + 1))
     links, optional = open_links(backend, layout.pairs), range(1, LEARNERS)
@@ -89,7 +89,7 @@ def solve(folder: Path, number: signal.Signals) -> None:
 
 
 def train(folder: Path, number: signal.Signals, protocol: str) -> None:
-    """Be one worker of a run with an evaluation on the way, clean updates and statistics."""
+    """Run one worker with an evaluation, clean updates and statistics."""
     fault, of = Fault(folder, number), Gradients.of
 
     def struck(gradients: Gradients, mini_batch: int) -> tuple[list[Tensor], float]:
