@@ -52,14 +52,14 @@ def no_report() -> Iterator[None]:
 
     What other processes run is drawn.
     """
-    with mock.patch("largebatch.runs.run.write_report", return_value=None):
+    with mock.patch("largebatch.runs.record.write_report", return_value=None):
         yield
 
 
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the report of each run."""
-    monkeypatch.setattr("largebatch.runs.run.write_report", write_report)
+    monkeypatch.setattr("largebatch.runs.record.write_report", write_report)
 
 
 @pytest.fixture

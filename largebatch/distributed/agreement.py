@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from largebatch.distributed.backend import Group
+from largebatch.distributed.backend import Backend, Group
 from largebatch.errors import DesynchronizedError, MismatchError, shorten
 
 Facts = Mapping[str, object]
@@ -35,6 +35,19 @@ def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
     )  # sync: as above
     texts = group.all_gather(_tensor(content.ljust(int(size)), device))  # JSON may end in spaces
     require_same([json.loads(text.numpy().tobytes()) for text in texts.cpu()])  # sync: as above
+
+
+def share_weights(model: nn.Module, backend: Backend, *, facts: Facts) -> None:
+    """Send worker 0's weights and buffers to every worker.
+
+    Raises MismatchError on every worker if their models or the other `facts` differ: tensors of
+    different shapes would be waited for without end.
+    """
+    tensors = model.state_dict()
+    shapes = {name: shape(tensor) for name, tensor in tensors.items()}
+    require_agreement({**facts, "state_dict": shapes}, backend, backend.device)
+    for tensor in tensors.values():
+        backend.broadcast(tensor)
 
 
 def require_same(facts: Sequence[Mapping[str, Any]]) -> None:

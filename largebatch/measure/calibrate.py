@@ -34,12 +34,13 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.measure.oversubscription import oversubscription
 from largebatch.models.batchnorm import SpanBatchNorm
+from largebatch.models.of_recipe import build_model
 from largebatch.planner.cluster import Cluster, Measured
 from largebatch.planner.known import settings
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.build import build_model, open_pipeline
+from largebatch.runs.build import open_pipeline
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.reduction import grouping_of, kept_exact
@@ -117,7 +118,7 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
     if backend.device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        model = build_model(recipe, backend)
+        model = build_model(recipe, backend.device)
         passes, update = _computing(recipe, plan, model, backend)
         read = _reading(recipe, plan, backend, data)
         sizes = _group_bytes(recipe, model)

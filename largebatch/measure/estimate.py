@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from largebatch import accelerator
 from largebatch.distributed.serial import Serial
+from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.runs.build import build_model
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.loss import cross_entropy
 
@@ -52,7 +52,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     recipe = anywhere(recipe)
     if backend.device.type == "cpu":  # where fp16 is several times slower, and no way to train
         recipe = recipe.model_copy(update={"precision": "fp32"})
-    model = build_model(recipe, backend)
+    model = build_model(recipe, backend.device)
     optimizer = build_optimizer(recipe, model)
     criterion = cross_entropy(
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target

@@ -22,16 +22,17 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import PlanError
 from largebatch.models.batchnorm import Spans
+from largebatch.models.of_recipe import build_model
 from largebatch.planner.cluster import Cluster, Measured
 from largebatch.planner.prediction import predict
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.build import build_model, build_scaler
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.reduction import build_reducer
+from largebatch.runs.state import build_scaler
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
 
@@ -79,7 +80,8 @@ def be_worker(file: Path, times: Path) -> None:
     backend = connect("torch")
     torch.set_num_threads(1)
     recipe = load_recipe(file)
-    plan, model = make_plan(recipe, workers=backend.world_size), build_model(recipe, backend)
+    plan = make_plan(recipe, workers=backend.world_size)
+    model = build_model(recipe, backend.device)
     side = recipe.images.image_size
     images = torch.randn(plan.device_batch, 3, side, side)
     labels = torch.randint(recipe.data.classes, (plan.device_batch,))

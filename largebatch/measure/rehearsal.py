@@ -22,16 +22,21 @@ from largebatch.distributed.serial import Done
 from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.measure.estimate import largest_side, random_batch, saved_bytes, tensor_bytes
-from largebatch.models.accepted import require_accepted
 from largebatch.models.batchnorm import Spans
+from largebatch.models.of_recipe import (
+    in_precision,
+    new_model,
+    require_accepted,
+    require_trainable,
+)
 from largebatch.planner.cluster import Cluster, require_workers
 from largebatch.planner.known import require_cacheable
 from largebatch.planner.prediction import FIXED_BYTES
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_state, in_precision, new_model, require_trainable
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.reduction import kept_exact
+from largebatch.runs.state import build_state
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState

@@ -16,10 +16,11 @@ from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.task import Task
 from largebatch.recipe.writing import dump_recipe
-from largebatch.runs.build import build_extra, open_trainer
+from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options
-from largebatch.runs.run import record
+from largebatch.runs.record import record
+from largebatch.runs.state import build_extra
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema

@@ -23,7 +23,7 @@ from largebatch.errors import CheckpointError, DataError
 from largebatch.models import zoo
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_trainer, join
+from largebatch.runs.build import join, open_trainer
 from largebatch.runs.checkpoints import (
     Comparison,
     compare,
@@ -119,7 +119,7 @@ def _open(
 ) -> Iterator[Trainer]:
     """Build the model with these weights and all that works on it; no run folder."""
     nowhere = replace(options, out=Path())
-    with build_trainer(recipe, nowhere, backend, measuring=measuring) as trainer:
+    with open_trainer(recipe, nowhere, {}, measuring=measuring, joined=backend) as trainer:
         trainer.state.model.load_state_dict(state)
         yield trainer
 

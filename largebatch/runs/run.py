@@ -6,62 +6,45 @@ charts and checkpoints/. It is made when everything that the user can get wrong 
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
-from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
 from largebatch.data.index.index import require_stored
-from largebatch.data.pipeline import ImagePipeline
 from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
     join_slurm,
     worker_rank,
-    world_size,
 )
-from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.errors import (
     BackendError,
-    CheckpointError,
-    DataError,
-    DivergedError,
-    LargebatchError,
-    LogError,
-    PeerLostError,
     PlanError,
     WorkerFailedError,
 )
-from largebatch.models.compiled import failures_named
-from largebatch.recipe.arithmetic.plan import make_plan, require_workers
+from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.recipe import Recipe, require_backend
-from largebatch.report import write_report
-from largebatch.report.contact_sheet import record_worst
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_trainer, optional_workers
 from largebatch.runs.folder import (
     check_folder,
     default_folder,
     finished_summary,
-    open_folder,
     read_checkpoint,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.launch import start_workers
 from largebatch.runs.options import Options, Resume
-from largebatch.runs.sections import SECTIONS
+from largebatch.runs.record import record
 from largebatch.runs.weights import begin_with
-from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
-from largebatch.tracking.events import SUMMARY, TRACE, Finish, Status, Summary, Tracker, now
-from largebatch.training.checkpoint import idle_stream
+from largebatch.tracking.events import SUMMARY, TRACE, Summary
 from largebatch.training.profiling import Profiler
-from largebatch.training.saving import finish_saving, restore, save_alone
+from largebatch.training.saving import restore
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
 
@@ -128,31 +111,14 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         allow=tuple(allow),
         report=report,
     )
-    rank = worker_rank()
-    if restarts and (workers == 1 or rank is not None):
-        raise BackendError(
-            "--restarts starts the processes of --workers again; leave it out, and start this "
-            "command again with --resume auto"
-        )
-    if rank in {None, 0}:
+    _require_options(chosen, workers, restarts=restarts)
+    if worker_rank() in {None, 0}:
         check_folder(chosen.out, resume=resume)
         if "mlperf" in recipe.tracking and recipe.data.source == "folder" and chosen.data:
             require_stored(chosen.data, purpose="tracking: [mlperf]")
-    if rank is not None:
-        if workers != 1:
-            raise BackendError(
-                f"this process is already one of several workers; leave --workers {workers} out"
-            )
-        return run_worker(recipe, chosen)
-    make_plan(recipe, workers=workers)
-    require_workers(recipe, workers=workers)
-    require_backend(recipe, backend)
     if workers == 1:
         return run_worker(recipe, chosen)
-    if backend == "serial":
-        raise BackendError(
-            f"--backend serial is for a single process; leave it or --workers {workers} out"
-        )
+    plan_run(recipe, workers=workers, backend=backend)
     restarting(recipe, chosen, workers, restarts=restarts, least=min_workers or workers)
     return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
 
@@ -166,6 +132,24 @@ def _as_recipe(recipe: Recipe | Path | str) -> Recipe:
         "recipe: expected the name of an installed recipe, the path of a file or what load_recipe "
         f"returns, got {type(recipe).__name__}"
     )
+
+
+def _require_options(options: Options, workers: int, *, restarts: int) -> None:
+    """Raise BackendError if the options contradict each other."""
+    is_worker = worker_rank() is not None
+    if restarts and (workers == 1 or is_worker):
+        raise BackendError(
+            "--restarts starts the processes of --workers again; leave it out, and start this "
+            "command again with --resume auto"
+        )
+    if workers != 1 and is_worker:
+        raise BackendError(
+            f"this process is already one of several workers; leave --workers {workers} out"
+        )
+    if workers != 1 and options.backend == "serial":
+        raise BackendError(
+            f"--backend serial is for a single process; leave it or --workers {workers} out"
+        )
 
 
 def restarting(
@@ -191,7 +175,7 @@ def restarting(
             if not left:
                 raise
             if describe_saved(options.out) == saved:
-                workers = _fewer(recipe, workers, least=least)
+                workers = _fewer(recipe, options, workers, least=least)
             options = replace(options, resume="auto")
             sys.stderr.write(
                 f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
@@ -201,12 +185,11 @@ def restarting(
             return
 
 
-def _fewer(recipe: Recipe, workers: int, *, least: int) -> int:
+def _fewer(recipe: Recipe, options: Options, workers: int, *, least: int) -> int:
     """Return the next smaller number of workers that the recipe can be divided over."""
     for number in range(workers - 1, max(least, 2) - 1, -1):
         with suppress(PlanError):
-            make_plan(recipe, workers=number)
-            require_workers(recipe, workers=number)
+            plan_run(recipe, workers=number, backend=options.backend)
             return number
     return workers
 
@@ -214,7 +197,6 @@ def _fewer(recipe: Recipe, workers: int, *, least: int) -> int:
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Run one worker, from joining the others to leaving them."""
     folder = options.out
-    require_workers(recipe, workers=world_size())
     with open_trainer(recipe, options, {"command": "train"}) as trainer:
         checkpoint = read_checkpoint(folder, trainer.backend, resume=options.resume)
         if checkpoint is not None:
@@ -275,133 +257,3 @@ def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
     busy = trainer.backend.busy
     profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock, busy)
     return replace(trainer, profiler=profiler)
-
-
-def record(
-    trainer: Trainer,
-    folder: Path,
-    work: Callable[[], bool],
-    *,
-    resume: bool = False,
-    ids: Mapping[str, str | None] = MappingProxyType({}),
-    draws: bool = True,
-) -> Summary:
-    """Do the work in a run folder; whatever comes of it, leave a summary and, to draw, a report.
-
-    `ids` are those that the trackers gave the run before it was stopped.
-    `work` returns whether the run is complete. Only worker 0 touches the folder.
-    """
-    opened: AbstractContextManager[list[Tracker]] = nullcontext([])
-    if trainer.backend.rank == 0:
-        opened = open_folder(trainer, folder, resume=resume, ids=ids)
-    with opened as trackers:
-        trainer.trackers.extend(trackers)
-        with trainer.backend.busy():
-            trainer.begin()
-        leaving = Lock()
-
-        def rescue(still: Callable[[], bool]) -> bool:
-            """Save while the main thread is held; leave it to that thread if it has begun to."""
-            if not leaving.acquire(blocking=False):
-                return False
-            trainer.step_log.lock.acquire()  # for good: the main thread stops if it comes back
-            with suppress(CheckpointError):
-                if trainer.step_log.is_training:
-                    _save_what_is_sound(trainer, PeerLostError(), still)
-                _finish(trainer, folder, "failed", draws=False)
-            return True
-
-        trainer.backend.before_leaving(rescue)
-        try:
-            with lost_peers_named(trainer.backend.rank, reads=True), failures_named():
-                complete = work()
-                finish_saving(trainer)
-            trainer.backend.before_leaving(None)
-        except BaseException as error:
-            leaving.acquire()
-            status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            with suppress(CheckpointError):  # the first error is the one to fix
-                _save_what_is_sound(trainer, error)
-            with suppress(CheckpointError):
-                diverged = str(error) if isinstance(error, DivergedError) else None
-                _finish(trainer, folder, status, draws=draws, diverged=diverged)
-            raise
-        if complete:
-            return _finish(trainer, folder, "finished", draws=draws)
-        status = "interrupted" if trainer.step_log.stopped else "paused"
-        return _finish(trainer, folder, status, draws=draws)
-
-
-def _save_what_is_sound(
-    trainer: Trainer, error: BaseException, still: Callable[[], bool] = lambda: True
-) -> None:
-    """Save the state after an error that came between two updates; worker 0 alone can.
-
-    After one of the log nothing is saved: a run that went on from there would lack a record.
-    """
-    sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
-    if sound and not isinstance(error, LogError):
-        with suppress(LargebatchError, PeerLostError), idle_stream(trainer.backend.device):
-            if trainer.step_log.settle():  # else a record would be missing before the checkpoint
-                save_alone(trainer, still)
-    finish_saving(trainer)
-
-
-def _finish(
-    trainer: Trainer, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
-) -> Summary:
-    summary = replace(summarize(trainer, status), diverged=diverged)
-    if trainer.backend.rank == 0:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: was removed while the run wrote to it")
-        try:
-            summary.write(folder / SUMMARY)
-            if draws and not trainer.step_log.stopped:  # then time is short; it is drawn later
-                with trainer.backend.busy():
-                    _draw(trainer, folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
-        trainer.emit(Finish(time=now(), summary=summary))
-    return summary
-
-
-def _draw(trainer: Trainer, folder: Path) -> None:
-    """Draw the report, with the images that the model got most wrong if they can be read again."""
-    try:
-        if isinstance(trainer.pipeline, ImagePipeline):
-            record_worst(trainer.pipeline, folder)
-    except Exception as error:  # a data set of the user's own raises all kinds; the run is done
-        _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
-    write_report(folder, sections=SECTIONS)
-
-
-def summarize(trainer: Trainer, status: Status) -> Summary:
-    """Return the summary of the run so far."""
-    plan, state = trainer.plan, trainer.state
-    progress, last = state.progress, state.last_kept
-    timed = progress.images and progress.train_seconds
-    return Summary(
-        recipe=trainer.recipe.name,
-        commit=source_commit() if trainer.backend.rank == 0 else None,
-        versions=versions(),
-        backend=trainer.backend.name,
-        workers=plan.workers,
-        global_batch=plan.global_batch,
-        device_batch=plan.device_batch,
-        accumulation=plan.accumulation,
-        steps=progress.updates,
-        skipped_steps=progress.skipped,
-        samples=progress.images,
-        seconds=state.seconds,
-        images_per_second=progress.images / progress.train_seconds if timed else None,
-        peak_memory_bytes=peak_memory_bytes(trainer.backend.device),
-        top1=last.top1 if last else None,
-        top5=last.top5 if last else None,
-        loss=last.loss if last else None,
-        weights_sha256=state.weights_sha256,
-        extra={name: extra.summary() for name, extra in state.extra.items()},
-        remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
-        stages=tuple(state.stages),
-        status=status,
-        **(trainer.recipe.task.recorded(last) if last else {}),
-    )

@@ -14,12 +14,17 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
-from largebatch.distributed.agreement import checksum, require_agreement, require_same_bits
+from largebatch.distributed import agreement
+from largebatch.distributed.agreement import (
+    checksum,
+    require_agreement,
+    require_same_bits,
+    share_weights,
+)
 from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DesynchronizedError, MismatchError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs import build
-from largebatch.runs.build import share_weights
 from largebatch.runs.options import Options
 from largebatch.tracking.environment import versions
 
@@ -239,7 +244,8 @@ def test_a_run_compares_everything_it_depends_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stated: list[Any] = []
-    monkeypatch.setattr(build, "require_agreement", lambda facts, *_: stated.append(facts))
+    for module in (build, agreement):
+        monkeypatch.setattr(module, "require_agreement", lambda facts, *_: stated.append(facts))
     changes = ["duration={steps: 2}", "schedule.warmup=null", "polish=null"]
     recipe = load_recipe(DIGITS, [*changes, "execution.device_batch=48"])
     run(recipe, out=tmp_path / "run")

@@ -20,7 +20,7 @@ from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.errors import BackendError, PeerLostError, RecipeError
-from largebatch.runs.build import build_trainer
+from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
 
@@ -98,7 +98,7 @@ def test_a_protocol_that_horovod_cannot_run_is_refused_before_data_are_read(
     backend.name = "horovod"
     with (
         pytest.raises(RecipeError, match=message),
-        build_trainer(recipe, Options(out=tmp_path), backend, measuring=False),
+        open_trainer(recipe, Options(out=tmp_path), {}, joined=backend),
     ):
         pass
     with pytest.raises(RecipeError, match=message):  # nor are workers started for it

@@ -11,19 +11,18 @@ from torch import nn
 
 from largebatch import load_recipe
 from largebatch.cli.main import USER, main
-from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import LargebatchError
+from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_model
 from largebatch.runs.options import Options
 from largebatch.runs.run import run_worker
 from largebatch.tracking.events import Summary
 
 
-def model_with_an_idle_layer(recipe: Recipe, backend: Backend) -> nn.Module:
-    model = build_model(recipe, backend)
+def model_with_an_idle_layer(recipe: Recipe, device: torch.device) -> nn.Module:
+    model = build_model(recipe, device)
     model.add_module("idle", nn.Linear(2, 2))
     return model
 

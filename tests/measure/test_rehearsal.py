@@ -13,12 +13,11 @@ from torch import Tensor
 from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.order import sample_ids
-from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import TorchGroup
 from largebatch.measure.rehearsal import Message, activation_bytes, rehearse
+from largebatch.models.of_recipe import build_model
 from largebatch.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.runs.build import build_model
 from largebatch.tracking.events import StageName
 from largebatch.training.loop import Update
 from largebatch.training.step_log import StepLog
@@ -38,7 +37,7 @@ TINY = ["model={name: cifar_resnet8}", "data.image_size=16", "batch.bn_span=48"]
 def test_activations_are_those_that_a_real_forward_pass_keeps(changes: Sequence[str]) -> None:
     recipe = load_recipe(DIGITS, changes)
     plan = make_plan(recipe, workers=1)
-    model = build_model(recipe, Serial(torch.device("cpu")))
+    model = build_model(recipe, torch.device("cpu"))
     measured = activation_bytes(recipe, plan, model)
     assert rehearse(recipe, workers=1).memory.activations == measured
 

@@ -6,18 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import build, classifier, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm
+from largebatch.models.of_recipe import build_model, require_trainable
 from largebatch.optim.lars import LARS
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_model, require_trainable
 from largebatch.runs.optimizer import build_optimizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-CPU = Serial(torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def digits(*overrides: str) -> Recipe:
@@ -79,9 +78,9 @@ def test_an_affine_stage_without_a_classifier_is_refused_before_training(
         RECIPES / "quickstart" / "digits_96.yaml", ["polish={affine: {steps: 1, lr: 0.1}}"]
     )
     headless = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    monkeypatch.setattr("largebatch.runs.build.build", lambda *_, **__: headless)
+    monkeypatch.setattr("largebatch.models.of_recipe.build", lambda *_, **__: headless)
     with pytest.raises(RecipeError, match="polish.affine: Sequential has no classifier"):
-        build_model(recipe, Serial())
+        build_model(recipe, CPU)
 
 
 def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> None:

@@ -76,7 +76,7 @@ def test_two_workers_train_from_a_file_as_one_does(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     program = (
         "import os, sys; from largebatch.cli.main import main; import largebatch.runs.run\n"
-        "vars(sys.modules['largebatch.runs.run'])['write_report'] = lambda *_, **__: None\n"
+        "vars(sys.modules['largebatch.runs.record'])['write_report'] = lambda *_, **__: None\n"
         "if os.environ.get('RANK') == '1': os.chdir('empty')\n"
         "sys.exit(main(sys.argv[1:]))"
     )

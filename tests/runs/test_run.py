@@ -68,7 +68,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same short recipe on one worker and on two torch workers."""
     root = tmp_path_factory.mktemp("runs")
     with (
-        mock.patch("largebatch.runs.run.write_report", write_report),
+        mock.patch("largebatch.runs.record.write_report", write_report),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
         assert main(["train", DIGITS, *SHORT, "--out", str(root / "one")]) == 0
@@ -474,7 +474,7 @@ def test_worst_images_that_cannot_be_read_again_do_not_fail_a_run_that_is_done(
     def fail(*_: object) -> None:
         raise RuntimeError("the database is closed")
 
-    monkeypatch.setattr("largebatch.runs.run.record_worst", fail)
+    monkeypatch.setattr("largebatch.runs.record.record_worst", fail)
     recipe = a_recipe("statistics: {samples: 96}")
     assert run(recipe, out=tmp_path / "run").status == "finished"
     assert "left out of the report: the database is closed" in caplog.text

@@ -27,7 +27,7 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError, PeerLostError
 from largebatch.models.batchnorm import Spans, with_span
-from largebatch.runs.build import build_model
+from largebatch.models.of_recipe import build_model
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import Stopwatch, Update, train
@@ -135,7 +135,7 @@ def fp16(*overrides: str) -> list[str]:
 
 
 def test_fp16_computes_in_fp16_and_keeps_fp32_weights_gradients_and_statistics() -> None:
-    model = build_model(load_recipe(DIGITS, fp16()), CPU)
+    model = build_model(load_recipe(DIGITS, fp16()), CPU.device)
     seen: list[torch.dtype] = []
     model.get_submodule("layer1").register_forward_hook(lambda *args: seen.append(args[2].dtype))
     model(torch.zeros(48, 3, 32, 32)).sum().backward()
@@ -152,7 +152,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     def overflow(device: str, **options: Any) -> GradScaler:  # noqa: ANN401 -- passed on
         return GradScaler(device, **{**options, "init_scale": FIRST_SCALE})
 
-    monkeypatch.setattr("largebatch.runs.build.GradScaler", overflow)
+    monkeypatch.setattr("largebatch.runs.state.GradScaler", overflow)
 
 
 @pytest.mark.usefixtures("overflowing")

@@ -39,6 +39,16 @@ def divide_batch(recipe: Recipe, *, workers: int) -> int:
     return device_batch
 
 
+def may_split(recipe: Recipe, *, workers: int) -> bool:
+    """Return True if groups of workers may have to communicate; no other batch is planned yet."""
+    if recipe.reduction.parts is not None:
+        return True
+    try:
+        return (recipe.batch.bn_span or 1) // divide_batch(recipe, workers=workers) > 1
+    except PlanError:  # raised again by make_plan, when the workers have compared their recipes
+        return True
+
+
 def _impossible(
     device_batch: int, possible: list[int], recipe: Recipe, *, workers: int
 ) -> PlanError:

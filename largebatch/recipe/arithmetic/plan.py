@@ -26,7 +26,7 @@ from largebatch.recipe.arithmetic.pieces import (
 )
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.problems import set_words
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.recipe import Recipe, require_backend
 from largebatch.recipe.sections import MAX_UPDATES, Duration
 
 MAX_EVALUATIONS = 100_000
@@ -219,6 +219,18 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps), replica=replica)
 
 
+def plan_run(recipe: Recipe, *, workers: int, backend: str) -> Plan:
+    """Plan a run on these workers.
+
+    Raises as make_plan and require_workers, and RecipeError if the backend of this name cannot
+    train the recipe.
+    """
+    require_backend(recipe, backend)
+    plan = make_plan(recipe, workers=workers)
+    require_workers(recipe, workers=workers)
+    return plan
+
+
 def require_workers(recipe: Recipe, *, workers: int) -> None:
     """Raise PlanError where a recipe's protocol is for another number of workers."""
     protocol = recipe.protocol
@@ -371,11 +383,3 @@ def _evaluations(recipe: Recipe, pieces: Pieces, *, steps: int) -> tuple[int, ..
     epochs = (offset + k * every for k in range(math.ceil(last_epoch / every) + 1))
     points = {at(epoch) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))
-
-
-def may_share_spans(recipe: Recipe, *, workers: int) -> bool:
-    """Return whether several workers may have to normalise together; what is no plan may."""
-    try:
-        return make_plan(recipe, workers=workers).sync_workers > 1
-    except PlanError:
-        return True

@@ -21,7 +21,8 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import Spans
-from largebatch.runs.build import build_model, open_trainer
+from largebatch.models.of_recipe import build_model
+from largebatch.runs.build import open_trainer
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.studies.staleness.study import Cell
@@ -122,7 +123,7 @@ class _Learners:
         cls, cell: Cell, trainer: Trainer, was_asked_to_stop: Callable[[], bool], *, seed: int
     ) -> "_Learners":
         alone = Serial(trainer.backend.device)
-        model = build_model(trainer.recipe, trainer.backend)
+        model = build_model(trainer.recipe, trainer.backend.device)
         return cls(
             cell=cell,
             trainer=trainer,

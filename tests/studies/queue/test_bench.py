@@ -341,7 +341,7 @@ def test_the_lower_loss_decides_between_equal_accuracies_at_one_rate(
 def test_a_seed_is_the_run_that_train_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("largebatch.runs.run.write_report", None)  # none is drawn
+    monkeypatch.setattr("largebatch.runs.record.write_report", None)  # none is drawn
     search = {"trials": 1, "held_out": 300}
     bench, url = a_bench(tmp_path, policies=ONE, seeds=1, search=search)
     assert work(bench, url, ignore)

@@ -12,11 +12,11 @@ from on_forked_workers import on_forked_workers
 from short_runs import DIGITS, content, log, weights
 
 from largebatch import load_recipe, run
-from largebatch.distributed.serial import Serial
 from largebatch.errors import CheckpointError, RecipeError
 from largebatch.models import affine_parameters
+from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_model, time_limit
+from largebatch.runs.build import time_limit
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Step
 from largebatch.training.protocols.exchange import Record
@@ -193,7 +193,7 @@ def test_a_server_without_a_learner_does_not_watch_the_time_limit() -> None:
 
 def test_more_servers_than_tensors_are_refused() -> None:
     many = recipe("{kind: hardsync, learners: 2, servers: {centralised: 14}}")
-    model = build_model(many, Serial(torch.device("cpu")))
+    model = build_model(many, torch.device("cpu"))
     require_tensors(model, many)
     affine = recipe(
         "{kind: hardsync, learners: 2, servers: {centralised: 30}}",

@@ -1,0 +1,128 @@
+"""The model of a recipe: built from its seed, checked before training, compiled if requested."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from largebatch.errors import RecipeError, clip
+from largebatch.models import affine_parameters, build
+from largebatch.models.batchnorm import SpanBatchNorm, with_span
+from largebatch.models.compiled import compile_model
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.task import Sample
+
+
+def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
+    """Build the model on a device, in the recipe's precision; raises as `new_model`."""
+    model = new_model(recipe).to(device)
+    if recipe.execution.channels_last(device.type):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
+    return in_precision(model, recipe, device)
+
+
+def new_model(recipe: Recipe) -> nn.Module:
+    """Build the model on PyTorch's default device; its weights come from the recipe's seed.
+
+    Raises RecipeError if `batch.bn_span` does not fit the model's BatchNorm, or if `polish.affine`
+    finds no classifier.
+    """
+    torch.manual_seed(recipe.seed)
+    model = _build(recipe, head_std=recipe.model.head_std)
+    _set_span(model, recipe)
+    if recipe.polish is not None and recipe.polish.affine is not None:
+        try:
+            affine_parameters(model)
+        except ValueError as error:  # better now than after the whole schedule
+            raise RecipeError(f"polish.affine: {error}") from None
+    return model
+
+
+def in_precision(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    """Make the model compute in the recipe's precision on this type of device; return it."""
+    if recipe.precision != "fp32":
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
+        model.forward = torch.autocast(device.type, dtype)(model.forward)
+    return model
+
+
+def prepare_training(model: nn.Module, recipe: Recipe, plan: Plan, device: torch.device) -> None:
+    """Compile the model if the recipe requests it; raise RecipeError if it cannot be trained."""
+    require_trainable(model, recipe)
+    require_accepted(recipe, {piece.image_size for piece in plan.sizes})
+    shares_spans = plan.sync_workers > 1
+    compile_model(model, recipe.execution.compile, device, shares_spans=shares_spans)
+
+
+def require_trainable(model: nn.Module, recipe: Recipe) -> None:
+    """Raise RecipeError if the model returns more than logits in training mode.
+
+    GoogLeNet and Inception have auxiliary classifiers (arXiv:1409.4842, section 5), whose losses
+    are not part of a recipe.
+    """
+    if getattr(model, "aux_logits", False):
+        raise RecipeError(
+            f"model.name: {recipe.model.name} has auxiliary classifiers, which are not trained "
+            "here; build it without them by model.arguments.aux_logits: false. Of weights that "
+            "have them, `largebatch polish` without --compare measures the statistics"
+        )
+
+
+def require_accepted(recipe: Recipe, image_sizes: Collection[int] = ()) -> None:
+    """Raise RecipeError unless the recipe's model returns scores for every label of a sample.
+
+    Images are tried in `image_sizes`; samples with one label are not tried in their usual size.
+    Only shapes are computed, which needs no memory and no arithmetic.
+    """
+    if image_sizes:
+        samples = [recipe.data.sample(size) for size in sorted(image_sizes)]
+        key, advice = "data.resolution", "leave that size out or choose another model"
+    elif recipe.data.sample().labels:
+        samples, key, advice = [recipe.data.sample()], "model.name", "choose another model"
+    else:
+        return
+    with torch.device("meta"), torch.no_grad():
+        model = _build(recipe, head_std=None).eval()
+        for sample in samples:
+            reason = _refusal(model, sample, num_classes=recipe.data.classes)
+            if reason:
+                raise RecipeError(
+                    f"{key}: {recipe.model.name} does not take {sample.name} ({reason}); {advice}"
+                )
+
+
+def _build(recipe: Recipe, *, head_std: float | None) -> nn.Module:
+    section, classes = recipe.model, recipe.data.classes
+    return build(section.name, num_classes=classes, arguments=section.arguments, head_std=head_std)
+
+
+def _set_span(model: nn.Module, recipe: Recipe) -> None:
+    span = recipe.batch.bn_span
+    try:
+        with_span(model, span or 1)
+    except ValueError as error:
+        raise RecipeError(f"model.name: {recipe.model.name}: {error}") from None
+    has_norm = any(isinstance(module, SpanBatchNorm) for module in model.modules())
+    if has_norm and span is None:
+        raise RecipeError(
+            f"batch.bn_span: {recipe.model.name} has BatchNorm; state how many samples share "
+            "statistics"
+        )
+    if not has_norm and span is not None:
+        raise RecipeError(f"batch.bn_span: {recipe.model.name} has no BatchNorm; make it null")
+
+
+def _refusal(model: nn.Module, sample: Sample, *, num_classes: int) -> str:
+    """Return why a model does not take two such samples; empty if it does."""
+    expected = (2, *sample.labels, num_classes)
+    dtype = torch.float32 if sample.limit is None else torch.int64
+    try:
+        found = model(torch.zeros((2, *sample.shape), dtype=dtype)).shape
+    except Exception as error:  # a model of the user's own raises all kinds
+        return clip(" ".join(str(error).split()), 200)
+    return "" if found == expected else f"it makes {_shown(found)}, expected {_shown(expected)}"
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

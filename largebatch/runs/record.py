@@ -1,0 +1,162 @@
+"""Record a run in its folder: log, summary and report, also after an error."""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from types import MappingProxyType
+
+from largebatch.data.pipeline import ImagePipeline
+from largebatch.distributed.torch_distributed import lost_peers_named
+from largebatch.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    LargebatchError,
+    LogError,
+    PeerLostError,
+)
+from largebatch.models.compiled import failures_named
+from largebatch.report import write_report
+from largebatch.report.contact_sheet import record_worst
+from largebatch.runs.folder import open_folder
+from largebatch.runs.sections import SECTIONS
+from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
+from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
+from largebatch.training.checkpoint import idle_stream
+from largebatch.training.saving import finish_saving, save_alone
+from largebatch.training.trainer import Trainer
+
+_LOG = logging.getLogger(__name__)
+
+
+def record(
+    trainer: Trainer,
+    folder: Path,
+    work: Callable[[], bool],
+    *,
+    resume: bool = False,
+    ids: Mapping[str, str | None] = MappingProxyType({}),
+    draws: bool = True,
+) -> Summary:
+    """Do the work in a run folder; whatever comes of it, leave a summary and, to draw, a report.
+
+    `ids` are those that the trackers gave the run before it was stopped.
+    `work` returns whether the run is complete. Only worker 0 touches the folder.
+    """
+    opened: AbstractContextManager[list[Tracker]] = nullcontext([])
+    if trainer.backend.rank == 0:
+        opened = open_folder(trainer, folder, resume=resume, ids=ids)
+    with opened as trackers:
+        trainer.trackers.extend(trackers)
+        with trainer.backend.busy():
+            trainer.begin()
+        leaving = Lock()
+
+        def rescue(still: Callable[[], bool]) -> bool:
+            """Save while the main thread is held; leave it to that thread if it has begun to."""
+            if not leaving.acquire(blocking=False):
+                return False
+            trainer.step_log.lock.acquire()  # for good: the main thread stops if it comes back
+            with suppress(CheckpointError):
+                if trainer.step_log.is_training:
+                    _save_what_is_sound(trainer, PeerLostError(), still)
+                _finish(trainer, folder, "failed", draws=False)
+            return True
+
+        trainer.backend.before_leaving(rescue)
+        try:
+            with lost_peers_named(trainer.backend.rank, reads=True), failures_named():
+                complete = work()
+                finish_saving(trainer)
+            trainer.backend.before_leaving(None)
+        except BaseException as error:
+            leaving.acquire()
+            status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            with suppress(CheckpointError):  # the first error is the one to fix
+                _save_what_is_sound(trainer, error)
+            with suppress(CheckpointError):
+                diverged = str(error) if isinstance(error, DivergedError) else None
+                _finish(trainer, folder, status, draws=draws, diverged=diverged)
+            raise
+        if complete:
+            return _finish(trainer, folder, "finished", draws=draws)
+        status = "interrupted" if trainer.step_log.stopped else "paused"
+        return _finish(trainer, folder, status, draws=draws)
+
+
+def _save_what_is_sound(
+    trainer: Trainer, error: BaseException, still: Callable[[], bool] = lambda: True
+) -> None:
+    """Save the state after an error that came between two updates; worker 0 alone can.
+
+    After one of the log nothing is saved: a run that went on from there would lack a record.
+    """
+    sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
+    if sound and not isinstance(error, LogError):
+        with suppress(LargebatchError, PeerLostError), idle_stream(trainer.backend.device):
+            if trainer.step_log.settle():  # else a record would be missing before the checkpoint
+                save_alone(trainer, still)
+    finish_saving(trainer)
+
+
+def _finish(
+    trainer: Trainer, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
+) -> Summary:
+    summary = replace(summarize(trainer, status), diverged=diverged)
+    if trainer.backend.rank == 0:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: was removed while the run wrote to it")
+        try:
+            summary.write(folder / SUMMARY)
+            if draws and not trainer.step_log.stopped:  # then time is short; it is drawn later
+                with trainer.backend.busy():
+                    _draw(trainer, folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
+        trainer.emit(Finish(time=now(), summary=summary))
+    return summary
+
+
+def _draw(trainer: Trainer, folder: Path) -> None:
+    """Draw the report, with the images that the model got most wrong if they can be read again."""
+    try:
+        if isinstance(trainer.pipeline, ImagePipeline):
+            record_worst(trainer.pipeline, folder)
+    except Exception as error:  # a data set of the user's own raises all kinds; the run is done
+        _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
+    write_report(folder, sections=SECTIONS)
+
+
+def summarize(trainer: Trainer, status: Status) -> Summary:
+    """Return the summary of the run so far."""
+    plan, state = trainer.plan, trainer.state
+    progress, last = state.progress, state.last_kept
+    timed = progress.images and progress.train_seconds
+    return Summary(
+        recipe=trainer.recipe.name,
+        commit=source_commit() if trainer.backend.rank == 0 else None,
+        versions=versions(),
+        backend=trainer.backend.name,
+        workers=plan.workers,
+        global_batch=plan.global_batch,
+        device_batch=plan.device_batch,
+        accumulation=plan.accumulation,
+        steps=progress.updates,
+        skipped_steps=progress.skipped,
+        samples=progress.images,
+        seconds=state.seconds,
+        images_per_second=progress.images / progress.train_seconds if timed else None,
+        peak_memory_bytes=peak_memory_bytes(trainer.backend.device),
+        top1=last.top1 if last else None,
+        top5=last.top5 if last else None,
+        loss=last.loss if last else None,
+        weights_sha256=state.weights_sha256,
+        extra={name: extra.summary() for name, extra in state.extra.items()},
+        remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
+        stages=tuple(state.stages),
+        status=status,
+        **(trainer.recipe.task.recorded(last) if last else {}),
+    )

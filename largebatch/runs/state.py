@@ -1,0 +1,119 @@
+"""Recipe, plan and model -> the state that training changes: optimizer, schedule, averages."""
+
+import math
+
+from torch import nn
+from torch.amp import GradScaler
+
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
+from largebatch.models import affine_parameters
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.optimizer import build_momentum_sgd, build_optimizer
+from largebatch.runs.reduction import build_reducer, copies_gradients
+from largebatch.schedules.build import build_schedule
+from largebatch.schedules.functions import cosine
+from largebatch.schedules.plateau import with_plateau
+from largebatch.training.averages import EMA, SWA
+from largebatch.training.state import TrainState, Updater
+
+
+def build_state(
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    backend: Backend,
+    *,
+    keeps_gradients: bool = False,
+) -> TrainState:
+    """Build the optimizer, the schedule, the reducer, the loss scaler and the averages.
+
+    `keeps_gradients` is as in build_reducer.
+    """
+    schedule, plateau = build_schedule(recipe.schedule, plan), recipe.schedule.plateau
+    if plateau is not None:
+        schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
+    reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
+    state = TrainState(
+        model=model,
+        updater=Updater(build_optimizer(recipe, model), schedule, reducer),
+        scaler=build_scaler(recipe, plan, backend),
+        average=_build_average(recipe, plan, model),
+    )
+    return state
+
+
+def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
+    """Build what scales the loss in fp16; disabled in fp32 and bf16.
+
+    The loss is a mean over the global batch, so the first scale is 2^16 for 64 samples, as usual,
+    and grows with the batch: each sample's gradients then are as far from vanishing. A scale that
+    was halved must be able to come back in 1,000 steps, where PyTorch waits for 2,000; in a short
+    run each doubling would soon overflow.
+    """
+    return GradScaler(
+        backend.device.type,
+        enabled=recipe.precision == "fp16",
+        init_scale=2.0 ** (16 + max(0, round(math.log2(plan.global_batch / 64)))),
+        growth_interval=max(50, min(2000, plan.steps // 20)),
+    )
+
+
+def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | None:
+    if recipe.polish is not None and recipe.polish.ema is not None:
+        return EMA(model, decay=recipe.polish.ema)
+    return SWA(model, after=plan.swa_after) if plan.swa_after else None
+
+
+def build_affine(
+    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, keeps_gradients: bool
+) -> Updater:
+    """Build the updater of the stage `polish.affine`."""
+    assert recipe.polish is not None
+    assert recipe.polish.affine is not None
+    lr = recipe.polish.affine.lr
+    return build_extra(
+        recipe, plan, model, backend, affine_only=True, lr=lr, keeps_gradients=keeps_gradients
+    )
+
+
+def build_extra(  # noqa: PLR0913 -- what a reducer and an optimizer take
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    backend: Backend,
+    *,
+    affine_only: bool,
+    lr: float,
+    keeps_gradients: bool = False,
+) -> Updater:
+    """Build the updater that follows the schedule, and freeze the weights it does not change.
+
+    Momentum SGD without a trust ratio, as LARS does for most of these weights: `affine_only` are
+    BatchNorm's scales and shifts and the classifier. The rate falls from `lr` to zero, so that the
+    last batches leave no mark of their own. The noise scale is not measured: few weights have
+    gradients.
+    """
+    trained = affine_parameters(model) if affine_only else set(model.parameters())
+    for weight in model.parameters():
+        weight.requires_grad_(weight in trained)
+    fall = cosine(peak=lr, steps=plan.affine_steps)
+    unmonitored = recipe.model_copy(update={"monitor": ()})
+    reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)
+    optimizer = build_momentum_sgd(recipe, model, lr=lr)
+    return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
+
+
+def build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
+    """Build the updater of one replica of `polish.swap`, on this worker alone."""
+    assert recipe.polish is not None
+    assert recipe.polish.swap is not None
+    lr, own = recipe.polish.swap.lr, plan.replica
+    assert own is not None
+    fall = cosine(peak=lr, steps=own.steps)
+    alone = Serial(next(model.parameters()).device)
+    copies = copies_gradients(recipe, own, alone.device)
+    reducer = Reducer(model.named_parameters(), alone, divisor=1.0, copies=copies)
+    return Updater(build_momentum_sgd(recipe, model, lr=lr), fall, reducer)
