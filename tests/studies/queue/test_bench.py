@@ -130,7 +130,9 @@ def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world
         rate = world.of(policy, "seed")[0].schedule.peak_lr
         assert row["peak_lr"] == f"{rate:g}"
         assert row["Top-1, %"] == f"{100 * accuracy(policy, rate):.2f}"
-        assert (row["Updates to 50 %"], row["reached"]) == ("9", "2 of 2")
+        assert row["Updates to 50 %"] == "9"
+        num_reached = 2 * (accuracy(policy, rate) >= 0.999)
+        assert row["reached"] == f"{num_reached} of 2"  # the last target
 
 
 def test_a_rate_at_an_end_of_those_tried_is_marked(tmp_path: Path, world: World) -> None:
