@@ -1,6 +1,7 @@
 """Numbers as text, for messages, logs and pages: counts, percentages, times, signs."""
 
 import math
+from collections.abc import Container, Sequence
 
 MISSING = "–"
 """Text for a value that does not exist or was not measured."""
@@ -62,6 +63,23 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{_fixed(seconds / size)} {unit}"
     return f"{_fixed(seconds)} s"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> str:
+    """Return the lines of a table in columns of equal width; `right` are columns of numbers.
+
+    >>> print(aligned([["recipe", "batch"], ["digits", "96"]], right=[1]))
+    recipe  batch
+    digits     96
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def _fixed(value: float) -> str:

@@ -14,7 +14,7 @@ from largebatch.cli.arguments import (
     machine_of,
     out_folder,
 )
-from largebatch.cli.printing import print_unfinished
+from largebatch.cli.printing import print_unfinished, show_page
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, DataError, StudyError, printable
 from largebatch.optional import require_psutil
@@ -166,27 +166,22 @@ def _require_images(bench: "Bench", args: argparse.Namespace) -> None:
 
 
 def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:
-    from largebatch.studies.policies.page import PAGE, write_page
-    from largebatch.studies.queue.console import describe_study
-    from largebatch.studies.queue.phases import Progress
+    from largebatch.studies.policies.page import PAGE, make_page
     from largebatch.studies.queue.results import read_results
     from largebatch.studies.queue.study import Study
 
     assert isinstance(bench.study, Study)
-    print(printable(describe_study(bench.study, Progress(bench, storage))))
     names = {(cell.configuration, cell.variant) for cell in bench.cells}
     results = [result for result in read_results(storage) if result.study == bench.study.name]
     results = [result for result in results if (result.configuration, result.policy) in names]
-    page = write_page(results, bench.out / PAGE, targets=bench.study.targets)
-    print(printable(f"page: {page}"))
+    show_page(make_page(results, targets=bench.study.targets), bench.out / PAGE)
 
 
 def _show_settings(bench: "Bench", storage: "BaseStorage") -> None:
     from largebatch.studies.policies.page import PAGE
-    from largebatch.studies.queue.console import describe_settings
     from largebatch.studies.queue.results import read_settings
     from largebatch.studies.queue.study import ConfigurationStudy
-    from largebatch.studies.settings.page import write_settings_page
+    from largebatch.studies.settings.page import make_page
     from largebatch.studies.settings.settings import find
 
     assert isinstance(bench.study, ConfigurationStudy)
@@ -194,8 +189,7 @@ def _show_settings(bench: "Bench", storage: "BaseStorage") -> None:
              if result.study == bench.study.name}  # fmt: skip
     names = [(cell.configuration, cell.variant) for cell in bench.cells]  # in the study's order
     findings = find([every[name] for name in names if name in every], bench.study.metrics)
-    print(printable(describe_settings(findings)))
-    print(printable(f"page: {write_settings_page(findings, bench.out / PAGE)}"))
+    show_page(make_page(findings), bench.out / PAGE)
 
 
 def _url(args: argparse.Namespace, out: Path) -> str:
@@ -204,7 +198,7 @@ def _url(args: argparse.Namespace, out: Path) -> str:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from largebatch.studies.policies.page import PAGE, write_page
+    from largebatch.studies.policies.page import PAGE, make_page
     from largebatch.studies.queue.database import open_existing
     from largebatch.studies.queue.results import read_results
 
@@ -213,7 +207,7 @@ def _report(args: argparse.Namespace) -> int:
     with open_existing(_database(folder) if is_folder else args.study) as storage:
         found = read_results(storage)
     page = args.out or (folder if is_folder else Path()) / PAGE
-    print(printable(f"page: {write_page(found, page, targets=args.target)}"))
+    print(printable(f"page: {make_page(found, targets=args.target).write(page)}"))
     return 0
 
 

@@ -18,9 +18,10 @@ from largebatch.cli.arguments import (
     options_of,
     out_folder,
 )
-from largebatch.cli.printing import interrupted, print_table, wrapped
+from largebatch.cli.printing import interrupted, wrapped
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import RecipeError, printable
+from largebatch.formatting import aligned
 from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -81,7 +82,8 @@ def _show(args: argparse.Namespace) -> int:
             raise RecipeError(f"{path}: {error}") from None
     figure = args.out or Path("learning-rates.png")
     write_rates_of(figure, drawn, by=args.by)
-    print_table([COLUMNS, *(_row(rates, args.by) for rates in drawn)], left=2)
+    rows = [COLUMNS, *(_row(rates, args.by) for rates in drawn)]
+    print(printable(aligned(rows, right=range(2, len(COLUMNS)))))
     for remark in remarks(drawn):
         print(remark)
     print(printable(f"drawn: {figure}"))

@@ -1,12 +1,16 @@
-"""Output that several commands share: rows, tables, wrapped sentences, how to resume."""
+"""Output that several commands share: rows, pages, wrapped sentences, how to resume."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import INTERRUPTED
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import printable
+
+if TYPE_CHECKING:
+    from largebatch.report.interactive import Page
 
 WIDTH = 100
 """Width of wrapped sentences in characters."""
@@ -23,15 +27,10 @@ def print_rows(rows: Mapping[str, object], *, width: int = 15) -> None:
         print(printable(f"{name:>{width}}  {value}"), flush=True)
 
 
-def print_table(rows: Sequence[Sequence[str]], *, left: int | None = None) -> None:
-    """Print rows of equal length, the heads first; columns after the first `left` align right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            text.ljust(width) if left is None or place < left else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print(printable("  ".join(cells).rstrip()))
+def show_page(page: "Page", path: Path) -> None:
+    """Print the first table and the findings of a page, then write it to `path`."""
+    print(printable(page.text()))
+    print(printable(f"page: {page.write(path)}"))
 
 
 def interrupted(out: Path) -> int:

@@ -14,12 +14,12 @@ from largebatch.cli.arguments import (
     machine_of,
     out_folder,
 )
-from largebatch.cli.printing import print_table, print_unfinished
+from largebatch.cli.printing import print_unfinished, show_page
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from largebatch.studies.hosts.starts import Found as HostsFound
     from largebatch.studies.hosts.starts import Start
@@ -89,7 +89,7 @@ def _staleness(args: argparse.Namespace) -> int:
         return 0
     from largebatch.runs.interrupts import InterruptedStudyError
     from largebatch.runs.options import Options
-    from largebatch.studies.staleness.page import PAGE, write_staleness_page
+    from largebatch.studies.staleness.page import PAGE, make_page
     from largebatch.studies.staleness.pictures import write_pictures
 
     options = Options(out=out, **machine_of(args))
@@ -100,17 +100,16 @@ def _staleness(args: argparse.Namespace) -> int:
         print_unfinished(done, len(runs), "runs")
         return INTERRUPTED
     rows = rows_of(runs)
-    _print_words([row.words for row in rows])
-    page = write_staleness_page(rows, out / PAGE, title=study.name)
-    for path in (page, *write_pictures(rows, out)):
+    show_page(make_page(rows, title=study.name), out / PAGE)
+    for path in write_pictures(rows, out):
         print(printable(str(path)))
     return 0
 
 
 def _servers(args: argparse.Namespace) -> int:
     from largebatch.studies.hosts.starts import starts_of
-    from largebatch.studies.servers.page import write_page
-    from largebatch.studies.servers.rows import findings, rows_of
+    from largebatch.studies.servers.page import make_page
+    from largebatch.studies.servers.rows import rows_of
     from largebatch.studies.servers.study import cells_of, layouts_here, load_study
 
     study = load_study(args.study)
@@ -124,15 +123,14 @@ def _servers(args: argparse.Namespace) -> int:
     if code is not None:
         return code
     rows = rows_of(cells, starts)
-    _print_findings([row.words for row in rows], findings(rows))
-    print(printable(str(write_page(study, rows, out / "study.html"))))
+    show_page(make_page(study, rows), out / "study.html")
     return 0
 
 
 def _scaling(args: argparse.Namespace) -> int:
     from largebatch.studies.hosts.starts import starts_of
-    from largebatch.studies.scaling.page import write_page
-    from largebatch.studies.scaling.rows import findings, rows_of
+    from largebatch.studies.scaling.page import make_page
+    from largebatch.studies.scaling.rows import rows_of
     from largebatch.studies.scaling.study import cells_of, load_study
 
     study = load_study(args.study)
@@ -144,15 +142,8 @@ def _scaling(args: argparse.Namespace) -> int:
     if code is not None:
         return code
     rows = rows_of(study, cells, starts)
-    _print_findings([row.words for row in rows], findings(rows))
-    print(printable(str(write_page(study, rows, out / "study.html"))))
+    show_page(make_page(study, rows), out / "study.html")
     return 0
-
-
-def _print_findings(words: "list[dict[str, str]]", sentences: "Iterable[str]") -> None:
-    _print_words(words)
-    for sentence in sentences:
-        print(printable(sentence))
 
 
 def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, Path]:
@@ -204,8 +195,3 @@ def _report(run: "Run", found: "Result") -> None:
         ),
         flush=True,
     )
-
-
-def _print_words(rows: "list[dict[str, str]]") -> None:
-    heads = list(rows[0])
-    print_table([heads, *([row[head] for head in heads] for row in rows)])

@@ -7,14 +7,14 @@ The legend and the filters hide tags.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from largebatch.formatting import MISSING
+from largebatch.formatting import MISSING, aligned
 from largebatch.report import style
 from largebatch.report.interactive_charts import Chart, Series, draw_all
 from largebatch.storage import write_html
@@ -99,6 +99,8 @@ class Table:
 
     caption: str = ""
     tags: tuple[str, ...] = ()
+    printed: Collection[str] = ()
+    """Titles of the columns that `text` has; all if empty."""
 
     @property
     def shown(self) -> list[Column]:
@@ -109,6 +111,13 @@ class Table:
         """Yield the series and the cells of each row."""
         cells = list(zip(*(column.cells() for column in self.shown), strict=True))
         return zip(self.series or [None] * len(cells), cells, strict=True)
+
+    def text(self) -> str:
+        """Return the table as aligned lines for a terminal."""
+        columns = [one for one in self.shown if not self.printed or one.title in self.printed]
+        cells = ([str(cell["text"]) for cell in column.cells()] for column in columns)
+        rows = [[one.title for one in columns], *zip(*cells, strict=True)]
+        return aligned(rows, right=[n for n, one in enumerate(columns) if one.form is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +186,12 @@ class Page:
         Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
         """
         return write_html(path, self.html())
+
+    def text(self) -> str:
+        """Return the first table and the findings, for a terminal."""
+        parts = [part for section in self.sections for part in section.parts]
+        table = next(part for part in parts if isinstance(part, Table))
+        return "\n".join([table.text(), *self.findings])
 
     def html(self) -> str:
         """Return the page. Raises MissingPackageError without Bokeh."""

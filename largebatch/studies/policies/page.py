@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,19 +69,15 @@ class Drawn(NamedTuple):
     one: Standing
 
 
-def write_page(found: Sequence[CellResults], path: Path, *, targets: Iterable[float] = ()) -> Path:
-    """Write the page of these cells, of one study or several; return its path.
+def make_page(found: Sequence[CellResults], *, targets: Iterable[float] = ()) -> Page:
+    """Return the page of these cells, of one study or several.
 
     Without `targets`, accuracies as parts of 1, they are chosen by what was reached. Raises
-    StudyError where no run has ended, LargebatchError where the page cannot be written,
-    MissingPackageError without Bokeh.
+    StudyError if no run has ended.
     """
     if not any(cell.search for cell in found):
         raise StudyError("the database holds no run that has ended: there is nothing to show yet")
-    return _page(stand(found, targets)).write(path)
-
-
-def _page(standings: Standings) -> Page:
+    standings = stand(found, targets)
     drawn = [Drawn(_look(standings, one), one) for one in standings.cells]
     configurations = {
         f"configuration {place}": name for place, name in enumerate(standings.configurations)
@@ -150,6 +145,7 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
             column(key.rpartition(".")[2], partial(_value, key=key), ",.8g")
             for key in _keys(standings)
         ),
+        column("At the end of the range", _edges, None),
         *(each for axis in standings.axes[1:] for each in _cost_columns(axis, column)),
         mean("AC", lambda one: one.average_confidence, ".4f"),
         mean("CD", lambda one: one.confidence_deviation, ".4f"),
@@ -163,7 +159,14 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
         column("Kind", _kind, None),
         column("Status", lambda one: one.status, None),
     ]
-    return Table(name="policies", columns=columns, series=[look for look, _ in drawn])
+    printed = {
+        *("Policy", "Top-1, %", "±", "reached", "At the end of the range", "Worst drop, points"),
+        *("Seeds", "Diverged", "Recipe"),
+        *(key.rpartition(".")[2] for key in _keys(standings)),
+        *(Axis("updates", target).title for target in standings.targets),
+    }
+    looks = [look for look, _ in drawn]
+    return Table(name="policies", columns=columns, series=looks, printed=printed)
 
 
 def _cost_columns(axis: Axis, column: Callable[..., Column]) -> Iterator[Column]:
@@ -184,6 +187,12 @@ def _fronts(standings: Standings, one: Standing) -> str | None:
             target = "run" if axis.target is None else f"{100 * axis.target:g} %"
             units.setdefault(target, []).append(axis.unit)
     return "; ".join(f"{target}: {', '.join(found)}" for target, found in units.items()) or None
+
+
+def _edges(one: Standing) -> str | None:
+    """Return which values found are the lowest or the highest tried."""
+    ends = (f"{key.rpartition('.')[2]} {end}" for key, end in one.found.edges.items())
+    return ", ".join(ends) or None
 
 
 def _value(one: Standing, *, key: str) -> float | None:

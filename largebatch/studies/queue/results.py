@@ -4,7 +4,7 @@ Everything is read from the storage: the run folders may be on other machines, o
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,7 +170,12 @@ class CellResults(SeedResults):
     @property
     def edges(self) -> dict[str, str]:
         """Keys whose best value is the `lowest` or the `highest` tried."""
-        return edges(self.values, [trial.values for trial in self.search])
+        ends = {}
+        for key, value in self.values.items():
+            tried = {trial.values[key] for trial in self.search}
+            if len(tried) > 1 and value in {min(tried), max(tried)}:
+                ends[key] = "lowest" if value == min(tried) else "highest"
+        return ends
 
     @property
     def reads_validation(self) -> bool:
@@ -190,17 +195,6 @@ class CellResults(SeedResults):
         if not every:
             return None
         return robustness({scale: [by_scale[scale][0] for by_scale in every] for scale in SCALES})
-
-
-def edges(best: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the keys whose best value is at an end of the tried range."""
-    every = list(tried)
-    ends = {}
-    for key, value in best.items():
-        here = [values[key] for values in every]
-        if len(set(here)) > 1 and value in {min(here), max(here)}:
-            ends[key] = "lowest" if value == min(here) else "highest"
-    return ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

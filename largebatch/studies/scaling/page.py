@@ -6,7 +6,6 @@ predicts.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.report.interactive import Filter, Page, Section, Table, columns_over
@@ -32,13 +31,10 @@ _HOVER = (
 )
 
 
-def write_page(study: ScalingStudy, rows: Sequence[Row], path: Path) -> Path:
-    """Write the page of a study; return its path.
-
-    Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
-    """
+def make_page(study: ScalingStudy, rows: Sequence[Row]) -> Page:
+    """Return the page of a study."""
     recipes = list(dict.fromkeys(row.cell.configuration for row in rows))
-    page = Page(
+    return Page(
         title=study.name,
         subtitle=f"{', '.join(recipes)}; links of {study.megabits:,g} Mbit/s",
         findings=list(findings(rows)),
@@ -55,7 +51,6 @@ def write_page(study: ScalingStudy, rows: Sequence[Row], path: Path) -> Path:
         ],
         source="the records of a study",
     )
-    return page.write(path)
 
 
 class _Point(NamedTuple):

@@ -76,22 +76,6 @@ class Row:
         mini_batch = self.cell.trained.mini_batch
         return samples_of(self.scaling, 1, study=self.cell.study, mini_batch=mini_batch)
 
-    @property
-    def words(self) -> dict[str, str]:
-        """Columns of a table; intervals are of the mean, 95 %, over the starts."""
-        throughput, speed_up, predicted = self.throughput, self.speed_up, self.predicted
-        return {
-            "scaling": self.scaling,
-            "cell": self.cell.name,
-            "samples/s": f"{throughput.mean:,.1f}",
-            "ideal": f"{self.ideal:,.1f}" if self.ideal else "-",
-            "speed-up": f"{speed_up.mean:.2f}{_reach(speed_up)}" if speed_up else "-",
-            "efficiency": f"{self.efficiency:.0%}" if self.efficiency else "-",
-            "an update": f"{self.seconds.mean:.4f} s",
-            "the planner": f"{predicted:.4f} s" if predicted else "-",
-            "rates": "equal" if not any(map(unequal_rates, self.found.values())) else "DIFFER",
-        }
-
 
 def rows_of(study: ScalingStudy, cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
     """Return the tables' lines that have a record, weak scaling first, by recipe and workers."""
@@ -168,7 +152,3 @@ def _is_the_other_place(one: Row, other: Row) -> bool:
     return (one.scaling, one.cell.configuration, one.cell.workers) == (
         *(other.scaling, other.cell.configuration, other.cell.workers),
     ) and one.cell.place != other.cell.place
-
-
-def _reach(found: Interval) -> str:
-    return "" if found.number < 2 else f" +- {found.high - found.mean:.2g}"

@@ -6,7 +6,6 @@ throughputs lie far apart.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
@@ -22,6 +21,12 @@ _NOTE = (
     "differs. Hosts are network namespaces of one machine with a shaped link each. Means over "
     "starts with Student's interval of 95 %."
 )
+_PRINTED = (
+    *("Cell", "Batches/s", "±", "Speed-up", "± speed-up", "Efficiency, %"),
+    *("Busiest link, MB", "Formula, MB", "Largest deviation, %"),
+)
+"""Columns of the table in a terminal."""
+
 _SPEED = (
     "A click on a header sorts. A batch is the mini-batch of one worker. Speed-up is against one "
     "worker alone, which sends nothing, and efficiency is that over the workers: servers on hosts "
@@ -36,15 +41,12 @@ _BYTES = (
 )
 
 
-def write_page(study: ServersStudy, rows: Sequence[Row], path: Path) -> Path:
-    """Write the page of a study; return its path.
-
-    Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
-    """
+def make_page(study: ServersStudy, rows: Sequence[Row]) -> Page:
+    """Return the page of a study."""
     layouts = dict.fromkeys(row.cell.layout for row in rows if row.cell.layout != ALONE)
     looks = [series(place, name) for place, name in enumerate(layouts)]
     recipes = dict.fromkeys(row.cell.configuration for row in rows)
-    page = Page(
+    return Page(
         title=study.name,
         subtitle=", ".join(
             f"{name} over links of {one.megabits or study.megabits:,g} Mbit/s"
@@ -66,7 +68,6 @@ def write_page(study: ServersStudy, rows: Sequence[Row], path: Path) -> Path:
         ],
         source="the records of a study",
     )
-    return page.write(path)
 
 
 def _efficiency(row: Row) -> Interval | None:
@@ -190,7 +191,7 @@ def _cells(rows: Sequence[Row], looks: Sequence[Series]) -> Table:
         column("Late gradients, %", lambda row: 100 * row.late, ".1f"),
         column("Starts", lambda row: len(row.found), "d"),
     ]
-    return Table(name="cells", columns=columns, series=_series(rows, looks))
+    return Table(name="cells", columns=columns, series=_series(rows, looks), printed=_PRINTED)
 
 
 def _links(rows: Sequence[Row], looks: Sequence[Series]) -> Table:

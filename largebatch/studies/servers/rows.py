@@ -88,26 +88,6 @@ class Row:
             seed: self.cell.workers / fmean(found.seconds) for seed, found in self.found.items()
         }
 
-    @property
-    def words(self) -> dict[str, str]:
-        """Columns of a table; intervals are of the mean, 95 %, over the starts."""
-        link, by = self.measured[self.busiest], self.expected[self.busiest]
-        speed_up = self.speed_up
-        shown = {
-            "cell": self.cell.name,
-            "batches/s": describe(self.throughput),
-            "speed-up": describe(speed_up) if speed_up else "-",
-            "efficiency": f"{speed_up.mean / self.cell.workers:.0%}" if speed_up else "-",
-        }
-        if self.cell.workers == 1:
-            return {**shown, "busiest link, MB": "-", "formula, MB": "-", "largest deviation": "-"}
-        return {
-            **shown,
-            "busiest link, MB": f"{sum(link) / 1e6:.3f}",
-            "formula, MB": f"{sum(by) / 1e6:.3f}",
-            "largest deviation": f"{self.deviation:.1%}",
-        }
-
 
 def rows_of(cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
     """Return the cells that have a record."""

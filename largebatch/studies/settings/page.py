@@ -4,7 +4,6 @@ A recipe has one colour in all charts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from largebatch.formatting import MISSING, signed
@@ -30,6 +29,12 @@ _TABLE = (
     "share is counted in each of them; what comes from the system's cache is not read from a disk. "
     "Cores of others are those that other programs of the machine used meanwhile."
 )
+_PRINTED = (
+    *("Setting", "Top-1, %", "±", "Training, s", "Recipe", "Images/s", "Evaluation, s"),
+    *("Processor, s", "Cores used", "Peak memory, MB", "Read, MB", "Seeds", "Diverged"),
+)
+"""Columns of the table in a terminal."""
+
 _TRANSFER = (
     "Below each value is its distance from what the recipe of the column has with its own best "
     "setting, over pairs of seeds with the interval of 95 %, that of all settings together: in "
@@ -44,14 +49,11 @@ _CAPTIONS: dict[Metric, str] = {
 """What is drawn along every key."""
 
 
-def write_settings_page(findings: Findings, path: Path) -> Path:
-    """Write the page of a study; return its path.
-
-    Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
-    """
+def make_page(findings: Findings) -> Page:
+    """Return the page of a study."""
     looks = [series(place, name) for place, name in enumerate(findings.recipes)]
     table = Section(title="Recipes with settings", parts=[_table(findings, looks)], notes=[_TABLE])
-    page = Page(
+    return Page(
         title=findings.study,
         subtitle=", ".join(findings.recipes),
         findings=list(describe(findings)),
@@ -61,7 +63,6 @@ def write_settings_page(findings: Findings, path: Path) -> Path:
         sections=[table, *_transfer(findings), *_patterns(findings, looks)],
         source="a database of studies",
     )
-    return page.write(path)
 
 
 def _transfer(findings: Findings) -> Iterator[Section]:
@@ -134,7 +135,10 @@ def _table(findings: Findings, looks: Sequence[Series]) -> Table:
         column("Status", lambda one: None if one.found.finished else "unfinished", None),
     ]
     return Table(
-        name="settings", columns=columns, series=[looks[one.configuration] for one in cells]
+        name="settings",
+        columns=columns,
+        series=[looks[one.configuration] for one in cells],
+        printed=_PRINTED,
     )
 
 

@@ -6,7 +6,6 @@ of an update of all learners.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from largebatch.errors import StudyError
 from largebatch.recipe.protocols import Hardsync, Softsync
@@ -57,12 +56,8 @@ class _Drawn:
         return f"mu {self.row.cell.mu}, lambda {self.row.cell.learners}"
 
 
-def write_staleness_page(rows: Sequence[Row], path: Path, *, title: str) -> Path:
-    """Write the page of the cells that have records; return its path.
-
-    Raises StudyError where there are none, LargebatchError where the page cannot be written,
-    MissingPackageError without Bokeh.
-    """
+def make_page(rows: Sequence[Row], *, title: str) -> Page:
+    """Return the page of the cells that have records; raise StudyError if there are none."""
     if not rows:
         raise StudyError("no run of the study has ended: there is nothing to show yet")
     found = panels(rows)
@@ -76,7 +71,7 @@ def write_staleness_page(rows: Sequence[Row], path: Path, *, title: str) -> Path
     names = {f"panel {place}": name for place, name in enumerate(found)}
     products = {f"product {n}": f"{n:,}" for n in sorted({one.product for one in drawn})}
     late = [one for one in drawn if one.row.cell.sigma]
-    page = Page(
+    return Page(
         title=title,
         subtitle="; ".join(found),
         findings=[text for name, inside in found.items() for text in describe(name, inside)],
@@ -98,7 +93,6 @@ def write_staleness_page(rows: Sequence[Row], path: Path, *, title: str) -> Path
         ],
         source="the records of a study",
     )
-    return page.write(path)
 
 
 def describe(name: str, rows: Sequence[Row]) -> Iterator[str]:

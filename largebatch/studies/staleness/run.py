@@ -171,23 +171,6 @@ class Row:
         """How many of the runs did."""
         return sum(one["diverged"] is not None for one in self.found)
 
-    @property
-    def words(self) -> dict[str, str]:
-        """Columns of a table; the interval is of the mean, 95 %, over the seeds."""
-        error = self.error
-        reach = f" +- {error.high - error.mean:.2%}" if len(self.found) > 1 else ""
-        first = self.found[0]
-        return {
-            "cell": self.cell.name,
-            "top-1": f"{1 - error.mean:.2%}{reach}",
-            "diverged": f"{self.diverged} of {len(self.found)}",
-            "mean tau": f"{self.tau:.2f}",
-            "tau > 2 sigma": f"{self.late:,} of {sum(self.counts):,}",
-            "highest tau": str(len(self.staleness) - 1),
-            "updates": f"{first['updates']:,}",
-            "simulated time": f"{self.seconds:,.4g} s",
-        }
-
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
     """Return the cells that have a record."""

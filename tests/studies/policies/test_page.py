@@ -24,7 +24,7 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import StudyError
 from largebatch.report.interactive_charts import series
 from largebatch.studies.policies.by_class import MOST_CLASSES, ByClass, shown_classes
-from largebatch.studies.policies.page import thinned, write_page
+from largebatch.studies.policies.page import make_page, thinned
 from largebatch.studies.policies.standings import Axis, describe, pareto_front, stand
 from largebatch.studies.queue.results import CellResults, Result
 
@@ -62,7 +62,7 @@ def found() -> list[CellResults]:
 
 @pytest.fixture(scope="module")
 def path(found: list[CellResults], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_page(found, tmp_path_factory.mktemp("page") / "study.html", targets=[0.9])
+    return make_page(found, targets=[0.9]).write(tmp_path_factory.mktemp("page") / "study.html")
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_policies_with_two_seeds_are_too_few_to_compare_and_have_no_interval(
         "more tell policies apart."
     )
     assert not standings.has_enough_seeds
-    text = write_page(cells, tmp_path / "study.html").read_text("utf-8")
+    text = make_page(cells).write(tmp_path / "study.html").read_text("utf-8")
     assert '<div class="verdict bad">' in text
     assert "142.94" not in text
     assert stand(cells[:1], [0.9]).has_enough_seeds  # there is nothing to compare with
@@ -290,12 +290,12 @@ def test_a_page_of_thirty_six_policies_stays_small(tmp_path: Path) -> None:
              search=[trial(k, 0.1 * (k + 1), 0.9) for k in range(8)])
         for n in range(36)
     ]  # fmt: skip
-    assert write_page(many, tmp_path / "many.html").stat().st_size < 4_000_000
+    assert make_page(many).write(tmp_path / "many.html").stat().st_size < 4_000_000
 
 
 def test_a_study_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="no run that has ended"):
-        write_page([cell("early", [])], tmp_path / "study.html")
+        make_page([cell("early", [])])
 
 
 def test_a_long_shape_keeps_its_peaks_and_its_lows() -> None:

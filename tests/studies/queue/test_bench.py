@@ -26,10 +26,10 @@ from largebatch.report.run import read_run
 from largebatch.runs.interrupts import InterruptedStudyError, stop_requests
 from largebatch.runs.run import run
 from largebatch.studies.metrics import measurements, outcome
+from largebatch.studies.policies.page import make_page
 from largebatch.studies.queue import bench as bench_module
 from largebatch.studies.queue.bench import work
 from largebatch.studies.queue.cells import cells_of
-from largebatch.studies.queue.console import describe_study
 from largebatch.studies.queue.database import Claim, open_storage
 from largebatch.studies.queue.owners import Owners
 from largebatch.studies.queue.phases import Bench, Phase, Progress
@@ -99,10 +99,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def table(bench: Bench, url: str) -> list[str]:
+def table(bench: Bench, url: str) -> dict[str, dict[str, str]]:
+    """Return the printed table: the columns of each policy."""
+    assert isinstance(bench.study, Study)
     with open_storage(url) as storage:
-        assert isinstance(bench.study, Study)
-        return describe_study(bench.study, Progress(bench, storage)).splitlines()
+        text = make_page(read_results(storage), targets=bench.study.targets).text()
+    heads, *rows = (re.split(" {2,}", line.strip()) for line in text.splitlines())
+    return {row[0]: dict(zip(heads, row, strict=True)) for row in rows if len(row) == len(heads)}
 
 
 def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world: World) -> None:
@@ -121,26 +124,26 @@ def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world
         assert [one.seed for one in seeds] == [1, 2]
         assert {one.schedule.peak_lr for one in seeds} == {best.schedule.peak_lr}
         assert not any(one.data.held_out for one in seeds)
-    heads, *rows, few = table(bench, url)
-    assert few == "Too few seeds to compare: 3 or more tell policies apart."
-    assert re.split(" {2,}", heads) == [
-        *("recipe", "policy", "found", "top-1 (2 seeds)"),
-        *("updates to 99.9%", "updates to 50.0%"),
-    ]
-    for policy, row in zip(BEST, rows, strict=True):
+    rows = table(bench, url)
+    assert rows.keys() == BEST.keys()
+    for policy, row in rows.items():
         rate = world.of(policy, "seed")[0].schedule.peak_lr
-        assert f"peak_lr {rate:g}" in row
-        assert f"{100 * accuracy(policy, rate):.2f} %  " in row
-        assert row.endswith("9 (2 of 2)")
+        assert row["peak_lr"] == f"{rate:g}"
+        assert row["Top-1, %"] == f"{100 * accuracy(policy, rate):.2f}"
+        assert row["Updates to 50 %"] == "9"
+        num_reached = 2 * (accuracy(policy, rate) >= 0.999)
+        assert row["reached"] == f"{num_reached} of 2"  # the last target
 
 
 def test_a_rate_at_an_end_of_those_tried_is_marked(tmp_path: Path, world: World) -> None:
     search = {"trials": 2, "held_out": 300, "prune": False}
     bench, url = a_bench(tmp_path, search=search)
     assert work(bench, url, ignore)
-    for policy, row in zip(BEST, table(bench, url)[1:-1], strict=True):
+    for policy, row in table(bench, url).items():
         rate = world.of(policy, "seed")[0].schedule.peak_lr
-        assert f"peak_lr {rate:g} (the {({0.2: 'lowest', 0.5: 'highest'})[rate]} tried)" in row
+        assert (
+            row["At the end of the range"] == f"peak_lr {({0.2: 'lowest', 0.5: 'highest'})[rate]}"
+        )
 
 
 def test_a_resumed_study_repeats_no_run(tmp_path: Path, world: World) -> None:
@@ -202,13 +205,10 @@ def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, wor
     found_rate = world.of("fall", "seed-2")[0].schedule.peak_lr
     assert rates == pytest.approx([found_rate * scale for scale in (0.1, 0.5, 1, 5, 10)])
     assert scaled["seed-1-rate-x10"].diverged
-    heads, row = table(bench, url)
-    assert "diverged" not in row  # that is not the policy's rate
-    shown = {"rate x 0.1": accuracy("fall", found_rate * 0.1), "rate x 10": 0.1}
-    columns = dict(zip(re.split(" {2,}", heads), re.split(" {2,}", row), strict=True))
-    assert {key: columns[key] for key in shown} == {
-        key: f"{top1:.2%}" for key, top1 in shown.items()
-    }
+    row = table(bench, url)["fall"]
+    assert row["Diverged"] == "0"  # ten times the rate is not the policy's rate
+    drop = 100 * (accuracy("fall", found_rate) - 0.1)
+    assert row["Worst drop, points"] == f"{drop:.2f}"
 
 
 def stopped_after(top1: float, before: Sequence[Recorded]) -> int | None:
@@ -318,7 +318,7 @@ def test_the_lowest_rate_within_a_standard_error_of_the_best_is_found(
     bench, url = a_bench(tmp_path, policies=ONE, seeds=1, search=search)
     assert work(bench, url, ignore)
     assert {one.schedule.peak_lr for one in world.of("fall", "seed")} == {found}
-    assert f"peak_lr {found}" in table(bench, url)[1]
+    assert table(bench, url)["fall"]["peak_lr"] == f"{found:g}"
 
 
 def test_the_lower_loss_decides_between_equal_accuracies_at_one_rate(

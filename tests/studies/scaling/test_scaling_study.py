@@ -16,7 +16,7 @@ from largebatch.schedules.functions import warmup
 from largebatch.studies.hosts.starts import Found
 from largebatch.studies.hosts.worker import applied_rates
 from largebatch.studies.scaling import rows as found_rows
-from largebatch.studies.scaling.page import write_page
+from largebatch.studies.scaling.page import make_page
 from largebatch.studies.scaling.rows import Row, findings, unequal_rates
 from largebatch.studies.scaling.study import Cell, cells_of, load_study
 
@@ -156,7 +156,7 @@ def test_the_page_has_every_row_and_says_where_rates_differ(tmp_path: Path) -> N
     good, bad = applied(late=False), applied(late=True)
     rows = made(tmp_path, rates=[good, good])
     assert any("the same learning rate, bit for bit" in line for line in findings(rows))
-    path = write_page(study, rows, tmp_path / "study.html")
+    path = make_page(study, rows).write(tmp_path / "study.html")
     with started_browser() as browser, opened(browser, path) as page:
         assert [row[0] for row in rows_of(page, "cells")] == [
             row.cell.name for row in rows if row.scaling == "weak"
@@ -168,7 +168,7 @@ def test_the_page_has_every_row_and_says_where_rates_differ(tmp_path: Path) -> N
         assert rows_of(page, "cells")[0][0] == "lenet5-1x32-one-host"
     worse = made(tmp_path, rates=[good, bad])
     assert sum(line.startswith("RATES DIFFER") for line in findings(worse)) == len(SECONDS) * 3
-    assert 'class="verdict bad"' in write_page(study, worse, path).read_text()
+    assert 'class="verdict bad"' in make_page(study, worse).write(path).read_text()
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from test_page import HOSTILE
 from largebatch import load_recipe
 from largebatch.errors import StudyError
 from largebatch.studies.queue.results import SettingResults
-from largebatch.studies.settings.page import write_settings_page
+from largebatch.studies.settings.page import make_page
 from largebatch.studies.settings.settings import Findings, describe, find, overlapping
 
 TOP1 = {
@@ -144,7 +144,7 @@ def test_settings_with_two_seeds_are_too_few_to_compare(tmp_path: Path) -> None:
     assert list(describe(findings))[-1] == (
         "Too few seeds to compare: 3 or more tell settings apart."
     )
-    page = write_settings_page(findings, tmp_path / "study.html").read_text("utf-8")
+    page = make_page(findings).write(tmp_path / "study.html").read_text("utf-8")
     assert '<div class="verdict bad">' in page
     assert find(cells[:1], ("top1",)).has_enough_seeds
 
@@ -157,7 +157,7 @@ def test_a_study_without_a_run_has_no_page() -> None:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("settings") / "study.html"
-    return write_settings_page(find(found(name=HOSTILE), ("top1", "train_seconds")), path)
+    return make_page(find(found(name=HOSTILE), ("top1", "train_seconds"))).write(path)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_words_lie_side_by_side_in_the_order_of_the_study(browser: Browser, tmp_
         cell("a", name, [run(seed, top1 + seed / 100, seconds=9) for seed in (1, 2)], cache=cache)
         for name, top1, cache in (("read", 0.8, None), ("kept", 0.9, "memory"))
     ]
-    path = write_settings_page(find(cells, ("top1",)), tmp_path / "study.html")
+    path = make_page(find(cells, ("top1",))).write(tmp_path / "study.html")
     with opened(browser, path) as page:
         assert shown_axis(page, "top1_0")[0] == "execution.cache"
         factors = page.evaluate(
@@ -243,7 +243,7 @@ def test_numbers_with_a_zero_lie_side_by_side_in_their_order(tmp_path: Path) -> 
 
     findings = find([decayed(str(it), it) for it in (1e-4, 1e-2, 0.0, 1e-3)], ("top1",))
     assert (findings.keys, findings.numeric_keys) == (("optimizer.weight_decay",), ())
-    page = write_settings_page(findings, tmp_path / "study.html").read_text("utf-8")
+    page = make_page(findings).write(tmp_path / "study.html").read_text("utf-8")
     assert '"factors":["0.0","0.0001","0.001","0.01"]' in page
 
 
@@ -252,7 +252,7 @@ def test_settings_that_differ_in_a_section_too_are_not_joined(tmp_path: Path) ->
     polished = load_recipe("digits_96", ["batch.global_batch=192", "duration={steps: 600}"])
     apart = [batches[0], replace(batches[1], recipe=polished)]
     joined, alone = (
-        write_settings_page(find(each, ("top1",)), tmp_path / "study.html").read_text("utf-8")
+        make_page(find(each, ("top1",))).write(tmp_path / "study.html").read_text("utf-8")
         for each in (batches, apart)
     )
     assert find(apart, ("top1",)).keys == ("batch.global_batch",)

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page
 from short_staleness import STUDY, write_study
 
 from largebatch.errors import LargebatchError, StudyError
-from largebatch.studies.staleness.page import describe, write_staleness_page
+from largebatch.studies.staleness.page import describe, make_page
 from largebatch.studies.staleness.run import Row
 from largebatch.studies.staleness.study import Cell, cells_of, load_study
 
@@ -52,7 +52,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def path(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_staleness_page(rows, tmp_path_factory.mktemp("page") / "study.html", title=HOSTILE)
+    return make_page(rows, title=HOSTILE).write(tmp_path_factory.mktemp("page") / "study.html")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
 
 def test_what_cannot_be_shown_or_written_is_an_error(rows: list[Row], tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="no run of the study has ended"):
-        write_staleness_page([], tmp_path / "study.html", title="empty")
+        make_page([], title="empty")
     (tmp_path / "file").touch()
     with pytest.raises(LargebatchError, match=r"file/study.html: the page cannot be written: "):
-        write_staleness_page(rows[:1], tmp_path / "file" / "study.html", title=STUDY["name"])
+        make_page(rows[:1], title=STUDY["name"]).write(tmp_path / "file" / "study.html")
