@@ -208,7 +208,7 @@ def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:
     }
     often = {line: number for line, number in waits["pageable"].items() if number >= BEFORE}
     assert list(often) == [next(iter(often))]
-    assert next(iter(often)).startswith("runs/build.py")  # the model, once
+    assert next(iter(often)).startswith("models/of_recipe.py")  # the model, once
 
 
 def polished(device: torch.device, backend: Backend | None) -> tuple[nn.Module, float, int]:
