@@ -100,7 +100,7 @@ def test_counters_of_all_links_are_within_five_percent_of_the_formulas(
     assert main(words) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("The counters of all links are within 5%") for line in lines)
-    assert lines[-1] == str(tmp_path / "out" / "study.html")
+    assert lines[-1] == f"page: {tmp_path / 'out' / 'study.html'}"
     model = 4 * 432_080  # LeNet-5 for three colours and ten classes
     for layout, busiest in {"central": 2, "beside": 0, "ring": 0, "ring-horovod": 1}.items():
         if not (path := tmp_path / "out" / f"lenet5-{layout}-2" / "seed-1.json").exists():
