@@ -3,7 +3,7 @@
 Every task predicts one of K classes for each label; a sample has one label or several. The loss is
 the cross-entropy for all tasks, `evaluate` counts the same numbers, and a `Metric` is a function of
 them. The task of images and their classes is here. To add another, write one more `Task` beside the
-section of its data and enter it in `TASKS` (keys.py).
+section of its data, enter it in `TASKS` (keys.py), and open its samples in `runs/build.py`.
 """
 
 import math

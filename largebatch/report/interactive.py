@@ -54,13 +54,14 @@ class Column:
         """Yield what a table shows of each value."""
         for place, value in enumerate(self.values):
             is_missing, is_number = _is_missing(value), self.form is not None
+            strength = self.strengths[place] if self.strengths else 0.0
             shown = f"{value:{self.form}}{self.unit}" if is_number and not is_missing else value
             yield {
                 "text": MISSING if is_missing else shown,
                 "is_missing": is_missing,
                 "number": value if is_number and not is_missing else None,
                 "detail": self.details[place] if self.details else "",
-                "strength": round(STRONGEST * self.strengths[place]) if self.strengths else 0,
+                "strength": 0 if math.isnan(strength) else round(STRONGEST * strength),
                 "tooltip": self.tooltips[place] if self.tooltips else "",
             }
 
@@ -110,7 +111,7 @@ class Table:
     def rows(self) -> Iterator[tuple[Series | None, tuple[dict[str, Any], ...]]]:
         """Yield the series and the cells of each row."""
         cells = list(zip(*(column.cells() for column in self.shown), strict=True))
-        return zip(self.series or [None] * len(cells), cells, strict=True)
+        return zip(self.series or [None] * len(cells), cells, strict=bool(cells))
 
     def text(self) -> str:
         """Return the table as aligned lines for a terminal."""

@@ -127,7 +127,13 @@ def _draw(trainer: Trainer, folder: Path) -> None:
             record_worst(trainer.pipeline, folder)
     except Exception as error:  # a data set of the user's own raises all kinds; the run is done
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
-    write_report(folder, sections=SECTIONS)
+    try:
+        write_report(folder, sections=SECTIONS)
+    except (OSError, LargebatchError):
+        raise
+    except Exception as error:  # the run is recorded, and its own error is the one to see
+        again = f"largebatch report {folder}"
+        _LOG.warning("%s: the report was not drawn: %s; draw it with `%s`", folder, error, again)
 
 
 def summarize(trainer: Trainer, status: Status) -> Summary:

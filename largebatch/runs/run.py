@@ -6,6 +6,7 @@ charts and checkpoints/. It is made when everything that the user can get wrong 
 
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -84,7 +85,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     `recipe` is one that load_recipe returned, the name of an installed one or the path of a file.
     Starts `workers` processes on this machine, unless this process is itself one of several that
     torchrun, horovodrun or srun started. `out` is the run folder, by default runs/<name>-<time>;
-    `restarts` and `min_workers` are as in restarting; the rest is as in Options.
+    `restarts` and `min_workers` are as in restarting (`least`); the rest is as in Options.
 
     A data set or a model of the caller's own is named, and not passed: workers are processes of
     their own, which import it. `dataset` is module:function, which returns data sets (train, val),
@@ -111,7 +112,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         allow=tuple(allow),
         report=report,
     )
-    _require_options(chosen, workers, restarts=restarts)
+    _require_options(chosen, workers, restarts=restarts, min_workers=min_workers)
     if worker_rank() in {None, 0}:
         check_folder(chosen.out, resume=resume)
         if "mlperf" in recipe.tracking and recipe.data.source == "folder" and chosen.data:
@@ -134,13 +135,20 @@ def _as_recipe(recipe: Recipe | Path | str) -> Recipe:
     )
 
 
-def _require_options(options: Options, workers: int, *, restarts: int) -> None:
+def _require_options(
+    options: Options, workers: int, *, restarts: int, min_workers: int | None
+) -> None:
     """Raise BackendError if the options contradict each other."""
     is_worker = worker_rank() is not None
     if restarts and (workers == 1 or is_worker):
         raise BackendError(
             "--restarts starts the processes of --workers again; leave it out, and start this "
             "command again with --resume auto"
+        )
+    if min_workers is not None and not (restarts and 1 <= min_workers <= workers):
+        raise BackendError(
+            f"--min-workers {min_workers} is the least number of workers to restart with: it needs "
+            f"--restarts, and expected 1 to {workers}, the number of --workers"
         )
     if workers != 1 and is_worker:
         raise BackendError(
@@ -161,6 +169,7 @@ def restarting(
     saved nothing before one died, there are fewer of them the next time, as the plan allows, and
     no fewer than `least`.
     """
+    start, limit = time.monotonic(), options.time_limit
     for left in reversed(range(restarts + 1)):
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
@@ -176,6 +185,9 @@ def restarting(
                 raise
             if describe_saved(options.out) == saved:
                 workers = _fewer(recipe, options, workers, least=least)
+            if limit is not None:  # of the whole command, not of each start
+                limit_left = max(0.0, limit - (time.monotonic() - start))
+                options = replace(options, time_limit=limit_left)
             options = replace(options, resume="auto")
             sys.stderr.write(
                 f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
@@ -230,7 +242,7 @@ def _remarks(trainer: Trainer, options: Options, *, resumed: bool) -> Iterator[s
     if recipe.execution.compile:
         yield _COMPILING
     if options.resume == "auto" and not resumed:
-        yield f"nothing to go on from in {options.out}; the run begins afresh"
+        yield f"no checkpoint in {options.out}; starting a new run"
 
 
 def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:

@@ -1,4 +1,4 @@
-"""The sections that wings add to the report of a run."""
+"""The sections that extensions add to the report of a run."""
 
 from largebatch.training.protocols.section import learners_section
 

@@ -16,7 +16,7 @@ from largebatch.tracking.events import (
     StageResult,
 )
 from largebatch.training import saving
-from largebatch.training.evaluation import Answers, Metrics, evaluate
+from largebatch.training.evaluation import Answers, Metrics
 from largebatch.training.mistakes import find_mistakes
 from largebatch.training.trainer import Trainer
 
@@ -118,9 +118,7 @@ def _decide(
     """
     if not _decides(trainer):
         return None, True
-    samples = len(trainer.pipeline.held_out_samples)
-    batches = trainer.pipeline.held_out()
-    metrics = evaluate(trainer.state.model, batches, trainer.backend, expected=samples)
+    metrics = trainer.measure_held_out()
     if last is None:
         return metrics.top1, True
     assert last.held_out is not None
@@ -130,7 +128,7 @@ def _decide(
         Decision(
             stage=name,
             step=trainer.state.progress.step,
-            samples=samples,
+            samples=len(trainer.pipeline.held_out_samples),
             before=last.held_out,
             after=metrics.top1,
             kept=kept,

@@ -86,7 +86,7 @@ def _swa(trainer: Trainer, _: range, __: int) -> None:
     if not isinstance(average, SWA):
         return
     if not average.num_models:
-        trainer.note("swa", "there is no mean: the updates that it was to be of were rolled back")
+        trainer.note("swa", "SWA skipped: all updates that it would have averaged were rolled back")
         trainer.state.average = None
         return
     begin_stage(trainer)
@@ -185,7 +185,7 @@ def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) ->
     begin_stage(trainer)
     diverged = None
     try:
-        _make_updates_again(trainer, name, steps, until)
+        _make_updates_with_retries(trainer, name, steps, until)
     except DivergedError as error:
         if not state.snapshot:  # nothing to roll back to
             raise
@@ -199,7 +199,7 @@ def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) ->
         end_stage(trainer, name, num_steps=made, note=diverged, failed=diverged is not None)
 
 
-def _make_updates_again(trainer: Trainer, name: StageName, steps: range, until: int) -> None:
+def _make_updates_with_retries(trainer: Trainer, name: StageName, steps: range, until: int) -> None:
     """Make the updates of a stage; with nonfinite.action: roll_back, again after they diverged."""
     state, nonfinite = trainer.state, trainer.recipe.nonfinite
     failed: set[int] = set()
@@ -212,6 +212,7 @@ def _make_updates_again(trainer: Trainer, name: StageName, steps: range, until: 
             if not again or at in failed or not return_to_checkpoint(trainer, after=str(error)):
                 raise
             failed.add(at)
+            begin_stage(trainer)  # a checkpoint of the stage's start holds no snapshot
         else:
             return
 

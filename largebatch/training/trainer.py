@@ -50,7 +50,7 @@ there and where `plan.evaluate_after` and the checkpoints of the recipe need it.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The objects of one run on one worker. Training changes only `state`."""
+    """The objects of one run on one worker. Attributes are never rebound."""
 
     recipe: Recipe
     plan: Plan
@@ -119,6 +119,15 @@ class Trainer:
         expected = samples.samples * self.recipe.data.sample().num_labels
         with self._measurable():
             return evaluate(self.state.model, samples, self.backend, expected=expected)
+
+    def measure_held_out(self) -> Metrics:
+        """Evaluate the current model on the training samples that are held out."""
+        samples = len(self.pipeline.held_out_samples)
+        expected = samples * self.recipe.data.sample().num_labels
+        with self._measurable():
+            return evaluate(
+                self.state.model, self.pipeline.held_out(), self.backend, expected=expected
+            )
 
     def measure_test(self) -> Metrics:
         """Evaluate the current model on the test data; raise DataError if there is none."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from short_runs import a_recipe, content, log, weights
+from short_runs import CLEAN, a_recipe, content, log, weights
 from torch import Tensor, nn
 
 from largebatch import run
@@ -26,7 +26,8 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs import build
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
-from largebatch.training import saving
+from largebatch.tracking.events import StageName
+from largebatch.training import saving, stages, updates
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.saving import restore
@@ -418,6 +419,32 @@ def test_a_bad_number_that_comes_once_is_computed_again(
     assert "rolled back to step 2: the training loss became nan" in log(out, "note")[0]["text"]
     assert_same_end(out, whole)
     assert main(["report", str(out)]) == DONE
+
+
+def test_a_stage_computed_again_from_its_start_can_still_be_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def diverging(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
+        if name == "clean":
+            tries.append(steps.start)
+            if len(tries) == 1:
+                raise DivergedError("planted")
+        updates.make_updates(trainer, name, steps, until=until)
+        if name == "clean":
+            for parameter in trainer.state.model.parameters():
+                parameter.data.zero_()
+
+    monkeypatch.setattr(stages, "make_updates", diverging)
+    judged = ("polish.keep=better", "polish.held_out=100", "nonfinite={action: roll_back}")
+    summary = run(a_recipe(CLEAN, changes=judged), out=tmp_path / "run")
+    assert summary.status == "finished"
+    assert len(tries) == 2
+    assert [(stage.name, stage.kept) for stage in summary.stages] == [
+        ("train", True),
+        ("clean", False),
+    ]
 
 
 def test_a_bad_number_that_comes_back_stops_the_run(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from killed import kill_worker
@@ -24,7 +25,7 @@ def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(
         run(a_recipe(CLEAN), out=tmp_path / "run", resume="auto", max_steps=steps)
         assert content(tmp_path / "run")["progress"]["step"] == steps
     printed = capsys.readouterr().out
-    assert printed.count("the run begins afresh") == 1
+    assert printed.count("starting a new run") == 1
     assert printed.count("resumed at step 2") == 1
 
 
@@ -48,6 +49,7 @@ class Machine:
         self.folder, self.ends = folder / "checkpoints", ends
         self.folder.mkdir()
         self.started: list[tuple[int, object]] = []
+        self.limits: list[float | None] = []
 
     def start(
         self, command: list[str], *, workers: int, horovod: bool, optional: Sequence[int]
@@ -55,6 +57,7 @@ class Machine:
         _, options = JOB.validate_json(command[-1])
         assert not optional  # the recipe has no protocol
         self.started.append((workers, options.resume))
+        self.limits.append(options.time_limit)
         end = self.ends[len(self.started) - 1]
         if end == "saved":
             (self.folder / f"step-{len(self.started):08d}.safetensors").touch()
@@ -102,6 +105,32 @@ def test_workers_are_not_restarted_indefinitely(
     with pytest.raises(error):
         restarting(a_recipe(CLEAN), Options(out=tmp_path), 2, restarts=2, least=2)
     assert len(machine.started) == len(ends)
+
+
+def test_the_time_limit_is_that_of_all_starts_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, ["saved", "saved", "well"])
+    times = iter([0.0, 100.0, 260.0])
+    monkeypatch.setattr(runs, "start_workers", machine.start)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    options = Options(out=tmp_path, time_limit=250.0)
+    restarting(a_recipe(CLEAN), options, 2, restarts=2, least=2)
+    assert machine.limits == [250.0, 150.0, 0.0]
+
+
+@pytest.mark.parametrize(("workers", "restarts"), [(2, 0), (2, 1), (1, 0)])
+def test_a_least_number_of_workers_that_cannot_apply_is_refused(
+    tmp_path: Path, workers: int, restarts: int
+) -> None:
+    with pytest.raises(BackendError, match="--min-workers 5 .* needs --restarts"):
+        run(
+            a_recipe(CLEAN),
+            out=tmp_path / "run",
+            workers=workers,
+            restarts=restarts,
+            min_workers=5,
+        )
 
 
 def test_a_single_process_cannot_restart_itself(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_study_that_is_done_is_shown_without_its_images(
     fill(tmp_path, {"one": measured}, recipes={"images": images})
     words = ["lr", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)]
     assert main(words) == DONE
-    assert "images  one" in capsys.readouterr().out
+    assert "\none  " in capsys.readouterr().out
 
 
 def test_a_dry_run_prints_the_runs_and_leaves_nothing(
