@@ -1,7 +1,7 @@
 """Saves a run and restores it, and compares the weights of the workers."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.connection import broadcast_bytes
@@ -124,6 +124,19 @@ def return_to_checkpoint(trainer: Trainer, *, after: str) -> bool:
     if checkpoint is None or len(checkpoint.stages) != len(trainer.state.stages):
         return False
     trainer.note(trainer.stage, f"rolled back to step {checkpoint.progress.step}: {after}")
+    if checkpoint.progress.step == trainer.plan.steps:  # the affine stage starts again
+        checkpoint = _without_optimizer(trainer, checkpoint)
     restore(trainer, checkpoint)
     trainer.begin()
     return True
+
+
+def _without_optimizer(trainer: Trainer, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint of the end of the schedule as the start of the affine stage.
+
+    That stage has another optimizer, which starts without momentum.
+    """
+    trainer.state.use(trainer.build_affine())
+    fresh = trainer.state.state_dict()
+    state = {**checkpoint.state, "optimizer": fresh["optimizer"], "extra": fresh["extra"]}
+    return replace(checkpoint, state=state)

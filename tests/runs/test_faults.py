@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from short_runs import CLEAN, a_recipe, content, log, weights
+from short_runs import AFFINE, CLEAN, a_recipe, content, log, weights
 from torch import Tensor, nn
 
 from largebatch import run
@@ -419,6 +419,28 @@ def test_a_bad_number_that_comes_once_is_computed_again(
     assert "rolled back to step 2: the training loss became nan" in log(out, "note")[0]["text"]
     assert_same_end(out, whole)
     assert main(["report", str(out)]) == DONE
+
+
+def test_the_affine_stage_starts_again_without_momentum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [DivergedError("planted")]
+
+    def diverging(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
+        updates.make_updates(trainer, name, steps, until=until)
+        if name == "affine" and failures:
+            trainer.state.progress.step = steps.stop - 1
+            raise failures.pop()
+
+    changes = ("nonfinite={action: roll_back}",)
+    plain = run(a_recipe(AFFINE, changes=changes), out=tmp_path / "plain")
+    monkeypatch.setattr(stages, "make_updates", diverging)
+    again = run(a_recipe(AFFINE, changes=changes), out=tmp_path / "again")
+    assert not failures
+    assert "rolled back to step 8: planted" in log(tmp_path / "again", "note")[0]["text"]
+    assert (again.loss, again.steps) == (plain.loss, plain.steps)
+    ours, other = weights(tmp_path / "again"), weights(tmp_path / "plain")
+    assert all(torch.equal(ours[name], other[name]) for name in other)
 
 
 def test_a_stage_computed_again_from_its_start_can_still_be_rolled_back(
