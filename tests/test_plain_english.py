@@ -35,11 +35,11 @@ PLAIN_STARTS = [
 
 # Each broken by its first text and by none of the others.
 STANDING = {
-    r"\banew\b(?! with another --out)": ("drawn anew", "a new one"),
+    r"\banew\b": ("drawn anew", "a new one"),
     r"\bfor ever\b": ("they wait\n# for ever", "for every worker"),
     r"\bbefell\b": ("what befell others", "what happened"),
     r"\blest\b": ("lest it fail", "the smallest"),
-    r"(?<!`)\bheard\b(?!=)": ("a signal was heard", "unheard-of"),
+    r"\bheard\b": ("a signal was heard", "unheard-of"),
     r"\bowed\b": ("gradients owed", "allowed"),
     r"\bforeign\b(?! keys?\b)": ("foreign data", "a foreign key of a table"),
     r"\bas far as (?:it goes|they go)\b": ("as far as it goes", "as far as is known"),
@@ -47,7 +47,7 @@ STANDING = {
     r"\bwith some to spare\b": ("with some to spare", "spare"),
     r"\banswers? to the pointer\b": ("a page answers to the pointer", "answers to questions"),
     r"\bby the clock\b": ("by the clock", "clock"),
-    r"\bso many\b(?!,? (?:as in|(?:\S+ )?that)\b)": (
+    r"\bso many\b(?!,? (?:\S+ )?that\b)": (
         "after so many updates",
         "so many files that it fails",
     ),

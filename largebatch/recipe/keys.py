@@ -231,6 +231,6 @@ class Keys(Section):
 
     @property
     def train_samples(self) -> int:
-        """Number of training images, without held-out ones."""
+        """Number of training samples, without held-out ones."""
         held_out = self.polish.held_out if self.polish else None
         return self.data.train_split - (held_out or 0)

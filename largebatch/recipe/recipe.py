@@ -1,9 +1,9 @@
 """The recipe: one YAML file that describes a training run completely.
 
 A recipe states the mathematics of an experiment. What only makes a machine fast stands apart, in
-`execution`; how many workers there are and where the data lies is given on the command line, and
-none of it can change the result. Every section is frozen and strict; an unknown key is an error.
-What decides the result has no default, except where the literature agrees on one.
+`execution`; the number of workers and the folder of the data are given on the command line. None of
+it changes the result beyond the rounding of fp32. Every section is frozen and strict; an unknown
+key is an error. What decides the result has no default, except where the literature agrees on one.
 """
 
 from typing import Self

@@ -204,8 +204,8 @@ def _reduction(recipe: Keys) -> Iterator[str]:
             "reduction.dtype: fp16 needs precision: fp16, whose loss scale keeps small "
             "gradients from vanishing; or send in bf16"
         )
-    parts, span = reduction.parts or 1, batch.bn_span or 1
-    if batch.global_batch % (span * parts):
+    parts, span = reduction.parts, batch.bn_span or 1
+    if parts is not None and batch.global_batch % (span * parts):
         yield (
             f"reduction.parts ({parts}) does not divide batch.global_batch ({batch.global_batch}) "
             f"into parts of whole BatchNorm spans; it must divide {batch.global_batch // span}"

@@ -81,9 +81,9 @@ def join(
 ) -> Iterator[Backend]:
     """Join the other workers, once in a process: the address where they meet serves one meeting.
 
-    `starting` and `splits` are as in connect. They are left when all went well, for else they may
-    be gone. Raises MismatchError on every worker unless they have the same options and packages and
-    state the same `facts`.
+    `starting` and `splits` are as in connect. The backend is closed on success only: after an error
+    the other workers may be gone. Raises MismatchError on every worker unless they have the same
+    options and packages and state the same `facts`.
     """
     for name in options.imports:
         import_own(name)
@@ -146,7 +146,7 @@ def open_trainer(
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
         limit = time_limit(here, options, rank=backend.rank)
         wants_stop = opened.enter_context(
-            stop_requests(heard=handles_signals, limit=limit, begun=begun)
+            stop_requests(handles_signals=handles_signals, limit=limit, begun=begun)
         )
         trackers: list[Tracker] = []
         emit = partial(record, trackers)

@@ -71,15 +71,15 @@ def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Itera
 
 @contextmanager
 def stop_requests(
-    *, heard: bool, limit: float | None = None, begun: float | None = None
+    *, handles_signals: bool, limit: float | None = None, begun: float | None = None
 ) -> Iterator[Callable[[], bool]]:
     """Yield whether to stop: after a signal, or when `limit` seconds are nearly over.
 
     They count from `begun`, a time of the monotonic clock, or from now.
 
-    The second request raises KeyboardInterrupt. `heard`: the first one is answered by a line on the
-    terminal. What start_workers started has no second one: its launcher, which may pass on what the
-    worker got as well, kills it then.
+    The second request raises KeyboardInterrupt. If `handles_signals`, the first one prints a line.
+    What start_workers started has no second one: its launcher, which may pass on what the worker
+    got as well, kills it then.
     """
     requests = Requests()
     launched = LAUNCHER in os.environ
@@ -87,7 +87,9 @@ def stop_requests(
     def add(*_: object) -> None:
         first = not requests.any
         requests.add()
-        if first and heard:  # by the system's own call: a stream may be in the middle of a line
+        if (
+            first and handles_signals
+        ):  # by the system's own call: a stream may be in the middle of a line
             os.write(2, HEARD)
         if requests.again and not launched:
             raise KeyboardInterrupt

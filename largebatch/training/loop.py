@@ -1,7 +1,7 @@
 """The training loop. If you read one file of this package, read this one.
 
 A step is: set the learning rate, accumulate the gradients of one global batch, reduce, update. The
-loop does not depend on YAML, LARS or the number of workers; `run` combines these. It is a
+loop does not depend on YAML, LARS or the number of workers; runs/build.py combines these. It is a
 generator: its caller logs, evaluates and saves between two updates, or stops.
 """
 
@@ -79,7 +79,7 @@ class Update(NamedTuple):
     """True if all gradients of the global batch were finite: 0-d bool, on the device."""
 
     data: Stopwatch
-    """Time that the update waited for its images."""
+    """Seconds spent waiting for input."""
 
     reduction: Stopwatch
     """Time that it waited for the summed gradients after computing its own: the network, and slower

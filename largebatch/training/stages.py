@@ -68,7 +68,7 @@ def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: holds a run that was polished after {step:,} of {plan.updates:,} updates, "
             "which training cannot go on from; resume the run that was polished, in its own "
-            "folder, or begin anew with another --out"
+            "folder, or start a new run with another --out"
         )
 
 

@@ -76,7 +76,7 @@ class Trainer:
     writer: Writer
     """Writes to `checkpoints`."""
 
-    updates: "Updates"
+    updates: Updates
     """Makes the updates of a stage: `synchronous_updates`, or those of an extension."""
 
     profiler: Profiler | None = None

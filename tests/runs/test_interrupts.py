@@ -20,7 +20,7 @@ import os, signal, sys, time
 from largebatch.runs.interrupts import stop_requests
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-with stop_requests(heard=True) as wants_stop:
+with stop_requests(handles_signals=True) as wants_stop:
     print("ready", flush=True)
     try:
         for number in map(int, sys.stdin):
@@ -86,7 +86,7 @@ def test_a_run_that_is_stopped_at_once_names_what_is_saved(
 def test_a_time_limit_counts_from_when_it_is_said_to_begin() -> None:
     begun = time.monotonic() - 100
     for limit, is_over in ((90.0, True), (3600.0, False)):
-        with stop_requests(heard=False, limit=limit, begun=begun) as wants_stop:
+        with stop_requests(handles_signals=False, limit=limit, begun=begun) as wants_stop:
             assert wants_stop() is is_over
 
 

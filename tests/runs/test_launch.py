@@ -102,7 +102,7 @@ def sleep_until_asked(folder: Path) -> str:
 
 def stop_when_asked(folder: Path) -> str:
     """Answer as a run does, and take a while to save."""
-    with stop_requests(heard=False) as wants_stop:
+    with stop_requests(handles_signals=False) as wants_stop:
         (folder / str(os.getpid())).touch()
         while not wants_stop():
             time.sleep(0.05)

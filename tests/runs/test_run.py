@@ -19,7 +19,7 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from PIL import Image
-from short_runs import SMALL, a_recipe
+from short_runs import SMALL, STATISTICS, a_recipe, log
 
 from largebatch import load_recipe, run
 from largebatch.cli.arguments import INTERRUPTED
@@ -38,11 +38,6 @@ CHANGES = [
     *("schedule.warmup.epochs=1", "evaluation.every_epochs=2", *SMALL),
 ]
 SHORT = [word for change in CHANGES for word in ("--set", change)]
-
-
-def log(folder: Path, event: str) -> list[dict[str, Any]]:
-    lines = (folder / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -479,3 +474,25 @@ def test_worst_images_that_cannot_be_read_again_do_not_fail_a_run_that_is_done(
     assert run(recipe, out=tmp_path / "run").status == "finished"
     assert "left out of the report: the database is closed" in caplog.text
     assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_that_cannot_be_drawn_hides_no_end_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, fails: bool
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("drawing failed")
+
+    def end(*_: object, **__: object) -> bool:
+        raise DivergedError("planted")
+
+    monkeypatch.setattr("largebatch.runs.record.write_report", broken)
+    if fails:
+        monkeypatch.setattr("largebatch.runs.run.run_stages", end)
+    expected = pytest.raises(DivergedError, match="planted") if fails else contextlib.nullcontext()
+    with expected:
+        run(a_recipe(STATISTICS), out=tmp_path / "run", max_steps=1)
+    assert "the report was not drawn: drawing failed" in caplog.text
+    assert log(tmp_path / "run", "finish")[0]["summary"]["status"] == (
+        "failed" if fails else "paused"
+    )

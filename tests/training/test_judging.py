@@ -1,6 +1,8 @@
 """What decides on a stage: images held out, counted here with plain PyTorch; a tie undoes it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,3 +132,25 @@ def test_a_stage_is_judged_by_every_label_of_a_sample() -> None:
     decision = second.events[-1]
     assert isinstance(decision, Decision)
     assert decision.samples == 5
+
+
+def test_the_held_out_samples_are_evaluated_uncompiled_as_the_validation_data_is() -> None:
+    stances: list[str] = []
+
+    @contextmanager
+    def uncompiled() -> Iterator[None]:
+        stances.append("eager")
+        yield
+        stances.append("default")
+
+    def during(images: Tensor) -> Tensor:
+        assert stances[-1] == "eager"
+        return images
+
+    second = Second(before=6, after=scores(7))
+    with (
+        mock.patch("largebatch.training.trainer.uncompiled", uncompiled),
+        mock.patch.object(second.state.model, "forward", during),
+    ):
+        assert second.end("affine").kept
+    assert stances == ["eager", "default"] * 2

@@ -313,5 +313,5 @@ def require_tensors(model: nn.Module, recipe: Recipe) -> None:
     if servers > len(trained):
         raise RecipeError(
             f"protocol.servers: {servers} servers hold whole tensors, and a stage of this recipe "
-            f"trains {len(trained)}: give at most so many, as in {{centralised: {len(trained)}}}"
+            f"trains {len(trained)}: give at most that many, as in {{centralised: {len(trained)}}}"
         )

@@ -391,7 +391,7 @@ def test_a_request_to_stop_that_comes_as_a_run_ends_is_not_lost(
     """It comes after the run has last looked, so that its summary tells nothing of it."""
 
     def end(*_: object, **__: object) -> SimpleNamespace:
-        with stop_requests(heard=False):
+        with stop_requests(handles_signals=False):
             os.kill(os.getpid(), signal.SIGTERM)
         if ending == "diverges":
             raise DivergedError("the loss is infinite")
