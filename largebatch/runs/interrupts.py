@@ -87,10 +87,8 @@ def stop_requests(
     def add(*_: object) -> None:
         first = not requests.any
         requests.add()
-        if (
-            first and handles_signals
-        ):  # by the system's own call: a stream may be in the middle of a line
-            os.write(2, HEARD)
+        if first and handles_signals:
+            os.write(2, HEARD)  # not by a stream, which may be in the middle of a line
         if requests.again and not launched:
             raise KeyboardInterrupt
 
