@@ -9,6 +9,7 @@ from largebatch.cli.arguments import Command
 from largebatch.cli.data import show_index
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
+from largebatch.formatting import duration
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.writing import recipe_name
@@ -125,19 +126,8 @@ def _show_choices(found: "Survey", recipe: "Recipe", plan: Plan) -> None:
 
 def _show_time(found: "TimeEstimate") -> None:
     print(
-        f"about {_duration(found.seconds)} on this machine, one worker on {found.device}: "
+        f"about {duration(found.seconds)} on this machine, one worker on {found.device}: "
         f"{found.trained_per_second:,.0f} images a second were trained on\n"
         "  included: training and polishing, evaluations, reading the images\n"
         "  not included: starting, checkpoints, the report"
     )
-
-
-def _duration(seconds: float) -> str:
-    """Format a time in seconds, minutes or hours.
-
-    >>> [_duration(seconds) for seconds in (5, 600, 36_000)]
-    ['5 s', '10 min', '10.0 h']
-    """
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

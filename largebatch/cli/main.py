@@ -49,6 +49,7 @@ from largebatch.cli.arguments import (
     out_folder,
 )
 from largebatch.cli.parser import Parser, cut, print_overview
+from largebatch.cli.printing import print_rows
 from largebatch.distributed.environment import (
     LAUNCHER,
     join_slurm,
@@ -232,8 +233,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from largebatch.cli.doctor import examine, examine_network
 
     if not args.network:
-        for finding in examine():
-            print(finding)
+        for name, finding in examine():
+            print_rows({name: finding}, width=12)
         return DONE
     from largebatch.distributed.connection import connect
 

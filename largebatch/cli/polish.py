@@ -17,7 +17,8 @@ from largebatch.cli.arguments import (
 )
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
-from largebatch.recipe.sections import LARGEST, MAX_EPOCHS
+from largebatch.formatting import aligned
+from largebatch.recipe.base import LARGEST, MAX_EPOCHS
 from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 _EPOCHS = 1.0
 """Default epochs of a comparison's updates."""
 
-_HEAD = f"{'':>12}{'top-1':>9}{'top-5':>9}{'loss':>9}{'seconds':>10}"
+_HEAD = ("method    ", "  top-1", "  top-5", "  loss", "seconds", "")
+"""Headers of the comparison, as wide as its columns: its rows are printed one at a time."""
 
 
 def add_commands(command: Command) -> None:
@@ -133,15 +135,12 @@ def _compare(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with _comparison(args) as result:
         for row in result.rows:
-            if first and not rows:
-                print(_HEAD)
-            rows.append(asdict(row))
             if first:
-                print(
-                    f"{row.mode:>12}{row.top1:>9.2%}{row.top5:>9.2%}{row.loss:>9.4f}"
-                    f"{row.seconds:>10.1f}{'  ' + row.note if row.note else ''}",
-                    flush=True,
-                )
+                accuracies = (f"{row.top1:.2%}", f"{row.top5:.2%}", f"{row.loss:.4f}")
+                cells = (row.mode, *accuracies, f"{row.seconds:.1f}", row.note or "")
+                lines = aligned([_HEAD, cells], right=range(1, 5)).splitlines()
+                print("\n".join(lines[bool(rows) :]), flush=True)
+            rows.append(asdict(row))
     if first and args.out is not None:
         what = {
             "of": str(args.checkpoint or args.weights),

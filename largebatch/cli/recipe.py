@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import textwrap
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from largebatch.cli.arguments import (
 )
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
+from largebatch.formatting import aligned, duration, plural, three_digits
 from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
@@ -172,22 +172,10 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
         share = plan.device_batch * plan.accumulation
         run += step * rounds * replica.steps * replica.global_batch / share
     return (
-        f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
-        f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
+        f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
+        f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
+        f"measured on {found.samples} samples"
     )
-
-
-def _time(seconds: float) -> str:
-    """Format a time.
-
-    >>> [_time(seconds) for seconds in (0.0312, 100, 5000, 1e6)]
-    ['0.031 s', '0:01:40', '1:23:20', '11.6 days']
-    """
-    if seconds < 60:
-        return f"{seconds:.2g} s"
-    if seconds < 86_400:
-        return str(timedelta(seconds=round(seconds)))
-    return f"{seconds / 86_400:,.1f} days"
 
 
 def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
@@ -242,12 +230,8 @@ def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(recipe.optimizer, LARS) else ""
         return f"keeps the rules of {division}{remark}"
-    number = f"{len(rules)} rule" + "s" * (len(rules) > 1)
-    key, value = (max(len(text) for text in column) for column in zip(
-        *((rule.setting, rule.found) for rule in rules), strict=True
-    ))  # fmt: skip
-    lines = [f"  {rule.setting:<{key}}  {rule.found:<{value}}  {rule.rule}" for rule in rules]
-    return "\n".join([f"breaks {number} of {division}", *lines])
+    table = aligned([(rule.setting, rule.found, rule.rule) for rule in rules])
+    return f"breaks {plural(len(rules), 'rule')} of {division}\n{textwrap.indent(table, '  ')}"
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -276,24 +260,28 @@ def _recipes(_args: argparse.Namespace) -> int:
     Rows fit 80 columns; a wider terminal shows more of the source.
     """
     width = max(80, shutil.get_terminal_size().columns) - 51
-    print(f"  {'recipe':31}  {'batch':>6}  epochs  measured here, or after whom")
     groups = []
     for data_set, texts in by_data_set().items():
         found = {name: (parse_recipe(text), origin(text)) for name, text in texts.items()}
         embedded = any(recipe.data.source == "digits" for recipe, _ in found.values())
         measured = any(header.measured for _, header in found.values())
         groups.append((not embedded, not measured, data_set, found))
+    rows, headings = [("recipe", "batch", "epochs", "measured here, or after whom")], {}
     for needs_data, _, data_set, found in sorted(groups, key=lambda group: group[:3]):
-        print(f"\n{data_set} ({'needs --data DIR' if needs_data else 'embedded, needs no --data'})")
+        where = "needs --data DIR" if needs_data else "embedded, needs no --data"
+        headings[len(rows)] = f"\n{data_set} ({where})"
         for name in sorted(found, key=lambda name: not found[name][1].measured):
             recipe, header = found[name]
             plan = plan_updates(recipe)
             source = f"after {header.after}" if header.after else "not measured here"
             words = re.split(r" \(|, ", header.measured)[0] or source
-            print(
-                f"  {name:31}  {plan.global_batch:>6,}  {plan.epoch(plan.steps):>6.1f}  "
-                f"{textwrap.shorten(words, width, placeholder='...')}"
-            )
+            short = textwrap.shorten(words, width, placeholder="...")
+            epochs = f"{plan.epoch(plan.steps):.1f}"
+            rows.append((name, f"{plan.global_batch:,}", epochs, short))
+    for place, line in enumerate(aligned(rows, right=(1, 2)).splitlines()):
+        if place in headings:
+            print(headings[place])
+        print(f"  {line}")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
     return 0
 

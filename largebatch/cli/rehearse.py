@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from largebatch.cli.arguments import Command, add_execution, add_imports, add_recipe, count
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, shorten
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.describe import describe_spans
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -97,9 +98,7 @@ def _messages(result: "Rehearsal") -> dict[str, str]:
     described = []
     for workers, messages in sorted(by_workers.items(), reverse=True):
         kinds = Counter(message.kind for message in messages)
-        kind = " and ".join(
-            f"{number:,} {kind}{'s' * (number > 1)}" for kind, number in kinds.items()
-        )
+        kind = " and ".join(plural(number, kind) for kind, number in kinds.items())
         size = _size(sum(message.num_bytes for message in messages))
         described.append(f"{kind} over {workers:,} workers, {size}")
     return {"an update": "; ".join(described) or "sends nothing"}

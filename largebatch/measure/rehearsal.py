@@ -30,11 +30,11 @@ from largebatch.models.of_recipe import (
     require_trainable,
 )
 from largebatch.planner.cluster import Cluster, require_workers
-from largebatch.planner.known import require_cacheable
+from largebatch.planner.limits import require_cacheable
 from largebatch.planner.prediction import FIXED_BYTES
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.build_optimizer import build_optimizer
 from largebatch.runs.reduction import kept_exact
 from largebatch.runs.state import build_state
 from largebatch.training.loop import step_seeds, train

@@ -9,9 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
-from largebatch.recipe.problems import meant_key
-from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import (
+from largebatch.recipe.base import (
     CHOOSERS,
     Section,
     chooser_of,
@@ -19,6 +17,8 @@ from largebatch.recipe.sections import (
     kinds_of,
     sections_of,
 )
+from largebatch.recipe.problems import meant_key
+from largebatch.recipe.recipe import Recipe
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _WIDTH = 100

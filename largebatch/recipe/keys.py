@@ -9,15 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from largebatch.errors import RecipeError
-from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
-from largebatch.recipe.data import Data
-from largebatch.recipe.execution import Execution
-from largebatch.recipe.model import Model
-from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
-from largebatch.recipe.polish import Polish
-from largebatch.recipe.protocols import Protocol
-from largebatch.recipe.schedule import Schedule
-from largebatch.recipe.sections import (
+from largebatch.recipe.base import (
     MAX_BATCH,
     MAX_EPOCHS,
     Batch,
@@ -26,6 +18,14 @@ from largebatch.recipe.sections import (
     Section,
     Updates,
 )
+from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
+from largebatch.recipe.data import Data
+from largebatch.recipe.execution import Execution
+from largebatch.recipe.model import Model
+from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
+from largebatch.recipe.polish import Polish
+from largebatch.recipe.protocols import Protocol
+from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.task import IMAGES, Task
 from largebatch.recipe.text import TEXT, Text
 

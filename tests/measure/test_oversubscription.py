@@ -6,7 +6,7 @@ from largebatch import load_recipe
 from largebatch.measure import oversubscription as module
 from largebatch.measure.oversubscription import oversubscription
 from largebatch.planner.cluster import Cluster, Measured
-from largebatch.planner.known import settings
+from largebatch.planner.limits import settings
 from largebatch.planner.prediction import predict
 from largebatch.recipe.recipe import Recipe
 

@@ -210,7 +210,7 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
     assert main([*words, "--epochs", "0.4"]) == DONE
     assert digest(tmp_path / "run") == before
     lines = capsys.readouterr().out.splitlines()[-5:]
-    assert lines[0].split() == ["top-1", "top-5", "loss", "seconds"]
+    assert lines[0].split() == ["method", "top-1", "top-5", "loss", "seconds"]
     assert [line.split()[0] for line in lines[1:]] == ["none", "statistics", "affine", "clean"]
     rows = rows_of(tmp_path / "table.json")
     assert (rows["none"]["top1"], rows["none"]["loss"]) == (summary.top1, summary.loss)
