@@ -11,8 +11,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from largebatch.cli.main import make_parser
-from largebatch.recipe.base import Section, chooser_of, kinds_of
 from largebatch.recipe.explain import meanings, sections_below
+from largebatch.recipe.section import Section, chooser_of, kinds_of
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -11,9 +11,9 @@ from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, name_of
 
 from largebatch.cli.launch import KINDS
 from largebatch.cli.main import make_parser
-from largebatch.recipe.base import Duration
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import SWA, SWAP, Affine, Polish, Statistics
+from largebatch.recipe.section import Duration
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu

@@ -13,8 +13,8 @@ from short_runs import SMALL
 
 from largebatch import load_recipe, run
 from largebatch.data.index.index import Index
-from largebatch.recipe.base import Duration
 from largebatch.recipe.polish import Affine, Polish, Statistics
+from largebatch.recipe.section import Duration
 from largebatch.training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent

@@ -13,9 +13,9 @@ from documents import PAGES, ROOT
 
 import largebatch
 from largebatch.cli.main import make_parser
-from largebatch.recipe.base import Section
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Section
 from largebatch.studies.queue.study import ConfigurationStudy, Study
 from largebatch.studies.scaling.study import ScalingStudy
 from largebatch.studies.servers.study import ServersStudy

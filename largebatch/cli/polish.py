@@ -18,7 +18,7 @@ from largebatch.cli.arguments import (
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.formatting import aligned
-from largebatch.recipe.base import LARGEST, MAX_EPOCHS
+from largebatch.recipe.section import LARGEST, MAX_EPOCHS
 from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from largebatch.data.order import Stream, divide, sample_ids
 from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.base import Section
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Section
 
 Split = Literal["train", "val"]
 

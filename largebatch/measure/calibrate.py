@@ -41,8 +41,8 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_pipeline
-from largebatch.runs.build_optimizer import build_optimizer
 from largebatch.runs.launch import start_workers
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import grouping_of, kept_exact
 from largebatch.training.loss import cross_entropy
 

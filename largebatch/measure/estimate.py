@@ -16,7 +16,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.runs.build_optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.loss import cross_entropy
 
 _ENOUGH_SECONDS = 0.3

@@ -29,8 +29,8 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.build_optimizer import build_optimizer
 from largebatch.runs.launch import start_workers
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import build_reducer
 from largebatch.runs.state import build_scaler
 from largebatch.training.loop import step_seeds, train

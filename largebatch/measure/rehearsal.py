@@ -34,7 +34,7 @@ from largebatch.planner.limits import require_cacheable
 from largebatch.planner.prediction import FIXED_BYTES
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build_optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import kept_exact
 from largebatch.runs.state import build_state
 from largebatch.training.loop import step_seeds, train

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from largebatch.errors import LargebatchError, nearest
-from largebatch.recipe.base import Section
 from largebatch.recipe.loading import parse_yaml
 from largebatch.recipe.problems import explain_problems
+from largebatch.recipe.section import Section
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
 GENERATIONS: tuple[Generation, ...] = get_args(Generation)

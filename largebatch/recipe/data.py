@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.base import Duration, Fraction, Positive, Samples, Section
+from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section
 from largebatch.recipe.task import Sample
 
 MAX_SIDE = 4096

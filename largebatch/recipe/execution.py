@@ -4,8 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.base import Batch, Positive, Section, Updates
 from largebatch.recipe.choices import Compile, Kernels
+from largebatch.recipe.section import Batch, Positive, Section, Updates
 
 
 class Groups(Section):

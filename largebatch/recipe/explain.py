@@ -9,7 +9,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
-from largebatch.recipe.base import (
+from largebatch.recipe.problems import meant_key
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import (
     CHOOSERS,
     Section,
     chooser_of,
@@ -17,8 +19,6 @@ from largebatch.recipe.base import (
     kinds_of,
     sections_of,
 )
-from largebatch.recipe.problems import meant_key
-from largebatch.recipe.recipe import Recipe
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _WIDTH = 100

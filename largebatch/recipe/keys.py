@@ -9,15 +9,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from largebatch.errors import RecipeError
-from largebatch.recipe.base import (
-    MAX_BATCH,
-    MAX_EPOCHS,
-    Batch,
-    Duration,
-    Positive,
-    Section,
-    Updates,
-)
 from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import Execution
@@ -26,6 +17,15 @@ from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.schedule import Schedule
+from largebatch.recipe.section import (
+    MAX_BATCH,
+    MAX_EPOCHS,
+    Batch,
+    Duration,
+    Positive,
+    Section,
+    Updates,
+)
 from largebatch.recipe.task import IMAGES, Task
 from largebatch.recipe.text import TEXT, Text
 

@@ -25,10 +25,10 @@ from ruamel.yaml.scanner import Scanner
 from ruamel.yaml.tokens import Token
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
-from largebatch.recipe.base import CHOOSERS, Section, kinds_of, sections_of
 from largebatch.recipe.installed import installed, read_installed
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import CHOOSERS, Section, kinds_of, sections_of
 
 Kind = TypeVar("Kind", bound=Section)
 

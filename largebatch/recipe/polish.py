@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.base import Batch, Duration, Positive, Samples, Section
+from largebatch.recipe.section import Batch, Duration, Positive, Samples, Section
 
 
 class SWA(Section):

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from largebatch.errors import LONGEST_NAME, SHOWN, clip, nearest, shorten
 from largebatch.formatting import plural
-from largebatch.recipe.base import (
+from largebatch.recipe.section import (
     Duration,
     Section,
     chooser_of,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.base import Duration, Fraction, NonNegative, Positive, Section
+from largebatch.recipe.section import Duration, Fraction, NonNegative, Positive, Section
 
 Power = Annotated[float, Field(gt=0, le=1000)]
 """Exponent of a policy; beyond the bound the fall takes one step, whatever its length."""

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from largebatch.recipe.base import Section
 from largebatch.recipe.data import HeldOut, Resolution
+from largebatch.recipe.section import Section
 from largebatch.recipe.task import TOP1, Metric, Sample, Scores, Task
 
 MAX_WORDS = 2**31

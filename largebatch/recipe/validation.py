@@ -7,9 +7,9 @@ checks again what its own arithmetic needs.
 
 from collections.abc import Iterator
 
-from largebatch.recipe.base import MAX_SAMPLES
 from largebatch.recipe.keys import Keys
 from largebatch.recipe.optimizers import ScheduleFree
+from largebatch.recipe.section import MAX_SAMPLES
 from largebatch.recipe.text import LANGUAGE_MODEL, Text
 
 

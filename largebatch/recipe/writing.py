@@ -8,8 +8,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from largebatch.recipe.base import CHOOSERS, Section
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import CHOOSERS, Section
 
 COLUMN = 34
 """Column of the comments."""

@@ -11,7 +11,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import affine_parameters
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build_optimizer import build_momentum_sgd, build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.reduction import build_reducer, copies_gradients
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine

@@ -13,10 +13,10 @@ from schedules_of import course_of
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
-from largebatch.recipe.base import Section, sections_of
 from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Section, sections_of
 from largebatch.report.figures import draw_rates
 from largebatch.report.style import COLOURS, MUTED
 

@@ -18,9 +18,9 @@ from schedules_of import schedule_of
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.arithmetic.plan import MAX_EVALUATIONS, make_plan
-from largebatch.recipe.base import MAX_UPDATES, Section, sections_of
 from largebatch.recipe.loading import MAX_LENGTH, load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import MAX_UPDATES, Section, sections_of
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 TEXT = DIGITS.read_text()

@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from largebatch.errors import RecipeError
-from largebatch.recipe.base import Duration, Section
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Duration, Section
 
 Rounding = Callable[[float], int]
 

@@ -24,10 +24,10 @@ from largebatch.recipe.arithmetic.pieces import (
     steps_to_end,
     within,
 )
-from largebatch.recipe.base import MAX_UPDATES, Duration
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.problems import set_words
 from largebatch.recipe.recipe import Recipe, require_backend
+from largebatch.recipe.section import MAX_UPDATES, Duration
 
 MAX_EVALUATIONS = 100_000
 """Evaluations of a run: to plan more of them would take longer than a second."""

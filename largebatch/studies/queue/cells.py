@@ -13,7 +13,6 @@ from typing import Any
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import LargebatchError, RecipeError, nearest
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
-from largebatch.recipe.base import Duration, Section
 from largebatch.recipe.loading import load_recipe, validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import (
@@ -25,6 +24,7 @@ from largebatch.recipe.schedule import (
     SineExp,
     TriangleExp,
 )
+from largebatch.recipe.section import Duration, Section
 from largebatch.recipe.task import IMAGES
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.queue.study import (

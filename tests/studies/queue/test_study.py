@@ -12,8 +12,8 @@ from short_studies import STUDY, write_study
 from largebatch import load_recipe
 from largebatch.errors import RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.base import Duration
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Duration
 from largebatch.studies.policies.page import PAGE
 from largebatch.studies.queue.cells import Cell, cells_of, rungs
 from largebatch.studies.queue.phases import first_values
