@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,14 +184,10 @@ def write_range(path: Path, test: RangeTest) -> None:
 
     Raises OSError if it cannot be written, MissingPackageError without matplotlib.
     """
-
-    def draw(figure: "Figure") -> None:
-        draw_range(figure, test)
-
-    save_png(path, draw, size=(800, 400), pixels=1200)
+    save_png(path, partial(_draw, test=test), size=(800, 400), pixels=1200)
 
 
-def draw_range(figure: "Figure", test: RangeTest) -> None:
+def _draw(figure: "Figure", test: RangeTest) -> None:
     """Plot the losses of every seed against the rate, raw and smoothed, and the bounds."""
     left = MARGIN * figure.dpi / 72 / figure.bbox.width
     figure.suptitle(test.recipe.name, x=left, ha="left", size=14, weight="bold")

@@ -36,9 +36,8 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import kept_exact
-from largebatch.runs.state import build_state
+from largebatch.runs.state import build_criterion, build_state
 from largebatch.training.loop import step_seeds, train
-from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
 
@@ -223,14 +222,10 @@ def activation_bytes(recipe: Recipe, plan: Plan, model: nn.Module) -> int:
     """Return the bytes of activations for a device batch of the largest images."""
     images, labels = random_batch(recipe, plan.device_batch, largest_side(recipe, plan), _CPU)
     with saved_bytes(model) as kept:
-        loss = _criterion(recipe)(model(images), labels)
+        loss = build_criterion(recipe)(model(images), labels)
         total = sum(kept.values())
     del loss  # with it what is kept could be freed
     return total
-
-
-def _criterion(recipe: Recipe) -> Criterion:
-    return cross_entropy(smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target)
 
 
 def _make_update(
@@ -260,7 +255,7 @@ def _make_update(
         SGD(state.model.parameters(), lr=0.0),
         batches(),
         lambda _: 0.0,
-        _criterion(recipe),
+        build_criterion(recipe),
         reducer,
         Spans(state.model, backend, sync_workers=plan.sync_workers),
         GradScaler(_CPU.type, enabled=False),
