@@ -52,7 +52,7 @@ def oversubscription(recipe: Recipe, measured: Measured) -> float:
         return 1.0
     cluster = Cluster(measured=measured, gpus_per_node=cores, nodes=1, cpu_cores=cores)
     step = predict(recipe, cluster, workers=workers).step
-    return max(1.0, _seconds(recipe, workers) / (sum(step.values()) - step["input"]))
+    return max(1.0, seconds_per_update(recipe, workers) / (sum(step.values()) - step["input"]))
 
 
 def _workers(recipe: Recipe, cores: int) -> int | None:
@@ -65,7 +65,7 @@ def _workers(recipe: Recipe, cores: int) -> int | None:
     return None
 
 
-def _seconds(recipe: Recipe, workers: int) -> float:
+def seconds_per_update(recipe: Recipe, workers: int) -> float:
     """Return the median seconds between updates of some workers."""
     with tempfile.TemporaryDirectory() as folder:
         file, times = Path(folder, "recipe.yaml"), Path(folder, "seconds.json")

@@ -210,7 +210,7 @@ def polish_checkpoint(
         begun = {**state, "stages": [], "ema": {}, "replicas": {}, "snapshot": {}}
         restore(trainer, replace(checkpoint, stages=[], state=begun))
         trainer.store_average()
-        stage = _stage(checkpoint, trainer.plan)
+        stage = current_stage(checkpoint, trainer.plan)
         if ema:
             store_ema(state["ema"], trainer.state.model)
             stage = "ema"
@@ -298,7 +298,7 @@ def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> 
     return parse_recipe(dump_recipe(recipe), overrides, source=str(path)) if overrides else recipe
 
 
-def _stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
+def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
     """Return the stage that made the weights: the current one, else the last one that was kept.
 
     `statistics`, which moves no weight, is the last stage of every run that has it.

@@ -54,7 +54,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
         RECIPE: dump_recipe(recipe).encode(),
     }
     if is_timms(recipe.model.name):
-        config = _config(recipe, checkpoint.origin.get("classes", []))
+        config = timm_config(recipe, checkpoint.origin.get("classes", []))
         files[CONFIG] = json.dumps(config, indent=2).encode()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     return sorted(out.iterdir())
 
 
-def _config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
+def timm_config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
     """Return timm's configuration of a model."""
     data = recipe.images
     return {
@@ -100,7 +100,7 @@ def _load_classifier(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _describe_loading(recipe: Recipe) -> tuple[str, str]:
+def loading_code(recipe: Recipe) -> tuple[str, str]:
     """Return the library that loads the model, and Python code that loads it."""
     name, arguments = recipe.model.name, recipe.model.arguments
     if is_timms(name):
@@ -119,7 +119,7 @@ def _describe_loading(recipe: Recipe) -> tuple[str, str]:
 def _card(checkpoint: Checkpoint, *, source: Path) -> str:
     """Return a model card: the model, its training and its measurements."""
     recipe, name = checkpoint.recipe, checkpoint.recipe.model.name
-    library, load = _describe_loading(recipe)
+    library, load = loading_code(recipe)
     rows = [
         f"| {stage.name} | {stage.top1:.2%} | {stage.top5:.2%} | {stage.loss:.4f} | "
         f"{'yes' if stage.kept else 'rolled back'} |"

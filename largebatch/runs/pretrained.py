@@ -70,7 +70,7 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
     weights = read_weights(what.weights, ema=what.ema)
     facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
     with join(options, facts) as backend:
-        recipe, state = _fit(names, weights, options, backend)
+        recipe, state = fit_model(names, weights, options, backend)
         recipe = with_statistics(recipe, samples)
         assert recipe.polish is not None
         section = recipe.polish.statistics
@@ -95,7 +95,7 @@ def compare_weights(
     asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
     facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
     with join(options, facts) as backend:
-        recipe, state = _fit(names, weights, options, backend)
+        recipe, state = fit_model(names, weights, options, backend)
         rate = lr or small_lr(recipe)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
         with _open(recipe, state, options, backend, measuring=False) as trainer:
@@ -123,7 +123,7 @@ def _open(
         yield trainer
 
 
-def _fit(
+def fit_model(
     names: list[str], weights: Weights, options: Options, backend: Backend
 ) -> tuple[Recipe, dict[str, Tensor]]:
     """Return a recipe for the first model of `names` that fits the weights, and the weights for it.

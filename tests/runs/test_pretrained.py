@@ -21,7 +21,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.optional import require_torchvision
 from largebatch.runs.options import Options
-from largebatch.runs.pretrained import Pretrained, _fit
+from largebatch.runs.pretrained import Pretrained, fit_model
 from largebatch.runs.weights import read_weights
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
@@ -94,7 +94,7 @@ def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, images: 
         what = Pretrained(model="efficientnet_b0", weights=path)
         options = Options(out=Path(), data=Path(images))
         names, backend = zoo.same_name(what.model), Serial(torch.device("cpu"))
-        recipe, _ = _fit(names, read_weights(path), options, backend)
+        recipe, _ = fit_model(names, read_weights(path), options, backend)
         assert recipe.model.name == name
     assert (recipe.images.image_size, recipe.images.eval_resize) == (224, 256)
     assert recipe.images.interpolation == "bicubic"
