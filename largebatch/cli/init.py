@@ -9,7 +9,7 @@ from largebatch.cli.arguments import Command
 from largebatch.cli.data import show_index
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
-from largebatch.formatting import duration
+from largebatch.formatting import aligned, duration
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.writing import recipe_name
@@ -82,9 +82,8 @@ def _show_classes(train: "Index", val: "Index") -> None:
     number = len(train.classes)
     counts = [np.bincount(index.labels, minlength=number).tolist() for index in (train, val)]
     rows = list(zip(train.classes, *counts, strict=True))
-    width = max(len(name) for name in train.classes[:SHOWN])
-    for name, training, validation in rows[:SHOWN]:
-        print(printable(f"  {name:{width}}  {training:,} + {validation:,}"))
+    table = aligned([(f"  {name}", f"{t:,} + {v:,}") for name, t, v in rows[:SHOWN]])
+    print(printable(table))
     if number > SHOWN:
         print(f"  ... and {number - SHOWN} more classes")
     few, many = min(rows, key=lambda row: row[1]), max(rows, key=lambda row: row[1])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import duration, three_digits
+from largebatch.formatting import aligned, duration, three_digits
 from largebatch.recipe.loading import load_recipe
 
 if TYPE_CHECKING:
@@ -129,11 +129,9 @@ def _shares(parts: dict[str, float], whole: float) -> str:
 def _best(points: "list[Point]") -> dict[str, str]:
     """Return a row for each number of GPUs."""
     head = {"GPUs": "best batch for 75.9 % top-1 by the epoch law, and its time"} if points else {}
-    return head | {
-        f"{point.workers:,}": f"{point.global_batch:>6,}  {point.epochs:4.0f} epochs  "
-        f"{duration(point.seconds)}"
-        for point in points
-    }
+    rows = [(f"{p.global_batch:,}", f"{p.epochs:.0f} epochs", duration(p.seconds)) for p in points]
+    lines = zip(points, aligned(rows, right=(0, 1)).splitlines(), strict=True)
+    return head | {f"{point.workers:,}": line for point, line in lines}
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -69,23 +69,17 @@ def _polish(args: argparse.Namespace) -> int:
     _check(args)
     if args.compare:
         return _compare(args)
+    options = options_of(args, out=args.out)
     if args.weights is not None:
         from largebatch.runs.pretrained import polish_weights
 
-        result = polish_weights(
-            _pretrained(args), options_of(args, out=args.out or Path()), samples=args.samples
-        )
+        result = polish_weights(_pretrained(args), options, samples=args.samples)
         before, after = asdict(result.before), asdict(result.after)
         done = "\n".join([*filter(None, [result.note]), f"polished weights: {args.out}"])
     else:
         from largebatch.runs.checkpoints import polish_checkpoint
 
-        summary = polish_checkpoint(
-            args.checkpoint,
-            options_of(args, out=args.out or Path()),
-            samples=args.samples,
-            ema=args.ema,
-        )
+        summary = polish_checkpoint(args.checkpoint, options, samples=args.samples, ema=args.ema)
         before, after = map(asdict, summary.stages)
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {args.out / REPORT}{undone}"
@@ -157,15 +151,14 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"]:
     how = {"samples": args.samples, "epochs": args.epochs or _EPOCHS, "lr": args.lr}
+    options = options_of(args, out=args.out)
     if args.weights is not None:
         from largebatch.runs.pretrained import compare_weights
 
-        return compare_weights(_pretrained(args), options_of(args, out=args.out or Path()), **how)
+        return compare_weights(_pretrained(args), options, **how)
     from largebatch.runs.checkpoints import compare_checkpoint
 
-    return compare_checkpoint(
-        args.checkpoint, options_of(args, out=args.out or Path()), **how, ema=args.ema
-    )
+    return compare_checkpoint(args.checkpoint, options, **how, ema=args.ema)
 
 
 def _pretrained(args: argparse.Namespace) -> "Pretrained":

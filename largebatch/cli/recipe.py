@@ -24,6 +24,7 @@ from largebatch.formatting import aligned, duration, plural, three_digits
 from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
+    describe_division,
     describe_protocol,
     describe_spans,
 )
@@ -81,14 +82,6 @@ def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
     return recipe.protocol.workers
 
 
-def _division(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return the row on what makes an update."""
-    if recipe.protocol is not None:
-        return {"protocol": describe_protocol(recipe)}
-    division = f"{plan.workers} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
-    return {"global batch": f"{plan.global_batch:,} = {division}"}
-
-
 def _plan(args: argparse.Namespace) -> int:
     if planning.wanted(args):
         return planning.plan_elsewhere(args)
@@ -98,7 +91,11 @@ def _plan(args: argparse.Namespace) -> int:
     rates, peak = course.rates, course.peak
     rows = {
         "recipe": recipe.name,
-        **_division(recipe, plan),
+        **(
+            {"protocol": describe_protocol(recipe)}
+            if recipe.protocol
+            else {"global batch": describe_division(plan)}
+        ),
         **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"

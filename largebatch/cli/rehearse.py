@@ -8,7 +8,7 @@ from largebatch.cli.arguments import Command, add_execution, add_imports, add_re
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, shorten
 from largebatch.formatting import plural
-from largebatch.recipe.arithmetic.describe import describe_spans
+from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
@@ -62,11 +62,10 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 def _work(result: "Rehearsal") -> dict[str, str]:
     plan = result.plan
-    division = f"{plan.workers:,} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
     positions = plan.positions(0, 0, result.rank)
     samples = shorten([str(sample) for sample in result.first_samples], most=6)
     return {
-        "global batch": f"{plan.global_batch:,} = {division}",
+        "global batch": describe_division(plan),
         "BatchNorm span": describe_spans(plan),
         "first samples": f"{samples} (positions {positions.start:,} to {positions.stop - 1:,})",
     }

@@ -127,10 +127,8 @@ def draft(found: Survey, *, name: str) -> str:
 def _tree(found: Survey, name: str) -> dict[str, Any]:
     """Return the sections of the recipe."""
     number = len(found.train)
-    batch, epochs = (
-        global_batch_for(number),
-        min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number))),
-    )
+    batch = global_batch_for(number)
+    epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
     return {
         "name": name,
         "seed": 1,
@@ -185,6 +183,7 @@ def _comments(number: int, batch: int) -> dict[str, str]:
 
 
 def global_batch_for(number: int) -> int:
+    """Return the largest power of two that leaves UPDATES_PER_EPOCH, within the bounds above."""
     batch = min(SMALLEST_BATCH, 1 << (number.bit_length() - 1))
     while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
         batch *= 2
