@@ -1,7 +1,7 @@
 """The command line: parse, call, print, exit code. Only this folder prints.
 
-PyTorch is imported only when a command needs it, so `check` and `explain` answer at once, and
-`plan` prints all but its last row before it.
+PyTorch is imported only when a command needs it, so `check` and `explain` take a fraction of a
+second, and `plan` prints most of its rows before.
 
 Exit codes: 0 done; 2 the user can fix it (one message, no traceback); 75 interrupted and resumable
 with `--resume`; 130 stopped at once; 141 the output is no longer read; 143 a `data` command was

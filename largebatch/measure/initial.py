@@ -1,7 +1,7 @@
 """A first recipe for a folder of images: a survey of the folder, settings, and the time of a run.
 
-Every number is measured from the images or follows from one by a rule that stands here and in the
-recipe beside it. It is a start, not a result: the recipe is a file to edit.
+Every number is measured from the images or follows from one by a rule, which the recipe has beside
+it. The recipe is a start and not a result: a file to edit.
 """
 
 import time

@@ -86,7 +86,7 @@ def _open(test: RangeTest) -> Iterator[str]:
                 "bound: more --steps determine it better."
             )
     if len(test.curves) == 1:
-        yield "One seed tells nothing of how well that is determined: --seeds 3 does."
+        yield "One seed does not show how certain that is: --seeds 3 does."
 
 
 def _peak(test: RangeTest) -> Iterator[str]:
@@ -99,14 +99,14 @@ def _peak(test: RangeTest) -> Iterator[str]:
         case "above":
             ramp = test.recipe.schedule.warmup is not None
             yield f"{peak}above: " + (
-                "its warm-up has to make that possible."
+                "its warm-up must make that possible."
                 if ramp
                 else "without a warm-up it may diverge."
             )
 
 
 def _optimizer(test: RangeTest) -> Iterator[str]:
-    """Yield what a rate means for an optimizer whose steps follow the weights."""
+    """Yield the meaning of a rate for an optimizer whose steps are relative to the weights."""
     optimizer = test.recipe.optimizer
     if isinstance(optimizer, LARS):
         text = (

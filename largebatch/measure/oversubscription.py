@@ -75,7 +75,7 @@ def seconds_per_update(recipe: Recipe, workers: int) -> float:
         return float(json.loads(times.read_text(encoding="utf-8")))
 
 
-def be_worker(file: Path, times: Path) -> None:
+def run_worker(file: Path, times: Path) -> None:
     """Run one of the workers; worker 0 writes the seconds between updates."""
     backend = connect("torch")
     torch.set_num_threads(1)
@@ -108,4 +108,4 @@ def be_worker(file: Path, times: Path) -> None:
 
 
 if __name__ == "__main__":
-    be_worker(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_worker(Path(sys.argv[1]), Path(sys.argv[2]))

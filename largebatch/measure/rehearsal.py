@@ -126,7 +126,7 @@ class Rehearsal:
     plan: Plan
     rank: int
     node: int | None
-    """Number of its node; None without a cluster."""
+    """Number of the worker's node; None without a cluster."""
 
     local_rank: int | None
     memory: Memory
@@ -150,8 +150,8 @@ def rehearse(
 ) -> Rehearsal:
     """Make one update of a recipe as one of its workers, on fake tensors.
 
-    Raises the errors that every worker of the job would raise at its start, PlanError and
-    RecipeError, and ClusterError if the cluster has too few workers.
+    Raises PlanError and RecipeError as every worker of the job would, and ClusterError if the
+    cluster has too few workers.
     """
     if not 0 <= rank < workers:
         raise LargebatchError(f"--rank {rank}: workers are numbered 0 to {workers - 1:,}")
@@ -192,7 +192,7 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
         model = in_precision(new_model(recipe), recipe, _CPU)
         require_trainable(model, recipe)
         short = replace(plan, accumulation=_passes(plan), batch_changes=(), swa_steps=0)
-        # Fake tensors cannot be copied, as an average of the weights begins.
+        # An average of the weights would copy them, which fake tensors do not allow.
         state = build_state(recipe.model_copy(update={"polish": None}), short, model, backend)
         activations = activation_bytes(recipe, plan, model)
         backend.messages.clear()
@@ -224,7 +224,7 @@ def activation_bytes(recipe: Recipe, plan: Plan, model: nn.Module) -> int:
     with saved_bytes(model) as kept:
         loss = build_criterion(recipe)(model(images), labels)
         total = sum(kept.values())
-    del loss  # with it what is kept could be freed
+    del loss  # it keeps the activations alive until here
     return total
 
 
@@ -248,7 +248,7 @@ def _make_update(
 
     log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
     reducer = state.updater.reducer
-    # On a CPU it looks at numbers that fake gradients do not have.
+    # On a CPU it reads numbers, which fake gradients do not have.
     reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
     updates = train(
         state.model,

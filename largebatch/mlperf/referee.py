@@ -167,7 +167,7 @@ def _check_seeds(logs: Sequence[Log]) -> Verdict:
     lines = tuple(line for reason in reasons for line in reason.splitlines())
     text = "every run needs a logged seed of its own"
     if logs[0].division == "open":
-        return Verdict("seeds", None, f"not asked of the open division: {text}", lines)
+        return Verdict("seeds", None, f"not required in the open division: {text}", lines)
     return Verdict("seeds", passed=False, sentence=text, reasons=lines)
 
 
@@ -188,7 +188,7 @@ def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
     if reference is not None:
         text = _describe(reference, logs, passed=passed, factor=float(factor))
     if logs[0].division == "open":
-        return Verdict("convergence", None, f"not asked of the open division; {text}"), reference
+        return Verdict("convergence", None, f"not required in the open division; {text}"), reference
     return Verdict("convergence", passed=bool(passed), sentence=text), reference
 
 
@@ -287,8 +287,8 @@ def _check_system(path: Path | None) -> Verdict:
     except TypeError as error:  # the checker joins some of the values
         faults, sentence = [str(error)], _NO_TEXT
     else:
-        sentence = f"{path} is not as MLPerf asks for it"
+        sentence = f"{path} does not fit MLPerf's rules"
     if not faults:
-        return Verdict("system", passed=True, sentence=f"{path} has every field asked for")
+        return Verdict("system", passed=True, sentence=f"{path} has every required field")
     reasons = tuple(f"{path}: {reason}" for reason in faults)
     return Verdict("system", passed=False, sentence=sentence, reasons=reasons)
