@@ -298,7 +298,7 @@ def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str
         if below is None:
             below = section[key] = {}
         if not isinstance(below, dict):
-            raise RecipeError(f"{shown}: {key} is {below!r:.{LONGEST_NAME}}, which has no keys")
+            raise RecipeError(f"{shown}: {key} is {below!r:.{LONGEST_NAME}}, not a section")
         section = below
     if keys[-1] in CHOOSERS and isinstance(value, str):
         _leave_out_other_kind(section, keys, value, shown=shown)
