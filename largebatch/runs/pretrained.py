@@ -52,12 +52,12 @@ class Pretrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polished:
-    """Metrics before and after polishing."""
+    """What was measured before and after."""
 
     before: Metrics
     after: Metrics
     note: str | None
-    """Remark on statistics that did not settle."""
+    """A remark: that statistics never came to rest."""
 
 
 def polish_weights(what: Pretrained, options: Options, *, samples: int | None = None) -> Polished:
