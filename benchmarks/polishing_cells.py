@@ -19,7 +19,7 @@ from largebatch.errors import DivergedError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Duration
+from largebatch.recipe.section import Duration
 from largebatch.recipe.writing import dump_recipe
 from largebatch.tracking.events import CHECKPOINTS, RECIPE, StageResult
 from largebatch.training.checkpoint import load_checkpoint, newest_checkpoint, write_checkpoint

@@ -12,7 +12,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from largebatch.cli.main import make_parser
 from largebatch.recipe.explain import meanings, sections_below
-from largebatch.recipe.sections import Section, chooser_of, kinds_of
+from largebatch.recipe.section import Section, chooser_of, kinds_of
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -56,10 +56,10 @@ def three_digits(value: float) -> str:
 def duration(seconds: float) -> str:
     """Return a time in the unit that suits it.
 
-    >>> [duration(s) for s in (0.25, 74.7, 754, 9_000)]
-    ['0.25 s', '74.7 s', '12.6 min', '2.50 h']
+    >>> [duration(s) for s in (0.25, 74.7, 754, 9_000, 1e6)]
+    ['0.25 s', '74.7 s', '12.6 min', '2.50 h', '11.6 days']
     """
-    for size, unit in ((3600, "h"), (60, "min")):
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{_fixed(seconds / size)} {unit}"
     return f"{_fixed(seconds)} s"

@@ -63,6 +63,15 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `plan` print an estimate of this machine without the seconds that measuring takes."""
+    from largebatch.measure.estimate import Estimate
+
+    found = Estimate("cpu", "fp32", 8, step_seconds=0.25, run_seconds=150, memory_bytes=2**30)
+    monkeypatch.setattr("largebatch.measure.estimate.estimate", lambda *_: found)
+
+
+@pytest.fixture
 def compiler() -> None:
     """A C++ compiler, as torch.compile needs on a CPU; tests are skipped where there is none."""
     names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]

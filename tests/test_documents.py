@@ -13,7 +13,7 @@ from largebatch.cli.launch import KINDS
 from largebatch.cli.main import make_parser
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import SWA, SWAP, Affine, Polish, Statistics
-from largebatch.recipe.sections import Duration
+from largebatch.recipe.section import Duration
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu

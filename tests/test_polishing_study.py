@@ -14,7 +14,7 @@ from short_runs import SMALL
 from largebatch import load_recipe, run
 from largebatch.data.index.index import Index
 from largebatch.recipe.polish import Affine, Polish, Statistics
-from largebatch.recipe.sections import Duration
+from largebatch.recipe.section import Duration
 from largebatch.training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent

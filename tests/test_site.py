@@ -15,7 +15,7 @@ import largebatch
 from largebatch.cli.main import make_parser
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section
+from largebatch.recipe.section import Section
 from largebatch.studies.queue.study import ConfigurationStudy, Study
 from largebatch.studies.scaling.study import ScalingStudy
 from largebatch.studies.servers.study import ServersStudy

@@ -169,11 +169,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add_imports(parser)
 
 
-def options_of(args: argparse.Namespace, *, out: Path = Path()) -> "Options":
+def options_of(args: argparse.Namespace, *, out: Path | None = None) -> "Options":
     """Return the values of add_set and add_machine as Options."""
     from largebatch.runs.options import Options
 
-    return Options(out=out, overrides=tuple(args.set), **machine_of(args))
+    return Options(out=out or Path(), overrides=tuple(args.set), **machine_of(args))
 
 
 class Machine(TypedDict):

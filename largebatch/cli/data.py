@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import add_command, add_recipe, count, number, out_folder
 from largebatch.errors import DataError, printable
+from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering
 
@@ -129,10 +130,10 @@ def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]"
             print(printable(_describe(content)))
             contents.append(content)
     if bad:
-        images, them = ("1 image", "it") if bad == 1 else (f"{bad} images", "them")
+        them = "it" if bad == 1 else "them"
         raise DataError(
-            f"{folder}: {images}, listed above, cannot be used; replace or remove {them}, or "
-            f"leave {them} out with: largebatch data index {folder} --drop-bad"
+            f"{folder}: {plural(bad, 'image')}, listed above, cannot be used; replace or remove "
+            f"{them}, or leave {them} out with: largebatch data index {folder} --drop-bad"
         )
     train, val = (index_of(content, folder) for content in contents)
     check_same_classes(train, val)

@@ -19,6 +19,7 @@ from largebatch.distributed import horovod
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.network import bandwidth, measure_network
 from largebatch.errors import LargebatchError
+from largebatch.formatting import aligned, plural
 from largebatch.models.compiled import require_compiler
 from largebatch.optional import (
     require_mlflow,
@@ -35,9 +36,9 @@ from largebatch.optional import (
 from largebatch.studies.hosts.namespaces import lacking
 
 
-def examine() -> Iterator[str]:
-    """Yield one line per package: that it works and its version, or how to fix it."""
-    yield f"{'torch':>12}  works  {torch.__version__}, {_devices()}"
+def examine() -> Iterator[tuple[str, str]]:
+    """Yield each package: its name, and that it works and its version, or how to fix it."""
+    yield "torch", f"works  {torch.__version__}, {_devices()}"
     checks: dict[str, tuple[str, Callable[[], object]]] = {
         "torchvision": ("torchvision", lambda: _decode_one(torchvision.open_decoder)),
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
@@ -56,10 +57,9 @@ def examine() -> Iterator[str]:
         "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():
-        yield f"{name:>12}  {_outcome(package, use)}"
+        yield name, _outcome(package, use)
     missing = lacking()
-    found = f"absent  those of studies need {missing}" if missing else "works  in namespaces"
-    yield f"{'hosts':>12}  {found}"
+    yield "hosts", f"absent  those of studies need {missing}" if missing else "works  in namespaces"
 
 
 def examine_network(backend: Backend) -> Iterator[str]:
@@ -74,14 +74,16 @@ def examine_network(backend: Backend) -> Iterator[str]:
             "is started, by launch/*.sh, torchrun, horovodrun, srun or with --workers N"
         )
     found = measure_network(backend)
-    hosts = f"{len(found.hosts)} host{'s' * (len(found.hosts) > 1)}"
+    hosts = plural(len(found.hosts), "host")
     yield f"{hosts}, {workers} workers of {backend.name} on {backend.device.type}"
+    rows = [("sum over", "KiB", "ms", "MB/s", "")]
     for size, seconds in found.seconds.items():
         rate = bandwidth(size, workers=workers, seconds=seconds)
-        yield f"{size // 1024:>12,} KiB over all  {1e3 * seconds:,.2f} ms  {rate / 1e6:,.0f} MB/s"
+        rows.append(("all", f"{size // 1024:,}", f"{1e3 * seconds:,.2f}", f"{rate / 1e6:,.0f}", ""))
     for pair in found.pairs:
-        remark = "  slow" if pair in found.slow_pairs else ""
-        yield f"{' - '.join(pair.hosts):>24}  {pair.bandwidth / 1e6:,.0f} MB/s{remark}"
+        remark = "slow" if pair in found.slow_pairs else ""
+        rows.append((" - ".join(pair.hosts), "", "", f"{pair.bandwidth / 1e6:,.0f}", remark))
+    yield aligned(rows, right=(1, 2, 3))
     for host in found.slow_hosts:
         yield f"{host} is slow with both of its neighbours: look at its network, or leave it out"
 

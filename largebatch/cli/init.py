@@ -9,6 +9,7 @@ from largebatch.cli.arguments import Command
 from largebatch.cli.data import show_index
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
+from largebatch.formatting import aligned, duration
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.writing import recipe_name
@@ -81,9 +82,8 @@ def _show_classes(train: "Index", val: "Index") -> None:
     number = len(train.classes)
     counts = [np.bincount(index.labels, minlength=number).tolist() for index in (train, val)]
     rows = list(zip(train.classes, *counts, strict=True))
-    width = max(len(name) for name in train.classes[:SHOWN])
-    for name, training, validation in rows[:SHOWN]:
-        print(printable(f"  {name:{width}}  {training:,} + {validation:,}"))
+    table = aligned([(f"  {name}", f"{t:,} + {v:,}") for name, t, v in rows[:SHOWN]])
+    print(printable(table))
     if number > SHOWN:
         print(f"  ... and {number - SHOWN} more classes")
     few, many = min(rows, key=lambda row: row[1]), max(rows, key=lambda row: row[1])
@@ -125,19 +125,8 @@ def _show_choices(found: "Survey", recipe: "Recipe", plan: Plan) -> None:
 
 def _show_time(found: "TimeEstimate") -> None:
     print(
-        f"about {_duration(found.seconds)} on this machine, one worker on {found.device}: "
+        f"about {duration(found.seconds)} on this machine, one worker on {found.device}: "
         f"{found.trained_per_second:,.0f} images a second were trained on\n"
         "  included: training and polishing, evaluations, reading the images\n"
         "  not included: starting, checkpoints, the report"
     )
-
-
-def _duration(seconds: float) -> str:
-    """Format a time in seconds, minutes or hours.
-
-    >>> [_duration(seconds) for seconds in (5, 600, 36_000)]
-    ['5 s', '10 min', '10.0 h']
-    """
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,7 @@
 """The command line: parse, call, print, exit code. Only this folder prints.
 
-PyTorch is imported only when a command needs it, so `check` and `explain` answer at once, and
-`plan` prints all but its last row before it.
+PyTorch is imported only when a command needs it, so `check` and `explain` take a fraction of a
+second, and `plan` prints most of its rows before.
 
 Exit codes: 0 done; 2 the user can fix it (one message, no traceback); 75 interrupted and resumable
 with `--resume`; 130 stopped at once; 141 the output is no longer read; 143 a `data` command was
@@ -49,6 +49,7 @@ from largebatch.cli.arguments import (
     out_folder,
 )
 from largebatch.cli.parser import Parser, cut, print_overview
+from largebatch.cli.printing import print_rows
 from largebatch.distributed.environment import (
     LAUNCHER,
     join_slurm,
@@ -232,8 +233,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from largebatch.cli.doctor import examine, examine_network
 
     if not args.network:
-        for finding in examine():
-            print(finding)
+        for name, finding in examine():
+            print_rows({name: finding}, width=12)
         return DONE
     from largebatch.distributed.connection import connect
 

@@ -19,13 +19,14 @@ from largebatch.cli.arguments import (
 from largebatch.cli.printing import interrupted
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
+from largebatch.formatting import aligned
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import LOG, REPORT
 
 if TYPE_CHECKING:
-    from largebatch.measure.critical_batch import Critical, Trial
+    from largebatch.measure.critical_batch import Critical
     from largebatch.tracking.events import Status
 
 _MONITOR = "monitor=noise_scale"
@@ -130,12 +131,13 @@ def _show(folder: Path) -> None:
             f"{folder}: holds the noise scale of {number} updates, expected {LEAST} or more; "
             "train longer"
         )
-    print(f"{'steps':>17}  {'noise scale':>11}  95 %")
+    rows = [("steps", "noise scale", "95 %")]
     for part in parts:
         found = part.found
-        steps = f"{part.first:,}-{part.last:,}"
         value = "unknown" if math.isnan(found.value) else samples(found.value)
-        print(f"{steps:>17}  {value:>11}  {samples(found.low)} to {samples(found.high)}")
+        interval = f"{samples(found.low)} to {samples(found.high)}"
+        rows.append((f"{part.first:,}-{part.last:,}", value, interval))
+    print(aligned(rows, right=(0, 1)))
     print(describe_noise(record))
     if (folder / REPORT).exists():
         print(printable(f"report: {folder / REPORT}"))
@@ -161,27 +163,23 @@ def _measure(args: argparse.Namespace) -> int:
                 _show_critical(result)
                 print(printable(f"runs: {options.out}"))
             else:
-                _show_trial(result)
+                steps = "not reached" if result.steps is None else f"{result.steps:,.1f} steps"
+                print(f"batch {result.batch:,}, rate {result.rate:g}: {steps}", flush=True)
     except InterruptedStudyError:
         return interrupted(options.out)
     return 0
-
-
-def _show_trial(trial: "Trial") -> None:
-    reached = "not reached" if trial.steps is None else f"{trial.steps:,.1f} steps"
-    print(f"batch {trial.batch:>7,}  rate {trial.rate:>8g}  {reached}", flush=True)
 
 
 def _show_critical(found: "Critical") -> None:
     from largebatch.report.noise import MORE_STEPS, samples
 
     print(f"\nto a training loss of {found.target:.4f}:")
-    print(f"{'batch':>9}  {'rate':>8}  {'steps':>9}  {'samples':>10}  above linear scaling (fit)")
+    rows = [("batch", "rate", "steps", "samples", "above linear scaling (fit)")]
     for trial in found.best:
-        print(
-            f"{trial.batch:>9,}  {trial.rate:>8g}  {trial.steps:>9,.1f}  "
-            f"{(trial.steps or 0) * trial.batch:>10,.0f}  {found.more(trial.batch):>7.0%}"
-        )
+        size, steps = trial.batch, trial.steps or 0
+        numbers = (f"{size:,}", f"{trial.rate:g}", f"{steps:,.1f}", f"{steps * size:,.0f}")
+        rows.append((*numbers, f"{found.more(size):.0%}"))
+    print(aligned(rows, right=range(5)))
     noise = found.noise
     low, high = samples(MORE_STEPS * noise.low), samples(MORE_STEPS * noise.high)
     print(

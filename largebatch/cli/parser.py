@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from largebatch.errors import nearest, printable
+from largebatch.formatting import aligned
 from largebatch.recipe.problems import meant_key, meant_words
 from largebatch.recipe.recipe import Recipe
 
@@ -150,8 +151,11 @@ def print_overview(parser: argparse.ArgumentParser) -> None:
     """Print how to start, and the names of all commands, in 80 columns."""
     commands = commands_of(parser)
     print(f"{parser.description}\n")
-    for words in _FIRST:
-        print(f"  {parser.prog} {words:15}  {commands[words.split()[0]].description}")
+    rows = [
+        (f"  {parser.prog} {words}", commands[words.split()[0]].description or "")
+        for words in _FIRST
+    ]
+    print(aligned(rows))
     names = textwrap.fill(f"all commands: {', '.join(commands)}", 80, subsequent_indent="  ")
     print(f"\n{names}\n`{parser.prog} COMMAND --help` describes one.")
 

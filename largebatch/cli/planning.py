@@ -3,13 +3,12 @@
 import argparse
 import json
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import three_digits
+from largebatch.formatting import aligned, duration, three_digits
 from largebatch.recipe.loading import load_recipe
 
 if TYPE_CHECKING:
@@ -81,8 +80,8 @@ def _rows(prediction: "Prediction") -> dict[str, str]:
         "cluster": f"{prediction.cluster}, {prediction.workers:,} workers",
         "global batch": f"{prediction.global_batch:,} = {prediction.workers:,} workers x "
         f"{prediction.accumulation} micro-batches x {prediction.device_batch}",
-        "time": f"{time(prediction.seconds)}, {prediction.coverage:.0%} of such runs within "
-        f"{time(prediction.low)} to {time(prediction.high)}",
+        "time": f"{duration(prediction.seconds)}, {prediction.coverage:.0%} of such runs within "
+        f"{duration(prediction.low)} to {duration(prediction.high)}",
         "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "
         f"{_shares(prediction.step, step)}",
         "the run": _shares(prediction.parts, prediction.seconds),
@@ -130,24 +129,9 @@ def _shares(parts: dict[str, float], whole: float) -> str:
 def _best(points: "list[Point]") -> dict[str, str]:
     """Return a row for each number of GPUs."""
     head = {"GPUs": "best batch for 75.9 % top-1 by the epoch law, and its time"} if points else {}
-    return head | {
-        f"{point.workers:,}": f"{point.global_batch:>6,}  {point.epochs:4.0f} epochs  "
-        f"{time(point.seconds)}"
-        for point in points
-    }
-
-
-def time(seconds: float) -> str:
-    """Format a time with at least three digits.
-
-    >>> [time(seconds) for seconds in (20.83, 1721.4, 400_000)]
-    ['20.8 s', '0:28:41', '4 days, 15:06:40']
-    >>> time(1e30)
-    '1e+30 s'
-    """
-    if seconds < 100 or seconds > timedelta.max.total_seconds():
-        return f"{seconds:.3g} s"
-    return str(timedelta(seconds=round(seconds)))
+    rows = [(f"{p.global_batch:,}", f"{p.epochs:.0f} epochs", duration(p.seconds)) for p in points]
+    lines = zip(points, aligned(rows, right=(0, 1)).splitlines(), strict=True)
+    return head | {f"{point.workers:,}": line for point, line in lines}
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -17,7 +17,8 @@ from largebatch.cli.arguments import (
 )
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
-from largebatch.recipe.sections import LARGEST, MAX_EPOCHS
+from largebatch.formatting import aligned
+from largebatch.recipe.section import LARGEST, MAX_EPOCHS
 from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 _EPOCHS = 1.0
 """Default epochs of a comparison's updates."""
 
-_HEAD = f"{'':>12}{'top-1':>9}{'top-5':>9}{'loss':>9}{'seconds':>10}"
+_HEAD = ("method    ", "  top-1", "  top-5", "  loss", "seconds", "")
+"""Headers of the comparison, as wide as its columns: its rows are printed one at a time."""
 
 
 def add_commands(command: Command) -> None:
@@ -67,23 +69,17 @@ def _polish(args: argparse.Namespace) -> int:
     _check(args)
     if args.compare:
         return _compare(args)
+    options = options_of(args, out=args.out)
     if args.weights is not None:
         from largebatch.runs.pretrained import polish_weights
 
-        result = polish_weights(
-            _pretrained(args), options_of(args, out=args.out or Path()), samples=args.samples
-        )
+        result = polish_weights(_pretrained(args), options, samples=args.samples)
         before, after = asdict(result.before), asdict(result.after)
         done = "\n".join([*filter(None, [result.note]), f"polished weights: {args.out}"])
     else:
         from largebatch.runs.checkpoints import polish_checkpoint
 
-        summary = polish_checkpoint(
-            args.checkpoint,
-            options_of(args, out=args.out or Path()),
-            samples=args.samples,
-            ema=args.ema,
-        )
+        summary = polish_checkpoint(args.checkpoint, options, samples=args.samples, ema=args.ema)
         before, after = map(asdict, summary.stages)
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {args.out / REPORT}{undone}"
@@ -133,15 +129,12 @@ def _compare(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with _comparison(args) as result:
         for row in result.rows:
-            if first and not rows:
-                print(_HEAD)
-            rows.append(asdict(row))
             if first:
-                print(
-                    f"{row.mode:>12}{row.top1:>9.2%}{row.top5:>9.2%}{row.loss:>9.4f}"
-                    f"{row.seconds:>10.1f}{'  ' + row.note if row.note else ''}",
-                    flush=True,
-                )
+                accuracies = (f"{row.top1:.2%}", f"{row.top5:.2%}", f"{row.loss:.4f}")
+                cells = (row.mode, *accuracies, f"{row.seconds:.1f}", row.note or "")
+                lines = aligned([_HEAD, cells], right=range(1, 5)).splitlines()
+                print("\n".join(lines[bool(rows) :]), flush=True)
+            rows.append(asdict(row))
     if first and args.out is not None:
         what = {
             "of": str(args.checkpoint or args.weights),
@@ -158,15 +151,14 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"]:
     how = {"samples": args.samples, "epochs": args.epochs or _EPOCHS, "lr": args.lr}
+    options = options_of(args, out=args.out)
     if args.weights is not None:
         from largebatch.runs.pretrained import compare_weights
 
-        return compare_weights(_pretrained(args), options_of(args, out=args.out or Path()), **how)
+        return compare_weights(_pretrained(args), options, **how)
     from largebatch.runs.checkpoints import compare_checkpoint
 
-    return compare_checkpoint(
-        args.checkpoint, options_of(args, out=args.out or Path()), **how, ema=args.ema
-    )
+    return compare_checkpoint(args.checkpoint, options, **how, ema=args.ema)
 
 
 def _pretrained(args: argparse.Namespace) -> "Pretrained":

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import textwrap
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +20,11 @@ from largebatch.cli.arguments import (
 )
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
+from largebatch.formatting import aligned, duration, plural, three_digits
 from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
+    describe_division,
     describe_protocol,
     describe_spans,
 )
@@ -81,14 +82,6 @@ def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
     return recipe.protocol.workers
 
 
-def _division(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return the row on what makes an update."""
-    if recipe.protocol is not None:
-        return {"protocol": describe_protocol(recipe)}
-    division = f"{plan.workers} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
-    return {"global batch": f"{plan.global_batch:,} = {division}"}
-
-
 def _plan(args: argparse.Namespace) -> int:
     if planning.wanted(args):
         return planning.plan_elsewhere(args)
@@ -98,7 +91,11 @@ def _plan(args: argparse.Namespace) -> int:
     rates, peak = course.rates, course.peak
     rows = {
         "recipe": recipe.name,
-        **_division(recipe, plan),
+        **(
+            {"protocol": describe_protocol(recipe)}
+            if recipe.protocol
+            else {"global batch": describe_division(plan)}
+        ),
         **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
@@ -172,22 +169,10 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
         share = plan.device_batch * plan.accumulation
         run += step * rounds * replica.steps * replica.global_batch / share
     return (
-        f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
-        f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
+        f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
+        f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
+        f"measured on {found.samples} samples"
     )
-
-
-def _time(seconds: float) -> str:
-    """Format a time.
-
-    >>> [_time(seconds) for seconds in (0.0312, 100, 5000, 1e6)]
-    ['0.031 s', '0:01:40', '1:23:20', '11.6 days']
-    """
-    if seconds < 60:
-        return f"{seconds:.2g} s"
-    if seconds < 86_400:
-        return str(timedelta(seconds=round(seconds)))
-    return f"{seconds / 86_400:,.1f} days"
 
 
 def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
@@ -242,12 +227,8 @@ def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(recipe.optimizer, LARS) else ""
         return f"keeps the rules of {division}{remark}"
-    number = f"{len(rules)} rule" + "s" * (len(rules) > 1)
-    key, value = (max(len(text) for text in column) for column in zip(
-        *((rule.setting, rule.found) for rule in rules), strict=True
-    ))  # fmt: skip
-    lines = [f"  {rule.setting:<{key}}  {rule.found:<{value}}  {rule.rule}" for rule in rules]
-    return "\n".join([f"breaks {number} of {division}", *lines])
+    table = aligned([(rule.setting, rule.found, rule.rule) for rule in rules])
+    return f"breaks {plural(len(rules), 'rule')} of {division}\n{textwrap.indent(table, '  ')}"
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -276,24 +257,28 @@ def _recipes(_args: argparse.Namespace) -> int:
     Rows fit 80 columns; a wider terminal shows more of the source.
     """
     width = max(80, shutil.get_terminal_size().columns) - 51
-    print(f"  {'recipe':31}  {'batch':>6}  epochs  measured here, or after whom")
     groups = []
     for data_set, texts in by_data_set().items():
         found = {name: (parse_recipe(text), origin(text)) for name, text in texts.items()}
         embedded = any(recipe.data.source == "digits" for recipe, _ in found.values())
         measured = any(header.measured for _, header in found.values())
         groups.append((not embedded, not measured, data_set, found))
+    rows, headings = [("recipe", "batch", "epochs", "measured here, or after whom")], {}
     for needs_data, _, data_set, found in sorted(groups, key=lambda group: group[:3]):
-        print(f"\n{data_set} ({'needs --data DIR' if needs_data else 'embedded, needs no --data'})")
+        where = "needs --data DIR" if needs_data else "embedded, needs no --data"
+        headings[len(rows)] = f"\n{data_set} ({where})"
         for name in sorted(found, key=lambda name: not found[name][1].measured):
             recipe, header = found[name]
             plan = plan_updates(recipe)
             source = f"after {header.after}" if header.after else "not measured here"
             words = re.split(r" \(|, ", header.measured)[0] or source
-            print(
-                f"  {name:31}  {plan.global_batch:>6,}  {plan.epoch(plan.steps):>6.1f}  "
-                f"{textwrap.shorten(words, width, placeholder='...')}"
-            )
+            short = textwrap.shorten(words, width, placeholder="...")
+            epochs = f"{plan.epoch(plan.steps):.1f}"
+            rows.append((name, f"{plan.global_batch:,}", epochs, short))
+    for place, line in enumerate(aligned(rows, right=(1, 2)).splitlines()):
+        if place in headings:
+            print(headings[place])
+        print(f"  {line}")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
     return 0
 

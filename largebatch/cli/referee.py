@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Command
 from largebatch.errors import LargebatchError, printable
+from largebatch.formatting import aligned
 
 if TYPE_CHECKING:
     from largebatch.mlperf.referee import Findings
@@ -65,7 +66,7 @@ def _referee(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(findings, chart), indent=2))
     elif chart is not None:
-        print(printable(f"{'drawn':>11}              {chart}"))
+        print(printable(f"drawn: {chart}"))
     return 0 if findings.passed else FAILED
 
 
@@ -102,12 +103,13 @@ def _draw(findings: "Findings", out: Path) -> Path | None:
 
 
 def _show(findings: "Findings") -> None:
+    rows: list[tuple[str, str, str]] = []
     for verdict in findings.verdicts:
-        print(printable(f"{verdict.name:>11}  {_WORDS[verdict.passed]:<10}  {verdict.sentence}"))
-        for reason in verdict.reasons:
-            print(printable(f"{'':>25}{reason}"))
-    for remark in dict.fromkeys(remark for log in findings.logs for remark in log.remarks):
-        print(printable(f"{'remark':>11}              {remark}"))
+        rows.append((verdict.name, _WORDS[verdict.passed], verdict.sentence))
+        rows += [("", "", reason) for reason in verdict.reasons]
+    remarks = dict.fromkeys(remark for log in findings.logs for remark in log.remarks)
+    rows += [("remark", "", remark) for remark in remarks]
+    print(printable(aligned(rows, right=(0,))))
 
 
 def _as_json(findings: "Findings", chart: Path | None) -> dict[str, object]:

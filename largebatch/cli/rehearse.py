@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from largebatch.cli.arguments import Command, add_execution, add_imports, add_recipe, count
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, shorten
-from largebatch.recipe.arithmetic.describe import describe_spans
+from largebatch.formatting import plural
+from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
@@ -61,11 +62,10 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 def _work(result: "Rehearsal") -> dict[str, str]:
     plan = result.plan
-    division = f"{plan.workers:,} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
     positions = plan.positions(0, 0, result.rank)
     samples = shorten([str(sample) for sample in result.first_samples], most=6)
     return {
-        "global batch": f"{plan.global_batch:,} = {division}",
+        "global batch": describe_division(plan),
         "BatchNorm span": describe_spans(plan),
         "first samples": f"{samples} (positions {positions.start:,} to {positions.stop - 1:,})",
     }
@@ -97,9 +97,7 @@ def _messages(result: "Rehearsal") -> dict[str, str]:
     described = []
     for workers, messages in sorted(by_workers.items(), reverse=True):
         kinds = Counter(message.kind for message in messages)
-        kind = " and ".join(
-            f"{number:,} {kind}{'s' * (number > 1)}" for kind, number in kinds.items()
-        )
+        kind = " and ".join(plural(number, kind) for kind, number in kinds.items())
         size = _size(sum(message.num_bytes for message in messages))
         described.append(f"{kind} over {workers:,} workers, {size}")
     return {"an update": "; ".join(described) or "sends nothing"}

@@ -19,10 +19,13 @@ from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Sequence
 
+    from largebatch.report.interactive import Page
+    from largebatch.studies.hosts.starts import Cell, Start
     from largebatch.studies.hosts.starts import Found as HostsFound
-    from largebatch.studies.hosts.starts import Start
+    from largebatch.studies.scaling.study import ScalingStudy
+    from largebatch.studies.servers.study import ServersStudy
     from largebatch.studies.staleness.run import Run
     from largebatch.studies.staleness.trial import Result
 
@@ -107,59 +110,46 @@ def _staleness(args: argparse.Namespace) -> int:
 
 
 def _servers(args: argparse.Namespace) -> int:
-    from largebatch.studies.hosts.starts import starts_of
     from largebatch.studies.servers.page import make_page
     from largebatch.studies.servers.rows import rows_of
     from largebatch.studies.servers.study import cells_of, layouts_here, load_study
 
     study = load_study(args.study)
-    data = _data_of(args, study.recipes)
-    out = args.out or Path("runs") / study.name
-    cells = cells_of(study, Path(args.study).parent)
     for layout in study.layouts.keys() - layouts_here(study).keys():
         print(f"horovod is not installed: {layout} is left out")
-    starts = starts_of(cells, repeats=study.repeats, data=data, out=out)
-    code = _measure(args, starts)
-    if code is not None:
-        return code
-    rows = rows_of(cells, starts)
-    show_page(make_page(study, rows), out / "study.html")
-    return 0
+    cells = cells_of(study, Path(args.study).parent)
+    return _on_hosts(args, study, cells, lambda starts: make_page(study, rows_of(cells, starts)))
 
 
 def _scaling(args: argparse.Namespace) -> int:
-    from largebatch.studies.hosts.starts import starts_of
     from largebatch.studies.scaling.page import make_page
     from largebatch.studies.scaling.rows import rows_of
     from largebatch.studies.scaling.study import cells_of, load_study
 
     study = load_study(args.study)
-    data = _data_of(args, study.recipes)
-    out = args.out or Path("runs") / study.name
     cells = cells_of(study, Path(args.study).parent)
-    starts = starts_of(cells, repeats=study.repeats, data=data, out=out)
-    code = _measure(args, starts)
-    if code is not None:
-        return code
-    rows = rows_of(study, cells, starts)
-    show_page(make_page(study, rows), out / "study.html")
-    return 0
+    return _on_hosts(
+        args, study, cells, lambda starts: make_page(study, rows_of(study, cells, starts))
+    )
 
 
-def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, Path]:
-    """Return the data folder of each recipe; raise StudyError for an unknown recipe."""
-    for name, _ in args.data:
-        if name not in recipes:
-            raise StudyError(f"--data {name}=...: the study has the recipes {', '.join(recipes)}")
-    return dict(args.data)
-
-
-def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
-    """Run what is left, or print it; return the exit code unless all starts are done."""
+def _on_hosts(
+    args: argparse.Namespace,
+    study: "ScalingStudy | ServersStudy",
+    cells: "Sequence[Cell]",
+    make_page: "Callable[[Sequence[Start]], Page]",
+) -> int:
+    """Run what is left of a study on several hosts, or print it; write the page at the end."""
     from largebatch.runs.interrupts import STOPS, answering
     from largebatch.studies.hosts.namespaces import require_hosts
-    from largebatch.studies.hosts.starts import carry_out
+    from largebatch.studies.hosts.starts import carry_out, starts_of
 
+    for name, _ in args.data:
+        if name not in study.recipes:
+            known = ", ".join(study.recipes)
+            raise StudyError(f"--data {name}=...: the study has the recipes {known}")
+    out = args.out or Path("runs") / study.name
+    starts = starts_of(cells, repeats=study.repeats, data=dict(args.data), out=out)
     left = [start for start in starts if start.read() is None]
     if args.dry_run:
         for start in left:
@@ -174,7 +164,8 @@ def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
         done = sum(start.read() is not None for start in starts)
         print_unfinished(done, len(starts), "starts")
         return INTERRUPTED
-    return None
+    show_page(make_page(starts), out / "study.html")
+    return 0
 
 
 def _report_start(start: "Start", found: "HostsFound") -> None:

@@ -18,7 +18,7 @@ from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section
+from largebatch.recipe.section import Section
 
 Split = Literal["train", "val"]
 

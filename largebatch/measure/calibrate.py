@@ -36,13 +36,13 @@ from largebatch.measure.oversubscription import oversubscription
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.of_recipe import build_model
 from largebatch.planner.cluster import Cluster, Measured
-from largebatch.planner.known import settings
+from largebatch.planner.limits import settings
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_pipeline
 from largebatch.runs.launch import start_workers
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import grouping_of, kept_exact
 from largebatch.training.loss import cross_entropy
 

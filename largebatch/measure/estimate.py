@@ -16,8 +16,8 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.runs.optimizer import build_optimizer
-from largebatch.training.loss import cross_entropy
+from largebatch.runs.optimizer_of_recipe import build_optimizer
+from largebatch.runs.state import build_criterion
 
 _ENOUGH_SECONDS = 0.3
 """Seconds of a pass from which overhead no longer dominates."""
@@ -54,9 +54,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         recipe = recipe.model_copy(update={"precision": "fp32"})
     model = build_model(recipe, backend.device)
     optimizer = build_optimizer(recipe, model)
-    criterion = cross_entropy(
-        smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
-    )
+    criterion = build_criterion(recipe)
     most, span = max(2, plan.device_batch), plan.bn_span or 1
     num, seconds, kept, side = 2, 0.0, 0, largest_side(recipe, plan)
     for attempt in count():
@@ -76,7 +74,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     kept_by_optimizer = sum(tensor_bytes(optimizer.state_dict()["state"]))
     polish = recipe.polish or Polish.model_construct()
     copies = 2 + (polish.ema is not None or polish.swa is not None)
-    if polish.swap is not None:  # what replicas begin as, their sum in float64, another momentum
+    if polish.swap is not None:  # their start, their sum in float64, another momentum
         copies = 6
     per_sample = seconds / num
     passes = _passes(recipe, plan, side=side)

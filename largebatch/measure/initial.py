@@ -1,7 +1,7 @@
 """A first recipe for a folder of images: a survey of the folder, settings, and the time of a run.
 
-Every number is measured from the images or follows from one by a rule that stands here and in the
-recipe beside it. It is a start, not a result: the recipe is a file to edit.
+Every number is measured from the images or follows from one by a rule, which the recipe has beside
+it. The recipe is a start and not a result: a file to edit.
 """
 
 import time
@@ -69,7 +69,7 @@ class TimeEstimate:
 
 def survey(train: Index, val: Index) -> Survey:
     """Choose the image size of the training, and measure the colours at this size."""
-    image_size, resize = _sizes(train)
+    image_size, resize = image_sizes(train)
     samples = np.unique(np.linspace(0, len(train) - 1, SAMPLE).astype(np.int64))
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
     requests = (clean_request(train, part, image_size=image_size, resize=resize) for part in parts)
@@ -101,7 +101,7 @@ def _triple(values: torch.Tensor) -> Triple:
     return red, green, blue
 
 
-def _sizes(index: Index) -> tuple[int, int | None]:
+def image_sizes(index: Index) -> tuple[int, int | None]:
     """Return image_size and eval_resize."""
     sides = np.minimum(index.heights, index.widths)
     middle = int(np.median(sides))
@@ -127,7 +127,8 @@ def draft(found: Survey, *, name: str) -> str:
 def _tree(found: Survey, name: str) -> dict[str, Any]:
     """Return the sections of the recipe."""
     number = len(found.train)
-    batch, epochs = _batch(number), min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
+    batch = global_batch_for(number)
+    epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
     return {
         "name": name,
         "seed": 1,
@@ -181,7 +182,8 @@ def _comments(number: int, batch: int) -> dict[str, str]:
     }
 
 
-def _batch(number: int) -> int:
+def global_batch_for(number: int) -> int:
+    """Return the largest power of two that leaves UPDATES_PER_EPOCH, within the bounds above."""
     batch = min(SMALLEST_BATCH, 1 << (number.bit_length() - 1))
     while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
         batch *= 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def _open(test: RangeTest) -> Iterator[str]:
                 "bound: more --steps determine it better."
             )
     if len(test.curves) == 1:
-        yield "One seed tells nothing of how well that is determined: --seeds 3 does."
+        yield "One seed does not show how certain that is: --seeds 3 does."
 
 
 def _peak(test: RangeTest) -> Iterator[str]:
@@ -98,14 +99,14 @@ def _peak(test: RangeTest) -> Iterator[str]:
         case "above":
             ramp = test.recipe.schedule.warmup is not None
             yield f"{peak}above: " + (
-                "its warm-up has to make that possible."
+                "its warm-up must make that possible."
                 if ramp
                 else "without a warm-up it may diverge."
             )
 
 
 def _optimizer(test: RangeTest) -> Iterator[str]:
-    """Yield what a rate means for an optimizer whose steps follow the weights."""
+    """Yield the meaning of a rate for an optimizer whose steps are relative to the weights."""
     optimizer = test.recipe.optimizer
     if isinstance(optimizer, LARS):
         text = (
@@ -183,14 +184,10 @@ def write_range(path: Path, test: RangeTest) -> None:
 
     Raises OSError if it cannot be written, MissingPackageError without matplotlib.
     """
-
-    def draw(figure: "Figure") -> None:
-        draw_range(figure, test)
-
-    save_png(path, draw, size=(800, 400), pixels=1200)
+    save_png(path, partial(_draw, test=test), size=(800, 400), pixels=1200)
 
 
-def draw_range(figure: "Figure", test: RangeTest) -> None:
+def _draw(figure: "Figure", test: RangeTest) -> None:
     """Plot the losses of every seed against the rate, raw and smoothed, and the bounds."""
     left = MARGIN * figure.dpi / 72 / figure.bbox.width
     figure.suptitle(test.recipe.name, x=left, ha="left", size=14, weight="bold")

@@ -30,7 +30,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.launch import start_workers
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import build_reducer
 from largebatch.runs.state import build_scaler
 from largebatch.training.loop import step_seeds, train
@@ -52,7 +52,7 @@ def oversubscription(recipe: Recipe, measured: Measured) -> float:
         return 1.0
     cluster = Cluster(measured=measured, gpus_per_node=cores, nodes=1, cpu_cores=cores)
     step = predict(recipe, cluster, workers=workers).step
-    return max(1.0, _seconds(recipe, workers) / (sum(step.values()) - step["input"]))
+    return max(1.0, seconds_per_update(recipe, workers) / (sum(step.values()) - step["input"]))
 
 
 def _workers(recipe: Recipe, cores: int) -> int | None:
@@ -65,7 +65,7 @@ def _workers(recipe: Recipe, cores: int) -> int | None:
     return None
 
 
-def _seconds(recipe: Recipe, workers: int) -> float:
+def seconds_per_update(recipe: Recipe, workers: int) -> float:
     """Return the median seconds between updates of some workers."""
     with tempfile.TemporaryDirectory() as folder:
         file, times = Path(folder, "recipe.yaml"), Path(folder, "seconds.json")
@@ -75,7 +75,7 @@ def _seconds(recipe: Recipe, workers: int) -> float:
         return float(json.loads(times.read_text(encoding="utf-8")))
 
 
-def be_worker(file: Path, times: Path) -> None:
+def run_worker(file: Path, times: Path) -> None:
     """Run one of the workers; worker 0 writes the seconds between updates."""
     backend = connect("torch")
     torch.set_num_threads(1)
@@ -108,4 +108,4 @@ def be_worker(file: Path, times: Path) -> None:
 
 
 if __name__ == "__main__":
-    be_worker(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_worker(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -30,15 +30,14 @@ from largebatch.models.of_recipe import (
     require_trainable,
 )
 from largebatch.planner.cluster import Cluster, require_workers
-from largebatch.planner.known import require_cacheable
+from largebatch.planner.limits import require_cacheable
 from largebatch.planner.prediction import FIXED_BYTES
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import kept_exact
-from largebatch.runs.state import build_state
+from largebatch.runs.state import build_criterion, build_state
 from largebatch.training.loop import step_seeds, train
-from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
 
@@ -127,7 +126,7 @@ class Rehearsal:
     plan: Plan
     rank: int
     node: int | None
-    """Number of its node; None without a cluster."""
+    """Number of the worker's node; None without a cluster."""
 
     local_rank: int | None
     memory: Memory
@@ -151,8 +150,8 @@ def rehearse(
 ) -> Rehearsal:
     """Make one update of a recipe as one of its workers, on fake tensors.
 
-    Raises the errors that every worker of the job would raise at its start, PlanError and
-    RecipeError, and ClusterError if the cluster has too few workers.
+    Raises PlanError and RecipeError as every worker of the job would, and ClusterError if the
+    cluster has too few workers.
     """
     if not 0 <= rank < workers:
         raise LargebatchError(f"--rank {rank}: workers are numbered 0 to {workers - 1:,}")
@@ -193,7 +192,7 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
         model = in_precision(new_model(recipe), recipe, _CPU)
         require_trainable(model, recipe)
         short = replace(plan, accumulation=_passes(plan), batch_changes=(), swa_steps=0)
-        # Fake tensors cannot be copied, as an average of the weights begins.
+        # An average of the weights would copy them, which fake tensors do not allow.
         state = build_state(recipe.model_copy(update={"polish": None}), short, model, backend)
         activations = activation_bytes(recipe, plan, model)
         backend.messages.clear()
@@ -223,14 +222,10 @@ def activation_bytes(recipe: Recipe, plan: Plan, model: nn.Module) -> int:
     """Return the bytes of activations for a device batch of the largest images."""
     images, labels = random_batch(recipe, plan.device_batch, largest_side(recipe, plan), _CPU)
     with saved_bytes(model) as kept:
-        loss = _criterion(recipe)(model(images), labels)
+        loss = build_criterion(recipe)(model(images), labels)
         total = sum(kept.values())
-    del loss  # with it what is kept could be freed
+    del loss  # it keeps the activations alive until here
     return total
-
-
-def _criterion(recipe: Recipe) -> Criterion:
-    return cross_entropy(smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target)
 
 
 def _make_update(
@@ -253,14 +248,14 @@ def _make_update(
 
     log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
     reducer = state.updater.reducer
-    # On a CPU it looks at numbers that fake gradients do not have.
+    # On a CPU it reads numbers, which fake gradients do not have.
     reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
     updates = train(
         state.model,
         SGD(state.model.parameters(), lr=0.0),
         batches(),
         lambda _: 0.0,
-        _criterion(recipe),
+        build_criterion(recipe),
         reducer,
         Spans(state.model, backend, sync_workers=plan.sync_workers),
         GradScaler(_CPU.type, enabled=False),

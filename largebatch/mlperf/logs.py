@@ -55,10 +55,7 @@ def find_logs(folder: Path) -> list[Path]:
 
 
 def read_log(path: Path) -> Log:
-    """Read a log with the package's parser.
-
-    Raises LogError if there is nothing to check.
-    """
+    """Read a log with the package's parser; raise LogError if there is nothing to check."""
     values = _values(path)
     _require_finished(path, values)
     batch = values.get("global_batch_size", [{"value": None}])[-1]["value"]
@@ -75,10 +72,7 @@ def read_log(path: Path) -> Log:
 
 
 def _values(path: Path) -> dict[str, list[Any]]:
-    """Return the values of a log by key.
-
-    Raises LogError for a damaged log.
-    """
+    """Return the values of a log by key; raise LogError if it is damaged."""
     parser = require_mlperf("compliance_checker.mlp_parser", PURPOSE)
     values: dict[str, list[Any]] = {}
     try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from largebatch.errors import clip, shorten
+from largebatch.formatting import plural
 from largebatch.mlperf.logs import PURPOSE, Log, LogError, captured_log, find_logs, read_log
 from largebatch.mlperf.page import Point, Reference
 from largebatch.mlperf.rules import BENCHMARK, ROUND, TARGET
@@ -98,12 +99,12 @@ def _check_compliance(logs: Sequence[Log]) -> Verdict:
     if broken:
         accepted = broken == 1 and len(logs) == RUNS
         verb = "breaks" if broken == 1 else "break"
-        text = f"{broken} of {_count(logs)} {verb} the rules of {rules}"
+        text = f"{broken} of {plural(len(logs), 'run')} {verb} the rules of {rules}"
         if accepted:
             text += ", which is accepted of one in five"
         return Verdict("compliance", passed=accepted, sentence=text, reasons=tuple(reasons))
-    keep = "log keeps" if len(logs) == 1 else "logs keep"
-    return Verdict("compliance", passed=True, sentence=f"{len(logs)} {keep} the rules of {rules}")
+    keep = plural(len(logs), "log keeps", "logs keep")
+    return Verdict("compliance", passed=True, sentence=f"{keep} the rules of {rules}")
 
 
 def _broken_rules(path: Path) -> list[str]:
@@ -160,13 +161,13 @@ def _check_seeds(logs: Sequence[Log]) -> Verdict:
         warnings.simplefilter("ignore")  # a log of several seeds is allowed
         passed = package.SeedChecker(ROUND).check_seeds([log.path for log in logs])
     if passed:
-        return Verdict("seeds", passed=True, sentence=f"{_count(logs)}, no seed twice")
+        return Verdict("seeds", passed=True, sentence=f"{plural(len(logs), 'run')}, no seed twice")
     errors = [record.args for record in captured if record.levelno == logging.ERROR]
     reasons = tuple(str(args[0]) for args in errors if isinstance(args, tuple) and args)
     lines = tuple(line for reason in reasons for line in reason.splitlines())
     text = "every run needs a logged seed of its own"
     if logs[0].division == "open":
-        return Verdict("seeds", None, f"not asked of the open division: {text}", lines)
+        return Verdict("seeds", None, f"not required in the open division: {text}", lines)
     return Verdict("seeds", passed=False, sentence=text, reasons=lines)
 
 
@@ -187,7 +188,7 @@ def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
     if reference is not None:
         text = _describe(reference, logs, passed=passed, factor=float(factor))
     if logs[0].division == "open":
-        return Verdict("convergence", None, f"not asked of the open division; {text}"), reference
+        return Verdict("convergence", None, f"not required in the open division; {text}"), reference
     return Verdict("convergence", passed=bool(passed), sentence=text), reference
 
 
@@ -249,8 +250,9 @@ def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor
         ours += f" (95 % by bootstrap: {low:.2f} to {high:.2f})"
     batch = logs[0].batch or 0
     there = "" if reference.batch == batch else f" at {reference.batch:,}, its smallest batch,"
+    runs = plural(len(logs), "run")
     text = (
-        f"{_count(logs)} at batch {batch:,} reach {TARGET:.1%} after {ours} epochs, without the "
+        f"{runs} at batch {batch:,} reach {TARGET:.1%} after {ours} epochs, without the "
         f"fastest and the slowest; the reference{there} takes {reference.mean:.2f} (std "
         f"{reference.std:.2f}), and a mean below {reference.least:.2f} is too fast to be it"
     )
@@ -285,12 +287,8 @@ def _check_system(path: Path | None) -> Verdict:
     except TypeError as error:  # the checker joins some of the values
         faults, sentence = [str(error)], _NO_TEXT
     else:
-        sentence = f"{path} is not as MLPerf asks for it"
+        sentence = f"{path} does not fit MLPerf's rules"
     if not faults:
-        return Verdict("system", passed=True, sentence=f"{path} has every field asked for")
+        return Verdict("system", passed=True, sentence=f"{path} has every required field")
     reasons = tuple(f"{path}: {reason}" for reason in faults)
     return Verdict("system", passed=False, sentence=sentence, reasons=reasons)
-
-
-def _count(logs: Sequence[Log]) -> str:
-    return f"{len(logs)} run" + "s" * (len(logs) > 1)

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationErr
 from largebatch.errors import LargebatchError, nearest
 from largebatch.recipe.loading import parse_yaml
 from largebatch.recipe.problems import explain_problems
-from largebatch.recipe.sections import Section
+from largebatch.recipe.section import Section
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
 GENERATIONS: tuple[Generation, ...] = get_args(Generation)
@@ -73,7 +73,7 @@ class Measured(Section):
     image_size: PositiveInt
     precision: str
     settings: dict[str, JsonValue]
-    """Other settings that decide the times, by the keys of the recipe (planner.known.SETTINGS)."""
+    """Other settings that decide the times, by the keys of the recipe (planner.limits.SETTINGS)."""
 
     device: str
     seconds_per_image: PositiveFloat

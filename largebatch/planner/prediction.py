@@ -8,7 +8,7 @@ from typing import Any, Literal
 from largebatch.errors import PlanError
 from largebatch.planner.calibration import COVERAGE, installed_fit, installed_left_out, quantile
 from largebatch.planner.cluster import Cluster, require_workers
-from largebatch.planner.known import (
+from largebatch.planner.limits import (
     PUBLISHED_SIZE,
     cached_bytes,
     decodes,

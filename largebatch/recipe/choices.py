@@ -1,7 +1,4 @@
-"""The words that a setting chooses from, where the package uses them beyond the recipe.
-
-Each list stands here once; it is read by the recipe and by the module that implements the choices.
-"""
+"""The choices of settings that modules outside of the recipe use too."""
 
 from typing import Literal
 

@@ -1,10 +1,10 @@
-"""The section `data` for images; for a text it is the one of `text`."""
+"""The section `data` for images; that for a text is in `text`."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.sections import Duration, Fraction, Positive, Samples, Section
+from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section
 from largebatch.recipe.task import Sample
 
 MAX_SIDE = 4096
@@ -21,8 +21,8 @@ class Resolution(Section):
     """A part of training on images of another size."""
 
     until: Duration | None
-    """Where it ends, counted from the start of the run; epochs are rounded to whole updates. null
-    for the last one, and only there: where training on augmented images ends."""
+    """End of the part, counted from the start of the run; epochs are rounded to whole updates. null
+    for the last one, and only there: the end of training on augmented images."""
 
     image_size: Side
     """Side of the square the model sees, in pixels."""
@@ -35,7 +35,7 @@ class HeldOut(Section):
     """Number of these images, drawn at random; the run trains on all others."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the draw. It is not the recipe's, so that runs with other seeds are measured on the
+    """Seed of the draw, apart from the recipe's, so that runs with other seeds are measured on the
     same images."""
 
 
@@ -90,7 +90,7 @@ class Data(Section):
     of image_size is cut out; null shows the whole image."""
 
     interpolation: Interpolation = "bilinear"
-    """How a part is resized to image_size. `bicubic` is Catmull and Rom's, as in Pillow."""
+    """Filter that resizes a part to image_size. `bicubic` is Catmull and Rom's, as in Pillow."""
 
     @property
     def train_split(self) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from largebatch.recipe.choices import Compile, Kernels
-from largebatch.recipe.sections import Batch, Positive, Section, Updates
+from largebatch.recipe.section import Batch, Positive, Section, Updates
 
 
 class Groups(Section):
@@ -44,11 +44,11 @@ class GroupsByBytes(Groups):
 
 
 class Checkpoints(Section):
-    """When a run saves, besides after every evaluation and stage, and what it keeps."""
+    """Checkpoints besides those after every evaluation and stage, and which of them are kept."""
 
     every_steps: Updates | None = None
     every_minutes: Positive | None = 10.0
-    """Updates, and minutes, between two checkpoints; null: none for that."""
+    """Updates, and minutes, between two checkpoints; null: not by this unit."""
 
     keep_last: Updates = 2
     """Number of newest checkpoints to keep; that of the best evaluation is kept too."""
@@ -57,8 +57,8 @@ class Checkpoints(Section):
     """Keep checkpoints whose number of updates is a multiple of this too."""
 
     on_error: Literal["stop", "continue"] = "stop"
-    """Reaction to a checkpoint that cannot be written, as on a full disk. `continue`: note it in
-    the log and train on."""
+    """Reaction to a checkpoint that cannot be written, as on a full disk. `continue`: log it and
+    continue training."""
 
     upload: bool = False
     """Send the last checkpoint of a finished run to W&B and MLflow, where `tracking` has them: with

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
 from largebatch.recipe.problems import meant_key
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import (
+from largebatch.recipe.section import (
     CHOOSERS,
     Section,
     chooser_of,

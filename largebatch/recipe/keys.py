@@ -17,7 +17,7 @@ from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.schedule import Schedule
-from largebatch.recipe.sections import (
+from largebatch.recipe.section import (
     MAX_BATCH,
     MAX_EPOCHS,
     Batch,
@@ -48,16 +48,15 @@ class BatchChange(Section):
     """A change of the global batch during the run (arXiv:1811.05233)."""
 
     after: Duration
-    """Where, counted from the start of the run. Epochs are rounded to whole updates of the batch
-    before, so that no sample is left out or shown twice."""
+    """Place of the change, counted from the start of the run. Epochs are rounded to whole updates
+    of the batch before, so that no sample is left out or shown twice."""
 
     global_batch: Batch
     """Samples in one optimizer update."""
 
     lr_factor: Positive
-    """The learning rate is that of `schedule` times this: 1 leaves it as it is, global_batch over
-    batch.global_batch scales it linearly (arXiv:1706.02677, section 2.1). Momentum is carried
-    on."""
+    """Factor of the learning rate of `schedule`: 1 keeps it, global_batch over batch.global_batch
+    scales it linearly (arXiv:1706.02677, section 2.1). Momentum is kept."""
 
 
 class BatchSizes(Section):
@@ -171,7 +170,7 @@ class Keys(Section):
     """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)]
-    """Fixes the weights at the start, the order of the samples, crops, flips and dropout."""
+    """Seed of the initial weights, the order of the samples, crops, flips and dropout."""
 
     duration: Duration
     """Length of the training, clean epochs included."""

@@ -28,7 +28,7 @@ from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
 from largebatch.recipe.installed import installed, read_installed
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import CHOOSERS, Section, kinds_of, sections_of
+from largebatch.recipe.section import CHOOSERS, Section, kinds_of, sections_of
 
 Kind = TypeVar("Kind", bound=Section)
 
@@ -298,8 +298,7 @@ def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str
         if below is None:
             below = section[key] = {}
         if not isinstance(below, dict):
-            given = clip(repr(below), LONGEST_NAME)
-            raise RecipeError(f"{shown}: {key} is {given}, not a section with keys of its own")
+            raise RecipeError(f"{shown}: {key} is {below!r:.{LONGEST_NAME}}, not a section")
         section = below
     if keys[-1] in CHOOSERS and isinstance(value, str):
         _leave_out_other_kind(section, keys, value, shown=shown)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue, field_validator
 
-from largebatch.recipe.sections import Positive, Section
+from largebatch.recipe.section import Positive, Section
 
 FACTORY_KEYS = {
     **dict.fromkeys(

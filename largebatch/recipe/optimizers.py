@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from largebatch.recipe.choices import Convention
-from largebatch.recipe.sections import Momentum, NonNegative, Positive, Samples, Section, Updates
+from largebatch.recipe.section import Momentum, NonNegative, Positive, Samples, Section, Updates
 
 
 class LARS(Section):

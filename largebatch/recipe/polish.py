@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.sections import Batch, Duration, Positive, Samples, Section
+from largebatch.recipe.section import Batch, Duration, Positive, Samples, Section
 
 
 class SWA(Section):
@@ -19,7 +19,7 @@ class SWA(Section):
 
     every: Duration
     """Interval between two weights of the mean; the last ones are those at the end of the schedule.
-    In epochs only where batch.schedule changes nothing on the way."""
+    In epochs only if the batch does not change within `over`."""
 
 
 class SWAP(Duration):
@@ -44,7 +44,7 @@ class Affine(Duration):
     """More updates after the schedule, of BatchNorm's scales and shifts and of the classifier."""
 
     lr: Positive
-    """Learning rate of the first of them; it falls to zero along half a cosine."""
+    """Learning rate of the first update; it falls to zero along half a cosine."""
 
 
 class Statistics(Section):

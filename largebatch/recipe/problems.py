@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from largebatch.errors import LONGEST_NAME, SHOWN, clip, nearest, shorten
-from largebatch.recipe.sections import (
+from largebatch.formatting import plural
+from largebatch.recipe.section import (
     Duration,
     Section,
     chooser_of,
@@ -120,9 +121,9 @@ def explain_problems(
     """
     errors = error.errors(include_url=False)
     problems = [each for each in errors if not _is_explained(each, errors)]
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [_explain(problem, root, typed) for problem in problems[: SHOWN + 1]]
-    return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
+    head = f"{source}: {plural(len(problems), 'problem')}"
+    return "\n  ".join([head, shorten(lines, between="\n  ")])
 
 
 def _is_explained(problem: ErrorDetails, every: Iterable[ErrorDetails]) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.sections import Batch, Duration, Momentum, Positive, Section, Updates
+from largebatch.recipe.section import Batch, Duration, Momentum, Positive, Section, Updates
 
 MAX_LEARNERS = 65_536
 

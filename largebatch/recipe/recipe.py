@@ -37,7 +37,7 @@ class Recipe(Keys):
 
     @property
     def mathematics(self) -> Self:
-        """The recipe without execution, trackers and monitors: what all parts of a run share."""
+        """The recipe without execution, trackers and monitors, which a resumed run may change."""
         return self.model_copy(update={"execution": Execution(), "tracking": (), "monitor": ()})
 
     def with_execution(self, **changes: object) -> Self:
@@ -50,7 +50,7 @@ class Recipe(Keys):
 
 
 def anywhere(recipe: Recipe) -> Recipe:
-    """Return the recipe without what the machine that evaluates or polishes it may lack."""
+    """Return the recipe without settings that a machine for evaluation or polishing may lack."""
     return recipe.with_execution(kernels="torch").model_copy(
         update={"reduction": Reduction(), "protocol": None}
     )
@@ -59,7 +59,7 @@ def anywhere(recipe: Recipe) -> Recipe:
 def require_backend(
     recipe: Recipe, name: str, *, use: str = "--workers N, torchrun or srun, and --backend torch"
 ) -> None:
-    """Raise RecipeError, with what to `use`, where the backend of this name cannot train it."""
+    """Raise RecipeError, with what to `use`, if the backend of this name cannot train it."""
     if name != "horovod":
         return
     if recipe.protocol is not None and recipe.protocol.workers > 1:

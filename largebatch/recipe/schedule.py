@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.sections import Duration, Fraction, NonNegative, Positive, Section
+from largebatch.recipe.section import Duration, Fraction, NonNegative, Positive, Section
 
 Power = Annotated[float, Field(gt=0, le=1000)]
 """Exponent of a policy; beyond the bound the fall takes one step, whatever its length."""
@@ -65,10 +65,10 @@ class Inverse(Section):
     kind: Literal["inv"]
 
     gamma: Positive
-    """How fast the rate falls: 1 / gamma steps after the peak it is peak_lr / 2**power."""
+    """Speed of the fall: 1 / gamma steps after the peak the rate is peak_lr / 2**power."""
 
     power: Power
-    """How steep the fall is in the long run."""
+    """Steepness of the fall in the long run."""
 
 
 class Sigmoid(Section):
@@ -81,7 +81,7 @@ class Sigmoid(Section):
     start."""
 
     gamma: Positive
-    """How steep the fall is: most of it takes 10 / gamma steps."""
+    """Steepness of the fall: most of it takes 10 / gamma steps."""
 
 
 class Fall(Section):

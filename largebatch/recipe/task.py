@@ -93,7 +93,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a run learns. The nouns are plurals."""
+    """The nouns, plurals, and metrics of what a run learns."""
 
     data: str
     """Noun of a split, as in "training images"."""
@@ -114,10 +114,10 @@ class Task:
     """Share of the loss of guessing below which the training loss of a good run ends."""
 
     loss_note: str
-    """How the training loss and the validation loss in one chart compare."""
+    """Remark on the training loss and the validation loss in one chart."""
 
     input_settings: str = ""
-    """Settings to change where updates wait for samples."""
+    """Settings to change if updates wait for samples."""
 
     @property
     def metric(self) -> Metric:

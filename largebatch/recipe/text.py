@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from largebatch.recipe.data import HeldOut, Resolution
-from largebatch.recipe.sections import Section
+from largebatch.recipe.section import Section
 from largebatch.recipe.task import TOP1, Metric, Sample, Scores, Task
 
 MAX_WORDS = 2**31

@@ -1,15 +1,14 @@
 """Conflicts between the sections of a recipe.
 
-Each rule reads the keys and yields one sentence for each conflict, which names the keys and what to
-do; all conflicts of a recipe are reported together. A rule assumes nothing of the others, so it
-checks again what its own arithmetic needs.
+Each rule yields one sentence for each conflict, with the keys and what to do; all conflicts of a
+recipe are reported together. No rule relies on another: it checks what its own arithmetic needs.
 """
 
 from collections.abc import Iterator
 
 from largebatch.recipe.keys import Keys
 from largebatch.recipe.optimizers import ScheduleFree
-from largebatch.recipe.sections import MAX_SAMPLES
+from largebatch.recipe.section import MAX_SAMPLES
 from largebatch.recipe.text import LANGUAGE_MODEL, Text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import CHOOSERS, Section
+from largebatch.recipe.section import CHOOSERS, Section
 
 COLUMN = 34
 """Column of the comments."""

@@ -1,4 +1,4 @@
-"""Recipe and machine -> every object of a run: the model, the optimizer, what sums gradients."""
+"""Recipe and machine -> every object of a run: the model, the optimizer, the reducer."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.text import Text
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_affine, build_replica, build_state
+from largebatch.runs.state import build_affine, build_criterion, build_replica, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, LOG, Tracker
 from largebatch.tracking.log import record
@@ -40,7 +40,6 @@ from largebatch.tracking.mlflow import MLflow
 from largebatch.tracking.tensorboard import TensorBoard
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import Retention, Writer
-from largebatch.training.loss import cross_entropy
 from largebatch.training.protocols.exchange import Exchange
 from largebatch.training.protocols.stage import ProtocolUpdates, require_tensors
 from largebatch.training.protocols.state import NAME, ProtocolState
@@ -79,11 +78,11 @@ def open_pipeline(
 def join(
     options: Options, facts: Facts, *, starting: bool = False, splits: bool = False
 ) -> Iterator[Backend]:
-    """Join the other workers, once in a process: the address where they meet serves one meeting.
+    """Connect to the other workers; possible once in a process, because their address serves once.
 
-    `starting` and `splits` are as in connect. The backend is closed on success only: after an error
-    the other workers may be gone. Raises MismatchError on every worker unless they have the same
-    options and packages and state the same `facts`.
+    `starting` and `splits` are passed to connect. The backend is closed only on success: after an
+    error the other workers may be gone. Raises MismatchError on every worker unless all have the
+    same options, packages and `facts`.
     """
     for name in options.imports:
         import_own(name)
@@ -111,8 +110,8 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """Build every object of a run, on the workers that have `joined` or that join now.
 
-    Trackers can be added later. If `measuring`, nothing is trained: any number of workers fits, and
-    what the training machine had to have is not needed. `facts` and errors are as in join.
+    Trackers can be added later. If `measuring`, nothing is trained: the number of workers is free,
+    and settings of the training machine are ignored. `facts` and errors are those of join.
     """
     with ExitStack() as opened:
         backend = joined or opened.enter_context(
@@ -156,9 +155,7 @@ def open_trainer(
                 plan=plan,
                 backend=backend,
                 pipeline=pipeline,
-                criterion=cross_entropy(
-                    smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
-                ),
+                criterion=build_criterion(recipe),
                 spans=Spans(model, group, sync_workers=plan.sync_workers),
                 state=state,
                 build_affine=affine,
@@ -179,7 +176,7 @@ def open_trainer(
 def _choose_updates(
     recipe: Recipe, options: Options, state: TrainState, backend: Backend, *, measuring: bool
 ) -> Updates:
-    """Return what makes the updates of a stage: the training loop, or a protocol."""
+    """Return the function that makes the updates of a stage: the training loop, or a protocol."""
     if recipe.protocol is None:
         return synchronous_updates
     protocol = state.extra[NAME] = ProtocolState()  # its checkpoints hold one
@@ -192,17 +189,14 @@ def _choose_updates(
 
 
 def optional_workers(recipe: Recipe) -> Collection[int]:
-    """Return the workers that the run goes on without when they fail."""
+    """Return the workers whose failure does not end the run."""
     return recipe.protocol.optional_learners if recipe.protocol else ()
 
 
 def open_trackers(
     trainer: Trainer, folder: Path, ids: Mapping[str, str | None], *, resume: bool
 ) -> Iterator[Tracker]:
-    """Open the trackers that the recipe names, each once.
-
-    `ids` are those of this run in the trackers before it was resumed.
-    """
+    """Open each tracker of the recipe once; `ids` are the run's in them before it was resumed."""
     recipe = trainer.recipe
     config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
     upload = recipe.execution.checkpoints.upload
@@ -223,10 +217,10 @@ def open_trackers(
 
 
 def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:
-    """Return the seconds after which this worker asks to stop; None if it never does.
+    """Return the seconds after which this worker requests to stop; None if it never does.
 
-    A server without a learner checks the time only when the learners come to rest, and would take
-    the time between for what a stop needs. The learners check it after every gradient.
+    Learners check the time after every gradient. A server without a learner checks it only when
+    the learners rest, and would mistake the time between for the time that a stop needs.
     """
     section = recipe.protocol
     serves = section is not None and rank >= section.learners

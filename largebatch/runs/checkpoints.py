@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint after its run: evaluate it, polish it, compare polishings."""
+"""Evaluate or polish a checkpoint after its run, or compare ways to polish it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -37,14 +37,14 @@ Mode = Literal["none", "statistics", "affine", "clean"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The model after one way of polishing; accuracies are parts of 1."""
+    """Result of one way of polishing; accuracies are parts of 1."""
 
     mode: Mode
     top1: float
     top5: float
     loss: float
     seconds: float
-    """What the polishing took, evaluation left out."""
+    """Seconds of the polishing, without the evaluation."""
 
     updates: int
     """Number of updates made; one that was skipped in fp16 changes nothing."""
@@ -53,28 +53,28 @@ class Row:
     """Learning rate of the first update; None without one."""
 
     note: str | None
-    """A remark: that statistics never came to rest, or updates were skipped."""
+    """Remark on statistics that did not settle, or on skipped updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Rows that are measured as they are asked for, and what they were measured with."""
+    """Rows, each measured when it is iterated over, and what they are measured with."""
 
     rows: Iterator[Row]
     commit: str | None
-    """As in summary.json, and None on workers other than the first."""
+    """The commit, as in summary.json; None on workers other than the first."""
 
     versions: dict[str, str]
     data: dict[str, dict[str, object]]
-    """By split: how many images, and the digest that two lists of the same images share."""
+    """Number of images, and a digest of their list, by split."""
 
 
 def small_lr(recipe: Recipe) -> float:
-    """Return the rate for the updates of a comparison, where none was asked for.
+    """Return the default learning rate for the updates of a comparison.
 
-    A hundredth of that with which ResNets begin at batches of 256 (arXiv:1512.03385, section 3.4),
-    where their staircase is nearly over: the weights of a trained model barely move. Scaled with
-    the batch (arXiv:1706.02677, section 2.1), because there are as many fewer updates in an epoch.
+    A hundredth of the first rate of ResNets at batches of 256 (arXiv:1512.03385, section 3.4), as
+    near the end of their schedule: the weights of a trained model barely move. Scaled with the
+    batch (arXiv:1706.02677, section 2.1), because an epoch has fewer updates in proportion.
     """
     return 0.001 * recipe.batch.last / 256
 
@@ -83,13 +83,10 @@ def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
     """Return the recipe with the updates of a comparison beside its statistics pass."""
     assert recipe.polish is not None
     changes = {
-        "clean": None,
-        "ema": None,
-        "swa": None,
-        "swap": None,
+        **dict.fromkeys(("clean", "ema", "swa", "swap")),
         "affine": Affine(epochs=epochs, lr=lr),
     }
-    polish = recipe.polish.model_copy(update=changes)  # what was held out stays so
+    polish = recipe.polish.model_copy(update=changes)  # held-out images stay held out
     return recipe.model_copy(update={"polish": polish})
 
 
@@ -106,8 +103,7 @@ def compare(trainer: Trainer) -> Comparison:
 def _rows(trainer: Trainer) -> Iterator[Row]:
     """Measure the model as it is and after each way of polishing a copy.
 
-    In `clean`, all weights move as those of `affine` do: by plain momentum SGD on clean images at a
-    small learning rate.
+    In `clean`, all weights move as in `affine`: by momentum SGD on clean images at a small rate.
     """
     polish, state = trainer.recipe.polish, trainer.state
     assert polish is not None
@@ -125,8 +121,9 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
             drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
             note = describe_unsettled(drift)
         elif lr is not None:
-            updates = _update(trainer, mode, lr=lr)
-            note = _describe_skipped(trainer.plan.affine_steps, updates)
+            planned, updates = trainer.plan.affine_steps, _update(trainer, mode, lr=lr)
+            if updates < planned:
+                note = f"{planned - updates} of {planned} updates skipped: fp16 overflow"
         seconds = time.perf_counter() - begun
         found = trainer.measure()
         yield Row(
@@ -141,27 +138,13 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
         )
 
 
-def _describe_skipped(planned: int, updates: int) -> str | None:
-    """Format the number of updates that fp16 lost; None if it lost none."""
-    skipped = planned - updates
-    return f"{skipped} of {planned} updates skipped: fp16 overflow" if skipped else None
-
-
 def _update(trainer: Trainer, mode: Literal["affine", "clean"], *, lr: float) -> int:
-    """Make the updates on clean images, beginning at `lr`, of few weights or of all.
-
-    Returns how many were not skipped.
-    """
+    """Make the updates of a mode on clean images; return the number that were not skipped."""
     plan, state = trainer.plan, trainer.state
-    skipped = state.progress.skipped
+    skipped, affine_only = state.progress.skipped, mode == "affine"
     state.use(
         build_extra(
-            trainer.recipe,
-            plan,
-            state.model,
-            trainer.backend,
-            affine_only=mode == "affine",
-            lr=lr,
+            trainer.recipe, plan, state.model, trainer.backend, affine_only=affine_only, lr=lr
         )
     )
     try:
@@ -174,19 +157,19 @@ def _update(trainer: Trainer, mode: Literal["affine", "clean"], *, lr: float) ->
 
 
 class Evaluated(NamedTuple):
-    """A checkpoint that was measured."""
+    """Metrics of a checkpoint."""
 
     path: Path
     step: int
-    """Updates that made it."""
+    """Number of updates before it."""
 
     task: Task
     metrics: Metrics
     training: Metrics | None
-    """On all images trained on, shown as validation images are; None where not asked for."""
+    """Metrics on all images trained on, shown like validation images; None if not requested."""
 
     test: Metrics | None = None
-    """On the test data; None where not asked for."""
+    """Metrics on the test data; None if not requested."""
 
 
 def evaluate_checkpoint(
@@ -194,7 +177,7 @@ def evaluate_checkpoint(
 ) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data.
 
-    And with `training` on its training data, with `test` on its test data.
+    `training` also measures it on its training data, `test` on its test data.
     """
     path = find_checkpoint(path)
     checkpoint = _load(path, options)
@@ -213,11 +196,10 @@ def evaluate_checkpoint(
 def polish_checkpoint(
     path: Path, options: Options, *, samples: int | None = None, ema: bool = False
 ) -> Summary:
-    """Do the statistics pass on a checkpoint and leave the polished run in `options.out`.
+    """Polish the statistics of a checkpoint, into a run in `options.out`; return its summary.
 
-    `samples` is the number of clean training images to measure; None: all of them. `ema` takes the
-    EMA of a run that has not ended. The summary holds the accuracy of the checkpoint as it was and
-    as it became.
+    `samples` is the number of clean training images to measure; None: all of them. `ema` polishes
+    the EMA of an unfinished run. The summary has the accuracies before and after.
     """
     check_folder(options.out, resume=False)
     checkpoint = _load(path, options, ema=ema)
@@ -228,7 +210,7 @@ def polish_checkpoint(
         begun = {**state, "stages": [], "ema": {}, "replicas": {}, "snapshot": {}}
         restore(trainer, replace(checkpoint, stages=[], state=begun))
         trainer.store_average()
-        stage = _stage(checkpoint, trainer.plan)
+        stage = current_stage(checkpoint, trainer.plan)
         if ema:
             store_ema(state["ema"], trainer.state.model)
             stage = "ema"
@@ -251,9 +233,9 @@ def compare_checkpoint(
     lr: float | None,
     ema: bool = False,
 ) -> Iterator[Comparison]:
-    """Measure what each way of polishing would do to a checkpoint; it is only read.
+    """Measure what each way of polishing does to a copy of a checkpoint.
 
-    `lr` None: a small one. The machine that trained it may have had what this one lacks.
+    `lr` None: a small one. Settings of the training machine are ignored.
     """
     checkpoint = _load(path, options, ema=ema)
     state = checkpoint.state
@@ -271,7 +253,7 @@ def compare_checkpoint(
 
 
 def _store_average(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Copy the average that a saved optimizer holds into the model, unless it is there already."""
+    """Copy the average in a saved optimizer into the model, unless the model has it already."""
     if is_averaging(saved["param_groups"]):
         trainer.state.load_optimizer(**saved)
         trainer.store_average()
@@ -282,21 +264,21 @@ def _store_average(trainer: Trainer, saved: dict[str, Any]) -> None:
 def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
     """Read a checkpoint file, or the newest checkpoint of a run folder, with this execution.
 
-    Raises CheckpointError where the EMA is asked for and there is none.
+    Raises CheckpointError if it has no EMA and `ema` requests it.
     """
     checkpoint = load_checkpoint(find_checkpoint(path))
     polish = checkpoint.recipe.polish
     if ema and not (checkpoint.state["ema"] and polish is not None and polish.ema):
         raise CheckpointError(
-            f"{path}: holds no EMA: a checkpoint has one beside the weights if its recipe has "
-            "polish.ema, until the schedule ends and it becomes the model; leave --ema out"
+            f"{path}: holds no EMA: a checkpoint has one if its recipe has polish.ema, until the "
+            "schedule ends and the EMA becomes the model; leave --ema out"
         )
     recipe = _with_execution(checkpoint.recipe, options.overrides, path=path)
     return replace(checkpoint, recipe=recipe)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the newest checkpoint of a run folder that can be read, or the file that `path` is."""
+    """Return the newest readable checkpoint of a run folder, or `path` if it is a file."""
     if not path.is_dir():
         return path
     found = newest_checkpoint(path / CHECKPOINTS)
@@ -307,7 +289,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:
-    """Return the recipe of a checkpoint with other settings of its execution, and of that alone."""
+    """Return the recipe of a checkpoint with other settings of its execution."""
     for override in overrides:
         if not override.startswith("execution"):
             raise LargebatchError(
@@ -316,10 +298,10 @@ def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> 
     return parse_recipe(dump_recipe(recipe), overrides, source=str(path)) if overrides else recipe
 
 
-def _stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
-    """Return the name of the stage that made the weights: the one under way, else the last kept.
+def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
+    """Return the stage that made the weights: the current one, else the last one that was kept.
 
-    `statistics`, which moves no weight, ends every run that has it.
+    `statistics`, which moves no weight, is the last stage of every run that has it.
     """
     under_way: StageName = "affine" if checkpoint.progress.step > plan.steps else "clean"
     under_way = under_way if checkpoint.progress.step > plan.train_steps else "train"
@@ -330,9 +312,9 @@ def _stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
 
 
 def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
-    """Return the recipe with a statistics pass over this number of samples.
+    """Return the recipe with a statistics pass, and without MLPerf's log, which is about training.
 
-    And without MLPerf's log, which is about training.
+    `samples` is the number of clean training images to measure; None: all of them.
     """
     there = recipe.train_samples
     if recipe.batch.bn_span is None:
@@ -343,8 +325,7 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     asked = recipe.polish.statistics if recipe.polish else None
     sequential = asked is not None and asked.sequential
     statistics = Statistics(samples=number, sequential=sequential)
-    polish = (recipe.polish or Polish(statistics=statistics)).model_copy(
-        update={"statistics": statistics}
-    )
+    polish = recipe.polish or Polish(statistics=statistics)
+    polish = polish.model_copy(update={"statistics": statistics})
     tracking = tuple(name for name in recipe.tracking if name != "mlperf")
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

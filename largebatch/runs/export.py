@@ -1,4 +1,4 @@
-"""A saved run -> files that other programs load: weights, timm's configuration, a card, ONNX."""
+"""A saved run -> files for other programs: weights, timm's configuration, a model card, ONNX."""
 
 import json
 import warnings
@@ -29,10 +29,10 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     """Write the model of a checkpoint, or of the newest one of a run folder; return the files.
 
     `timm.create_model("local-dir:OUT", pretrained=True)` loads a model of timm from there. ONNX
-    takes N x 3 x H x W images, normalised by the recipe's mean and std, and gives N x classes.
-    `imports` are as in Options.
+    takes N x 3 x H x W images, normalised by the recipe's mean and std, and returns N x classes.
+    `imports` are those of Options.
 
-    Raises CheckpointError where `out` holds files or cannot be written, RecipeError for a language
+    Raises CheckpointError if `out` holds files or cannot be written, RecipeError for a language
     model.
     """
     for module in imports:
@@ -54,7 +54,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
         RECIPE: dump_recipe(recipe).encode(),
     }
     if is_timms(recipe.model.name):
-        config = _config(recipe, checkpoint.origin.get("classes", []))
+        config = timm_config(recipe, checkpoint.origin.get("classes", []))
         files[CONFIG] = json.dumps(config, indent=2).encode()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,8 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     return sorted(out.iterdir())
 
 
-def _config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
-    """Return what timm reads of a model, in its words."""
+def timm_config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
+    """Return timm's configuration of a model."""
     data = recipe.images
     return {
         "architecture": recipe.model.name.partition(".")[0],
@@ -80,7 +80,7 @@ def _config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
         "pretrained_cfg": {
             "input_size": [3, data.image_size, data.image_size],
             "interpolation": data.interpolation,
-            # timm rounds image_size / crop_pct down, which a quotient of floats may just miss.
+            # timm rounds image_size / crop_pct down; 0.01 makes up for the rounding of floats.
             "crop_pct": data.image_size / (data.eval_resize + 0.01) if data.eval_resize else 1.0,
             "crop_mode": "center" if data.eval_resize else "squash",
             "mean": list(data.mean),
@@ -100,8 +100,8 @@ def _load_classifier(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _describe_loading(recipe: Recipe) -> tuple[str, str]:
-    """Return the library that loads the model, and the Python code that does."""
+def loading_code(recipe: Recipe) -> tuple[str, str]:
+    """Return the library that loads the model, and Python code that loads it."""
     name, arguments = recipe.model.name, recipe.model.arguments
     if is_timms(name):
         code = (
@@ -117,9 +117,9 @@ def _describe_loading(recipe: Recipe) -> tuple[str, str]:
 
 
 def _card(checkpoint: Checkpoint, *, source: Path) -> str:
-    """Return a model card: what the model is, how it was trained, what was measured."""
+    """Return a model card: the model, its training and its measurements."""
     recipe, name = checkpoint.recipe, checkpoint.recipe.model.name
-    library, load = _describe_loading(recipe)
+    library, load = loading_code(recipe)
     rows = [
         f"| {stage.name} | {stage.top1:.2%} | {stage.top5:.2%} | {stage.loss:.4f} | "
         f"{'yes' if stage.kept else 'rolled back'} |"
@@ -150,7 +150,7 @@ On {recipe.data.val_split:,} validation images, after each stage that has ended:
 
 
 def _describe_input(recipe: Recipe, classes: Sequence[str]) -> str:
-    """Return how an image is prepared, as a table, and which class each of the outputs is."""
+    """Return a table of how an image is prepared, and the class of each output."""
     data = recipe.images
     side, how = data.image_size, data.interpolation
     cut = f"the whole image, resized ({how})"

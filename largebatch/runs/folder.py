@@ -1,4 +1,4 @@
-"""The run folder as a record: what it holds at the start, and what a run resumes from."""
+"""The run folder: its content at the start of a run, and what a run resumes from."""
 
 import json
 import logging
@@ -48,11 +48,10 @@ _LOG = logging.getLogger(__name__)
 def open_folder(
     trainer: Trainer, folder: Path, *, resume: bool, ids: Mapping[str, str | None]
 ) -> Iterator[list[Tracker]]:
-    """Make the run folder, own it, and yield what follows the run; worker 0 only.
+    """Make and lock the run folder, and yield the trackers of the run; worker 0 only.
 
-    `ids` are those that the trackers gave this run before, of its checkpoint.
-    Raises CheckpointError where it cannot be written, or another run writes to it, and TrackerError
-    where a tracker cannot be used.
+    `ids` are the run's in the trackers, from its checkpoint. Raises CheckpointError if the folder
+    cannot be written or another run writes to it, TrackerError if a tracker cannot be used.
     """
     recipe = trainer.recipe
     console = Console(started=command_started(), task=recipe.task)
@@ -83,10 +82,10 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkpoint | None:
-    """Return the state to go on from, on every worker; None if there is none, or a run begins.
+    """Return the newest readable checkpoint on every worker; None to start a run.
 
-    Worker 0 reads it for all, and logs a warning for each newer one that is damaged. Where all of
-    them are, `auto` begins afresh; else CheckpointError is raised.
+    Worker 0 reads it for all and logs a warning for each newer one that is damaged. If all are
+    damaged, `auto` starts a run; else CheckpointError is raised.
     """
     if not resume:
         return None
@@ -104,7 +103,7 @@ def _newest(folder: Path, *, may_begin: bool) -> Found | None:
     except CheckpointError as error:
         if not may_begin:
             raise
-        _LOG.warning("%s; there is no other one to go on from", error)
+        _LOG.warning("%s; there is no other one to resume from", error)
         return None
     if found is not None:
         found.warn()
@@ -114,9 +113,9 @@ def _newest(folder: Path, *, may_begin: bool) -> Found | None:
 def require_same_run(
     checkpoint: Checkpoint, trainer: Trainer, folder: Path, *, allow: Sequence[str]
 ) -> None:
-    """Raise CheckpointError unless a checkpoint is of this recipe and this data.
+    """Raise CheckpointError, with every difference, unless a checkpoint has this recipe and data.
 
-    `allow` names what may differ: keys of the recipe, and `data.index`. All differences are listed.
+    `allow` has the keys that may differ: those of the recipe, and `data.index`.
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
     here = trainer.recipe.mathematics.model_dump(mode="json")
@@ -128,19 +127,19 @@ def require_same_run(
     unknown = sorted(set(allow) - changed.keys())
     if unknown:
         raise CheckpointError(
-            f"--allow {unknown[0]}: that is the same there and here; what differs: "
+            f"--allow {unknown[0]}: that is the same there and here; these differ: "
             f"{shorten(list(changed))}"
         )
     refused = {key: text for key, text in changed.items() if key not in allow}
     if refused:
         raise CheckpointError(
             f"{folder}: the run there differs from this one: {shorten(list(refused.values()))}; "
-            f"start another run, or go on all the same with --allow {' --allow '.join(refused)}"
+            f"start another run, or resume anyway with --allow {' --allow '.join(refused)}"
         )
 
 
 def finished_summary(folder: Path, backend: Backend) -> Summary | None:
-    """Return the summary of a run that has finished, on every worker; else None."""
+    """Return the summary of a finished run on every worker; else None."""
     content = None
     with suppress(OSError):
         content = (folder / SUMMARY).read_bytes() if backend.rank == 0 else None
@@ -151,19 +150,19 @@ def finished_summary(folder: Path, backend: Backend) -> Summary | None:
 
 
 def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
-    """Return a value as a recipe has it, without what a section leaves at none."""
+    """Format a value as in a recipe, a section without its null keys."""
     if isinstance(value, dict):
         value = {key: one for key, one in value.items() if one is not None}
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def default_folder(recipe: Recipe) -> Path:
-    """Return the run folder of a run that is given none: runs/<name>-<time>."""
+    """Return the default run folder: runs/<name>-<time>."""
     return Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def check_folder(folder: Path, *, resume: Resume) -> None:
-    """Raise CheckpointError unless a run may start in this folder, or go on in it; auto: either."""
+    """Raise CheckpointError unless a run can start in this folder, or resume; auto: either."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; --out names a folder")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -175,13 +174,13 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
     if not resume and _holds_files(folder):
         raise CheckpointError(
-            f"{folder}: already holds files; choose another --out, or add --resume to go on with "
+            f"{folder}: already holds files; choose another --out, or add --resume to continue "
             "the run in it"
         )
 
 
 def _holds_files(folder: Path) -> bool:
-    """Return True if a folder holds more than a run leaves that could not write its recipe."""
+    """Return True if a folder has files, except those of a run that could not write its recipe."""
     content = set(folder.iterdir()) if folder.exists() else set()
     files = {path for path in content if not path.is_dir() or any(path.iterdir())}
     log = folder / LOG

@@ -1,7 +1,7 @@
-"""Requests to stop, answered in one place for workers, runs and commands.
+"""Requests to stop, handled in one place for workers, runs and commands.
 
-They come as SIGINT (Ctrl-C), SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a terminal that is
-closed), often to every process of a group at once and again from the process that started it.
+They come as SIGINT (Ctrl-C), SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a closed terminal),
+often to every process of a group at once and again from the process that started it.
 """
 
 import math
@@ -20,13 +20,13 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 HEARD = b"stopping after this step; once more stops at once\n"
 
 TOGETHER_SECONDS = 1.0
-"""Signals that come within this time of the first one are the same request."""
+"""Signals within this time of the first one count as the same request."""
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class InterruptedStudyError(Exception):
-    """A run of several was asked to stop and has saved; the same call goes on with it."""
+    """A run of several was requested to stop and has saved; the same call resumes it."""
 
 
 class Requests:
@@ -52,9 +52,9 @@ class Requests:
 
 @contextmanager
 def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Answer these signals with a function meanwhile; SIGHUP only where it is not ignored (nohup).
+    """Handle these signals by a function inside the block; SIGHUP unless it is ignored (nohup).
 
-    They reach only a program's main thread; in others this does nothing.
+    Signals reach only a program's main thread; in others this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -73,13 +73,11 @@ def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Itera
 def stop_requests(
     *, handles_signals: bool, limit: float | None = None, begun: float | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Yield whether to stop: after a signal, or when `limit` seconds are nearly over.
+    """Yield a function that returns True after a signal, or when `limit` seconds are nearly over.
 
-    They count from `begun`, a time of the monotonic clock, or from now.
-
-    The second request raises KeyboardInterrupt. If `handles_signals`, the first one prints a line.
-    What start_workers started has no second one: its launcher, which may pass on what the worker
-    got as well, kills it then.
+    `limit` counts from `begun`, a time of the monotonic clock, or from now. If `handles_signals`,
+    the first request prints a line. The second request raises KeyboardInterrupt, except in workers
+    of start_workers: their launcher may pass on a signal that they got too, and kills them itself.
     """
     requests = Requests()
     launched = LAUNCHER in os.environ
@@ -88,7 +86,7 @@ def stop_requests(
         first = not requests.any
         requests.add()
         if first and handles_signals:
-            os.write(2, HEARD)  # not by a stream, which may be in the middle of a line
+            os.write(2, HEARD)  # a stream may be in the middle of a line
         if requests.again and not launched:
             raise KeyboardInterrupt
 
@@ -99,10 +97,10 @@ def stop_requests(
 
 @contextmanager
 def noting_requests() -> Iterator[Callable[[], bool]]:
-    """Yield whether there was a request to stop meanwhile, whichever handler answered it.
+    """Yield a function that returns True after a request to stop, whichever handler handled it.
 
-    A run answers those that come before its last update; what makes several runs must know of the
-    others too. Signals reach only a program's main thread; in others there is none.
+    A run handles requests until its last update; a series of runs needs the later ones too. Signals
+    reach only a program's main thread; in others the function returns False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -127,9 +125,9 @@ def noting_requests() -> Iterator[Callable[[], bool]]:
 
 
 class _Deadline:
-    """The end of the time a run has, less what it needs to stop.
+    """The end of a run's time, less the time that it needs to stop.
 
-    That is one and a half times the longest it went between two looks at the clock: an update, or
+    That is one and a half times the longest interval between two calls of `is_near`: an update, or
     an evaluation with its checkpoint.
     """
 
@@ -140,7 +138,7 @@ class _Deadline:
         self._longest = 0.0
 
     def is_near(self) -> bool:
-        """Look at the clock; return whether to stop now."""
+        """Return True if it is time to stop."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last)
         self._last = now
@@ -148,7 +146,7 @@ class _Deadline:
 
 
 def describe_saved(folder: Path) -> str:
-    """Return which checkpoint of a run folder is the newest.
+    """Describe the newest checkpoint of a run folder.
 
     >>> describe_saved(Path("no such folder"))
     'nothing is saved'
@@ -160,7 +158,7 @@ def describe_saved(folder: Path) -> str:
 
 
 def show_cursor() -> None:
-    """Show a terminal's cursor again, which a progress bar that was killed has left hidden."""
+    """Show the terminal's cursor, which a killed progress bar leaves hidden."""
     for stream in (1, 2):
         if os.isatty(stream):
             os.write(stream, _SHOW_CURSOR)

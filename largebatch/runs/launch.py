@@ -1,9 +1,9 @@
-"""Start local workers through torch's elastic launcher, and end all of them when one ends badly.
+"""Start local workers through torch's elastic launcher, and end all of them when one fails.
 
-A worker is a command, so nothing is needed of the program that starts it: it can be a script, a
-notebook or a REPL. `SubprocessContext`, which torchrun is built on, starts and ends the processes
-and collects exit codes and error files; launch_agent around it is not used, because it loses the
-exit codes after a signal, takes SIGHUP from a run under nohup, and listens on all interfaces.
+A worker is a command, so the program that starts it can be a script, a notebook or a REPL.
+`SubprocessContext`, which torchrun is built on, starts and ends the processes and collects exit
+codes and error files. launch_agent around it is not used, because it loses the exit codes after a
+signal, handles SIGHUP in a run under nohup, and listens on all interfaces.
 Workers meet at a store in this process, which listens on the loopback interface only.
 """
 
@@ -46,14 +46,14 @@ from largebatch.runs.interrupts import HEARD, STOPS, Requests, answering, show_c
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
-"""How long the others have to leave after a worker failed, or to go on without it."""
+"""Seconds that the others have to exit after a worker failed, or to note that they continue."""
 
 CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
-"""Exit codes of a worker that reported: an error, one the user can fix, training that diverged,
-Ctrl-C before it could save; and LOST and ABSENT."""
+"""Exit codes of a worker that reported an error, an error that the user can fix, a divergence, or
+Ctrl-C before it could save; besides LOST and ABSENT."""
 
 _ECHOES = {ABSENT: 1, LOST: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
-"""Exit codes that another worker's failure or a request to stop causes, the telling one first."""
+"""Exit codes caused by another worker's failure or a request to stop, most informative first."""
 
 
 def start_workers(
@@ -61,15 +61,13 @@ def start_workers(
 ) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
-    They find their place in the variables torchrun sets, and with `horovod` in those of horovodrun
-    as well, and import what this process can import.
-    The first request to stop is passed on, as SIGTERM; the second one ends them.
-    An `optional` worker may fail: it is no error if the others note that they go on without it, and
-    succeed.
+    They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
+    path. The first request to stop is passed on, as SIGTERM; the second one kills them. An
+    `optional` worker may fail if the others note that they continue without it, and succeed.
 
-    Raises LargebatchError with a worker's message where the user can fix it, DivergedError where
-    training diverged, WorkerFailedError with the failing worker's traceback otherwise,
-    KeyboardInterrupt after the second request.
+    Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
+    diverged, else WorkerFailedError with the failing worker's traceback; KeyboardInterrupt after
+    the second request.
     """
     let_threads_sleep()
     store = _open_store()
@@ -103,7 +101,7 @@ def start_workers(
 
 
 def _open_store() -> TCPStore:
-    """Open the store through which workers find each other; by itself it takes all interfaces."""
+    """Open the store through which workers find each other; its default is all interfaces."""
     listener = socket.create_server((HOST, 0))
     return TCPStore(
         HOST,
@@ -118,11 +116,11 @@ def _open_store() -> TCPStore:
 def horovods_server(
     hosts: str, *, workers: int, address: str = HOST, interface: str | None = None
 ) -> Iterator[dict[str, str]]:
-    """Serve what workers of Horovod find each other through; yield where, as variables.
+    """Run the server through which Horovod's workers find each other; yield its variables.
 
-    `hosts` are as horovodrun has them (a:1,b:1); they reach this process at `address`, and each
-    other through the network interface of this name, None: loopback.
-    horovodrun's own server takes all interfaces, and so it is not used.
+    `hosts` are in horovodrun's format (a:1,b:1). They reach this process at `address`, and each
+    other through the network interface of this name, None: loopback. horovodrun's own server is not
+    used, because it listens on all interfaces.
     """
     require_horovod()
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -144,7 +142,7 @@ def horovods_server(
         try:
             yield own
         finally:
-            server.shutdown()  # else its thread goes on with the socket that is closed
+            server.shutdown()  # else its thread would use the closed socket
 
 
 class _Workers(SubprocessContext):
@@ -160,22 +158,22 @@ class _Workers(SubprocessContext):
         super().__init__(**arguments)
         self._optional, self._dropped = set(optional), dropped
         self._unexplained: dict[int, float] = {}
-        """Optional workers that failed, and until when the others may note it."""
+        """Optional workers that failed, and the time until which the others may note it."""
 
         self.requests = Requests()
         self.ended: set[int] | None = None
-        """Workers that ended by themselves, once one has failed."""
+        """Workers that exited by themselves; None until one has failed."""
 
     def start(self) -> None:
-        """Start them, and leave this process's signal handlers as they are."""
-        # Its lines would stand beside the one message that start_workers raises.
+        """Start the workers without changing this process's signal handlers."""
+        # torch would log lines beside the one message that start_workers raises.
         logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
         self._start()  # type: ignore[no-untyped-call]  # torch's stubs
 
     def pass_on(self, *_: object) -> None:
-        """Make the workers save and leave; the second time, end them.
+        """Make the workers save and exit; the second time, kill them.
 
-        One that is suspended (SIGSTOP) goes on, for otherwise all would wait for it.
+        A suspended worker (SIGSTOP) is continued, because all would wait for it.
         """
         first = not self.requests.any
         self.requests.add()
@@ -185,16 +183,16 @@ class _Workers(SubprocessContext):
             if self.requests.again:
                 handler.proc.send_signal(signal.SIGKILL)
             elif first:
-                handler.proc.send_signal(signal.SIGCONT)  # first: it goes to the main thread then
+                handler.proc.send_signal(signal.SIGCONT)  # then SIGTERM gets to the main thread
                 handler.proc.send_signal(signal.SIGTERM)
 
     def _poll(self) -> RunProcsResult | None:
-        """Return the result once all have ended, or one has whose end is not the others' loss."""
+        """Return the result once all workers have exited, or one that the others need."""
         running, waits = self._running_local_ranks, False
         for rank in sorted(running & self._optional):
             process = self.subprocess_handlers[rank].proc
             code = process.poll()
-            if code in {None, 0, USER, DIVERGED}:  # what the user can fix ends all
+            if code in {None, 0, USER, DIVERGED}:  # an error that the user can fix ends all
                 continue
             if self._dropped.include(rank):
                 running.discard(rank)
@@ -208,14 +206,14 @@ class _Workers(SubprocessContext):
         if waits and all(self.subprocess_handlers[rank].proc.poll() is None for rank in others):
             return None
         if running and running <= self._optional and all(map(self._dropped.include, running)):
-            for rank in running:  # suspended, and nothing waits for it
+            for rank in running:  # suspended, and no worker waits for it
                 self.subprocess_handlers[rank].proc.kill()
             running.clear()
         found: RunProcsResult | None = super()._poll()
         return found
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = LEAVE_SECONDS) -> None:
-        """End those that still run: ask them to (SIGTERM), and kill them after `timeout` s."""
+        """End the running workers by SIGTERM, and kill them after `timeout` seconds."""
         if self.ended is None:
             self.ended = set(self._failures)
         super().close(death_sig, timeout)
@@ -225,9 +223,9 @@ class _Workers(SubprocessContext):
 def _cause(
     failures: Mapping[int, ProcessFailure], *, stopping: bool, ended: Collection[int] | None
 ) -> Exception:
-    """Return the first failure that another one did not cause, or its echo if there is no more.
+    """Return the first failure that no other one caused; else the most informative one.
 
-    A worker that was killed and is not among the `ended` did not leave when it was asked to.
+    A killed worker that is not among the `ended` ones did not exit on SIGTERM.
     """
 
     def echo(rank: int) -> int:
@@ -247,7 +245,7 @@ def _cause(
 
 
 def _describe(failure: ProcessFailure) -> str:
-    """Return what a worker reported, else how it ended."""
+    """Return a worker's report, else how it exited."""
     if Path(failure.error_file).exists():
         return failure.message
     code = failure.exitcode
@@ -281,9 +279,9 @@ def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[s
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Run a worker of start_workers: write errors to its file, and end when the launcher is gone.
+    """Run a worker of start_workers: write errors to its file, and exit when the launcher is gone.
 
-    An error ends the process at once, since threads of libraries may be in the middle of something.
+    An error ends the process at once, because threads of libraries may still be busy.
     """
     leave_with(int(os.environ[LAUNCHER]))
     try:

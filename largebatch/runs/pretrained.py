@@ -1,8 +1,8 @@
 """Polish weights that were trained elsewhere: any model of timm or torchvision.
 
-A recipe is made for them, from the folder of images and from how the model's library prepares
-images; everything else is what polishes our own runs. Only running means and variances change in
-the file that is written.
+Their recipe follows from the folder of images and from how the model's library prepares images;
+the rest is the polishing of our own runs. Only running means and variances differ in the file that
+is written.
 """
 
 import json
@@ -40,14 +40,14 @@ from largebatch.training.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pretrained:
-    """What to polish, and how its images are shown."""
+    """Weights to polish, and their model."""
 
     model: str
-    """As timm or torchvision call it; `torchvision/` before it leaves no doubt."""
+    """Name in timm or torchvision; the prefix `torchvision/` chooses torchvision."""
 
     weights: Path
     ema: bool = False
-    """Take the EMA that the file holds beside the weights."""
+    """True to polish the EMA in the file in place of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Polished:
 
 
 def polish_weights(what: Pretrained, options: Options, *, samples: int | None = None) -> Polished:
-    """Write a polished file to `options.out`; return what was measured before and after.
+    """Write a polished file to `options.out`; return the metrics before and after.
 
     `samples` is the number of clean training images to measure; None: all of them.
     """
@@ -70,7 +70,7 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
     weights = read_weights(what.weights, ema=what.ema)
     facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
     with join(options, facts) as backend:
-        recipe, state = _fit(names, weights, options, backend)
+        recipe, state = fit_model(names, weights, options, backend)
         recipe = with_statistics(recipe, samples)
         assert recipe.polish is not None
         section = recipe.polish.statistics
@@ -89,13 +89,13 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
 def compare_weights(
     what: Pretrained, options: Options, *, samples: int | None, epochs: float, lr: float | None
 ) -> Iterator[Comparison]:
-    """Measure what each way of polishing would do; the file is only read."""
+    """Measure what each way of polishing does to a copy of the weights."""
     names = zoo.same_name(what.model)
     weights = read_weights(what.weights, ema=what.ema)
     asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
     facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
     with join(options, facts) as backend:
-        recipe, state = _fit(names, weights, options, backend)
+        recipe, state = fit_model(names, weights, options, backend)
         rate = lr or small_lr(recipe)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
         with _open(recipe, state, options, backend, measuring=False) as trainer:
@@ -103,9 +103,8 @@ def compare_weights(
 
 
 def _facts(what: Pretrained, weights: Weights) -> Facts:
-    """Return what every worker must be given alike, beside what is asked of the weights."""
-    content = checksum(weights.tensors)
-    return {"--model": what.model, "--weights": content}
+    """Return the model and the digest of the weights, which all workers must share."""
+    return {"--model": what.model, "--weights": checksum(weights.tensors)}
 
 
 @contextmanager
@@ -117,20 +116,19 @@ def _open(
     *,
     measuring: bool,
 ) -> Iterator[Trainer]:
-    """Build the model with these weights and all that works on it; no run folder."""
+    """Open a trainer for a model with these weights, without a run folder."""
     nowhere = replace(options, out=Path())
     with open_trainer(recipe, nowhere, {}, measuring=measuring, joined=backend) as trainer:
         trainer.state.model.load_state_dict(state)
         yield trainer
 
 
-def _fit(
+def fit_model(
     names: list[str], weights: Weights, options: Options, backend: Backend
 ) -> tuple[Recipe, dict[str, Tensor]]:
-    """Return a recipe for the model that fits the weights, and these under its names.
+    """Return a recipe for the first model of `names` that fits the weights, and the weights for it.
 
-    timm and torchvision have models of the same name whose parts differ: of `names`, the first that
-    fits is it.
+    timm and torchvision have models with the same name and different parts.
     """
     if options.data is None:
         raise DataError("polishing measures images; pass --data DIR")
@@ -152,9 +150,9 @@ def _fit(
 
 
 def _count(folder: Path, backend: Backend) -> tuple[int, int, int]:
-    """Return how many classes, training and validation images a folder holds.
+    """Return the numbers of classes, training images and validation images in a folder.
 
-    Worker 0 looks for all: where there is no index yet, every image is opened.
+    Only worker 0 counts them: without an index, every image is opened.
     """
     numbers = None
     if backend.rank == 0:
@@ -169,8 +167,8 @@ def _count(folder: Path, backend: Backend) -> tuple[int, int, int]:
 def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Recipe:
     """Return a recipe that shows images to a model as its library does in evaluation.
 
-    Its schedule is never followed. Spans of 64 are what one device of those that train such models
-    usually holds; statistics of smaller ones are another network's.
+    Its schedule is not used. Spans of 64 are a usual device batch when such models are trained;
+    smaller spans would give the statistics of another network.
     """
     tree = {
         "name": name.replace("/", "-"),

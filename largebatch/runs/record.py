@@ -1,4 +1,4 @@
-"""Record a run in its folder: log, summary and report, also after an error."""
+"""Record a run in its folder: log, summary and report, after an error too."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -41,10 +41,10 @@ def record(
     ids: Mapping[str, str | None] = MappingProxyType({}),
     draws: bool = True,
 ) -> Summary:
-    """Do the work in a run folder; whatever comes of it, leave a summary and, to draw, a report.
+    """Do the work in a run folder; write its summary, and with `draws` its report, in any case.
 
-    `ids` are those that the trackers gave the run before it was stopped.
-    `work` returns whether the run is complete. Only worker 0 touches the folder.
+    `ids` are the run's in the trackers before it was resumed. `work` returns True if the run is
+    complete. Only worker 0 writes to the folder.
     """
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
     if trainer.backend.rank == 0:
@@ -56,10 +56,10 @@ def record(
         leaving = Lock()
 
         def rescue(still: Callable[[], bool]) -> bool:
-            """Save while the main thread is held; leave it to that thread if it has begun to."""
+            """Save while the main thread is held; return False if that thread already saves."""
             if not leaving.acquire(blocking=False):
                 return False
-            trainer.step_log.lock.acquire()  # for good: the main thread stops if it comes back
+            trainer.step_log.lock.acquire()  # never released: the main thread stops if it returns
             with suppress(CheckpointError):
                 if trainer.step_log.is_training:
                     _save_what_is_sound(trainer, PeerLostError(), still)
@@ -90,14 +90,14 @@ def record(
 def _save_what_is_sound(
     trainer: Trainer, error: BaseException, still: Callable[[], bool] = lambda: True
 ) -> None:
-    """Save the state after an error that came between two updates; worker 0 alone can.
+    """Save the state after an error between two updates, on worker 0 alone.
 
-    After one of the log nothing is saved: a run that went on from there would lack a record.
+    After an error of the log nothing is saved: a run resumed from there would lack a record.
     """
     sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
     if sound and not isinstance(error, LogError):
         with suppress(LargebatchError, PeerLostError), idle_stream(trainer.backend.device):
-            if trainer.step_log.settle():  # else a record would be missing before the checkpoint
+            if trainer.step_log.settle():  # else the log would lack records before the checkpoint
                 save_alone(trainer, still)
     finish_saving(trainer)
 
@@ -111,7 +111,7 @@ def _finish(
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
             summary.write(folder / SUMMARY)
-            if draws and not trainer.step_log.stopped:  # then time is short; it is drawn later
+            if draws and not trainer.step_log.stopped:  # a stopped run has no time for it
                 with trainer.backend.busy():
                     _draw(trainer, folder)
         except OSError as error:
@@ -121,17 +121,17 @@ def _finish(
 
 
 def _draw(trainer: Trainer, folder: Path) -> None:
-    """Draw the report, with the images that the model got most wrong if they can be read again."""
+    """Draw the report, with the worst misclassified images if they can be read again."""
     try:
         if isinstance(trainer.pipeline, ImagePipeline):
             record_worst(trainer.pipeline, folder)
-    except Exception as error:  # a data set of the user's own raises all kinds; the run is done
+    except Exception as error:  # a user's data set may raise anything; the run is finished
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
     try:
         write_report(folder, sections=SECTIONS)
     except (OSError, LargebatchError):
         raise
-    except Exception as error:  # the run is recorded, and its own error is the one to see
+    except Exception as error:  # the run is recorded; its own error matters more
         again = f"largebatch report {folder}"
         _LOG.warning("%s: the report was not drawn: %s; draw it with `%s`", folder, error, again)
 

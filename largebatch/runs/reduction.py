@@ -1,4 +1,4 @@
-"""Recipe and workers -> what sums the gradients, and how they are divided into groups."""
+"""Recipe and workers -> the reducer of the gradients, and their groups."""
 
 from typing import assert_never
 
@@ -33,9 +33,9 @@ def build_reducer(
     *,
     keeps_gradients: bool = False,
 ) -> Reducer:
-    """Build what sums or combines the gradients.
+    """Build the reducer, which sums or combines the gradients.
 
-    `keeps_gradients`: those of an update are needed while the next ones are computed.
+    `keeps_gradients`: an update's gradients are needed while the next ones are computed.
     """
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
     copies = copies_gradients(recipe, plan, backend.device, keeps_gradients=keeps_gradients)
@@ -59,7 +59,7 @@ def build_reducer(
 def copies_gradients(
     recipe: Recipe, plan: Plan, device: torch.device, *, keeps_gradients: bool = False
 ) -> bool:
-    """Return True if a compiled pass may overwrite gradients that are needed when it begins."""
+    """Return True if a compiled pass may overwrite gradients that are still needed."""
     accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
     needed = accumulates or keeps_gradients
     return needed and reuses_memory(recipe.execution.compile, device)
@@ -89,14 +89,14 @@ def describe_groups(recipe: Recipe) -> str:
 
 
 def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
-    """Leave out the middle of a long list, with the number left out."""
+    """Replace the middle of a long list by its length."""
     if len(words) <= limit:
         return words
     return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
 
 
 def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters whose gradients are never sent in a shorter type."""
+    """Return the parameters whose gradients are always sent in fp32."""
     return set() if recipe.reduction.dtype == "fp32" else norm_parameters(model)
 
 

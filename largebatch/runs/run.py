@@ -1,7 +1,7 @@
 """The composition root: a recipe and a machine -> a finished run folder.
 
 A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.json, report.html,
-charts and checkpoints/. It is made when everything that the user can get wrong has been checked.
+charts and checkpoints/. It is made after everything that a user can get wrong has been checked.
 """
 
 import logging
@@ -80,19 +80,19 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     min_workers: int | None = None,
     report: bool = True,
 ) -> Summary:
-    """Train, polish and evaluate a recipe; return what summary.json holds.
+    """Train, polish and evaluate a recipe; return the content of summary.json.
 
-    `recipe` is one that load_recipe returned, the name of an installed one or the path of a file.
-    Starts `workers` processes on this machine, unless this process is itself one of several that
-    torchrun, horovodrun or srun started. `out` is the run folder, by default runs/<name>-<time>;
-    `restarts` and `min_workers` are as in restarting (`least`); the rest is as in Options.
+    `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file.
+    Starts `workers` processes on this machine, unless torchrun, horovodrun or srun started this one
+    among several. `out` is the run folder, by default runs/<name>-<time>. `restarts` and
+    `min_workers` are those of restarting (`least`), the rest are those of Options.
 
-    A data set or a model of the caller's own is named, and not passed: workers are processes of
-    their own, which import it. `dataset` is module:function, which returns data sets (train, val),
-    and `imports` are modules that register models with timm.
+    A data set or a model of the caller is named and not passed, because workers are separate
+    processes that import it: `dataset` is module:function that returns data sets (train, val), and
+    `imports` are modules that register models with timm.
 
-    A run that is interrupted returns too: the `status` of its Summary is then "interrupted", and
-    the same call with its run folder as `out` and resume=True continues it.
+    An interrupted run returns too: the `status` of its Summary is then "interrupted", and the same
+    call with its run folder as `out` and resume=True continues it.
 
     Raises LargebatchError for what the user can fix.
     """
@@ -163,11 +163,10 @@ def _require_options(
 def restarting(
     recipe: Recipe, options: Options, workers: int, *, restarts: int, least: int
 ) -> None:
-    """Start local workers; after one has died start all again from the newest checkpoint.
+    """Start local workers; if one dies, start all again from the newest checkpoint.
 
-    That is done `restarts` times at most, and not for what the user can fix. Where the workers
-    saved nothing before one died, there are fewer of them the next time, as the plan allows, and
-    no fewer than `least`.
+    At most `restarts` times, and not after an error that the user can fix. If nothing was saved
+    before a worker died, fewer workers are started, as the plan allows, but at least `least`.
     """
     start, limit = time.monotonic(), options.time_limit
     for left in reversed(range(restarts + 1)):
@@ -185,7 +184,7 @@ def restarting(
                 raise
             if describe_saved(options.out) == saved:
                 workers = _fewer(recipe, options, workers, least=least)
-            if limit is not None:  # of the whole command, not of each start
+            if limit is not None:  # it is the command's, not each start's
                 limit_left = max(0.0, limit - (time.monotonic() - start))
                 options = replace(options, time_limit=limit_left)
             options = replace(options, resume="auto")
@@ -207,7 +206,7 @@ def _fewer(recipe: Recipe, options: Options, workers: int, *, least: int) -> int
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker, from joining the others to leaving them."""
+    """Run one worker of a run."""
     folder = options.out
     with open_trainer(recipe, options, {"command": "train"}) as trainer:
         checkpoint = read_checkpoint(folder, trainer.backend, resume=options.resume)
@@ -217,7 +216,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             restore(trainer, checkpoint, source=str(folder))
             finished = finished_summary(folder, trainer.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                return finished  # its record stays as it is; else its last checkpoint is damaged
+                return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             begin_with(Path(recipe.model.weights), trainer)
         until = trainer.plan.updates if options.max_steps is None else options.max_steps
@@ -234,7 +233,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
 
 
 def _remarks(trainer: Trainer, options: Options, *, resumed: bool) -> Iterator[str]:
-    """Yield what is worth saying before the first update."""
+    """Yield remarks to log before the first update."""
     recipe = trainer.recipe
     yield from () if resumed else trainer.pipeline.remarks
     if recipe.precision != "fp32" and trainer.backend.device.type == "cpu":
@@ -246,9 +245,9 @@ def _remarks(trainer: Trainer, options: Options, *, resumed: bool) -> Iterator[s
 
 
 def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
-    """Return the trainer with what profiles the updates that the options name.
+    """Return the trainer with a profiler of the updates in `options.profile`.
 
-    Raises PlanError unless this part of the run makes them.
+    Raises PlanError unless this part of the run makes these updates.
     """
     if options.profile is None:
         return trainer
@@ -260,8 +259,8 @@ def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
             return trainer
     if not made < first <= last <= end:
         raise PlanError(
-            f"--profile {first}:{last}: expected the first and the last of updates {made + 1} to "
-            f"{end}, which are to be made"
+            f"--profile {first}:{last}: expected a first and a last update among those that are "
+            f"to be made, {made + 1} to {end}"
         )
     if trainer.backend.rank:
         return trainer

@@ -11,12 +11,13 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import affine_parameters
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.optimizer import build_momentum_sgd, build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.reduction import build_reducer, copies_gradients
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.schedules.plateau import with_plateau
 from largebatch.training.averages import EMA, SWA
+from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState, Updater
 
 
@@ -30,7 +31,7 @@ def build_state(
 ) -> TrainState:
     """Build the optimizer, the schedule, the reducer, the loss scaler and the averages.
 
-    `keeps_gradients` is as in build_reducer.
+    `keeps_gradients` is passed to build_reducer.
     """
     schedule, plateau = build_schedule(recipe.schedule, plan), recipe.schedule.plateau
     if plateau is not None:
@@ -45,13 +46,18 @@ def build_state(
     return state
 
 
+def build_criterion(recipe: Recipe) -> Criterion:
+    """Build the loss."""
+    return cross_entropy(smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target)
+
+
 def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
     """Build what scales the loss in fp16; disabled in fp32 and bf16.
 
     The loss is a mean over the global batch, so the first scale is 2^16 for 64 samples, as usual,
-    and grows with the batch: each sample's gradients then are as far from vanishing. A scale that
-    was halved must be able to come back in 1,000 steps, where PyTorch waits for 2,000; in a short
-    run each doubling would soon overflow.
+    and grows with the batch, so that a sample's gradients keep their distance from underflow. The
+    scale doubles after 50 to 2,000 steps (PyTorch: 2,000), so that it recovers in a short run too;
+    sooner it would overflow again and again.
     """
     return GradScaler(
         backend.device.type,
@@ -91,10 +97,10 @@ def build_extra(  # noqa: PLR0913 -- what a reducer and an optimizer take
 ) -> Updater:
     """Build the updater that follows the schedule, and freeze the weights it does not change.
 
-    Momentum SGD without a trust ratio, as LARS does for most of these weights: `affine_only` are
-    BatchNorm's scales and shifts and the classifier. The rate falls from `lr` to zero, so that the
-    last batches leave no mark of their own. The noise scale is not measured: few weights have
-    gradients.
+    The optimizer is momentum SGD without a trust ratio, as LARS treats most of these weights;
+    `affine_only` trains BatchNorm's scales and shifts and the classifier. The rate falls from `lr`
+    to zero, so that no single batch weighs more at the end. The noise scale is not measured,
+    because few weights have gradients.
     """
     trained = affine_parameters(model) if affine_only else set(model.parameters())
     for weight in model.parameters():

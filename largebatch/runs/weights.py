@@ -1,8 +1,8 @@
-"""Files of weights: what timm, torchvision and PyTorch's tools save, read and written.
+"""Read and write files of weights as timm, torchvision and PyTorch's tools save them.
 
-They differ in where the weights are: bare, under a word beside other things, with a prefix before
-every name, as .pth or as .safetensors. Nothing in a file is executed, and all that is not replaced
-is kept in the file that is written.
+The weights may be all of the file or stand under a key, with a prefix before every name, as .pth or
+as .safetensors. Nothing in a file is executed. A written file keeps everything but the replaced
+weights.
 """
 
 import argparse
@@ -26,27 +26,27 @@ from largebatch.training.trainer import Trainer
 
 _PLACES = ("state_dict", "model")
 _AVERAGED = ("state_dict_ema", "model_ema")
-"""Under which words timm and torchvision keep weights, and the moving average of weights."""
+"""Keys of weights, and of their moving average, in files of timm and torchvision."""
 
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
-"""What DistributedDataParallel, AveragedModel and torch.compile put before a name."""
+"""Prefixes of names by DistributedDataParallel, AveragedModel and torch.compile."""
 
 _SAFE = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The content of a file of weights."""
+    """Content of a file of weights."""
 
     path: Path
     content: Any
-    """All of it; of a .safetensors file, the tensors alone."""
+    """The whole content; of a .safetensors file, the tensors alone."""
 
     tensors: MutableMapping[str, Tensor]
-    """The weights, by the names in the file: a part of the content."""
+    """The weights by the names in the file; a part of the content."""
 
     metadata: dict[str, str] | None = None
-    """Words that a .safetensors file carries."""
+    """Metadata of a .safetensors file."""
 
     def state_for(self, model: nn.Module, *, without: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the tensors under the model's names, except those `without`.
@@ -75,7 +75,7 @@ class Weights:
         return {name: self.tensors[key] for name, key in here.items()}
 
     def replace(self, changed: Mapping[str, Tensor]) -> None:
-        """Take over tensors under the model's names, in the type that each has in the file."""
+        """Replace tensors, given under the model's names, each in its type in the file."""
         here = self._by_plain_name()
         for name, value in changed.items():
             there = self.tensors[here[name]]
@@ -101,14 +101,14 @@ class Weights:
             raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
 
     def _by_plain_name(self) -> dict[str, str]:
-        """Return the name in the file of each tensor, by the name in a model."""
+        """Return the name of each tensor in the file by its name in a model."""
         return {_WRAPPERS.sub("", key): key for key in self.tensors if key != "n_averaged"}
 
 
 def read_weights(path: Path, *, ema: bool = False) -> Weights:
-    """Read a file of weights to the CPU; `ema` takes the EMA beside them.
+    """Read a file of weights to the CPU, or with `ema` their EMA.
 
-    Nothing in the file is executed. Raises CheckpointError saying what is wrong with it.
+    Nothing in the file is executed. Raises CheckpointError if it cannot be read.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file of weights")
@@ -119,8 +119,8 @@ def read_weights(path: Path, *, ema: bool = False) -> Weights:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise CheckpointError(
-            f"{path}: not a readable file of weights: neither .pth nor .safetensors, or with more "
-            "in it than tensors and plain values, which only code from the file could rebuild"
+            f"{path}: not a readable file of weights: neither .pth nor .safetensors, or it has "
+            "objects besides tensors and plain values, which only code in the file could rebuild"
         ) from None
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -132,11 +132,10 @@ def check_format(path: Path, out: Path) -> None:
     """Raise CheckpointError unless `out` is a new file of the format of `path`."""
     if _is_safe(path) != _is_safe(out):
         raise CheckpointError(
-            f"{out}: polished weights are written as they came: give a name that ends in "
-            f"{path.suffix}"
+            f"{out}: polished weights keep their format: give a name that ends in {path.suffix}"
         )
     if out.exists():
-        raise CheckpointError(f"{out}: is there already; choose another --out")
+        raise CheckpointError(f"{out}: exists already; choose another --out")
     if not out.absolute().parent.is_dir():
         raise CheckpointError(f"{out}: there is no folder {out.absolute().parent}")
 
@@ -154,7 +153,7 @@ def _read_safe(path: Path) -> Weights:
 
 
 def _find(path: Path, content: object, *, ema: bool) -> MutableMapping[str, Tensor]:
-    """Return the part of the content that holds the weights asked for."""
+    """Return the part of the content that holds the weights, or with `ema` their EMA."""
     found = list(content) if isinstance(content, dict) else []
     if isinstance(content, dict):
         for word in _AVERAGED if ema else _PLACES:
@@ -163,7 +162,7 @@ def _find(path: Path, content: object, *, ema: bool) -> MutableMapping[str, Tens
         if _are_weights(content) and not ema:
             return content
     words = " or ".join(_AVERAGED if ema else _PLACES)
-    hint = "; its EMA is taken with --ema" if set(found) & set(_AVERAGED) else ""
+    hint = "; --ema takes its EMA" if set(found) & set(_AVERAGED) else ""
     what = f"a mapping of {shorten(found, most=3)}" if found else type(content).__name__
     raise CheckpointError(
         f"{path}: expected weights{' of an EMA' * ema} by name, "
@@ -189,10 +188,10 @@ def _shape(tensor: Tensor) -> str:
 
 
 def begin_with(path: Path, trainer: Trainer) -> None:
-    """Start training with the weights of a file, which worker 0 reads for all.
+    """Load the initial weights from a file, which worker 0 reads for all.
 
-    With `model.head_std` the classifier stays as it was drawn. Raises CheckpointError if the file
-    cannot be read or does not fit the model.
+    With `model.head_std` the classifier keeps its random weights. Raises CheckpointError if the
+    file cannot be read or does not fit the model.
     """
     model, backend = trainer.state.model, trainer.backend
     digest = None
@@ -209,13 +208,13 @@ def begin_with(path: Path, trainer: Trainer) -> None:
 
 
 def _starting_state(weights: Weights, model: nn.Module, *, drawn: bool) -> dict[str, Tensor]:
-    """Return the tensors to begin with, the classifier's only if it is not `drawn`."""
+    """Return the initial tensors, without the classifier's if it is `drawn`."""
     if drawn:
         return weights.state_for(model, without=_classifier_names(model))
     try:
         return weights.state_for(model)
     except CheckpointError as error:
-        weights.state_for(model, without=_classifier_names(model))  # more that does not fit?
+        weights.state_for(model, without=_classifier_names(model))  # does more not fit?
         raise CheckpointError(
             f"{error}; all but the classifier fits: to draw a new one, for data.classes classes, "
             "set model.head_std, such as 0.01"
@@ -223,7 +222,7 @@ def _starting_state(weights: Weights, model: nn.Module, *, drawn: bool) -> dict[
 
 
 def _classifier_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the classifier's weights; of none where no classifier is found."""
+    """Return the names of the classifier's weights; none if no classifier is found."""
     try:
         own = set(classifier(model).parameters())
     except ValueError:

@@ -14,7 +14,7 @@ from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
 from largebatch.recipe.arithmetic.pieces import Pieces, piece_at
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.sections import Duration
+from largebatch.recipe.section import Duration
 from largebatch.schedules import cycles, functions
 from largebatch.schedules.functions import Policy, Schedule
 

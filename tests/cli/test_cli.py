@@ -314,15 +314,13 @@ def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no.yaml: cannot read the recipe" in captured.err
 
 
-def test_plan_prints_the_arithmetic(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
+@pytest.mark.usefixtures("unmeasured")
+def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", FUJITSU, "--workers", "1024"]) == DONE
     lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     shown = " | ".join(" ".join(line) for line in lines)
     for part in (
-        "86,016 = 1024 workers x 1 micro-batches x 84",
+        "86,016 = 1,024 workers x 1 micro-batches x 84",
         "42 samples, 2 in a device batch",
         "14.89 steps",
         "1,350 = 1,275 augmented + 75 clean",
@@ -332,13 +330,14 @@ def test_plan_prints_the_arithmetic(
         assert part in shown
 
 
-def test_the_time_of_a_plan_lists_what_it_includes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
+@pytest.mark.usefixtures("unmeasured")
+def test_the_time_of_a_plan_lists_what_it_includes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", DIGITS]) == DONE
     *_, time, included, others = capsys.readouterr().out.splitlines()
-    assert time == "   this machine  not measured"
+    assert time == (
+        "   this machine  250 ms a step of one worker on cpu in fp32, 2.50 min for all; 1 GiB; "
+        "measured on 8 samples"
+    )
     assert included == "       included  forward, backward and update of every step"
     assert others.startswith("   not included  starting, reading images, sums over workers, eval")
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from class_folders import write_folder
@@ -75,9 +76,9 @@ def test_a_reader_that_goes_away_is_no_mistake(unbuffered: str) -> None:
 
 
 def test_a_broken_pipe_other_than_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(_: object) -> int:
+    def breaks() -> NoReturn:
         raise BrokenPipeError("to a worker")
 
-    monkeypatch.setattr("largebatch.cli.main._doctor", breaks)
+    monkeypatch.setattr("largebatch.cli.doctor.examine", breaks)
     with pytest.raises(BrokenPipeError, match="to a worker"):
         main(["doctor"])

@@ -159,14 +159,14 @@ def sized(*sizes: tuple[int, int]) -> Index:
 def test_the_size_follows_from_the_short_sides(
     index: Index, expected: tuple[int, int | None]
 ) -> None:
-    assert initial._sizes(index) == expected
+    assert initial.image_sizes(index) == expected
 
 
 @pytest.mark.parametrize(
     ("number", "expected"), [(3, 2), (16, 16), (511, 16), (512, 32), (2500, 128), (10**6, 256)]
 )
 def test_the_batch_leaves_updates_in_an_epoch(number: int, expected: int) -> None:
-    assert initial._batch(number) == expected
+    assert initial.global_batch_for(number) == expected
 
 
 def test_every_suggestion_for_the_tests_images_is_a_recipe(tmp_path: Path) -> None:

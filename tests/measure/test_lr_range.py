@@ -198,7 +198,7 @@ def test_losses_that_are_no_numbers_are_a_wall_and_not_an_error() -> None:
     [
         (1e-4, "below", "lies below: at such a rate"),
         (0.05, "inside", "lies within the bounds"),
-        (5.0, "above", "lies above: its warm-up has to make that possible"),
+        (5.0, "above", "lies above: its warm-up must make that possible"),
     ],
 )
 def test_the_recipes_rate_is_put_before_the_bounds(peak: float, where: str, words: str) -> None:
@@ -246,4 +246,4 @@ def test_a_cyclic_recipe_is_compared_with_smiths_bounds() -> None:
     cycle = "schedule.decay={kind: tri, low_lr: 0.05, half_cycle: {epochs: 2}}"
     text = " ".join(describe(ranged(curve, changes=(cycle, "schedule.warmup=null"))))
     assert "; tri of this recipe has 0.05 and 0.5." in text
-    assert "One seed tells nothing of how well that is determined" in text
+    assert "One seed does not show how certain that is" in text

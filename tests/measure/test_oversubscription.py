@@ -6,7 +6,7 @@ from largebatch import load_recipe
 from largebatch.measure import oversubscription as module
 from largebatch.measure.oversubscription import oversubscription
 from largebatch.planner.cluster import Cluster, Measured
-from largebatch.planner.known import settings
+from largebatch.planner.limits import settings
 from largebatch.planner.prediction import predict
 from largebatch.recipe.recipe import Recipe
 
@@ -48,7 +48,7 @@ def test_it_is_what_an_update_takes_over_its_turns(monkeypatch: pytest.MonkeyPat
         seen.append(workers)
         return 1.3 * TURNS
 
-    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(module, "seconds_per_update", seconds)
     ratio = oversubscription(DIGITS, FOUND)
     assert seen == [4]
     assert ratio == pytest.approx(1.3)
@@ -59,12 +59,12 @@ def test_it_is_what_an_update_takes_over_its_turns(monkeypatch: pytest.MonkeyPat
 
 
 def test_turns_that_take_no_longer_count_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_seconds", lambda *_: 0.5 * TURNS)
+    monkeypatch.setattr(module, "seconds_per_update", lambda *_: 0.5 * TURNS)
     assert oversubscription(DIGITS, FOUND) == 1
 
 
 def test_a_batch_for_one_worker_alone_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_seconds", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(module, "seconds_per_update", lambda *_: pytest.fail("it was measured"))
     alone = load_recipe("digits_96", ["batch={global_batch: 97, bn_span: 97}"])
     assert oversubscription(alone, FOUND) == 1
 
@@ -72,4 +72,4 @@ def test_a_batch_for_one_worker_alone_is_not_measured(monkeypatch: pytest.Monkey
 @pytest.mark.long
 def test_workers_really_make_updates() -> None:
     """Four of them at once: no time is asserted, only that it was taken."""
-    assert 1e-4 < module._seconds(DIGITS, 4) < 600
+    assert 1e-4 < module.seconds_per_update(DIGITS, 4) < 600

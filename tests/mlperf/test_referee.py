@@ -153,7 +153,7 @@ def test_the_open_division_is_not_held_to_the_reference(tmp_path: Path) -> None:
     assert verdict(found, "compliance").passed
     convergence = verdict(found, "convergence")
     assert convergence.passed is None
-    assert convergence.sentence.startswith("not asked of the open division; Missing RCP")
+    assert convergence.sentence.startswith("not required in the open division; Missing RCP")
     of = seeds("32768_nus")
     convergence = verdict(check(run_folders(tmp_path / "within", of, 5 * [40.0])), "convergence")
     assert convergence.passed is None

@@ -13,7 +13,7 @@ from largebatch.models.of_recipe import build_model, require_trainable
 from largebatch.optim.lars import LARS
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CPU = torch.device("cpu")

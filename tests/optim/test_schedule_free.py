@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from largebatch import load_recipe
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 
 WARMUP = 5
 FREE = (

@@ -22,7 +22,7 @@ from largebatch.planner.cluster import (
     load_cluster,
     parse_cluster,
 )
-from largebatch.planner.known import CACHED_BYTES, settings
+from largebatch.planner.limits import CACHED_BYTES, settings
 from largebatch.planner.model import evaluation_seconds, machine
 from largebatch.planner.prediction import NORM_DEPTH, count_evaluations, predict
 from largebatch.planner.scan import batches, best_batches

@@ -16,7 +16,7 @@ from largebatch.errors import RecipeError
 from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section, sections_of
+from largebatch.recipe.section import Section, sections_of
 from largebatch.report.figures import draw_rates
 from largebatch.report.style import COLOURS, MUTED
 

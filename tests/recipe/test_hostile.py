@@ -20,7 +20,7 @@ from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.arithmetic.plan import MAX_EVALUATIONS, make_plan
 from largebatch.recipe.loading import MAX_LENGTH, load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import MAX_UPDATES, Section, sections_of
+from largebatch.recipe.section import MAX_UPDATES, Section, sections_of
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 TEXT = DIGITS.read_text()

@@ -138,7 +138,7 @@ def test_a_wrong_word_is_answered_with_the_nearest_choice(override: str, meant: 
         (["workers=2"], "workers: unknown key"),
         (["seed"], "--set seed: expected KEY=VALUE, such as optimizer.eta=0.002"),
         (["=1"], "--set =1: expected KEY=VALUE"),
-        (["seed.a=1"], "--set seed.a=1: seed is 1, not a section with keys of its own"),
+        (["seed.a=1"], "--set seed.a=1: seed is 1, not a section"),
         (["seed=[1"], "--set seed=[1:1: expected ',' or ']'"),
     ],
 )

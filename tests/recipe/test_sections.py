@@ -47,12 +47,11 @@ def test_settings_without_effect_are_refused_by_name(overrides: list[str], messa
         (["--set", "data.source=synthetic"], "synthetic\n"),
     ],
 )
+@pytest.mark.usefixtures("unmeasured")
 def test_the_plan_names_the_source_of_pixels(
     overrides: list[str],
     words: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
     assert main(["plan", str(DIGITS), *overrides]) == 0
     assert f"images  {words}" in capsys.readouterr().out

@@ -31,8 +31,7 @@ from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.runs.checkpoints import _load, _stage
-from largebatch.runs.options import Options
+from largebatch.runs.checkpoints import current_stage, find_checkpoint
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from largebatch.training.trainer import Trainer
 from largebatch.training.updates import make_updates
@@ -128,11 +127,11 @@ def test_the_stage_of_the_weights_is_the_one_under_way_or_the_last_that_was_kept
 ) -> None:
     numbers = {"steps": 0, "seconds": 0.0, "top1": 0.5, "top5": 1.0, "loss": 1.0}
     stages = [{"name": key, "kept": kept, **numbers} for key, kept in ended.items()]
-    loaded = _load(unfinished, Options(out=Path()))
+    loaded = load_checkpoint(find_checkpoint(unfinished))
     progress = {**loaded.state["progress"], "step": step}
     changed = {**loaded.state, "progress": progress, "stages": stages}
     checkpoint = Checkpoint.of(loaded.recipe, changed)
-    assert _stage(checkpoint, make_plan(a_recipe(*polish), workers=1)) == name
+    assert current_stage(checkpoint, make_plan(a_recipe(*polish), workers=1)) == name
 
 
 def test_the_rows_of_polish_begin_with_the_stage_that_was_kept(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.runs.checkpoints import find_checkpoint
-from largebatch.runs.export import _config, _describe_loading, export
+from largebatch.runs.export import export, loading_code, timm_config
 from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
 
 
@@ -67,7 +67,7 @@ def test_timm_loads_the_model_and_prepares_images_alike(
 def test_timm_resizes_as_the_recipe_does(size: int, resize: int) -> None:
     data = {"data.image_size": size, "data.eval_resize": resize}
     recipe = load_recipe(DIGITS, [f"{key}={value}" for key, value in data.items()])
-    found: Any = _config(recipe, [])["pretrained_cfg"]
+    found: Any = timm_config(recipe, [])["pretrained_cfg"]
     shown = require_timm().data.create_transform(
         **{key: found[key] for key in ("input_size", "crop_pct", "crop_mode", "interpolation")}
     )
@@ -94,7 +94,7 @@ def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path
 
 def test_the_code_of_a_card_has_the_arguments_of_the_model() -> None:
     changes = ["model={name: torchvision/resnet18, arguments: {zero_init_residual: true}}"]
-    library, code = _describe_loading(load_recipe(DIGITS, changes))
+    library, code = loading_code(load_recipe(DIGITS, changes))
     assert library == "largebatch"
     assert "num_classes=10, arguments={'zero_init_residual': True})" in code
 

@@ -21,7 +21,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.optional import require_torchvision
 from largebatch.runs.options import Options
-from largebatch.runs.pretrained import Pretrained, _fit
+from largebatch.runs.pretrained import Pretrained, fit_model
 from largebatch.runs.weights import read_weights
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
@@ -94,7 +94,7 @@ def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, images: 
         what = Pretrained(model="efficientnet_b0", weights=path)
         options = Options(out=Path(), data=Path(images))
         names, backend = zoo.same_name(what.model), Serial(torch.device("cpu"))
-        recipe, _ = _fit(names, read_weights(path), options, backend)
+        recipe, _ = fit_model(names, read_weights(path), options, backend)
         assert recipe.model.name == name
     assert (recipe.images.image_size, recipe.images.eval_resize) == (224, 256)
     assert recipe.images.interpolation == "bicubic"
@@ -210,7 +210,7 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
     assert main([*words, "--epochs", "0.4"]) == DONE
     assert digest(tmp_path / "run") == before
     lines = capsys.readouterr().out.splitlines()[-5:]
-    assert lines[0].split() == ["top-1", "top-5", "loss", "seconds"]
+    assert lines[0].split() == ["method", "top-1", "top-5", "loss", "seconds"]
     assert [line.split()[0] for line in lines[1:]] == ["none", "statistics", "affine", "clean"]
     rows = rows_of(tmp_path / "table.json")
     assert (rows["none"]["top1"], rows["none"]["loss"]) == (summary.top1, summary.loss)

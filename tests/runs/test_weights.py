@@ -178,13 +178,13 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
         read_weights(path)
     assert "ran" not in capsys.readouterr().out
     path.write_text("model: resnet50")
-    with pytest.raises(CheckpointError, match="neither .pth nor .safetensors, or with more in it"):
+    with pytest.raises(CheckpointError, match="neither .pth nor .safetensors, or it has objects"):
         read_weights(path)
     for content, message in [
         ({"epoch": 3, "best": 0.5}, "under state_dict or model; found a mapping of epoch, best"),
         ({}, "found dict"),
         ([torch.zeros(3)], "found list"),
-        ({"model_ema": state()}, "found a mapping of model_ema; its EMA is taken with"),
+        ({"model_ema": state()}, "found a mapping of model_ema; --ema takes its EMA"),
     ]:
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=message):
@@ -208,8 +208,8 @@ def test_a_result_has_the_format_it_came_in_and_replaces_nothing(tmp_path: Path)
     theirs = tmp_path / "theirs.pth"
     theirs.touch()
     for out, message in {
-        "ours.safetensors": "written as they came: give a name that ends in .pth",
-        "theirs.pth": "is there already",
+        "ours.safetensors": "keep their format: give a name that ends in .pth",
+        "theirs.pth": "exists already",
         "nowhere/ours.pth": "there is no folder .*nowhere",
     }.items():
         with pytest.raises(CheckpointError, match=message):

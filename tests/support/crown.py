@@ -28,7 +28,7 @@ from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.pieces import BatchPiece
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy

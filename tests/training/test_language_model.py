@@ -25,7 +25,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import Spans, build
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.text import TEXT
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy

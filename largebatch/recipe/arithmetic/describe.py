@@ -1,10 +1,18 @@
-"""Words about a plan for people: spans, decoding, the protocol."""
+"""Describe parts of a plan: division, spans, decoding, the protocol."""
 
 import math
 
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
+
+
+def describe_division(plan: Plan) -> str:
+    """Describe the division of the first global batch."""
+    return (
+        f"{plan.global_batch:,} = {plan.workers:,} workers x {plan.accumulation} micro-batches x "
+        f"{plan.device_batch}"
+    )
 
 
 def describe_spans(plan: Plan) -> str:
@@ -14,17 +22,17 @@ def describe_spans(plan: Plan) -> str:
     if plan.sync_workers == 1:
         return f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
     share = math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
-    reason = "as the device batch asks for"
+    reason = "because of the device batch"
     if share % plan.bn_span:
         reason = f"a worker's {share} samples of the global batch are no whole spans"
     return (
-        f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, who exchange "
-        f"statistics ({reason})"
+        f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, which "
+        f"exchange statistics ({reason})"
     )
 
 
 def describe_decoding(recipe: Recipe) -> str:
-    """Describe where pixels come from."""
+    """Describe the source of the pixels."""
     execution = recipe.execution
     if not isinstance(recipe.data, Data):
         return f"none: {recipe.data.sample().name}"
@@ -37,7 +45,7 @@ def describe_decoding(recipe: Recipe) -> str:
 
 
 def describe_protocol(recipe: Recipe) -> str:
-    """Describe what an update consists of, and where the weights are."""
+    """Describe the gradients of an update, and the place of the weights."""
     protocol, global_batch = recipe.protocol, recipe.batch.global_batch
     assert protocol is not None
     where = f"{protocol.dedicated} servers" if protocol.dedicated else "a server beside each"

@@ -12,7 +12,7 @@ from typing import Any
 
 from largebatch.errors import RecipeError
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Duration, Section
+from largebatch.recipe.section import Duration, Section
 
 Rounding = Callable[[float], int]
 

@@ -27,7 +27,7 @@ from largebatch.recipe.arithmetic.pieces import (
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.problems import set_words
 from largebatch.recipe.recipe import Recipe, require_backend
-from largebatch.recipe.sections import MAX_UPDATES, Duration
+from largebatch.recipe.section import MAX_UPDATES, Duration
 
 MAX_EVALUATIONS = 100_000
 """Evaluations of a run: to plan more of them would take longer than a second."""
@@ -52,7 +52,7 @@ class Plan:
     """Samples that share BatchNorm statistics."""
 
     sync_workers: int = 1
-    """Number of adjacent workers that share each span while training; 1: each holds whole spans."""
+    """Number of adjacent workers that share each span in training; 1: each holds whole spans."""
 
     parts: int = 1
     """Number of parts of a global batch, of consecutive samples, that Adasum combines."""
@@ -80,7 +80,7 @@ class Plan:
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
 
     replica: "Plan | None" = None
-    """How one worker trains one replica of `polish.swap`, whatever the other workers do."""
+    """Plan of one replica of `polish.swap`, which one worker trains by itself."""
 
     @property
     def train_steps(self) -> int:
@@ -180,12 +180,12 @@ class Plan:
 def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     """Divide a recipe over workers.
 
-    Where `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
-    BatchNorm spans in a device batch are preferred; where a worker's share has none, several
-    workers share each span. The device batch is the same in all pieces of a batch schedule.
+    If `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
+    BatchNorm spans in a device batch are preferred; if a worker's share has none, several workers
+    share each span. The device batch is the same in all pieces of a batch schedule.
 
-    Raises PlanError where a global batch cannot be divided so, RecipeError where the recipe's
-    own lengths contradict each other.
+    Raises PlanError if a global batch cannot be divided so, RecipeError if the recipe's own lengths
+    contradict each other.
     """
     device_batch = divide_batch(recipe, workers=workers)
     batch, samples, pieces = recipe.batch, recipe.train_samples, find_pieces(recipe)

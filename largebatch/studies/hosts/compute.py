@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from largebatch.recipe.sections import NonNegative, Positive, Section
+from largebatch.recipe.section import NonNegative, Positive, Section
 from largebatch.training.loss import Criterion
 from largebatch.training.protocols.compute_times import ComputeTime, Constant, compute_times
 

@@ -24,7 +24,7 @@ from largebatch.recipe.schedule import (
     SineExp,
     TriangleExp,
 )
-from largebatch.recipe.sections import Duration, Section
+from largebatch.recipe.section import Duration, Section
 from largebatch.recipe.task import IMAGES
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.queue.study import (

@@ -8,7 +8,7 @@ from typing import TypeVar
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section, Updates
+from largebatch.recipe.section import Section, Updates
 from largebatch.studies.queue.study import Configuration
 
 S = TypeVar("S", bound=Section)

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import parse_yaml, read_text, validate_tree
-from largebatch.recipe.sections import Fraction, Samples, Section
+from largebatch.recipe.section import Fraction, Samples, Section
 
 RATE = "schedule.peak_lr"
 """Key of the base rate: all rates of a schedule scale with it."""

@@ -19,7 +19,7 @@ from largebatch.planner.model import Load, Machine, step_seconds
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
+from largebatch.recipe.section import Batch, NonNegative, Positive, Section
 from largebatch.runs.options import Options
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement

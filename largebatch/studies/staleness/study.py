@@ -21,7 +21,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Softsync
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
+from largebatch.recipe.section import Batch, NonNegative, Positive, Section
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.queue.files import base_recipe, read_study
 from largebatch.studies.queue.study import Configuration, Name

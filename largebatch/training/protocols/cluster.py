@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.sections import NonNegative, Positive, Section
+from largebatch.recipe.section import NonNegative, Positive, Section
 from largebatch.training.protocols.compute_times import ComputeTime
 
 MAX_LEARNERS = 100_000

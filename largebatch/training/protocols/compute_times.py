@@ -21,7 +21,7 @@ from pydantic import Field
 from scipy.special import ndtri
 
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
-from largebatch.recipe.sections import NonNegative, Positive, Section
+from largebatch.recipe.section import NonNegative, Positive, Section
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -235,10 +235,8 @@ def test_the_command_line_refuses_in_one_line(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_plan_has_a_row_for_each_batch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
+@pytest.mark.usefixtures("unmeasured")
+def test_the_plan_has_a_row_for_each_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(DIGITS), "--workers", "2", "--set", DOUBLED]) == 0
     shown = capsys.readouterr().out
     assert "global batch  96 = 2 workers x 1 micro-batches x 48\n" in shown

@@ -97,11 +97,11 @@ def test_workers_share_spans_where_a_worker_can_hold_no_whole_one() -> None:
     assert (plan.device_batch, plan.accumulation, plan.sync_workers) == (32, 1, 4)
     assert plan.statistics_batch == 128
     words = describe_spans(plan)
-    assert words.startswith("128 samples = 4 workers x 32, who exchange statistics (a worker's 32")
+    assert words.startswith("128 samples = 4 workers x 32, which exchange statistics (a worker's")
     assert make_plan(recipe, workers=256).sync_workers == 1
     asked = make_plan(recipe.with_execution(device_batch=64), workers=256)
     assert (asked.accumulation, asked.sync_workers) == (2, 2)
-    assert describe_spans(asked).endswith("(as the device batch asks for)")
+    assert describe_spans(asked).endswith("(because of the device batch)")
     assert make_plan(digits(), workers=96).sync_workers == 48
     plain = digits("model={name: lenet5}", "batch.bn_span=null", "polish=null")
     assert make_plan(plain, workers=96).sync_workers == 1

@@ -13,7 +13,7 @@ from largebatch import load_recipe
 from largebatch.errors import RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Duration
+from largebatch.recipe.section import Duration
 from largebatch.studies.policies.page import PAGE
 from largebatch.studies.queue.cells import Cell, cells_of, rungs
 from largebatch.studies.queue.phases import first_values
