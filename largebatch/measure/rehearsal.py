@@ -18,7 +18,7 @@ from torch.optim import SGD
 from largebatch.data.batches import divide_samples, samples_at
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Work, own_part
-from largebatch.distributed.serial import Done
+from largebatch.distributed.serial import Done, Serial
 from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.measure.estimate import largest_side, random_batch, saved_bytes, tensor_bytes
@@ -279,6 +279,6 @@ def _optimizer_bytes(recipe: Recipe) -> int:
     model = new_model(recipe)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
-    optimizer = build_optimizer(recipe, model)
+    optimizer = build_optimizer(recipe, model, Serial(_CPU))
     optimizer.step()
     return sum(tensor_bytes(optimizer.state_dict()["state"]))
