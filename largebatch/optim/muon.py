@@ -21,13 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from timm.optim.muon import zeropower_via_newtonschulz
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.distributed.backend import Group
+from largebatch.optional import require_muon
 
+zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
 AdjustLR = Literal["original", "match_rms_adamw"]
+NSType = Literal["fp32", "bf16"]
 _COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
 
 
@@ -48,11 +50,11 @@ class Muon(Optimizer):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         ns_steps: int = 5,
-        ns_dtype: torch.dtype | None = None,
+        ns_dtype: NSType = "fp32",
         adjust_lr: AdjustLR = "original",
         normalize_weights: bool = False,
     ) -> None:
-        """Create the optimizer; `ns_dtype` None computes in the type of the weights.
+        """Create the optimizer; `ns_dtype` fp32 is the type of the weights, float64 too.
 
         With `normalize_weights` every matrix is scaled to norm sqrt(rows) before its update.
         """
@@ -98,11 +100,12 @@ class Muon(Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(weight)
             state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
-        dtype = group["ns_dtype"] or weights[0].dtype
+        dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else weights[0].dtype
         numbers = [weight.numel() for weight in weights]
         flat = torch.zeros(sum(numbers), dtype=dtype, device=weights[0].device)
         parts = [
-            part.view(weight.shape) for part, weight in zip(flat.split(numbers), weights, strict=True)
+            part.view(weight.shape)
+            for part, weight in zip(flat.split(numbers), weights, strict=True)
         ]
         costs = [math.prod(_sides(weight)) * min(_sides(weight)) for weight in weights]
         for place in own_share(costs, rank=self._workers.rank, workers=self._workers.world_size):

@@ -2,7 +2,6 @@
 
 from typing import Any, assert_never
 
-import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
@@ -12,7 +11,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import classifier, norm_parameters, param_groups
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
-from largebatch.optional import require_muon, require_schedulefree, require_shampoo, require_timm
+from largebatch.optional import require_schedulefree, require_shampoo, require_timm
 from largebatch.recipe import optimizers
 from largebatch.recipe.recipe import Recipe
 
@@ -108,8 +107,7 @@ def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -
 def _build_muon(
     section: optimizers.Muon, model: nn.Module, workers: Group, *, lr: float
 ) -> Optimizer:
-    require_muon()
-    from largebatch.optim.muon import Muon
+    from largebatch.optim.muon import Muon  # needs timm
 
     matrices = hidden_matrices(model)
     if not matrices:
@@ -126,7 +124,7 @@ def _build_muon(
         nesterov=section.nesterov,
         weight_decay=section.weight_decay,
         ns_steps=section.ns_steps,
-        ns_dtype=torch.bfloat16 if section.ns_dtype == "bf16" else None,
+        ns_dtype=section.ns_dtype,
         adjust_lr=section.adjust_lr,
         normalize_weights=section.normalize_weights,
     )

@@ -56,7 +56,9 @@ SECTIONS = {
         "kind: muon, momentum: 0.9, adjust_lr: original, normalize_weights: true, ns_steps: 3, "
         "others: {kind: sgd, lr: 0.4, head_lr: 0.2, weight_decay: 0.05, bias_weight_decay: 0.1}"
     ),
-    "muon with adamw": "kind: muon, momentum: 0.9, others: {kind: adamw, eps: 1e-6, weight_decay: 0.05}",
+    "muon with adamw": (
+        "kind: muon, momentum: 0.9, others: {kind: adamw, eps: 1e-6, weight_decay: 0.05}"
+    ),
 }
 """Sections of a recipe, without the weight decay, which is that of all."""
 

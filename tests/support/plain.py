@@ -86,15 +86,18 @@ def library_optimizer(kind: str, model: nn.Sequential) -> Optimizer | None:
     if kind == "lamb":
         lamb: Optimizer = Lamb(groups, bias_correction=False, max_grad_norm=0.5)
         return lamb
-    if kind == "muon":
-        groups = without_matrix(model, share=0.5, head=0.25, bias_decay=0.1)
-        sgd = SGD(groups, momentum=MOMENTUM, nesterov=True)
-        return Muon(model[3].weight, sgd, factor=1.0, ns_steps=3, normalize=True)
+    return muon(kind, model) if kind.startswith("muon") else None
+
+
+def muon(kind: str, model: nn.Sequential) -> Optimizer:
+    """Build Muon for the second convolution, beside SGD or AdamW of torch."""
     if kind == "muon with adamw":
         groups = without_matrix(model, share=1.0, head=1.0, bias_decay=0.0)
         adamw = AdamW(groups, betas=(0.9, 0.95), eps=1e-6)
         return Muon(model[3].weight, adamw, factor=0.2 * 54**0.5, ns_steps=5, normalize=False)
-    return None
+    groups = without_matrix(model, share=0.5, head=0.25, bias_decay=0.1)
+    sgd = SGD(groups, momentum=MOMENTUM, nesterov=True)
+    return Muon(model[3].weight, sgd, factor=1.0, ns_steps=3, normalize=True)
 
 
 def without_matrix(
@@ -123,7 +126,7 @@ class Muon(Optimizer):
         self.normalize, self.buffer = normalize, torch.zeros_like(weight)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 -- torch's
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         lr, w = self.param_groups[0]["lr"], self.param_groups[0]["params"][0]
         self.buffer.mul_(MOMENTUM).add_(w.grad)
         x = w.grad.add(self.buffer, alpha=MOMENTUM).reshape(len(w), -1)
