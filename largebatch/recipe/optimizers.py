@@ -156,9 +156,6 @@ class LAMB(Section):
 class _MuonOthers(Section):
     """The weights that Muon does not take: first layer, classifier, biases and normalisation."""
 
-    lr: Positive
-    """Peak learning rate of these weights. Like Muon's it follows `schedule`."""
-
     head_lr: Positive | None = None
     """Peak learning rate of the classifier's weights, without its biases; null: `lr`."""
 
@@ -173,6 +170,9 @@ class MuonSGD(_MuonOthers):
     """The weights that Muon does not take, by torch.optim.SGD."""
 
     kind: Literal["sgd"]
+
+    lr: Positive
+    """Peak learning rate of these weights. Like Muon's it follows `schedule`."""
 
     momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
 

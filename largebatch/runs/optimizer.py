@@ -188,9 +188,8 @@ def _build_others(
 
 def build_momentum_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     """Build plain momentum SGD with the decay and the momentum of the recipe's optimizer."""
-    section = recipe.optimizer
-    if isinstance(section, optimizers.Muon):
-        section = section.others  # which updates BatchNorm and the classifier
+    own = recipe.optimizer
+    section = own.others if isinstance(own, optimizers.Muon) else own
     if isinstance(section, optimizers.LAMB | optimizers.MuonAdamW):
         decay, momentum = 0.0, section.beta1  # its own decay is of another scale
     else:

@@ -91,13 +91,14 @@ def library_optimizer(kind: str, model: nn.Sequential) -> Optimizer | None:
 
 def muon(kind: str, model: nn.Sequential) -> Optimizer:
     """Build Muon for the second convolution, beside SGD or AdamW of torch."""
+    matrix = model.get_parameter("3.weight")
     if kind == "muon with adamw":
         groups = without_matrix(model, share=1.0, head=1.0, bias_decay=0.0)
         adamw = AdamW(groups, betas=(0.9, 0.95), eps=1e-6)
-        return Muon(model[3].weight, adamw, factor=0.2 * 54**0.5, ns_steps=5, normalize=False)
+        return Muon(matrix, adamw, factor=0.2 * 54**0.5, ns_steps=5, normalize=False)
     groups = without_matrix(model, share=0.5, head=0.25, bias_decay=0.1)
     sgd = SGD(groups, momentum=MOMENTUM, nesterov=True)
-    return Muon(model[3].weight, sgd, factor=1.0, ns_steps=3, normalize=True)
+    return Muon(matrix, sgd, factor=1.0, ns_steps=3, normalize=True)
 
 
 def without_matrix(
