@@ -160,22 +160,16 @@ def _build_others(
     muon_lr: float,
 ) -> Optimizer:
     """Build the optimizer of the weights that are not `matrices`."""
-    taken, head = set(matrices), set(classifier(model).parameters())
+    taken, classifiers = set(matrices), set(classifier(model).parameters())
     decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
-    ratio = (section.lr or muon_lr) / muon_lr
-    head_ratio = ratio if section.head_lr is None else section.head_lr / muon_lr
+    head = [weight for weight in decayed if weight in classifiers]
+    rest = [weight for weight in decayed if weight not in taken | classifiers]
+    lr, decay = section.lr or muon_lr, section.weight_decay
+    head_lr, bias_decay = section.head_lr or lr, section.bias_weight_decay
     groups: list[dict[str, Any]] = [
-        {
-            "params": [weight for weight in decayed if weight not in taken | head],
-            "lr_ratio": ratio,
-            "weight_decay": section.weight_decay,
-        },
-        {
-            "params": [weight for weight in decayed if weight in head],
-            "lr_ratio": head_ratio,
-            "weight_decay": section.weight_decay,
-        },
-        {"params": plain, "lr_ratio": ratio, "weight_decay": section.bias_weight_decay},
+        {"params": rest, "lr_ratio": lr / muon_lr, "weight_decay": decay},
+        {"params": head, "lr_ratio": head_lr / muon_lr, "weight_decay": decay},
+        {"params": plain, "lr_ratio": lr / muon_lr, "weight_decay": bias_decay},
     ]
     match section:
         case optimizers.MuonSGD():
