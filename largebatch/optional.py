@@ -135,6 +135,17 @@ def require_shampoo() -> ModuleType:
     )
 
 
+def require_muon() -> ModuleType:
+    """Import timm's Muon, which timm has from 1.0.22."""
+    require_timm()
+    return _import(
+        "timm.optim.muon",
+        "timm 1.0.22",
+        "optimizer.kind: muon",
+        install="pip install 'timm>=1.0.22,<2'",
+    )
+
+
 def require_schedulefree() -> ModuleType:
     """Import schedulefree."""
     return _import("schedulefree", "schedulefree", "optimizer.kind: schedule-free")

@@ -192,7 +192,7 @@ def _computing(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
 ) -> tuple[dict[int, float], float]:
     """Return the seconds of a pass by device batch, and of an update."""
-    optimizer = build_optimizer(recipe, model)
+    optimizer = build_optimizer(recipe, model, backend)
     criterion = cross_entropy(
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
     )

@@ -53,7 +53,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     if backend.device.type == "cpu":  # where fp16 is several times slower, and no way to train
         recipe = recipe.model_copy(update={"precision": "fp32"})
     model = build_model(recipe, backend.device)
-    optimizer = build_optimizer(recipe, model)
+    optimizer = build_optimizer(recipe, model, backend)
     criterion = build_criterion(recipe)
     most, span = max(2, plan.device_batch), plan.bn_span or 1
     num, seconds, kept, side = 2, 0.0, 0, largest_side(recipe, plan)

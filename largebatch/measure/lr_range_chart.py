@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from largebatch.measure.lr_range_bounds import WALL, Bound, Curve, RangeTest, momentum_of
-from largebatch.recipe.optimizers import LAMB, LARS
+from largebatch.recipe.optimizers import LAMB, LARS, Muon
 from largebatch.recipe.schedule import Cycle
 from largebatch.report.figures import name_axes, name_line
 from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, save_png
@@ -126,6 +126,11 @@ def _optimizer(test: RangeTest) -> Iterator[str]:
         yield (
             "With LAMB a rate is the length of a step relative to the weights of a layer, so that "
             "the range lies elsewhere than that of SGD."
+        )
+    if isinstance(optimizer, Muon):
+        yield (
+            "With Muon a rate is the length of a step, whatever the gradient: the range lies "
+            "elsewhere than that of SGD. Those of optimizer.others rise with it."
         )
 
 

@@ -88,7 +88,7 @@ def run_worker(file: Path, times: Path) -> None:
     with build_reducer(recipe, plan, model, backend) as reducer:
         updates = train(
             model,
-            build_optimizer(recipe, model),
+            build_optimizer(recipe, model, backend),
             repeat(Batch(images, labels)),
             lambda _: 0.0,
             cross_entropy(smoothing=0.1, off_target="others"),

@@ -170,6 +170,7 @@ def rehearse(
     backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
     require_accepted(recipe, {piece.image_size for piece in plan.sizes})
     memory = _update(recipe, plan, backend)
+    memory = replace(memory, optimizer=_optimizer_bytes(recipe, backend))
     trained, _, _ = divide_samples(recipe, recipe.data.train_samples, recipe.data.val_samples)
     positions = plan.positions(0, 0, rank)
     num_samples = recipe.data.train_samples
@@ -179,7 +180,7 @@ def rehearse(
         rank=rank,
         node=None if each is None else rank // each,
         local_rank=None if each is None else rank % each,
-        memory=replace(memory, optimizer=_optimizer_bytes(recipe)),
+        memory=memory,
         available=None if gpu is None else gpu.memory_gigabytes * 1e9,
         messages=tuple(backend.messages),
         first_samples=tuple(samples.tolist()),
@@ -269,11 +270,14 @@ def _make_update(
     backend.messages += of_first * (passes - plan.accumulation)
 
 
-def _optimizer_bytes(recipe: Recipe) -> int:
-    """Return the bytes of the optimizer's state, after a step on zero gradients."""
+def _optimizer_bytes(recipe: Recipe, backend: Rehearsed) -> int:
+    """Return the bytes of the optimizer's state, after a step on zero gradients.
+
+    Messages of the optimizer, which only Muon has, are recorded.
+    """
     model = new_model(recipe)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
-    optimizer = build_optimizer(recipe, model)
+    optimizer = build_optimizer(recipe, model, backend)
     optimizer.step()
     return sum(tensor_bytes(optimizer.state_dict()["state"]))

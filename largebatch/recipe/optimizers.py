@@ -1,7 +1,7 @@
 """The optimizer of a recipe: one section for each kind.
 
-The learning rate is the schedule's. No optimizer decays or adapts biases and normalisation
-layers.
+The learning rate is the schedule's. Biases and normalisation layers are neither decayed nor adapted
+unless a setting says so.
 """
 
 from typing import Annotated, Literal, Self
@@ -151,3 +151,91 @@ class LAMB(Section):
 
     max_grad_norm: Positive | None = None
     """Scale gradients down if their global norm exceeds this; null: never."""
+
+
+class _MuonOthers(Section):
+    """The weights that Muon does not take: first layer, classifier, biases and normalisation."""
+
+    head_lr: Positive | None = None
+    """Peak learning rate of the classifier's weights, without its biases; null: `lr`."""
+
+    weight_decay: NonNegative = 0.0
+    """Applied to the first layer and the classifier, without their biases."""
+
+    bias_weight_decay: NonNegative = 0.0
+    """Applied to biases and normalisation layers. airbench decays them."""
+
+
+class MuonSGD(_MuonOthers):
+    """The weights that Muon does not take, by torch.optim.SGD."""
+
+    kind: Literal["sgd"]
+
+    lr: Positive
+    """Peak learning rate of these weights. Like Muon's it follows `schedule`."""
+
+    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
+
+    nesterov: bool = True
+
+
+class MuonAdamW(_MuonOthers):
+    """The weights that Muon does not take, by torch.optim.AdamW."""
+
+    kind: Literal["adamw"]
+
+    lr: Positive | None = None
+    """Peak learning rate of these weights. Like Muon's it follows `schedule`. null:
+    schedule.peak_lr, which fits both with adjust_lr: match_rms_adamw."""
+
+    beta1: Momentum = 0.9
+
+    beta2: Momentum = 0.95
+
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+
+
+class Muon(Section):
+    """Momentum whose matrices are orthogonalised (kellerjordan.github.io/posts/muon).
+
+    Takes the filters of convolutions, as out x in*height*width, and other matrices. The first
+    layer, the classifier, embeddings, depthwise convolutions, biases and normalisation layers
+    are updated by `others`. Newton-Schulz is timm's; the workers share it.
+    """
+
+    kind: Literal["muon"]
+
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Factor of the learning rate for a matrix of rows x columns. `original`: sqrt(max(1,
+    rows / columns)). `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), with which steps are as long
+    as those of AdamW (arXiv:2502.16982), so that AdamW's learning rates can be used."""
+
+    momentum: Momentum = 0.95
+
+    nesterov: bool = True
+
+    weight_decay: NonNegative = 0.01
+    """Each update first multiplies the matrices by 1 - learning rate * weight_decay."""
+
+    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
+    """Iterations of Newton-Schulz."""
+
+    ns_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which Newton-Schulz computes and its results are sent. `bf16`, as in Keller Jordan's
+    code, is faster on GPUs and slower on most CPUs; then rounding is visible: another number of
+    workers changes an update in its third digit."""
+
+    normalize_weights: bool = False
+    """Scale every matrix to norm sqrt(rows) before each update, as airbench does."""
+
+    others: Annotated[MuonSGD | MuonAdamW, Field(discriminator="kind")] = MuonAdamW(kind="adamw")
+
+    @model_validator(mode="after")
+    def _rates_have_one_scale(self) -> Self:
+        if self.others.lr is None and self.adjust_lr == "original":
+            raise ValueError(
+                "adjust_lr: original needs others.lr: schedule.peak_lr is Muon's, and too high for "
+                "AdamW; or take adjust_lr: match_rms_adamw"
+            )
+        return self

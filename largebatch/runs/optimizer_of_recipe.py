@@ -1,13 +1,14 @@
 """Section of a recipe -> optimizer, of ours, of torch or of the library that has it."""
 
-from typing import assert_never
+from typing import Any, assert_never
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
-from largebatch.models import param_groups
+from largebatch.models import classifier, norm_parameters, param_groups
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree, require_shampoo, require_timm
@@ -15,16 +16,20 @@ from largebatch.recipe import optimizers
 from largebatch.recipe.recipe import Recipe
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
+
+    `workers` share the work of an update, where the optimizer can divide it.
 
     In fp16 on an accelerator LARS and SGD skip updates there; the host waits in every update to
     know whether to make one of the others, whose libraries count updates in Python.
 
-    Raises RecipeError where `execution.kernels` cannot update this model, MissingPackageError where
-    they, or the optimizer's library, are not installed.
+    Raises RecipeError where `execution.kernels` or Muon cannot update this model,
+    MissingPackageError where the kernels, or the optimizer's library, are not installed.
     """
     section, lr = recipe.optimizer, recipe.schedule.peak_lr
+    if isinstance(section, optimizers.Muon):
+        return _build_muon(section, model, workers, lr=lr)
     groups = param_groups(model, weight_decay=section.weight_decay)
     if isinstance(section, optimizers.LARS):
         return _build_lars(section, groups, recipe)
@@ -99,16 +104,93 @@ def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -
     )
 
 
+def _build_muon(
+    section: optimizers.Muon, model: nn.Module, workers: Group, *, lr: float
+) -> Optimizer:
+    from largebatch.optim.muon import Muon  # needs timm
+
+    matrices = hidden_matrices(model)
+    if not matrices:
+        raise RecipeError(
+            f"optimizer.kind: muon: {type(model).__name__} has no matrices besides its first layer "
+            "and its classifier; take sgd or lamb"
+        )
+    return Muon(
+        matrices,
+        _build_others(section.others, model, matrices, muon_lr=lr),
+        workers,
+        lr=lr,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        weight_decay=section.weight_decay,
+        ns_steps=section.ns_steps,
+        ns_dtype=section.ns_dtype,
+        adjust_lr=section.adjust_lr,
+        normalize_weights=section.normalize_weights,
+    )
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that Muon takes, in the order of the model.
+
+    These are neither the first layer nor the classifier, embeddings or normalisation. As in timm,
+    the first two sides must exceed 1: depthwise convolutions and class tokens do not. Tables
+    that are no layer's weight, such as Swin's of relative positions, are left out by their name.
+    """
+    weights = [getattr(module, "weight", None) for module in model.modules()]
+    first = next((id(weight) for weight in weights if weight is not None and weight.ndim > 1), None)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    skipped = {first, *map(id, [*norm_parameters(model), *classifier(model).parameters(), *tables])}
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+        and id(weight) not in skipped
+        and weight.ndim > 1
+        and min(weight.shape[:2]) > 1
+        and "weight" in name.rpartition(".")[2]
+    ]
+
+
+def _build_others(
+    section: optimizers.MuonSGD | optimizers.MuonAdamW,
+    model: nn.Module,
+    matrices: list[nn.Parameter],
+    *,
+    muon_lr: float,
+) -> Optimizer:
+    """Build the optimizer of the weights that are not `matrices`."""
+    taken, classifiers = set(matrices), set(classifier(model).parameters())
+    decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
+    head = [weight for weight in decayed if weight in classifiers]
+    rest = [weight for weight in decayed if weight not in taken | classifiers]
+    lr, decay = section.lr or muon_lr, section.weight_decay
+    head_lr, bias_decay = section.head_lr or lr, section.bias_weight_decay
+    groups: list[dict[str, Any]] = [
+        {"params": rest, "lr_ratio": lr / muon_lr, "weight_decay": decay},
+        {"params": head, "lr_ratio": head_lr / muon_lr, "weight_decay": decay},
+        {"params": plain, "lr_ratio": lr / muon_lr, "weight_decay": bias_decay},
+    ]
+    match section:
+        case optimizers.MuonSGD():
+            return SGD(groups, momentum=section.momentum, nesterov=section.nesterov)
+        case optimizers.MuonAdamW():
+            return AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps)
+        case _:
+            assert_never(section)
+
+
 def build_momentum_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     """Build plain momentum SGD with the decay and the momentum of the recipe's optimizer."""
-    section = recipe.optimizer
-    if isinstance(section, optimizers.LAMB):
+    own = recipe.optimizer
+    section = own.others if isinstance(own, optimizers.Muon) else own
+    if isinstance(section, optimizers.LAMB | optimizers.MuonAdamW):
         decay, momentum = 0.0, section.beta1  # its own decay is of another scale
     else:
         decay, momentum = section.weight_decay, section.momentum
     groups = param_groups(model, weight_decay=decay)
     for group in groups:
         del group["adapt"]
-    nesterov = isinstance(section, optimizers.SGD) and section.nesterov
+    nesterov = isinstance(section, optimizers.SGD | optimizers.MuonSGD) and section.nesterov
     scaled = recipe.precision == "fp16"
     return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)

@@ -39,7 +39,7 @@ def build_state(
     reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
     state = TrainState(
         model=model,
-        updater=Updater(build_optimizer(recipe, model), schedule, reducer),
+        updater=Updater(build_optimizer(recipe, model, backend), schedule, reducer),
         scaler=build_scaler(recipe, plan, backend),
         average=_build_average(recipe, plan, model),
     )

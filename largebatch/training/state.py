@@ -178,7 +178,9 @@ class TrainState:
     @property
     def counts_on_host(self) -> bool:
         """True if the optimizer counts updates on the host, ahead of an accelerator."""
-        return any(_counts(group) for group in self.updater.optimizer.param_groups)
+        optimizer = self.updater.optimizer
+        counted = any(_counts(group) for group in optimizer.param_groups)
+        return counted or any("step" in entry for entry in optimizer.state.values())  # AdamW's
 
     def use(self, updater: Updater) -> None:
         """Use another updater from now on."""

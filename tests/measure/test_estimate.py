@@ -51,6 +51,7 @@ def test_an_ema_is_one_more_copy_of_the_model() -> None:
     ("changes", "copies"),
     [
         (["optimizer.kind=lamb"], 2),
+        (["optimizer={kind: muon, others: {kind: sgd, lr: 0.1}}"], 1),
         (["optimizer.kind=shampoo"], 6),
         (["optimizer.kind=schedule-free", "schedule.decay.kind=constant"], 1),
     ],

@@ -71,6 +71,7 @@ def count_messages(changes: Sequence[str], folder: Path) -> list[Message]:
     "changes",
     [
         pytest.param([], id="whole spans"),
+        pytest.param(["optimizer={kind: muon}"], id="Muon"),
         pytest.param(
             ["execution.device_batch=12", "batch.bn_span=24", "reduction.dtype=bf16"],
             id="shared spans, four micro-batches, in bf16",

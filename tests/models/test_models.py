@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import build, classifier, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm
@@ -153,14 +154,14 @@ def test_a_span_that_does_not_fit_a_model_is_refused(overrides: list[str], messa
 def test_the_recipes_optimizer_has_everything_in_its_groups() -> None:
     model = build_model(digits(), CPU)
     limits = ("optimizer.clip_ratio=50", "optimizer.clip_gradient=10")
-    optimizer = build_optimizer(digits("optimizer.eps=1e-9", *limits), model)
+    optimizer = build_optimizer(digits("optimizer.eps=1e-9", *limits), model, Serial())
     assert isinstance(optimizer, LARS)
     adapted, plain = optimizer.param_groups
     assert (adapted["eta"], adapted["eps"], adapted["base_lr"]) == (0.02, 1e-9, 0.5)
     assert (adapted["clip_ratio"], adapted["clip_gradient"]) == (50.0, 10.0)
     assert (adapted["kernels"], plain["kernels"]) == ("torch", "torch")
     assert (adapted["weight_decay"], plain["weight_decay"]) == (1e-4, 0.0)
-    sgd = build_optimizer(digits("optimizer={kind: sgd, nesterov: true}"), model)
+    sgd = build_optimizer(digits("optimizer={kind: sgd, nesterov: true}"), model, Serial())
     assert type(sgd) is torch.optim.SGD
     assert sgd.param_groups[0]["nesterov"]
     assert [group["weight_decay"] for group in sgd.param_groups] == [1e-4, 0.0]
@@ -173,7 +174,7 @@ def test_apex_on_the_cpu_is_refused_by_the_name_of_its_key(
     model = build_model(recipe, CPU)
     monkeypatch.setitem(sys.modules, "amp_C", fake_apex)
     with pytest.raises(RecipeError, match=r"execution\.kernels: .* on cpu"):
-        build_optimizer(recipe, model)
+        build_optimizer(recipe, model, Serial())
 
 
 def test_cifar_quick_has_the_parameters_of_caffes_network() -> None:

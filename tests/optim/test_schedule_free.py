@@ -8,6 +8,7 @@ from short_runs import DIGITS
 from torch import Tensor, nn
 
 from largebatch import load_recipe
+from largebatch.distributed.serial import Serial
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 
@@ -39,7 +40,7 @@ def test_the_recipes_warm_up_matches_the_librarys() -> None:
     """The average weighs an update by the highest rate so far, which the recipe sets."""
     ours, theirs = a_model(), a_model()
     recipe = load_recipe(DIGITS, [FREE, CONSTANT])
-    optimizer, rate = build_optimizer(recipe, ours), schedule_of(recipe)
+    optimizer, rate = build_optimizer(recipe, ours, Serial()), schedule_of(recipe)
     decayed = {
         True: [p for p in theirs.parameters() if p.ndim > 1],
         False: [p for p in theirs.parameters() if p.ndim == 1],
@@ -61,7 +62,7 @@ def test_the_recipes_warm_up_matches_the_librarys() -> None:
 
 def test_the_first_update_of_a_warm_up_from_zero_changes_nothing() -> None:
     model = a_model()
-    optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model)
+    optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model, Serial())
     before = vector(model)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -73,7 +74,7 @@ def test_the_first_update_of_a_warm_up_from_zero_changes_nothing() -> None:
 def test_evaluating_the_average_changes_no_bit() -> None:
     """The library restores the weights only up to rounding."""
     model = a_model()
-    optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model)
+    optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model, Serial())
     for step in range(4):
         backward(model, step)
         optimizer.step()

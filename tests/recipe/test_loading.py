@@ -52,7 +52,7 @@ def test_an_override_can_open_a_section_that_was_null() -> None:
     assert recipe.polish.clean.epochs == 2
 
 
-KINDS = "'lars', 'sgd', 'shampoo', 'schedule-free', 'lamb'"
+KINDS = "'lars', 'sgd', 'shampoo', 'schedule-free', 'lamb', 'muon'"
 
 
 def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:

@@ -59,6 +59,11 @@ FREE = (
         (("optimizer.kind=shampoo", "optimizer.block_size=1"), "optimizer.block_size: "),
         (("optimizer.kind=shampoo", "optimizer.graft=adam"), "optimizer.graft: "),
         (("optimizer.kind=lamb", "optimizer.max_grad_norm=0"), "optimizer.max_grad_norm: "),
+        (
+            ("optimizer={kind: muon, adjust_lr: original}",),
+            "adjust_lr: original needs others.lr: schedule.peak_lr is Muon's",
+        ),
+        (("optimizer={kind: muon, others: {kind: sgd}}",), "optimizer.others.lr: missing"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(changes: tuple[str, ...], message: str) -> None:
@@ -76,6 +81,12 @@ def test_what_cannot_be_is_refused_by_its_key(changes: tuple[str, ...], message:
             "pip install 'pytorch-optimizer>=4,<5'",
         ),
         (FREE, "schedulefree", "schedulefree", "pip install schedulefree"),
+        (
+            ("optimizer.kind=muon",),
+            "timm.optim.muon",
+            "timm 1.0.22",
+            "pip install 'timm>=1.0.22,<2'",
+        ),
     ],
 )
 def test_without_its_library_one_line_names_the_way_to_get_it(

@@ -217,6 +217,7 @@ def test_what_does_not_go_with_words_is_refused_in_one_message(
             ("optimizer={kind: lars, convention: reference}", "schedule.peak_lr=4.0"), id="LARS"
         ),
         pytest.param(("optimizer={kind: lamb}",), id="LAMB"),
+        pytest.param(("optimizer={kind: muon}", "schedule.peak_lr=0.01"), id="Muon"),
         pytest.param(("data.held_out={samples: 12}",), id="held out"),
         pytest.param(
             (

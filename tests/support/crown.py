@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from largebatch import load_recipe
 from largebatch.data.types import Batch
 from largebatch.distributed.adasum import Adasum
-from largebatch.distributed.backend import Backend
+from largebatch.distributed.backend import Backend, Group
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import BackendName
 from largebatch.distributed.reducer import Reducer
@@ -52,6 +52,13 @@ SECTIONS = {
         "statistics_samples: 8"
     ),
     "lamb": "kind: lamb, bias_correction: false, max_grad_norm: 0.5",
+    "muon": (
+        "kind: muon, momentum: 0.9, adjust_lr: original, normalize_weights: true, ns_steps: 3, "
+        "others: {kind: sgd, lr: 0.4, head_lr: 0.2, weight_decay: 0.05, bias_weight_decay: 0.1}"
+    ),
+    "muon with adamw": (
+        "kind: muon, momentum: 0.9, others: {kind: adamw, eps: 1e-6, weight_decay: 0.05}"
+    ),
 }
 """Sections of a recipe, without the weight decay, which is that of all."""
 
@@ -78,7 +85,7 @@ def rate(step: int) -> float:
     return PEAK * (0.3, 1.0, 0.7, 0.4, 0.1)[step]
 
 
-def net(kind: str) -> nn.Module:
+def net(kind: str) -> nn.Sequential:
     """Build a small float64 network, the same each time."""
     torch.manual_seed(1)
     first, second = (
@@ -96,14 +103,14 @@ def data() -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
+def make_optimizer(kind: str, model: nn.Module, workers: Group) -> Optimizer:
     """Build one of OPTIMIZERS; those of SECTIONS as a run does."""
     if kind in SECTIONS:
         changes = (
             f"optimizer={{{SECTIONS[kind]}, weight_decay: {WEIGHT_DECAY}}}",
             f"schedule={{peak_lr: {PEAK}, warmup: null, decay: {{kind: constant}}}}",
         )
-        return build_optimizer(load_recipe(DIGITS, changes), model)
+        return build_optimizer(load_recipe(DIGITS, changes), model, workers)
     groups = param_groups(model, weight_decay=WEIGHT_DECAY)
     if kind == "sgd":
         return SGD(
@@ -150,7 +157,7 @@ def solve(
                 yield Batch(images[positions], labels[positions])
 
     model = with_span(net(net_kind), SPAN)
-    optimizer = make_optimizer(optimizer_kind, model)
+    optimizer = make_optimizer(optimizer_kind, model, backend)
     with (
         Reducer(model.named_parameters(), backend)
         if parts == 1

@@ -59,9 +59,9 @@ class Problem:
         size = GLOBAL_BATCH // rule.gradients
         updates = range(len(images) // GLOBAL_BATCH)
         model = with_span(crown.net(self.net), SPAN)
-        optimizer = crown.make_optimizer(self.optimizer, model)
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         alone = Serial(torch.device("cpu"))
+        optimizer = crown.make_optimizer(self.optimizer, model, alone)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
         def batch(number: int) -> Batch:
             if not rule.waits and number < rule.learners:

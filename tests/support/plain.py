@@ -4,6 +4,7 @@ Nothing of largebatch is used here, so that one mistake cannot be on both sides 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import crown
 import torch
@@ -12,7 +13,7 @@ from crown import EPS, ETA, GLOBAL_BATCH, MOMENTUM, PEAK, SMOOTHING, WEIGHT_DECA
 from pytorch_optimizer import ScalableShampoo
 from schedulefree import SGDScheduleFree
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from largebatch.optional import require_timm
@@ -60,7 +61,7 @@ def plain_pytorch(
     return model.state_dict()
 
 
-def library_optimizer(kind: str, model: nn.Module) -> Optimizer | None:
+def library_optimizer(kind: str, model: nn.Sequential) -> Optimizer | None:
     """Build what a library has, by its own arguments; the rate comes with every update."""
     groups: ParamsT = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -85,7 +86,61 @@ def library_optimizer(kind: str, model: nn.Module) -> Optimizer | None:
     if kind == "lamb":
         lamb: Optimizer = Lamb(groups, bias_correction=False, max_grad_norm=0.5)
         return lamb
-    return None
+    return muon(kind, model) if kind.startswith("muon") else None
+
+
+def muon(kind: str, model: nn.Sequential) -> Optimizer:
+    """Build Muon for the second convolution, beside SGD or AdamW of torch."""
+    matrix = model.get_parameter("3.weight")
+    if kind == "muon with adamw":
+        groups = without_matrix(model, share=1.0, head=1.0, bias_decay=0.0)
+        adamw = AdamW(groups, betas=(0.9, 0.95), eps=1e-6)
+        return Muon(matrix, adamw, factor=0.2 * 54**0.5, ns_steps=5, normalize=False)
+    groups = without_matrix(model, share=0.5, head=0.25, bias_decay=0.1)
+    sgd = SGD(groups, momentum=MOMENTUM, nesterov=True)
+    return Muon(matrix, sgd, factor=1.0, ns_steps=3, normalize=True)
+
+
+def without_matrix(
+    model: nn.Sequential, *, share: float, head: float, bias_decay: float
+) -> list[dict[str, Any]]:
+    """Return all weights but the matrix: `share` and `head` are their rates over Muon's."""
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return [
+        {"params": [model[0].weight], "share": share, "weight_decay": WEIGHT_DECAY},
+        {"params": [model[-1].weight], "share": head, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "share": share, "weight_decay": bias_decay},
+    ]
+
+
+class Muon(Optimizer):
+    """Keller Jordan's formulas for one convolution; `others` updates the rest.
+
+    He adds 1e-7 to the norm of a matrix. timm and torch do so only where the norm is smaller.
+    """
+
+    def __init__(
+        self, weight: Tensor, others: Optimizer, *, factor: float, ns_steps: int, normalize: bool
+    ) -> None:
+        super().__init__([weight], {"lr": 0.0})
+        self.others, self.factor, self.ns_steps = others, factor, ns_steps
+        self.normalize, self.buffer = normalize, torch.zeros_like(weight)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        lr, w = self.param_groups[0]["lr"], self.param_groups[0]["params"][0]
+        self.buffer.mul_(MOMENTUM).add_(w.grad)
+        x = w.grad.add(self.buffer, alpha=MOMENTUM).reshape(len(w), -1)
+        x = x / x.norm()
+        for _ in range(self.ns_steps):
+            square = x @ x.T
+            x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        if self.normalize:
+            w.mul_(len(w) ** 0.5 / w.norm())
+        w.mul_(1 - lr * WEIGHT_DECAY).sub_(lr * self.factor * x.view_as(w))
+        for group in self.others.param_groups:
+            group["lr"] = lr * group["share"]
+        self.others.step()
 
 
 def update(optimizer: Optimizer, *, lr: float) -> None:

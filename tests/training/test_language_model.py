@@ -49,7 +49,7 @@ def solve(
     recipe = text_recipe(folder, f"execution.device_batch={device_batch}")
     plan = make_plan(recipe, workers=backend.world_size)
     pipeline = open_text(recipe, plan, backend, folder=folder)
-    optimizer = build_optimizer(recipe, model)
+    optimizer = build_optimizer(recipe, model, CPU)
     with Reducer(model.named_parameters(), backend, divisor=1.0) as reducer:
         updates = train(
             model,

@@ -1,0 +1,156 @@
+"""Muon (kellerjordan.github.io/posts/muon): momentum of matrices, orthogonalised.
+
+For a matrix W (filters of a convolution: out x in*height*width) with gradient G:
+
+    B = momentum * B + (1 - momentum) * G
+    D = momentum * B + (1 - momentum) * G    with Nesterov momentum, else B
+    W = (1 - lr * weight_decay) * W - lr * scale * NewtonSchulz(D)
+
+NewtonSchulz is timm's, which computes in a given type. torch.optim.Muon computes in bfloat16 only
+and takes no convolutions; both it and timm's Muon repeat all of the work on every worker. dion of
+Microsoft shares the work, but only between workers of torch.distributed.
+
+Here each worker orthogonalises some of the matrices, and one all-reduce distributes the results:
+the numbers of all matrices, sent once per update, in the type of NewtonSchulz. A sum of one value
+and zeros is exact, so every worker gets the same bits.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.distributed.backend import Group
+from largebatch.optional import require_muon
+
+zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
+AdjustLR = Literal["original", "match_rms_adamw"]
+NSType = Literal["fp32", "bf16"]
+_COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
+
+
+class Muon(Optimizer):
+    """Muon for some matrices, and an optimizer of torch for all other weights.
+
+    The groups of `others` have a `lr_ratio`: their learning rate over that of Muon.
+    """
+
+    def __init__(  # noqa: PLR0913 -- the hyper-parameters of Muon
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: Optimizer,
+        workers: Group,
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        ns_dtype: NSType = "fp32",
+        adjust_lr: AdjustLR = "original",
+        normalize_weights: bool = False,
+    ) -> None:
+        """Create the optimizer; `ns_dtype` fp32 is the type of the weights, float64 too.
+
+        With `normalize_weights` every matrix is scaled to norm sqrt(rows) before its update.
+        """
+        group = {
+            "params": matrices,
+            "lr_ratio": 1.0,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr": adjust_lr,
+            "normalize_weights": normalize_weights,
+        }
+        super().__init__([group, *others.param_groups], {"lr": lr})
+        self._others = others
+        self._workers = workers
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 -- a loss
+        """Update the weights; every worker must call this."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        group = self.param_groups[0]
+        weights = [weight for weight in group["params"] if weight.grad is not None]
+        for weight, direction in zip(weights, self._orthogonalize(weights, group), strict=True):
+            if group["normalize_weights"]:
+                weight.mul_(math.sqrt(len(weight)) / weight.norm())
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            scale = _scale(*_sides(weight), group["adjust_lr"])
+            weight.add_(direction, alpha=-group["lr"] * scale)
+        self._update_others()
+        return loss
+
+    def _orthogonalize(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Update the momentum of the weights and return the directions of their update."""
+        if not weights:
+            return []
+        for weight in weights:
+            state = self.state[weight]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+            state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
+        dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else weights[0].dtype
+        numbers = [weight.numel() for weight in weights]
+        flat = torch.zeros(sum(numbers), dtype=dtype, device=weights[0].device)
+        parts = [
+            part.view(weight.shape)
+            for part, weight in zip(flat.split(numbers), weights, strict=True)
+        ]
+        costs = [math.prod(_sides(weight)) * min(_sides(weight)) for weight in weights]
+        for place in own_share(costs, rank=self._workers.rank, workers=self._workers.world_size):
+            grad, buffer = weights[place].grad, self.state[weights[place]]["momentum_buffer"]
+            assert grad is not None
+            direction = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            orthogonal = zeropower_via_newtonschulz(
+                direction.flatten(1), group["ns_steps"], _COEFFICIENTS, dtype=dtype
+            )
+            parts[place].copy_(orthogonal.view(direction.shape))
+        self._workers.all_reduce(flat).wait()
+        return parts
+
+    def _update_others(self) -> None:
+        """Make a step of the other optimizer, at its own rates, with the state held here."""
+        self._others.state = self.state
+        self._others.param_groups = [
+            {**group, "lr": group["lr"] * group["lr_ratio"]} for group in self.param_groups[1:]
+        ]
+        self._others.step()
+
+
+def own_share(costs: Sequence[int], *, rank: int, workers: int) -> list[int]:
+    """Return the places that a worker computes: the costliest first, each by the idlest worker.
+
+    >>> [own_share([2, 5, 4, 1], rank=rank, workers=3) for rank in range(3)]
+    [[1], [2], [0, 3]]
+    """
+    loads = [(0, worker) for worker in range(min(workers, len(costs)))]
+    share = []
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        load, worker = loads[0]
+        heapq.heapreplace(loads, (load + costs[place], worker))
+        if worker == rank:
+            share.append(place)
+    return share
+
+
+def _sides(weight: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a weight as a matrix."""
+    return len(weight), weight[0].numel()
+
+
+def _scale(rows: int, columns: int, adjust_lr: AdjustLR) -> float:
+    """Return the factor of the learning rate for a matrix of this size."""
+    if adjust_lr == "original":
+        return math.sqrt(max(1, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))

@@ -1,0 +1,168 @@
+"""Muon: which weights it takes, and that workers share its work. The formula: the crown test."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from short_runs import DIGITS
+from threads import Thread, on_threads
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD
+
+from largebatch import load_recipe
+from largebatch.distributed.backend import Group
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError
+from largebatch.models import build
+from largebatch.optim.muon import Muon, own_share
+from largebatch.runs.optimizer import build_optimizer, hidden_matrices
+from largebatch.training.state import TrainState, Updater
+
+SHAPES = ((16, 8), (8, 8), (8, 4, 3, 3), (4, 40), (5, 4), (24, 20), (12, 2, 3, 3))
+SERIAL = Serial(torch.device("cpu"))
+
+
+def after_updates(workers: Group, *, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
+    """Return matrices, and a vector of the other optimizer, after three updates."""
+    generator = torch.Generator().manual_seed(1)
+    matrices = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    vector = nn.Parameter(torch.randn(9, generator=generator))
+    others = SGD([{"params": [vector], "lr_ratio": 0.5}], momentum=0.9)
+    optimizer = Muon(matrices, others, workers, lr=0.1)
+    for _ in range(3):
+        for weight in (*matrices, vector):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return [weight.detach() for weight in (*matrices, vector)]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 10], ids="{} workers".format)
+def test_workers_that_share_the_matrices_get_the_bits_of_one(workers: int) -> None:
+    """Ten workers are more than there are matrices; each update is one collective."""
+
+    def work(worker: Thread) -> tuple[list[Tensor], int]:
+        return after_updates(cast("Group", worker)), worker.calls
+
+    expected = after_updates(SERIAL)
+    for weights, calls in on_threads(work, workers=workers):
+        assert calls == 3
+        assert all(map(torch.equal, weights, expected))
+
+
+def test_the_work_is_divided_evenly() -> None:
+    costs = [512 * 4608 * 512] * 4 + [256 * 2304 * 256] * 12 + [64 * 576 * 64] * 20
+    shares = [own_share(costs, rank=rank, workers=8) for rank in range(8)]
+    assert sorted(place for share in shares for place in share) == list(range(len(costs)))
+    loads = [sum(costs[place] for place in share) for share in shares]
+    assert max(loads) == costs[0]  # no division is faster
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9")
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+def test_in_bfloat16_it_is_the_muon_of_torch(adjust_lr: Any) -> None:  # noqa: ANN401 -- a literal
+    generator = torch.Generator().manual_seed(2)
+    ours = nn.Parameter(torch.randn(24, 10, generator=generator))
+    theirs = nn.Parameter(ours.detach().clone())
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}
+    others = SGD([{"params": [], "lr_ratio": 1.0}])
+    own = Muon([ours], others, SERIAL, **settings, ns_dtype="bf16", adjust_lr=adjust_lr)
+    library = torch.optim.Muon([theirs], **settings, adjust_lr_fn=adjust_lr)
+    for _ in range(4):
+        ours.grad = torch.randn(24, 10, generator=generator)
+        theirs.grad = ours.grad.clone()
+        own.step()
+        library.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Return the weights of more than one dimension that Muon does not take."""
+    taken = set(hidden_matrices(model))
+    named = model.named_parameters()
+    return [name for name, weight in named if weight.ndim > 1 and weight not in taken]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "expected"),
+    [
+        ("lenet5", {}, ["features.0.weight", "head.weight"]),
+        ("resnet18", {"layers": [1, 1, 1, 1]}, ["conv1.weight", "fc.weight"]),
+        (
+            "vit_tiny_patch16_224",
+            {"depth": 1},
+            ["cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight"],
+        ),
+        (
+            "convnext_atto",
+            {"depths": [1, 1, 1, 1], "dims": [4, 8, 8, 16]},
+            [
+                "stem.0.weight",
+                *(f"stages.{stage}.blocks.0.conv_dw.weight" for stage in range(4)),
+                "head.fc.weight",
+            ],
+        ),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"depths": [1], "num_heads": [3]},
+            [
+                "patch_embed.proj.weight",
+                "layers.0.blocks.0.attn.relative_position_bias_table",
+                "head.fc.weight",
+            ],
+        ),
+        ("lstm", {}, ["embedding.weight", "head.weight"]),
+    ],
+)
+def test_it_takes_all_hidden_matrices(
+    model: str, arguments: dict[str, Any], expected: list[str]
+) -> None:
+    """Not the first layer, class tokens, positions, depthwise convolutions or the classifier."""
+    assert left_out(build(model, num_classes=10, arguments=arguments)) == expected
+
+
+def test_behind_a_frozen_first_layer_it_takes_all_convolutions() -> None:
+    """As behind the whitening layer of airbench."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(64, 2))
+    model[0].weight.requires_grad_(False)
+    assert hidden_matrices(model) == [model[1].weight]
+
+
+def test_every_weight_has_one_optimizer_and_its_own_rate() -> None:
+    recipe = load_recipe(
+        DIGITS,
+        (
+            "optimizer={kind: muon, others: {kind: sgd, lr: 0.02, head_lr: 0.1}}",
+            "schedule.peak_lr=0.04",
+        ),
+    )
+    model = build("lenet5", num_classes=10)
+    groups = build_optimizer(recipe, model, SERIAL).param_groups
+    assert [group["lr_ratio"] for group in groups] == [1.0, 0.5, 2.5, 0.5]
+    weights = [weight for group in groups for weight in group["params"]]
+    assert len(weights) == len(set(weights)) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(("others", "counts"), [("sgd, lr: 0.1", False), ("adamw", True)])
+def test_the_updates_of_adamw_are_counted_on_the_host(*, others: str, counts: bool) -> None:
+    """So a worker that is ahead of its GPU cannot save the state before."""
+    recipe = load_recipe(DIGITS, (f"optimizer={{kind: muon, others: {{kind: {others}}}}}",))
+    model = build("lenet5", num_classes=10)
+    optimizer = build_optimizer(recipe, model, SERIAL)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with Reducer(model.named_parameters(), SERIAL) as reducer:
+        updater = Updater(optimizer, lambda _: 0.1, reducer)
+        state = TrainState(
+            model=model, updater=updater, scaler=GradScaler("cpu", enabled=False), average=None
+        )
+        assert state.counts_on_host == counts
+
+
+def test_a_model_without_matrices_is_refused() -> None:
+    recipe = load_recipe(DIGITS, ("optimizer={kind: muon}",))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 10))
+    with pytest.raises(RecipeError, match="optimizer.kind: muon: Sequential has no matrices"):
+        build_optimizer(recipe, model, SERIAL)
