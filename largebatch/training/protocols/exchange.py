@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,10 +29,10 @@ from largebatch.training.protocols.server import Applied, Arrival, ParameterServ
 from largebatch.training.protocols.service import (
     Endpoint,
     LocalServer,
-    Loss,
     RemoteServer,
     Service,
 )
+from largebatch.training.protocols.state import LostLearner
 
 MOMENTUM = "momentum_buffer"
 """Name of the momentum in the state of SGD and LARS."""
@@ -89,7 +89,7 @@ class Exchange:
     lost: set[int] = field(default_factory=set)
     """Learners lost so far; the ranks of the others are those of a backend without them."""
 
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[LostLearner] = field(default_factory=list)
     """Losses of learners as the first server saw them, or the only one that saw them."""
 
     @classmethod
@@ -174,7 +174,7 @@ class Exchange:
             return self.backend
         return None
 
-    def _note(self, loss: Loss) -> None:
+    def _note(self, loss: LostLearner) -> None:
         assert self._elastic is not None
         self._elastic.drop(loss.learner)
 
@@ -257,7 +257,7 @@ class Exchange:
             own_values = {
                 "server": self.layout.servers.index(self.worker),
                 "arrivals": own.server.arrivals,
-                "losses": own.losses,
+                "losses": [asdict(loss) for loss in own.losses],
                 "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
                 "end": mini_batches.end,
             }
@@ -273,7 +273,7 @@ class Exchange:
             (Applied(update, lr, tuple(by_update[update])), seconds)
             for update, lr, seconds in first["updates"]
         ]
-        for loss in (Loss(*one) for each in found for one in each["losses"]):
+        for loss in (LostLearner(**one) for each in found for one in each["losses"]):
             if loss.learner not in {known.learner for known in self.losses}:
                 self.losses.append(loss)
         return Record(first["end"], updates, arrivals)

@@ -17,6 +17,7 @@ from largebatch.distributed.links import Link
 from largebatch.errors import PeerLostError, PeerSilentError
 from largebatch.training.protocols.rule import MiniBatches
 from largebatch.training.protocols.server import Applied, ParameterServer
+from largebatch.training.protocols.state import LostLearner
 
 PATIENCE = 1.0
 """Seconds after which a learner without a mini-batch gets an answer and repeats its request."""
@@ -38,21 +39,6 @@ class Pulled(NamedTuple):
 
     later: bool = False
     """True if another learner's mini-batch may come back, so that the learner should ask again."""
-
-
-class Loss(NamedTuple):
-    """The loss of a learner, as one server saw it."""
-
-    learner: int
-    update: int
-    """Number of updates made until then."""
-
-    mini_batch: int | None
-    """Number of its last mini-batch, which is handed out again. None if it had none, and from all
-    servers but the first."""
-
-    silent: bool
-    """True if it did nothing for the whole of --timeout; else its process is gone."""
 
 
 class Pushed(NamedTuple):
@@ -103,10 +89,10 @@ class Service:
         mini_batches: MiniBatches | None,
         *,
         optional: Collection[int] = (),
-        on_loss: Callable[[Loss], None] = lambda _: None,
+        on_loss: Callable[[LostLearner], None] = lambda _: None,
     ) -> None:
         self.server = server
-        self.losses: list[Loss] = []
+        self.losses: list[LostLearner] = []
         self.updates: list[tuple[Applied, float]] = []
         """Updates made, each with the seconds since the previous one."""
 
@@ -197,7 +183,9 @@ class Service:
     def _go_on_without(self, learner: int, *, silent: bool) -> None:
         with self._changed:
             back = self._mini_batches.take_back(learner) if self._mini_batches else None
-            loss = Loss(learner, self.server.clock, back, silent)
+            loss = LostLearner(
+                learner=learner, update=self.server.clock, mini_batch=back, silent=silent
+            )
             self.losses.append(loss)
             self._changed.notify_all()
         try:

@@ -20,7 +20,8 @@ from largebatch.training.protocols import service as services
 from largebatch.training.protocols.learner import Shard, learn
 from largebatch.training.protocols.rule import MiniBatches, Rule
 from largebatch.training.protocols.server import ParameterServer
-from largebatch.training.protocols.service import Loss, Pushed, RemoteServer, Service
+from largebatch.training.protocols.service import Pushed, RemoteServer, Service
+from largebatch.training.protocols.state import LostLearner
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""
@@ -216,7 +217,7 @@ def test_a_gradient_that_only_one_of_two_servers_has_is_taken_once_by_both() -> 
 
 
 def test_a_silent_learner_is_lost_as_such_and_one_that_keeps_the_record_ends_all() -> None:
-    noted: list[Loss] = []
+    noted: list[LostLearner] = []
     service = serve(SOFTSYNC, range(10), optional=range(1, 3))
     service._on_loss = noted.append
 
