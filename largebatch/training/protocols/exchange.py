@@ -5,7 +5,6 @@ So a run can be evaluated, saved and resumed between them as usual.
 """
 
 import copy
-import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.links import Link, open_links
 from largebatch.distributed.torch_distributed import TorchDistributed
@@ -262,7 +262,7 @@ class Exchange:
                 "end": mini_batches.end,
             }
         found = sorted(
-            (each for each in gather_values(own_values, self.backend) if each),
+            (each for each in gather_values(own_values, self.backend, self.backend.device) if each),
             key=lambda one: one["server"],
         )
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
@@ -297,17 +297,3 @@ def _copied(
         for weight in group["params"]:
             weight.grad = None
     return own, copied
-
-
-def gather_values(own: object, backend: Backend) -> list[Any]:
-    """Return the plain values of every worker, by rank; they are sent as JSON."""
-    content = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = backend.all_gather(torch.tensor([len(content)], device=backend.device)).flatten()
-    longest = int(sizes.max().item())  # sync: between updates
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(content)] = content
-    gathered = backend.all_gather(padded.to(backend.device)).cpu()  # sync: between updates
-    return [
-        json.loads(each[:size].numpy().tobytes())
-        for each, size in zip(gathered, sizes.tolist(), strict=True)  # sync: between updates
-    ]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def solve(folder: Path, number: signal.Signals) -> None:
         records.append([[tuple(one) for one in arrivals] for arrivals in found.arrivals])
     if backend.rank == 0:
         final = [weight.detach() for weight in weights]
-        torch.save((final, [tuple(loss) for loss in exchange.losses], records), folder / "found")
+        torch.save((final, [astuple(loss) for loss in exchange.losses], records), folder / "found")
     backend.close()
 
 
