@@ -105,7 +105,8 @@ def open_pipeline(index: Index, args: argparse.Namespace) -> ImagePipeline:
     recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changes.items()])
     resources = Resources(torch.device("cpu"), args.threads, args.batch, reads=args.batch // 4)
     return ImagePipeline(
-        recipe=recipe,
+        seed=recipe.seed,
+        data=recipe.images,
         plan=make_plan(recipe, workers=1),
         rank=0,
         train_index=index,

@@ -30,7 +30,7 @@ _CHECKPOINT = ("training/checkpoint.py", "training/state.py")
 MEASURED = {
     "checkpoint": _CHECKPOINT,
     "checkpoint_busy": _CHECKPOINT,
-    "critical_batch": ("measure/critical_batch.py", "tracking/noise_scale.py", "training/noise.py"),
+    "critical_batch": ("measure/critical_batch.py", "tracking/noise_scale.py"),
     "defaults": (*_TRAINING, "studies/settings/settings.py", "studies/settings/transfer.py"),
     "false_alarms": ("studies/metrics.py",),
     "index": ("data/index",),

@@ -1,8 +1,8 @@
-"""Optional packages, each imported by one function whose error names the install command."""
+"""Optional packages. Each is imported by one function, whose error names the install command."""
 
-import functools
 import importlib
 import sys
+from functools import cache, partial
 from importlib.resources import files
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
@@ -17,6 +17,21 @@ INSTALL_APEX = (
     "pip install -v --no-build-isolation . (the package `apex` on PyPI is something else)"
 )
 INSTALL_HOROVOD = f"{files('largebatch') / 'launch' / 'install_horovod.sh'} {sys.executable}"
+
+
+def _import(module: str, package: str, purpose: str, *, install: str = "") -> ModuleType:
+    """Import a module, or raise MissingPackageError if its package is not installed.
+
+    ModuleNotFoundError is raised if the package is installed and a dependency of it is missing.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise MissingPackageError(
+            package, purpose=purpose, install=install or f"pip install {package}"
+        ) from None
 
 
 def require_torchvision() -> ModuleType:
@@ -60,62 +75,9 @@ def require_timm() -> ModuleType:
             del sys.modules["wandb"]
 
 
-def require_dali() -> ModuleType:
-    """Import nvidia.dali."""
-    return _import(
-        "nvidia.dali",
-        "NVIDIA DALI",
-        "--decoder dali (--decoder torchvision works without it)",
-        install="pip install nvidia-dali-cuda120",
-    )
-
-
-def require_digits() -> ModuleType:
-    """Import sklearn.datasets, which contains the handwritten digits."""
-    return _import("sklearn.datasets", "scikit-learn", "data.source: digits")
-
-
-def require_parquet() -> ModuleType:
-    """Import pyarrow.parquet."""
-    return _import("pyarrow.parquet", "pyarrow", "data import parquet")
-
-
-def require_matplotlib() -> ModuleType:
-    """Import matplotlib."""
-    return _import("matplotlib", "matplotlib", "a report")
-
-
-def require_bokeh() -> ModuleType:
-    """Import bokeh."""
-    return _import(
-        "bokeh", "bokeh", "a page that compares runs", install="pip install 'bokeh>=3.8'"
-    )
-
-
-def require_wandb() -> ModuleType:
-    """Import wandb."""
-    return _import("wandb", "wandb", "tracking: [wandb]")
-
-
 def require_mlperf(module: str, purpose: str) -> ModuleType:
     """Import a module of mlperf_logging, such as mllog.mllog."""
     return _import(f"mlperf_logging.{module}", "mlperf-logging", purpose)
-
-
-def require_tensorboard() -> ModuleType:
-    """Import tensorboard."""
-    return _import("tensorboard", "tensorboard", "tracking: [tensorboard]")
-
-
-def require_mlflow() -> ModuleType:
-    """Import mlflow, from the package mlflow or mlflow-skinny."""
-    install = "pip install 'largebatch[mlflow]'"
-    return _import("mlflow", "mlflow", "tracking: [mlflow]", install=install)
-
-
-def require_psutil() -> ModuleType:
-    """Import psutil."""
-    return _import("psutil", "psutil", "monitor: system")
 
 
 def require_onnx() -> ModuleType:
@@ -125,14 +87,48 @@ def require_onnx() -> ModuleType:
     return _import("onnx", "onnx", purpose, install=install)
 
 
-def require_shampoo() -> ModuleType:
-    """Import pytorch_optimizer."""
-    return _import(
-        "pytorch_optimizer",
-        "pytorch-optimizer",
-        "optimizer.kind: shampoo",
-        install="pip install 'pytorch-optimizer>=4,<5'",
-    )
+require_dali = partial(
+    _import,
+    "nvidia.dali",
+    "NVIDIA DALI",
+    "--decoder dali (--decoder torchvision works without it)",
+    install="pip install nvidia-dali-cuda120",
+)
+require_digits = partial(_import, "sklearn.datasets", "scikit-learn", "data.source: digits")
+require_parquet = partial(_import, "pyarrow.parquet", "pyarrow", "data import parquet")
+require_matplotlib = partial(_import, "matplotlib", "matplotlib", "a report")
+require_bokeh = partial(
+    _import, "bokeh", "bokeh", "a page that compares runs", install="pip install 'bokeh>=3.8'"
+)
+require_wandb = partial(_import, "wandb", "wandb", "tracking: [wandb]")
+require_tensorboard = partial(_import, "tensorboard", "tensorboard", "tracking: [tensorboard]")
+require_mlflow = partial(
+    _import, "mlflow", "mlflow", "tracking: [mlflow]", install="pip install 'largebatch[mlflow]'"
+)
+require_psutil = partial(_import, "psutil", "psutil", "monitor: system")
+require_shampoo = partial(
+    _import,
+    "pytorch_optimizer",
+    "pytorch-optimizer",
+    "optimizer.kind: shampoo",
+    install="pip install 'pytorch-optimizer>=4,<5'",
+)
+require_schedulefree = partial(
+    _import, "schedulefree", "schedulefree", "optimizer.kind: schedule-free"
+)
+require_optuna = partial(
+    _import, "optuna", "optuna", "a study", install="pip install 'largebatch[studies]'"
+)
+require_simpy = partial(
+    _import, "simpy", "simpy", "a simulation", install="pip install 'largebatch[studies]'"
+)
+require_horovod = partial(
+    _import, "horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD
+)
+require_apex = partial(
+    _import, "amp_C", "NVIDIA's apex", "execution.kernels: apex", install=INSTALL_APEX
+)
+"""Each imports a module; apex's is amp_C, its kernels."""
 
 
 def require_muon() -> ModuleType:
@@ -146,47 +142,7 @@ def require_muon() -> ModuleType:
     )
 
 
-def require_schedulefree() -> ModuleType:
-    """Import schedulefree."""
-    return _import("schedulefree", "schedulefree", "optimizer.kind: schedule-free")
-
-
-def require_optuna() -> ModuleType:
-    """Import optuna."""
-    return _import("optuna", "optuna", "a study", install="pip install 'largebatch[studies]'")
-
-
-def require_simpy() -> ModuleType:
-    """Import simpy."""
-    return _import("simpy", "simpy", "a simulation", install="pip install 'largebatch[studies]'")
-
-
-def require_horovod() -> ModuleType:
-    """Import horovod.torch."""
-    return _import("horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD)
-
-
-def require_apex() -> ModuleType:
-    """Import amp_C, the kernels of NVIDIA's apex."""
-    return _import("amp_C", "NVIDIA's apex", "execution.kernels: apex", install=INSTALL_APEX)
-
-
-def _import(module: str, package: str, purpose: str, *, install: str = "") -> ModuleType:
-    """Import a module, or raise MissingPackageError if its package is not installed.
-
-    ModuleNotFoundError is raised if the package is installed and a dependency of it is missing.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise
-        raise MissingPackageError(
-            package, purpose=purpose, install=install or f"pip install {package}"
-        ) from None
-
-
-@functools.cache
+@cache
 def _declare_operators() -> "Library":
     """Declare the operators that torchvision extends on import without checking for them.
 

@@ -19,11 +19,6 @@ ATTEMPTS = 10
 """Number of random boxes drawn before the central one is used, as in torchvision."""
 
 
-def training_samples(index: Index, positions: range, *, seed: int) -> IntArray:
-    """Return the samples at these positions of the run: each once per epoch, none held out."""
-    return samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
-
-
 def train_request(
     index: Index,
     positions: range,
@@ -37,7 +32,7 @@ def train_request(
 
     Whole images are shown if `area` is None.
     """
-    samples = training_samples(index, positions, seed=seed)
+    samples = samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
     heights, widths = index.heights[samples], index.widths[samples]
     if area is None:
         boxes = whole_boxes(heights, widths)

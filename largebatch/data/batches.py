@@ -27,7 +27,7 @@ Split = Literal["train", "val"]
 class Pipeline(ABC):
     """Batches of every stage for one worker."""
 
-    recipe: Recipe
+    seed: int
     plan: Plan
     rank: int
     evaluated_samples: IntArray
@@ -76,8 +76,7 @@ class Pipeline(ABC):
 
     def replica(self, plan: Plan, *, seed: int) -> Self:
         """Return the pipeline of a replica, whose batches belong to this worker alone."""
-        recipe = self.recipe.model_copy(update={"seed": seed})
-        return replace(self, recipe=recipe, plan=plan, rank=0)
+        return replace(self, seed=seed, plan=plan, rank=0)
 
     @abstractmethod
     def training(self, steps: range, *, clean: bool) -> Batches:
@@ -105,12 +104,9 @@ class Pipeline(ABC):
         """Yield this worker's share of the validation samples, which may be empty."""
         return self.clean("val", self._dealt(self.evaluated_samples, size=self.plan.device_batch))
 
+    @abstractmethod
     def test(self) -> Batches:
         """Yield this worker's share of the test data; raise DataError if there is none."""
-        raise DataError(
-            f"--test: images have only training and validation data; data.source is "
-            f"{self.recipe.data.source}"
-        )
 
     def statistics(self, num_samples: int) -> Batches:
         """Yield this worker's share of the first `num_samples` of the training order, clean.

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from largebatch.data.augment import clean_request, train_request, training_samples
-from largebatch.data.batches import Pipeline, Split, divide_samples, require_described
+from largebatch.data.augment import clean_request, train_request
+from largebatch.data.batches import Pipeline, Split, divide_samples, require_described, samples_at
 from largebatch.data.datasets import digits, own
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
 from largebatch.data.decoders.idle import IdleDecoders
@@ -28,6 +29,7 @@ from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
+from largebatch.recipe.execution import Execution
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
 
@@ -38,6 +40,7 @@ OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
 class ImagePipeline(Pipeline):
     """Batches of images of every stage for one worker."""
 
+    data: Data
     train_index: Index
     val_index: Index
     open_decoder: OpenDecoder
@@ -82,18 +85,15 @@ class ImagePipeline(Pipeline):
         Clean images are prepared like validation images, in the same order of samples. Augmented
         images may change size during the run, with one decoder per size.
         """
-        if clean or not self.plan.sizes:
-            return self.decode(self.train_index, self._training_requests(steps, clean=clean))
-        return self._training_in_sizes(steps)
-
-    def _training_in_sizes(self, steps: range) -> Batches:
-        for part, size in self.plan.sized(steps, otherwise=self.recipe.images.image_size):
-            requests = self._training_requests(part, clean=False)
+        usual = self.data.image_size
+        sized = [(steps, usual)] if clean else self.plan.sized(steps, otherwise=usual)
+        for part, size in sized:
+            requests = (self.training_request(p, clean=clean) for p in self.positions(part))
             yield from self.decode(self.train_index, requests, image_size=size)
 
     def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
         """Yield a batch for each of these ranges of positions, in the image size of its first."""
-        usual = self.recipe.images.image_size
+        usual = self.data.image_size
 
         def size_of(part: range) -> int:
             return usual if clean else self.plan.image_size(part.start, otherwise=usual)
@@ -106,18 +106,21 @@ class ImagePipeline(Pipeline):
         self, index: Index, requests: Iterable[Request], *, image_size: int | None = None
     ) -> Batches:
         """Yield a batch for each request, decoded to this size; the default is evaluation's."""
-        with self.open_decoder(index, self._view(image_size)) as decode:
+        view = _view(self.data, image_size, channels_last=self.channels_last)
+        with self.open_decoder(index, view) as decode:
             yield from decode(requests)
 
     def training_samples(self, positions: range) -> IntArray:
         """Return the images at these positions of the run: each once per epoch, none held out."""
-        return training_samples(self.train_index, positions, seed=self.recipe.seed)
+        index = self.train_index
+        return samples_at(positions, seed=self.seed, num_samples=len(index), trained=index.trained)
 
     def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
         """Yield batches of these images, prepared as in validation."""
         index = self.train_index if split == "train" else self.val_index
         requests = (self.clean_request(index, part) for part in parts)
-        opened = partial(self.open_decoder, index, self._view())
+        view = _view(self.data, channels_last=self.channels_last)
+        opened = partial(self.open_decoder, index, view)
         with self.idle.borrow(split, opened) as decode:
             yield from decode(requests)
 
@@ -128,30 +131,29 @@ class ImagePipeline(Pipeline):
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Return the training request for these positions of the run."""
         self.train_index.require_whole()
-        data, seed = self.recipe.images, self.recipe.seed
         if clean:
             return self.clean_request(self.train_index, self.training_samples(positions))
         return train_request(
             self.train_index,
             positions,
-            seed=seed,
-            area=data.crop_area,
-            aspect=data.crop_aspect,
-            flip=data.flip,
+            seed=self.seed,
+            area=self.data.crop_area,
+            aspect=self.data.crop_aspect,
+            flip=self.data.flip,
         )
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:
         """Return the request for these samples, prepared as in validation."""
         index.require_whole()
-        data = self.recipe.images
-        return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
+        size, resize = self.data.image_size, self.data.eval_resize
+        return clean_request(index, samples, image_size=size, resize=resize)
 
-    def _view(self, image_size: int | None = None) -> View:
-        view = replace(_view(self.recipe.images), channels_last=self.channels_last)
-        return view if image_size is None else replace(view, image_size=image_size)
-
-    def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
-        return (self.training_request(part, clean=clean) for part in self.positions(steps))
+    def test(self) -> Batches:
+        """Raise DataError: image data has no test split."""
+        raise DataError(
+            f"--test: images have only training and validation data; data.source is "
+            f"{self.data.source}"
+        )
 
 
 def open_images(
@@ -172,65 +174,58 @@ def open_images(
     the folder does not match the recipe, MissingPackageError if the decoder is not installed,
     RecipeError if the recipe has no images.
     """
-    data = recipe.images
+    data, execution = recipe.images, recipe.execution
     if folder is not None and data.source != "folder":
         raise DataError(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"
         )
-    threads = max(1, available_cores() // backend.local_size)
     resources = Resources(
         device=backend.device,
-        threads=threads,
+        threads=max(1, available_cores() // backend.local_size),
         batch_size=plan.statistics_batch,  # the largest of any stage
-        reads=recipe.execution.reads or max(8, min(64, plan.device_batch // 4)),
+        reads=execution.reads or max(8, min(64, plan.device_batch // 4)),
     )
     if dataset is not None:
-        _require_own(recipe, folder, dataset)
-        train, val, open_decoder = _open_own(recipe, dataset, backend, resources)
-        return _pipeline(recipe, plan, backend, (train, val), open_decoder)
-    train, val = _open_indexes(recipe, backend, folder, progress)
-    if recipe.execution.cache is not None:
-        open_cache = partial(
-            pixel_cache.open_cache, backend=backend, threads=threads, progress=progress
-        )
-        caches = [open_cache(index) for index in (train, val)]
-        open_decoder = _decode_cached(recipe, caches, resources)
+        _require_own(data, execution, folder, dataset)
+        train, val, open_decoder = _open_own(data, dataset, backend, resources)
     else:
-        open_decoder = partial(_choose_decoder(recipe), resources=resources)
-        open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
-    return _pipeline(recipe, plan, backend, (train, val), open_decoder)
-
-
-def _pipeline(
-    recipe: Recipe,
-    plan: Plan,
-    backend: Backend,
-    indexes: tuple[Index, Index],
-    open_decoder: OpenDecoder,
-) -> ImagePipeline:
-    trained, evaluated, held_out = divide_samples(recipe, *map(len, indexes))
-    train = replace(indexes[0], trained=trained)
+        is_cached = execution.cache is not None  # training reads no files, only cached pixels
+        train, val = _open_indexes(data, backend, folder, every_file=is_cached, progress=progress)
+        if execution.cache is not None:
+            caches = [
+                pixel_cache.open_cache(
+                    index, backend=backend, threads=resources.threads, progress=progress
+                )
+                for index in (train, val)
+            ]
+            open_decoder = _decode_cached(caches, resources, keep=execution.cache)
+        else:
+            open_decoder = partial(_decoder(data, execution), resources=resources)
+            open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
+    trained, evaluated, held_out = divide_samples(recipe, len(train), len(val))
+    train = replace(train, trained=trained)
     return ImagePipeline(
-        recipe=recipe,
+        seed=recipe.seed,
         plan=plan,
         rank=backend.rank,
+        data=data,
         train_index=train,
-        val_index=indexes[1] if recipe.data.held_out is None else train,
+        val_index=val if data.held_out is None else train,
         open_decoder=open_decoder,
-        channels_last=recipe.execution.channels_last(backend.device.type),
+        channels_last=execution.channels_last(backend.device.type),
         evaluated_samples=evaluated,
         held_out_samples=held_out,
     )
 
 
-def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
+def _require_own(data: Data, execution: Execution, folder: Path | None, dataset: str) -> None:
     """Raise DataError if a setting would not be used with a user's data set."""
     unused = {
-        f"data.source: {recipe.data.source}": recipe.data.source != "folder",
+        f"data.source: {data.source}": data.source != "folder",
         f"--data {folder}": folder is not None,
-        f"execution.cache: {recipe.execution.cache}": recipe.execution.cache is not None,
-        f"execution.reads: {recipe.execution.reads}": recipe.execution.reads is not None,
-        "execution.decoder: dali": recipe.execution.decoder == "dali",
+        f"execution.cache: {execution.cache}": execution.cache is not None,
+        f"execution.reads: {execution.reads}": execution.reads is not None,
+        "execution.decoder: dali": execution.decoder == "dali",
     }
     for setting, is_set in unused.items():
         if is_set:
@@ -238,12 +233,11 @@ def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
 
 
 def _open_own(
-    recipe: Recipe, dataset: str, backend: Backend, resources: Resources
+    data: Data, dataset: str, backend: Backend, resources: Resources
 ) -> tuple[Index, Index, OpenDecoder]:
-    classes = recipe.data.classes
     items = own.open_own(dataset)
-    train, val = (own.index_items(split, classes=classes, backend=backend) for split in items)
-    _check(recipe.images, train, val)
+    train, val = (own.index_items(split, classes=data.classes, backend=backend) for split in items)
+    _check(data, train, val)
     by_digest = {train.digest: items[0], val.digest: items[1]}
 
     return (
@@ -253,22 +247,20 @@ def _open_own(
     )
 
 
-def _choose_decoder(recipe: Recipe) -> Callable[..., AbstractContextManager[Decode]]:
-    if recipe.data.source == "synthetic":
+def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextManager[Decode]]:
+    if data.source == "synthetic":
         return synthetic.open_decoder
-    if recipe.execution.decoder == "dali":
-        return dali.open_decoder
-    return torchvision.open_decoder
+    return dali.open_decoder if execution.decoder == "dali" else torchvision.open_decoder
 
 
 def _decode_cached(
-    recipe: Recipe, caches: Sequence[PixelCache[Bytes]], resources: Resources
+    caches: Sequence[PixelCache[Bytes]], resources: Resources, *, keep: Literal["memory", "device"]
 ) -> OpenDecoder:
     """Return a decoder that crops cached images, in host memory or on the device."""
     device = resources.device
     in_memory = {cache.index.digest: cache for cache in caches}
     # On a CPU device the host's memory is the device's.
-    if recipe.execution.cache == "memory" or device.type == "cpu":
+    if keep == "memory" or device.type == "cpu":
         return lambda index, view: cached.open_decoder(in_memory[index.digest], view, resources)
     uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
     return lambda index, view: nullcontext(
@@ -276,19 +268,19 @@ def _decode_cached(
     )
 
 
-def _view(data: Data) -> View:
+def _view(data: Data, image_size: int | None = None, *, channels_last: bool = False) -> View:
     return View(
-        image_size=data.image_size,
+        image_size=image_size or data.image_size,
         mean=data.mean,
         std=data.std,
         interpolation=data.interpolation,
+        channels_last=channels_last,
     )
 
 
 def _open_indexes(
-    recipe: Recipe, backend: Backend, folder: Path | None, progress: Progress
+    data: Data, backend: Backend, folder: Path | None, *, every_file: bool, progress: Progress
 ) -> tuple[Index, Index]:
-    data = recipe.images
     if data.source == "synthetic":
         sizes = (data.train_samples, data.val_samples)
         train, val = (synthetic.synthetic_index(n, data.classes, data.image_size) for n in sizes)
@@ -296,9 +288,8 @@ def _open_indexes(
     if backend.rank > 0:
         return share_index(None, None, backend), share_index(None, None, backend)
     root = root_of(data, folder)
-    is_cached = recipe.execution.cache is not None  # training reads no files, only cached pixels
     contents = [
-        open_content(root, split, every_file=is_cached, progress=progress)
+        open_content(root, split, every_file=every_file, progress=progress)
         for split in ("train", "val")
     ]
     _check(data, *(index_of(content, root) for content in contents))

@@ -27,14 +27,19 @@ def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
     """
     if group.world_size == 1:
         return
-    content = json.dumps(dict(_flatten(facts)), default=str).encode("ascii")
-    if have_same_bytes(_tensor(hashlib.sha256(content).digest(), device), group):
+    content = json.dumps(dict(_flatten(facts)), default=str)
+    if have_same_bytes(_tensor(hashlib.sha256(content.encode()).digest(), device), group):
         return
-    size = (
-        group.all_gather(torch.tensor(len(content), device=device)).max().item()
-    )  # sync: as above
-    texts = group.all_gather(_tensor(content.ljust(int(size)), device))  # JSON may end in spaces
-    require_same([json.loads(text.numpy().tobytes()) for text in texts.cpu()])  # sync: as above
+    require_same(gather_values(json.loads(content), group, device))
+
+
+def gather_values(own: object, group: Group, device: torch.device) -> list[Any]:
+    """Return the plain values of every worker, by rank; they are sent as JSON."""
+    content = json.dumps(own).encode("ascii")
+    sizes = group.all_gather(torch.tensor(len(content), device=device))
+    size = int(sizes.max().item())  # sync: before training or between updates
+    texts = group.all_gather(_tensor(content.ljust(size), device))  # JSON may end in spaces
+    return [json.loads(text.numpy().tobytes()) for text in texts.cpu()]  # sync: as above
 
 
 def share_weights(model: nn.Module, backend: Backend, *, facts: Facts) -> None:

@@ -40,9 +40,9 @@ def connect(
     Raises BackendError or MissingPackageError; the message says how to start the workers.
     """
     join_slurm()
-    adopted = _adopted(name)
-    if adopted is not None:
-        return adopted
+    running = _running(accelerator.current())
+    if running is not None and name in {"auto", running.name}:
+        return running
     if name == "auto":
         if "RANK" in os.environ:
             name = "torch"
@@ -62,12 +62,6 @@ def connect(
                     "several workers; remove --backend"
                 )
             return Serial()
-
-
-def _adopted(name: BackendName) -> Backend | None:
-    """Return the backend that this process has already initialised, if it matches `name`."""
-    running = _running(accelerator.current())
-    return running if running is not None and name in {"auto", running.name} else None
 
 
 def _running(device: torch.device) -> Backend | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from largebatch import accelerator
+from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend, Group
 
 SIZES = (2**12, 2**20, 2**26)
@@ -22,8 +23,6 @@ SIZES = (2**12, 2**20, 2**26)
 REPEATS = 5
 SLOW = 0.5
 """A pair is slow below this fraction of the median bandwidth of the hosts."""
-
-_LONGEST_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +130,7 @@ def _times(group: Group, backend: Backend, size: int) -> list[float]:
 
 def _ranks_by_host(backend: Backend) -> dict[str, list[int]]:
     """Return the ranks of the workers of each host, by host name."""
-    name = socket.gethostname().encode()[:_LONGEST_NAME]
-    own = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
-    own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    names = backend.all_gather(own.to(backend.device)).cpu().numpy()
     ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(names):
-        ranks.setdefault(host.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    for rank, host in enumerate(gather_values(socket.gethostname(), backend, backend.device)):
+        ranks.setdefault(host, []).append(rank)
     return ranks

@@ -18,11 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its s
 from largebatch.distributed.agreement import shape
 from largebatch.distributed.backend import identify, on_cpu, own_part, pick_device
 from largebatch.distributed.dropped import DroppedWorkers
-from largebatch.distributed.environment import (
-    STARTING,
-    TIMEOUT_SECONDS,
-    use_loopback,
-)
+from largebatch.distributed.environment import STARTING, TIMEOUT_SECONDS, use_loopback
 from largebatch.distributed.meeting import open_store, require_one_type
 from largebatch.distributed.notes import StoreNotes
 from largebatch.distributed.watch import Watch, Watched
@@ -42,9 +38,6 @@ _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 _LOCAL = re.compile("nccl(SystemError|UnhandledCudaError|InvalidUsage|InvalidArgument)")
 """Pattern of NCCL's errors of this worker; a lost connection is a system error too."""
-
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gather into one tensor; the name changed in torch 2.13."""
@@ -80,10 +73,6 @@ def _has_failed(work: dist.Work) -> bool:
     return False
 
 
-def _never(_: dist.Work) -> bool:
-    return False
-
-
 class TorchGroup:
     """A group of workers, over a process group of torch.distributed; None is the default one.
 
@@ -101,7 +90,8 @@ class TorchGroup:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         # Gloo's operations raise their errors in `wait`.
-        self._has_failed = _never if dist.get_backend(group) == "gloo" else _has_failed
+        raises = dist.get_backend(group) == "gloo"
+        self._has_failed = (lambda _: False) if raises else _has_failed
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
         """Start to sum `tensor` over the group, in place."""
@@ -220,7 +210,8 @@ class TorchDistributed(RunningTorch):
     """
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS, *, starting: bool = False) -> None:
-        missing = [name for name in _NEEDED if name not in os.environ]
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in os.environ]
         if missing:
             raise BackendError(
                 f"the torch backend needs {', '.join(missing)} in the environment; start the "

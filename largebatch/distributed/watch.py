@@ -147,7 +147,8 @@ class Watch:
             waited = time.monotonic() - operation.start if operation else 0.0
             self._leave_notes(waits=waited > self._timeout / 2)
             if operation is not None and self._is_lost(operation):
-                message = _describe_failure(operation.name, self._rank)
+                message = f"worker {self._rank} lost contact with another worker "
+                message += f"({operation.name} failed)"
                 prints = self._rank in operation.members[:2]  # two, because one may be lost
                 self._leave_unless_saved(operation, message, print_it=prints)
             elif operation is not None and waited > self._timeout:
@@ -253,10 +254,6 @@ class Watched:
         """Wait for at most --timeout from here on."""
         if self._watch is not None:
             self._watch.started()
-
-
-def _describe_failure(operation: str, rank: int) -> str:
-    return f"worker {rank} lost contact with another worker ({operation} failed)"
 
 
 _LONGER = "or give a longer --timeout"

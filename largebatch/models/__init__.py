@@ -83,12 +83,7 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
 
 def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the scales and shifts of the normalisation layers, identified by layer type."""
-    return {
-        parameter
-        for module in model.modules()
-        if isinstance(module, _NORMS)
-        for parameter in module.parameters(recurse=False)
-    }
+    return _parameters_of(model, _NORMS)
 
 
 def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -97,13 +92,12 @@ def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
     InstanceNorm's are included, if any: like BatchNorm it normalises by moments, of one image
     instead of many.
     """
-    norms = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, _NormBase)
-        for parameter in module.parameters(recurse=False)
-    }
-    return norms | set(classifier(model).parameters())
+    return _parameters_of(model, (_NormBase,)) | set(classifier(model).parameters())
+
+
+def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    layers = (module for module in model.modules() if isinstance(module, kinds))
+    return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
 def classifier(model: nn.Module) -> nn.Module:

@@ -50,14 +50,16 @@ def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Mo
 def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
     """Raise RecipeError with the nearest names, including `others`, if there is no such model."""
     if name.startswith(TORCHVISION):
-        library, known = "torchvision", _torchvision_names()
+        models = _torchvision()
+        plain = models.list_models(module=models)
+        library, known = "torchvision", [TORCHVISION + model for model in plain]
     elif "." not in name and require_timm().is_model(name):
         return  # faster than listing a thousand names
     else:
         library, known = "timm", [*others, *require_timm().list_models()]
         tagged, _, tag = name.partition(".")
         if tag and tagged in known:
-            known = [*known, *(f"{tagged}.{suffix}" for suffix in _tags(tagged))]
+            known = [*known, *require_timm().list_pretrained(f"{tagged}.*")]
     if name not in known:
         where = "torchvision.models" if library == "torchvision" else library
         hint = nearest(name, known, otherwise=f"see {where}.list_models()")
@@ -113,14 +115,3 @@ def _torchvision() -> ModuleType:
     from torchvision import models
 
     return models  # type: ignore[no-any-return]  # torchvision is not typed
-
-
-def _torchvision_names() -> list[str]:
-    models = _torchvision()
-    return [TORCHVISION + name for name in models.list_models(module=models)]
-
-
-def _tags(name: str) -> list[str]:
-    """Return timm's tags of a model: the suffixes of its name after a dot."""
-    names = require_timm().list_pretrained(f"{name}.*")
-    return [full_name.partition(".")[2] for full_name in names]

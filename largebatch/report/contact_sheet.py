@@ -21,7 +21,6 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from largebatch.data.augment import training_samples
 from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
@@ -115,7 +114,7 @@ def _requests(
 
 def _training(pipeline: ImagePipeline, places: IntArray) -> list[Tensor]:
     """Return the augmented images of each pass in turn, each at the size of its update."""
-    usual = pipeline.recipe.images.image_size
+    usual = pipeline.data.image_size
     found: list[Tensor] = []
     size_of = partial(pipeline.plan.image_size, otherwise=usual)
     for size, positions in groupby(places.T.ravel().tolist(), key=size_of):
@@ -134,7 +133,7 @@ def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
 def _one_of_each_class(pipeline: ImagePipeline) -> IntArray:
     """Return the first sample of each class in the order of the run, sorted by class."""
     once = range(pipeline.plan.train_samples)
-    order = training_samples(pipeline.train_index, once, seed=pipeline.recipe.seed)
+    order = pipeline.training_samples(once)
     labels = pipeline.train_index.labels[order]
     _, first = np.unique(labels, return_index=True)
     chosen = np.sort(first)[:CLASSES]
@@ -147,7 +146,7 @@ def _places(pipeline: ImagePipeline, samples: IntArray, num_passes: int) -> IntA
     columns = []
     for start in range(0, num_passes * number, number):
         positions = range(start, start + number)
-        order = training_samples(pipeline.train_index, positions, seed=pipeline.recipe.seed)
+        order = pipeline.training_samples(positions)
         columns.append([start + int(np.flatnonzero(order == sample)[0]) for sample in samples])
     return np.array(columns, dtype=np.int64).T
 
@@ -229,7 +228,7 @@ def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
     samples = last.mistakes.worst if last and last.mistakes else ()
     if not samples:
         return
-    index, data = pipeline.val_index, pipeline.recipe.images
+    index, data = pipeline.val_index, pipeline.data
     requests = (pipeline.clean_request(index, np.array([sample])) for sample in samples)
     side = (drawn_side(data.image_size),) * 2
     tiles = [

@@ -62,12 +62,19 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class _StageEvent:
+    """Base of the events within a stage."""
+
+    event: str
+    stage: StageName
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(_StageEvent):
     """One optimizer update."""
 
     event: Literal["step"] = "step"
-    stage: StageName
-    step: int
     epoch: float = math.nan
     """Number of passes over the training data after this update."""
 
@@ -103,14 +110,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    """Resources used since the previous record, by worker, with monitor: system."""
+class System(_StageEvent):
+    """Resources used since the previous record until update `step`, by worker; monitor: system."""
 
     event: Literal["system"] = "system"
-    stage: StageName
-    step: int
-    """Number of the last update."""
-
     cpu_percent: tuple[Measured, ...]
     """Percent of one core used by the worker's process; four busy threads are 400."""
 
@@ -142,12 +145,10 @@ SYSTEM = tuple(each.name for each in fields(System) if each.name not in {"event"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(_StageEvent):
     """An evaluation on the validation data after `step` updates; accuracies are fractions of 1."""
 
     event: Literal["evaluation"] = "evaluation"
-    stage: StageName
-    step: int
     epoch: float
     top1: float
     top5: float
@@ -171,12 +172,10 @@ METRICS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneralizationGap:
+class GeneralizationGap(_StageEvent):
     """The training images, evaluated like validation images, with monitor: generalization_gap."""
 
     event: Literal["generalization_gap"] = "generalization_gap"
-    stage: StageName
-    step: int
     samples: int
     top1: float
     loss: Measured
@@ -190,12 +189,10 @@ class GeneralizationGap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mistakes:
+class Mistakes(_StageEvent):
     """The validation images that are classified wrongly at the end of a stage, over all workers."""
 
     event: Literal["mistakes"] = "mistakes"
-    stage: StageName
-    step: int
     classes: tuple[Printable, ...]
     """Names of the classes, by label."""
 
@@ -220,12 +217,10 @@ class Mistakes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(_StageEvent):
     """The decision to keep a stage: top-1 on held-out training images before and after it."""
 
     event: Literal["decision"] = "decision"
-    stage: StageName
-    step: int
     samples: int
     before: float
     after: float
@@ -233,12 +228,10 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(_StageEvent):
     """A remark on a stage."""
 
     event: Literal["note"] = "note"
-    stage: StageName
-    step: int
     text: Printable
 
 
@@ -260,7 +253,7 @@ class LayerDrift:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class Drift(_StageEvent):
     """Changes by the statistics pass, layer by layer from the input on."""
 
     event: Literal["drift"] = "drift"
@@ -294,16 +287,12 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(_StageEvent):
     """A profile of some updates of worker 0."""
 
     event: Literal["profile"] = "profile"
-    stage: StageName
-    step: int
-    """Number of the last update, counted from 1."""
-
     first: int
-    """Number of the first update."""
+    """Number of the first update; like `step`, that of the last, it is counted from 1."""
 
     seconds: float
     """Seconds from the start of the first update to the end of the last."""

@@ -10,11 +10,17 @@ spans are, Sigma is that of a span's mean gradient times the span, and nothing e
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from largebatch.recipe.arithmetic.plan import Plan
 
 CONFIDENCE = 0.95
+
+NOISE_UPDATES = 100
+"""Number of updates in a run's running mean; single updates are far too noisy."""
 
 
 class Squares(NamedTuple):
@@ -107,3 +113,35 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
         return 0.0, math.inf
     root = math.sqrt(max(0.0, b * b - a * c))
     return (b - root) / a, (b + root) / a
+
+
+class RunningNoise:
+    """The squared lengths of mean gradients, and the noise scale of the last updates."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._recent: deque[Squares] = deque(maxlen=NOISE_UPDATES)
+
+    def add(self, step: int, first: float, whole: float, *, loss_scale: float) -> dict[str, Any]:
+        """Return the noise fields of a step's record, from the squares of an update.
+
+        `first` and `whole` are the reducers' measurements, summed over the workers, for gradients
+        of loss_scale x loss / global_batch.
+        """
+        plan = self._plan
+        global_batch = plan.batch_at(step)
+        share = global_batch / plan.device_batch
+        squares = Squares(
+            small=first / plan.workers * (share / loss_scale) ** 2,
+            big=whole / plan.workers / loss_scale**2,
+            small_batch=plan.device_batch,
+            big_batch=global_batch,
+        )
+        if all(map(math.isfinite, squares)):
+            self._recent.append(squares)
+        value = ratio(self._recent) if len(self._recent) > 1 else math.nan
+        return {
+            "device_square": squares.small,
+            "global_square": squares.big,
+            "noise_scale": value,
+        }

@@ -210,17 +210,15 @@ class _Tally:
                 average_confidence=tuple(own.tolist()),
             ),
         )
-        return _without_confidences(found) if self._several_labels else found
-
-
-def _without_confidences(found: Metrics) -> Metrics:
-    return replace(
-        found,
-        average_confidence=math.nan,
-        confidence_deviation=math.nan,
-        class_confidence_deviation=math.nan,
-        classes_never_correct=None,
-    )
+        if not self._several_labels:
+            return found
+        return replace(
+            found,
+            average_confidence=math.nan,
+            confidence_deviation=math.nan,
+            class_confidence_deviation=math.nan,
+            classes_never_correct=None,
+        )
 
 
 def _means(sums: Tensor) -> Tensor:

@@ -8,17 +8,22 @@ import math
 import time
 from dataclasses import replace
 
+import numpy as np
+
 from largebatch.tracking.events import (
     Accuracy,
     Decision,
     GeneralizationGap,
+    Mistakes,
     StageName,
     StageResult,
 )
 from largebatch.training import saving
-from largebatch.training.evaluation import Answers, Metrics
-from largebatch.training.mistakes import find_mistakes
+from largebatch.training.evaluation import Answer, Answers, Metrics
 from largebatch.training.trainer import Trainer
+
+WORST = 16
+"""Number of images with the largest loss that are recorded."""
 
 
 def begin_stage(trainer: Trainer) -> None:
@@ -84,6 +89,26 @@ def _evaluate(trainer: Trainer, stage: StageName) -> Metrics:
     if "generalization_gap" in trainer.recipe.monitor:
         _emit_gap(trainer, stage, metrics)
     return metrics
+
+
+def find_mistakes(
+    found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]
+) -> Mistakes:
+    """Return the mistakes; a loss that is NaN counts as the largest."""
+    wrong = np.flatnonzero(found.label != found.predicted)
+    sizes = np.where(np.isnan(found.loss[wrong]), math.inf, found.loss[wrong])
+    worst = wrong[np.argsort(-sizes, kind="stable")[:WORST]]
+    return Mistakes(
+        stage=stage,
+        step=step,
+        classes=classes,
+        sizes=tuple(np.bincount(found.label, minlength=len(classes)).tolist()),
+        samples=tuple(found.sample[wrong].tolist()),
+        labels=tuple(found.label[wrong].tolist()),
+        predicted=tuple(found.predicted[wrong].tolist()),
+        worst=tuple(found.sample[worst].tolist()),
+        losses=tuple(found.loss[worst].tolist()),
+    )
 
 
 def _emit_gap(trainer: Trainer, stage: StageName, validation: Metrics) -> None:

@@ -281,7 +281,12 @@ class TrainState:
             self.replicas = ReplicaMean(self.model)
             self.replicas.load_state_dict(state["replicas"])
         self.load_optimizer(**state["optimizer"])
-        _load_scaler(self.scaler, state["scaler"])
+        scaler = state["scaler"]
+        if self.scaler.is_enabled() and not 0 < scaler["scale"] < math.inf:
+            raise ValueError(
+                f"scaler: the loss scale must be above 0 and finite, got {scaler['scale']}"
+            )
+        self.scaler.load_state_dict(scaler)
         self.progress = Progress.read(state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
@@ -331,12 +336,6 @@ def _counts(group: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, int | float) and getattr(value, "shape", None) != torch.Size():
             raise TypeError(f"optimizer: {key} is no number")
     return counts
-
-
-def _load_scaler(scaler: GradScaler, state: Mapping[str, Any]) -> None:
-    if scaler.is_enabled() and not 0 < state["scale"] < math.inf:
-        raise ValueError(f"scaler: the loss scale must be above 0 and finite, got {state['scale']}")
-    scaler.load_state_dict(dict(state))
 
 
 def _require_like(given: Mapping[str, Any], expected: Mapping[str, Tensor], name: str) -> None:

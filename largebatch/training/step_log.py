@@ -22,10 +22,10 @@ from largebatch.errors import DivergedError, PeerLostError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
+from largebatch.tracking.noise_scale import RunningNoise
 from largebatch.training.divergence import DivergenceCheck
 from largebatch.training.loop import Update
 from largebatch.training.monitors import Monitors
-from largebatch.training.noise import RunningNoise
 from largebatch.training.state import TrainState
 
 
@@ -306,7 +306,7 @@ class StepLog:
         step = replace(step, loss=total.loss, data_seconds=data, reduction_seconds=reduction)
         if total.squares:
             noise = self._noise.add(step.step, *total.squares, loss_scale=own.scaled_by)
-            step = replace(step, **noise._asdict())
+            step = replace(step, **noise)
         self._emit(replace(step, **self._monitors.fields(own.monitored, skipped=own.skipped)))
         del self._unrecorded[0]
         self._recorded = pending.made

@@ -6,7 +6,7 @@ checkpoints.
 
 import gc
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from largebatch.data.batches import CleanSamples, Pipeline
+from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.models.batchnorm import Spans
 from largebatch.models.wrappers import uncompiled
@@ -23,15 +24,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.plateau import Reading
-from largebatch.tracking.events import (
-    Evaluation,
-    Event,
-    Note,
-    StageName,
-    Start,
-    Tracker,
-    now,
-)
+from largebatch.tracking.events import Evaluation, Event, Note, StageName, Start, Tracker, now
 from largebatch.training.checkpoint import Writer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loss import Criterion
@@ -104,35 +97,34 @@ class Trainer:
 
         If the optimizer averages weights, evaluate their average, with statistics of its own.
         """
-        with self._measurable():
-            return evaluate(
-                self.state.model,
-                self.pipeline.validation(),
-                self.backend,
-                expected=self.recipe.data.val_labels,
-                each=each,
-            )
+        expected = self.recipe.data.val_labels
+        return self._evaluate(self.pipeline.validation(), expected=expected, each=each)
 
     def measure_training(self) -> Metrics:
         """Evaluate the current model on all training images, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
         expected = samples.samples * self.recipe.data.sample().num_labels
-        with self._measurable():
-            return evaluate(self.state.model, samples, self.backend, expected=expected)
+        return self._evaluate(samples, expected=expected)
 
     def measure_held_out(self) -> Metrics:
         """Evaluate the current model on the training samples that are held out."""
         samples = len(self.pipeline.held_out_samples)
         expected = samples * self.recipe.data.sample().num_labels
-        with self._measurable():
-            return evaluate(
-                self.state.model, self.pipeline.held_out(), self.backend, expected=expected
-            )
+        return self._evaluate(self.pipeline.held_out(), expected=expected)
 
     def measure_test(self) -> Metrics:
         """Evaluate the current model on the test data; raise DataError if there is none."""
+        return self._evaluate(self.pipeline.test())
+
+    def _evaluate(
+        self,
+        batches: Iterable[Batch],
+        *,
+        expected: int | None = None,
+        each: Callable[[Tensor, Tensor], object] = lambda *_: None,
+    ) -> Metrics:
         with self._measurable():
-            return evaluate(self.state.model, self.pipeline.test(), self.backend)
+            return evaluate(self.state.model, batches, self.backend, expected=expected, each=each)
 
     def measure_statistics(self, samples: int, *, sequential: bool = False) -> Drift:
         """Polish the statistics of the model over the first samples of the training order."""

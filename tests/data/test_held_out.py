@@ -217,7 +217,7 @@ def test_an_evaluation_shows_the_training_images_held_out_with_their_labels() ->
     torch.testing.assert_close(torch.cat([batch.images for batch in shown]), wanted.images)
     labels = torch.cat([batch.labels for batch in shown])
     assert labels.tolist() == pipeline.train_index.labels[rows].tolist()
-    assert make_plan(pipeline.recipe, workers=1).val_samples == 7
+    assert pipeline.plan.val_samples == 7
 
 
 def test_a_held_out_set_larger_than_the_data_is_refused() -> None:

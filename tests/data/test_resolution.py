@@ -54,7 +54,7 @@ def by_pillow(pipeline: ImagePipeline, positions: range, size: int) -> Tensor:
             part = image.convert("RGB").crop((left, top, left + width, top + height))
         pixels = np.asarray(part.resize((size, size), Image.Resampling.BILINEAR))
         shown.append(torch.from_numpy(pixels[:, ::-1].copy() if flip else pixels.copy()))
-    data = pipeline.recipe.images
+    data = pipeline.data
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (data.mean, data.std))
     return (torch.stack(shown).permute(0, 3, 1, 2) / 255 - mean) / std
 
@@ -80,7 +80,7 @@ def test_every_update_sees_pillows_pixels_at_its_size(changes: tuple[str, ...]) 
     for step, images in found:
         expected = by_pillow(pipeline, range(96 * step, 96 * (step + 1)), SIZES[step])
         inner = (..., slice(1, -1), slice(1, -1))  # DALI's outermost pixels are not Pillow's
-        assert (images - expected)[inner].abs().max() * min(pipeline.recipe.images.std) < 2.1 / 255
+        assert (images - expected)[inner].abs().max() * min(pipeline.data.std) < 2.1 / 255
 
 
 def test_synthetic_images_have_these_sizes_too() -> None:

@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import tarfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_packing_is_reproducible(folder: Path, tmp_path: Path) -> None:
 def test_only_a_shard_of_one_image_exceeds_the_limit(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).bytes
     lengths = [1, 511, 512, 513, 3000, 9000, 30_000, 100, 100]
-    with ShardWriter(tmp_path, shard_bytes=25_000) as writer:
+    with closing(ShardWriter(tmp_path, shard_bytes=25_000)) as writer:
         for length in lengths:
             writer.add(noise(length), extension="JPG", label=1)
     sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]

@@ -17,7 +17,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import build
 from largebatch.optim.muon import Muon, own_share
-from largebatch.runs.optimizer import build_optimizer, hidden_matrices
+from largebatch.runs.optimizer_of_recipe import build_optimizer, hidden_matrices
 from largebatch.training.state import TrainState, Updater
 
 SHAPES = ((16, 8), (8, 8), (8, 4, 3, 3), (4, 40), (5, 4), (24, 20), (12, 2, 3, 3))

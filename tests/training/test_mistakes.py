@@ -20,7 +20,7 @@ from largebatch.data.datasets import digits
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.recipe import Recipe
 from largebatch.training.evaluation import Answer, Answers, evaluate
-from largebatch.training.mistakes import WORST, find_mistakes
+from largebatch.training.judging import WORST, find_mistakes
 
 CPU = Serial(torch.device("cpu"))
 

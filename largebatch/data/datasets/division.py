@@ -31,7 +31,12 @@ class Division:
                 "validation; expected at least one for training: add images, or lower "
                 "--val-fraction"
             )
-        return set(sorted(names, key=lambda name: self._hash(class_name, name))[:number])
+
+        def key(name: str) -> bytes:
+            text = os.fsencode(f"{self.seed}/{class_name}/{name}")
+            return hashlib.blake2b(text, digest_size=16).digest()
+
+        return set(sorted(names, key=key)[:number])
 
     def describe(self) -> str:
         """Return a line that describes the division."""
@@ -39,7 +44,3 @@ class Division:
             f"val: {self.fraction:.4g} of every class, at least one image: the names with the "
             f"smallest hashes with seed {self.seed}; the same names give the same division"
         )
-
-    def _hash(self, class_name: str, name: str) -> bytes:
-        key = os.fsencode(f"{self.seed}/{class_name}/{name}")
-        return hashlib.blake2b(key, digest_size=16).digest()

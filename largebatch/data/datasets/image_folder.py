@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
 from largebatch.data.datasets.division import Division
-from largebatch.data.datasets.packing import Bad, DataSet, Sample, in_parts
+from largebatch.data.datasets.packing import DataSet, Sample, in_parts
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.folder import is_image, visible
 from largebatch.data.index.ignored import by_kind, describe, suffix_of
+from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 
 TRAIN, VAL = SPLITS = ("train", "val")
@@ -322,7 +323,7 @@ def _sort(images: list[_Image], where: str) -> None:
             )
 
 
-def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Bad]:
+def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Unusable]:
     """Yield the images of the classes in order."""
     images = [image for members in classes for image in members]
     labels = [label for label, members in enumerate(classes) for _ in members]
@@ -331,7 +332,7 @@ def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Bad]:
         if isinstance(content, bytes):
             yield Sample(content, image.path.rpartition(".")[2], label)
         else:
-            yield Bad(str(image), reason(content))
+            yield Unusable(str(image), reason(content))
 
 
 def _read(image: _Image) -> bytes | Exception:

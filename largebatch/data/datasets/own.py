@@ -97,16 +97,14 @@ def open_own(name: str) -> tuple[Items, Items]:
     if not callable(call):
         raise DataError(f"{name}: there is no such function; expected module:function")
     result = call()
-    if not (isinstance(result, tuple) and len(result) == 2 and all(map(_is_map_style, result))):
+    needed = ("__len__", "__getitem__")
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not all(hasattr(split, name) for split in result for name in needed):
         raise DataError(
             f"{name}: expected it to return two data sets with a length and items, (train, val)"
         )
     train, val = result
     return Items(f"train of {name}", train), Items(f"val of {name}", val)
-
-
-def _is_map_style(dataset: object) -> bool:
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def index_items(items: Items, *, classes: int, backend: Backend) -> Index:

@@ -6,18 +6,19 @@ shards front to back, without this package's index, should shuffle: they are sor
 """
 
 import io
+import math
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 from largebatch.data.decoders.reader import read
 from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.index import Index, check_same_classes, load_or_read
-from largebatch.data.index.shards import BLOCK, LABEL
+from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.storage import THREADS, Progress, new_folder
 
@@ -48,16 +49,6 @@ class Sample(NamedTuple):
     label: int
 
 
-class Bad(NamedTuple):
-    """An image that cannot be used."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-
 @dataclass(frozen=True, slots=True)
 class DataSet:
     """A data set to be written as shards."""
@@ -66,7 +57,7 @@ class DataSet:
     sizes: Mapping[str, int]
     """Number of samples of each split, for the progress."""
 
-    samples: Callable[[str], Iterable[Sample | Bad]]
+    samples: Callable[[str], Iterable[Sample | Unusable]]
     """Function that yields the samples of a split in order."""
 
     remarks: Sequence[str] = ()
@@ -91,7 +82,7 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
 
 def write_shards(
     data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress, drop_bad: bool = False
-) -> list[Bad]:
+) -> list[Unusable]:
     """Write a data set atomically into a new folder.
 
     Returns the bad images, which are left out. Raises DataError that lists the first of them,
@@ -103,15 +94,15 @@ def write_shards(
             f"{broken[0]!r} is not a valid class name: {CLASSES} has one per line; rename it"
         )
     total, done = sum(data_set.sizes.values()), 0
-    bad: list[Bad] = []
+    bad: list[Unusable] = []
     used: dict[str, set[int]] = {split: set() for split in data_set.sizes}
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
         for split in data_set.sizes:
-            with ShardWriter(folder / split, shard_bytes=shard_bytes) as writer:
+            with closing(ShardWriter(folder / split, shard_bytes=shard_bytes)) as writer:
                 for sample in _read_samples(data_set, split):
-                    if isinstance(sample, Bad):
+                    if isinstance(sample, Unusable):
                         bad.append(sample)
                     else:
                         writer.add(sample.content, extension=sample.extension, label=sample.label)
@@ -143,7 +134,7 @@ def _require_every_class(
             )
 
 
-def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample | Bad]:
+def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample | Unusable]:
     """Yield the samples; convert an OSError of reading, so that others are errors of writing."""
     try:
         yield from data_set.samples(split)
@@ -184,7 +175,7 @@ class ShardWriter:
     """Writes samples into `folder/000000.tar` and so on, each at most `shard_bytes` long.
 
     The same samples give the same bytes: owners, modes and times are omitted. A sample longer than
-    the limit gets its own shard. Use it as a context manager.
+    the limit gets its own shard. Close it at the end.
     """
 
     def __init__(self, folder: Path, *, shard_bytes: int) -> None:
@@ -200,16 +191,16 @@ class ShardWriter:
     def add(self, content: bytes, *, extension: str, label: int) -> None:
         """Write one encoded image with its label; `extension` is without a dot."""
         files = {extension.lower(): content, LABEL: str(label).encode("ascii")}
-        length = sum(BLOCK + _padded(len(data)) for data in files.values())
+        blocks = sum(1 + math.ceil(len(data) / BLOCK) for data in files.values())  # 1: the header
         end = tarfile.RECORDSIZE  # the longest end that tarfile writes
-        if self._tar is None or self._used + length + end > self._limit:
+        if self._tar is None or self._used + BLOCK * blocks + end > self._limit:
             self._open_shard()
         assert self._tar is not None
         for name, data in files.items():
             member = tarfile.TarInfo(f"{self.num_samples:09d}.{name}")
             member.size = len(data)
             self._tar.addfile(member, io.BytesIO(data))
-        self._used += length
+        self._used += BLOCK * blocks
         self.num_samples += 1
 
     def close(self) -> None:
@@ -225,18 +216,3 @@ class ShardWriter:
         self._tar = tarfile.open(path, "x", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 -- closed by close()
         self._used = 0
         self.num_shards += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _padded(length: int) -> int:
-    return -(-length // BLOCK) * BLOCK

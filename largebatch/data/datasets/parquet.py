@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from largebatch.data.datasets.division import Division
-from largebatch.data.datasets.packing import Bad, DataSet, Sample, extension_of
+from largebatch.data.datasets.packing import DataSet, Sample, extension_of
 from largebatch.data.index.build import BadImageError, measure_bytes
+from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.optional import require_parquet
 
@@ -100,7 +101,7 @@ def _divided(
         for row in division.validating(names[label], numbers)
     }
 
-    def samples(split: str) -> Iterator[Sample | Bad]:
+    def samples(split: str) -> Iterator[Sample | Unusable]:
         for row, sample in enumerate(_samples(paths, files, columns)):
             if (row in chosen) == (split == VAL):
                 yield sample
@@ -173,7 +174,7 @@ def _shown(schema: Any, kinds: dict[str, str]) -> str:  # noqa: ANN401 -- as abo
 
 def _samples(
     paths: Sequence[Path], files: dict[Path, Any], columns: _Columns
-) -> Iterator[Sample | Bad]:
+) -> Iterator[Sample | Unusable]:
     """Yield the images in order."""
     for path in paths:
         for row, (image, label) in enumerate(
@@ -184,7 +185,7 @@ def _samples(
                 content = image["bytes"]
                 yield Sample(content, extension_of(content), label)
             else:
-                yield Bad(f"{path.name}, row {row}", reason)
+                yield Unusable(f"{path.name}, row {row}", reason)
 
 
 def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above

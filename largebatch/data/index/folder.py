@@ -129,17 +129,18 @@ def scan_class(folder: Path, name: str) -> ClassFolder:
     mtime = (folder / name).stat().st_mtime_ns  # before listing, so that later files are detected
     with os.scandir(folder / name) as entries:
         images = [
-            (os.fsencode(entry.name), entry.name, _stat(entry))
+            # A broken link has the facts of the link itself.
+            (entry.name, entry.stat(follow_symlinks=entry.is_file()))
             for entry in entries
             if is_image(entry.name) and not entry.is_dir()
         ]
-    images.sort(key=lambda image: image[0])
+    images.sort(key=lambda image: os.fsencode(image[0]))
     return ClassFolder(
         name=name,
         mtime=mtime,
-        names=[text for _, text, _ in images],
-        sizes=[stat.st_size for *_, stat in images],
-        mtimes=[stat.st_mtime_ns for *_, stat in images],
+        names=[name for name, _ in images],
+        sizes=[stat.st_size for _, stat in images],
+        mtimes=[stat.st_mtime_ns for _, stat in images],
     )
 
 
@@ -179,10 +180,6 @@ def is_image(name: str) -> bool:
 def visible(name: str) -> bool:
     """Return True if a name is not hidden."""
     return not name.startswith(".")
-
-
-def _stat(entry: os.DirEntry[str]) -> os.stat_result:
-    return entry.stat(follow_symlinks=entry.is_file())  # of the link itself if it is broken
 
 
 def _found(folder: Path) -> str:

@@ -43,10 +43,13 @@ class Member(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """A sample that is not an image with a label, and the reason."""
+    """A sample that cannot be used, and the reason."""
 
     name: str
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ that keep both, by a failing disk or a copy that preserves times, are detected o
 
 import hashlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,15 +13,13 @@ import numpy as np
 
 from largebatch.data.index.file import Arrays, open_mapped, pack
 from largebatch.data.index.index import Index, Location, places
+from largebatch.data.index.shards import CHUNK
 from largebatch.data.types import Bytes
 from largebatch.errors import DataError
 from largebatch.storage import PART, THREADS, Progress, write_whole
 
 CHECKSUM_BYTES = 16
 """Length of an image's checksum; long enough that collisions cannot be constructed."""
-
-CHUNK = 2**20
-"""Number of bytes of an image in memory at a time."""
 
 
 def note(index: Index, split: str, *, progress: Progress) -> Path:
@@ -113,20 +110,15 @@ def _read_all(index: Index, progress: Progress) -> tuple[Bytes, dict[int, str]]:
 def _checksum(location: Location) -> bytes:
     """Return the checksum of an image, or of the remaining bytes if its file was truncated."""
     digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
-    for chunk in _chunks(location):
-        digest.update(chunk)
-    return digest.digest()
-
-
-def _chunks(location: Location) -> Iterator[bytes]:
     file = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         start, end = location.offset, location.offset + location.num_bytes
         while start < end and (chunk := os.pread(file, min(CHUNK, end - start), start)):
-            yield chunk
+            digest.update(chunk)
             start += len(chunk)
     finally:
         os.close(file)
+    return digest.digest()
 
 
 def _name(index: Index, row: int) -> str:

@@ -111,8 +111,8 @@ def windows(text: IntArray, samples: IntArray, *, length: int) -> Windows:
 class TextPipeline(Pipeline):
     """Opens the batches of windows of every stage for one worker."""
 
+    data: Text
     corpus: Corpus
-    length: int
     transfer: Transfer
     trained: IntArray | None
     """The windows of the training text that a run may train on, rising; None: all of them."""
@@ -150,13 +150,12 @@ class TextPipeline(Pipeline):
 
     def training_samples(self, positions: range) -> IntArray:
         """Return the windows at these positions of the run: each once an epoch, none held out."""
-        number = self.recipe.data.train_samples
-        seed = self.recipe.seed
-        return samples_at(positions, seed=seed, num_samples=number, trained=self.trained)
+        number = self.data.train_samples
+        return samples_at(positions, seed=self.seed, num_samples=number, trained=self.trained)
 
     def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
         """Return batches of these windows; held-out windows validate where the recipe has some."""
-        if split == "train" or self.recipe.data.held_out is not None:
+        if split == "train" or self.data.held_out is not None:
             return (self._batch(self.corpus.train, part) for part in parts)
         return self._once(self.corpus.val, parts)
 
@@ -165,12 +164,12 @@ class TextPipeline(Pipeline):
         text = self.corpus.test
         if text is None:
             raise DataError(f"--test: the text has no {PLAIN['test']} beside {PLAIN['train']}")
-        samples = np.arange(-(-len(text) // self.length))
+        samples = np.arange(-(-len(text) // self.data.window))
         return self._once(text, self._dealt(samples, size=self.plan.device_batch))
 
     def _once(self, text: IntArray, parts: Iterator[IntArray]) -> Batches:
         """Give every word of a text once: a last window that is shorter is a batch of its own."""
-        whole, rest = divmod(len(text), self.length)
+        whole, rest = divmod(len(text), self.data.window)
         for part in parts:
             if len(full := part[part < whole]):
                 yield self._batch(text, full)
@@ -179,7 +178,7 @@ class TextPipeline(Pipeline):
                 yield Batch(batch.images[:, :rest], batch.labels[:, :rest])
 
     def _batch(self, text: IntArray, samples: IntArray) -> Batch:
-        tensors = map(torch.from_numpy, windows(text, samples, length=self.length))
+        tensors = map(torch.from_numpy, windows(text, samples, length=self.data.window))
         return Batch(*self.transfer.send(*tensors))
 
 
@@ -208,13 +207,13 @@ def open_text(
     numbers = recipe.data.train_samples, recipe.data.val_samples
     trained, evaluated, held_out = divide_samples(recipe, *numbers)
     return TextPipeline(
-        recipe=recipe,
+        seed=recipe.seed,
         plan=plan,
         rank=backend.rank,
         evaluated_samples=evaluated,
         held_out_samples=held_out,
+        data=recipe.data,
         corpus=corpus,
-        length=recipe.data.window,
         transfer=Transfer(backend.device),
         trained=trained,
     )

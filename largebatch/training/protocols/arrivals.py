@@ -5,17 +5,13 @@ computed from; times only determine the order. So a run and a simulation write t
 `replay` computes the weights from either.
 """
 
-import json
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from largebatch.errors import CheckpointError
 from largebatch.training.protocols.server import Arrival
 
 ARRIVALS = "arrivals.jsonl"
@@ -70,25 +66,3 @@ class Arrivals:
     def staleness(self) -> IntArray:
         """Number of the server's updates between the weights of a gradient and its own update."""
         return self.update - self.clock_read
-
-
-def read_arrivals(path: Path) -> tuple[Arrivals, ...]:
-    """Read the arrivals.jsonl of a run folder, by server.
-
-    Raises CheckpointError if the file cannot be read or a line is not a record.
-    """
-    by_server: dict[int, list[Arrival]] = defaultdict(list)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot read the arrivals: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            by_server[row.pop("server")].append(Arrival(**row))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(
-                f"{path}, line {number}: is not the record of a gradient; the run may have been "
-                "killed while it wrote: remove the line if it is the last one"
-            ) from None
-    return tuple(Arrivals.of(by_server[server]) for server in sorted(by_server))

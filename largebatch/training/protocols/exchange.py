@@ -5,11 +5,10 @@ So a run can be evaluated, saved and resumed between them as usual.
 """
 
 import copy
-import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.links import Link, open_links
 from largebatch.distributed.torch_distributed import TorchDistributed
@@ -29,10 +29,10 @@ from largebatch.training.protocols.server import Applied, Arrival, ParameterServ
 from largebatch.training.protocols.service import (
     Endpoint,
     LocalServer,
-    Loss,
     RemoteServer,
     Service,
 )
+from largebatch.training.protocols.state import LostLearner
 
 MOMENTUM = "momentum_buffer"
 """Name of the momentum in the state of SGD and LARS."""
@@ -89,7 +89,7 @@ class Exchange:
     lost: set[int] = field(default_factory=set)
     """Learners lost so far; the ranks of the others are those of a backend without them."""
 
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[LostLearner] = field(default_factory=list)
     """Losses of learners as the first server saw them, or the only one that saw them."""
 
     @classmethod
@@ -174,7 +174,7 @@ class Exchange:
             return self.backend
         return None
 
-    def _note(self, loss: Loss) -> None:
+    def _note(self, loss: LostLearner) -> None:
         assert self._elastic is not None
         self._elastic.drop(loss.learner)
 
@@ -257,12 +257,12 @@ class Exchange:
             own_values = {
                 "server": self.layout.servers.index(self.worker),
                 "arrivals": own.server.arrivals,
-                "losses": own.losses,
+                "losses": [asdict(loss) for loss in own.losses],
                 "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
                 "end": mini_batches.end,
             }
         found = sorted(
-            (each for each in gather_values(own_values, self.backend) if each),
+            (each for each in gather_values(own_values, self.backend, self.backend.device) if each),
             key=lambda one: one["server"],
         )
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
@@ -273,7 +273,7 @@ class Exchange:
             (Applied(update, lr, tuple(by_update[update])), seconds)
             for update, lr, seconds in first["updates"]
         ]
-        for loss in (Loss(*one) for each in found for one in each["losses"]):
+        for loss in (LostLearner(**one) for each in found for one in each["losses"]):
             if loss.learner not in {known.learner for known in self.losses}:
                 self.losses.append(loss)
         return Record(first["end"], updates, arrivals)
@@ -297,17 +297,3 @@ def _copied(
         for weight in group["params"]:
             weight.grad = None
     return own, copied
-
-
-def gather_values(own: object, backend: Backend) -> list[Any]:
-    """Return the plain values of every worker, by rank; they are sent as JSON."""
-    content = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = backend.all_gather(torch.tensor([len(content)], device=backend.device)).flatten()
-    longest = int(sizes.max().item())  # sync: between updates
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(content)] = content
-    gathered = backend.all_gather(padded.to(backend.device)).cpu()  # sync: between updates
-    return [
-        json.loads(each[:size].numpy().tobytes())
-        for each, size in zip(gathered, sizes.tolist(), strict=True)  # sync: between updates
-    ]

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from largebatch.distributed.links import Link
 from largebatch.errors import PeerLostError, PeerSilentError
 from largebatch.training.protocols.rule import MiniBatches
 from largebatch.training.protocols.server import Applied, ParameterServer
+from largebatch.training.protocols.state import LostLearner
 
 PATIENCE = 1.0
 """Seconds after which a learner without a mini-batch gets an answer and repeats its request."""
@@ -40,21 +41,6 @@ class Pulled(NamedTuple):
     """True if another learner's mini-batch may come back, so that the learner should ask again."""
 
 
-class Loss(NamedTuple):
-    """The loss of a learner, as one server saw it."""
-
-    learner: int
-    update: int
-    """Number of updates made until then."""
-
-    mini_batch: int | None
-    """Number of its last mini-batch, which is handed out again. None if it had none, and from all
-    servers but the first."""
-
-    silent: bool
-    """True if it did nothing for the whole of --timeout; else its process is gone."""
-
-
 class Pushed(NamedTuple):
     """The values that a learner sends besides the gradient."""
 
@@ -65,28 +51,6 @@ class Pushed(NamedTuple):
     loss: float
     stop: bool
     """True if this learner is asked to stop or to save."""
-
-
-class Endpoint(Protocol):
-    """A server as a learner uses it: `begin_*` sends, `finish_*` waits for the answer."""
-
-    def begin_pull(self) -> None:
-        """Request the weights."""
-
-    def finish_pull(self, into: Tensor) -> Pulled:
-        """Write the weights of the server's tensors, one after the other, into a flat tensor.
-
-        The tensor may stay unchanged if there is nothing to compute yet.
-        """
-
-    def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
-        """Send a gradient, in the layout of the weights."""
-
-    def finish_push(self) -> None:
-        """Wait until it was received or, if learners wait by the rule, for its update."""
-
-    def leave(self) -> None:
-        """Announce that this learner sends nothing more."""
 
 
 class Service:
@@ -103,10 +67,10 @@ class Service:
         mini_batches: MiniBatches | None,
         *,
         optional: Collection[int] = (),
-        on_loss: Callable[[Loss], None] = lambda _: None,
+        on_loss: Callable[[LostLearner], None] = lambda _: None,
     ) -> None:
         self.server = server
-        self.losses: list[Loss] = []
+        self.losses: list[LostLearner] = []
         self.updates: list[tuple[Applied, float]] = []
         """Updates made, each with the seconds since the previous one."""
 
@@ -197,7 +161,9 @@ class Service:
     def _go_on_without(self, learner: int, *, silent: bool) -> None:
         with self._changed:
             back = self._mini_batches.take_back(learner) if self._mini_batches else None
-            loss = Loss(learner, self.server.clock, back, silent)
+            loss = LostLearner(
+                learner=learner, update=self.server.clock, mini_batch=back, silent=silent
+            )
             self.losses.append(loss)
             self._changed.notify_all()
         try:
@@ -246,7 +212,7 @@ class Service:
 
 
 class LocalServer:
-    """An Endpoint by calls to a server of this process."""
+    """A server of this process as a learner uses it; the methods are those of RemoteServer."""
 
     def __init__(self, service: Service, learner: int) -> None:
         self._service, self._learner = service, learner
@@ -271,7 +237,10 @@ class LocalServer:
 
 
 class RemoteServer:
-    """An Endpoint over a link to a server of another process."""
+    """A server of another process as a learner uses it, over a link.
+
+    `begin_*` sends, `finish_*` waits for the answer.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -281,7 +250,10 @@ class RemoteServer:
         self._ask([_PULL, 0, 0, 0, 0])
 
     def finish_pull(self, into: Tensor) -> Pulled:
-        """Wait for the weights."""
+        """Write the weights of the server's tensors, one after the other, into a flat tensor.
+
+        The tensor may stay unchanged if there is nothing to compute yet.
+        """
         clock, number = self._answer()
         if number == _LATER:
             return Pulled(int(clock), None, later=True)
@@ -289,16 +261,16 @@ class RemoteServer:
         return Pulled(int(clock), None if number == _NONE else int(number))
 
     def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
-        """Send a gradient."""
+        """Send a gradient, in the layout of the weights."""
         self._ask([_PUSH, *map(float, pushed)])
         self._link.send(gradient)
 
     def finish_push(self) -> None:
-        """Wait for the answer."""
+        """Wait until it was received or, if learners wait by the rule, for its update."""
         self._answer()
 
     def leave(self) -> None:
-        """End the server's thread for this learner."""
+        """Announce that this learner sends nothing more; the server's thread for it ends."""
         self._ask([_LEAVE, 0, 0, 0, 0])
 
     def _ask(self, numbers: Sequence[float]) -> None:
@@ -313,3 +285,6 @@ class RemoteServer:
             )
         numbers: list[float] = answer.tolist()
         return numbers
+
+
+Endpoint = LocalServer | RemoteServer

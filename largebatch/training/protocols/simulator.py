@@ -14,6 +14,7 @@ learners share, saturates first. The latencies of both links are added.
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -34,10 +35,6 @@ class Simulation:
 
     ends: FloatArray
     """Seconds from the start until all servers have made an update, one for each update."""
-
-    bytes_in: tuple[float, ...]
-    bytes_out: tuple[float, ...]
-    """Total bytes through the link of every server's host."""
 
     @property
     def seconds_per_update(self) -> float:
@@ -76,29 +73,23 @@ def simulate(
     return Simulation(
         arrivals=tuple(server.arrivals() for server in engine.servers),
         ends=np.max(ends, axis=0),
-        bytes_in=tuple(server.host.inward.bytes for server in engine.servers),
-        bytes_out=tuple(server.host.outward.bytes for server in engine.servers),
     )
 
 
 class Direction:
     """One direction of a link: first come, first served."""
 
-    __slots__ = ("_seconds_per_byte", "bytes", "free_at")
+    __slots__ = ("_seconds_per_byte", "free_at")
 
     def __init__(self, bandwidth: float | None) -> None:
         self._seconds_per_byte = 0.0 if bandwidth is None else 1 / bandwidth
         self.free_at = 0.0
         """Time at which all messages so far have been sent."""
 
-        self.bytes = 0.0
-        """Bytes sent so far."""
-
     def send(self, now: float, size: float) -> float:
         """Send a message of `size` bytes and return the time of its last byte."""
         begin = max(now, self.free_at)
         self.free_at = begin + size * self._seconds_per_byte
-        self.bytes += size
         return self.free_at
 
 
@@ -236,10 +227,7 @@ class _Connection:
         self._send(self._host, self.server.host, self._arrive)
 
     def _arrive(self, at: float) -> None:
-        self._engine.at(at, self.learner, self._take)
-
-    def _take(self) -> None:
-        self._engine.take(self, self.server)
+        self._engine.at(at, self.learner, partial(self._engine.take, self))
 
     def _send(self, source: _Host, target: _Host, arrive: Callable[[float], None]) -> None:
         """Send one server's share of the weights; call `arrive` with the time of arrival."""
@@ -301,8 +289,9 @@ class _Engine:
 
         self.env.timeout(delay).callbacks.append(fire)
 
-    def take(self, connection: _Connection, server: _Server) -> None:
-        """Add a gradient to a server, and make the update that it completes."""
+    def take(self, connection: _Connection) -> None:
+        """Add a gradient to its server, and make the update that it completes."""
+        server = connection.server
         server.record(connection, self.env.now)
         server.pushed.append(connection)
         free: Sequence[_Connection] = () if self.rule.waits else (connection,)

@@ -211,8 +211,7 @@ class _Stretch:
         before = state.gradients or [0] * self._section.learners
         state.gradients = [number + pushed[n] for n, number in enumerate(before)]
         self._trainer.pipeline.dropped.update(self._exchange.lost)
-        for loss in self._exchange.losses:
-            lost = LostLearner(**loss._asdict())
+        for lost in self._exchange.losses:
             if lost not in state.lost:
                 state.lost.append(lost)
                 self._trainer.note(self._name, _describe(lost))

@@ -17,13 +17,14 @@ class LostLearner:
 
     learner: int
     update: int
-    """Number of updates made until then, by the first server."""
+    """Number of updates made until then, by the server that noted the loss."""
 
     mini_batch: int | None
-    """Number of its last mini-batch, which was handed out again; None if it had none."""
+    """Number of its last mini-batch, which was handed out again. None if it had none, and from all
+    servers but the first."""
 
     silent: bool
-    """True if it did nothing for the whole of --timeout; else it was gone."""
+    """True if it did nothing for the whole of --timeout; else its process was gone."""
 
 
 _GRADIENTS = TypeAdapter(list[int])

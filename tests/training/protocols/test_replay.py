@@ -1,9 +1,7 @@
 """Replays against a plain program that keeps every version of the weights, in float64."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ from replaying import SETTINGS, UPDATES, build, loss_of, replayed, run_for_real,
 from torch import Tensor
 from torch.optim import SGD
 
-from largebatch.errors import CheckpointError
-from largebatch.training.protocols.arrivals import ARRIVALS, Arrivals, read_arrivals
+from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.cluster import Cluster, Link
 from largebatch.training.protocols.compute_times import Exponential
 from largebatch.training.protocols.exchange import Layout, Record
@@ -170,35 +167,3 @@ def test_the_columns_are_those_of_the_servers() -> None:
     assert later.update.tolist() == [0, 4, 5, 9]
     assert later.clock_read.tolist() == [0, 2, 5, 7]
     assert later.mini_batch.tolist() == [7, 9, 17, 19]
-
-
-def test_the_file_of_a_run_is_read_by_server_in_the_order_of_arrival(tmp_path: Path) -> None:
-    rows = [Arrival(0, 3, 0, 0, 7, 1.5), Arrival(1, 1, 0, 1, 9, 0.5)]
-    path = tmp_path / ARRIVALS
-    order = [(0, rows[0]), (1, rows[1]), (0, rows[1]), (1, rows[0])]
-    lines = [json.dumps({"server": server, **row._asdict()}) + "\n" for server, row in order]
-    path.write_text("".join(lines))
-    first, second = read_arrivals(path)
-    assert first.mini_batch.tolist() == [7, 9]
-    assert second.mini_batch.tolist() == [9, 7]
-    assert first.staleness.tolist() == [0, 1]
-    path.write_text("".join(lines) + '{"server": 0, "upd')
-    with pytest.raises(CheckpointError, match="line 5: is not the record of a gradient"):
-        read_arrivals(path)
-    with pytest.raises(CheckpointError, match="cannot read the arrivals: No such file"):
-        read_arrivals(tmp_path / "nowhere.jsonl")
-
-
-def test_records_that_no_run_can_leave_are_refused() -> None:
-    rule = Rule(learners=4, gradients=2, waits=False)
-    arrivals = record(rule, servers=1, updates=5)[0]
-    with pytest.raises(ValueError, match=r"mini-batch \d+ is recorded in update 1; .* it is in 0"):
-        replayed(rule, [replace(arrivals, update=arrivals.update + 1)])
-    with pytest.raises(ValueError, match="was computed from weights that came later"):
-        replayed(rule, [replace(arrivals, clock_read=arrivals.clock_read + 6)])
-    with pytest.raises(ValueError, match="gradients of different mini-batches"):
-        replayed(rule, [arrivals, replace(arrivals, mini_batch=arrivals.mini_batch + 1)])
-    with pytest.raises(ValueError, match="one mini-batch from different learners"):
-        replayed(rule, [arrivals, replace(arrivals, learner=arrivals.learner[::-1])])
-    with pytest.raises(ValueError, match="a mini-batch comes twice"):
-        replayed(rule, [replace(arrivals, mini_batch=arrivals.mini_batch // 2)])

@@ -20,7 +20,8 @@ from largebatch.training.protocols import service as services
 from largebatch.training.protocols.learner import Shard, learn
 from largebatch.training.protocols.rule import MiniBatches, Rule
 from largebatch.training.protocols.server import ParameterServer
-from largebatch.training.protocols.service import Loss, Pushed, RemoteServer, Service
+from largebatch.training.protocols.service import Pushed, RemoteServer, Service
+from largebatch.training.protocols.state import LostLearner
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""
@@ -56,11 +57,19 @@ def ends() -> tuple[Any, Any]:
     return QueueLink(there, back), QueueLink(back, there)
 
 
-def serve(rule: Rule, updates: range, *, first: bool = True, optional: range = range(0)) -> Service:
+def serve(
+    rule: Rule,
+    updates: range,
+    *,
+    first: bool = True,
+    optional: range = range(0),
+    on_loss: Callable[[LostLearner], None] = lambda _: None,
+    schedule: Callable[[int], float] = lambda _: 0.5,
+) -> Service:
     weights = [torch.zeros(3, dtype=torch.float64, requires_grad=True)]
-    server = ParameterServer(weights, SGD(weights), lambda _: 0.5, rule)
+    server = ParameterServer(weights, SGD(weights), schedule, rule)
     batches = MiniBatches(rule, updates) if first else None
-    return Service(server, batches, optional=optional)
+    return Service(server, batches, optional=optional, on_loss=on_loss)
 
 
 @contextmanager
@@ -216,9 +225,8 @@ def test_a_gradient_that_only_one_of_two_servers_has_is_taken_once_by_both() -> 
 
 
 def test_a_silent_learner_is_lost_as_such_and_one_that_keeps_the_record_ends_all() -> None:
-    noted: list[Loss] = []
-    service = serve(SOFTSYNC, range(10), optional=range(1, 3))
-    service._on_loss = noted.append
+    noted: list[LostLearner] = []
+    service = serve(SOFTSYNC, range(10), optional=range(1, 3), on_loss=noted.append)
 
     class SilentLink(QueueLink):
         def receive(self, into: Tensor) -> None:
@@ -238,14 +246,12 @@ class DeadError(Exception):
 
 
 def test_a_failing_server_ends_its_learners() -> None:
-    service = serve(Rule(learners=2, gradients=1, waits=False), range(1000))
-
     def fail(update: int) -> float:
         if update == 5:
             raise OverflowError("no such update")
         return 0.1
 
-    service.server._schedule = fail
+    service = serve(Rule(learners=2, gradients=1, waits=False), range(1000), schedule=fail)
     with learners(service, lambda *_: 0.0) as (_, errors):
         pass
     assert {type(error) for error in errors.values()} == {PeerLostError}

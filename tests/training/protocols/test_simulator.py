@@ -115,25 +115,6 @@ def test_a_slow_learner_pushes_less_where_none_waits_and_slows_all_where_they_wa
     assert free.ends[-1] == pytest.approx(100.0)
 
 
-def test_bytes_are_those_of_the_layouts() -> None:
-    """A central server sends and receives 2 lambda M an update, each of S of them 1/S of that."""
-    learners, model, updates = 6, 1200.0, 10
-    cluster = Cluster(learners=learners, compute=SECOND, model_bytes=model)
-
-    def link_bytes(servers: int | None) -> tuple[float, ...]:
-        rule = Rule.hardsync(learners)
-        found = simulate(rule, cluster, servers=servers, updates=updates, seed=1)
-        assert found.bytes_in == found.bytes_out or servers is None
-        return tuple(map(sum, zip(found.bytes_in, found.bytes_out, strict=True)))
-
-    whole = 2 * learners * model * updates
-    assert link_bytes(1) == pytest.approx((whole,))
-    assert link_bytes(3) == pytest.approx((whole / 3,) * 3)
-    # A host here is a learner too, and what it has itself does not go through its link.
-    own = 4 * (learners - 1) * model / learners * updates
-    assert link_bytes(None) == pytest.approx((own,) * learners)
-
-
 def test_a_central_server_saturates_where_shards_do_not() -> None:
     """At its limit a link of B bytes/s takes B / M gradients a second, however many learners."""
 

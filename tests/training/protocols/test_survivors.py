@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from largebatch import load_recipe, run
 from largebatch.distributed.connection import connect
 from largebatch.distributed.links import open_links
 from largebatch.errors import PeerLostError
-from largebatch.training.protocols.arrivals import Arrivals, read_arrivals
+from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.exchange import Exchange, Layout
 from largebatch.training.protocols.gradients import Gradients
 from largebatch.training.protocols.rule import MiniBatches, Rule
@@ -84,7 +85,7 @@ def solve(folder: Path, number: signal.Signals) -> None:
         records.append([[tuple(one) for one in arrivals] for arrivals in found.arrivals])
     if backend.rank == 0:
         final = [weight.detach() for weight in weights]
-        torch.save((final, [tuple(loss) for loss in exchange.losses], records), folder / "found")
+        torch.save((final, [astuple(loss) for loss in exchange.losses], records), folder / "found")
     backend.close()
 
 
@@ -204,10 +205,12 @@ def test_a_run_ends_without_a_lost_learner_and_with_all_samples(
     assert lost["mini_batch"] < LEARNERS
     assert counts["gradients"][VICTIM] == 0
     assert sum(counts["gradients"]) == 12 * gradients
-    records = read_arrivals(tmp_path / "run" / "arrivals.jsonl")
-    assert len(records) == servers
-    for record in records:
-        assert sorted(record.mini_batch.tolist()) == list(range(12 * gradients))
+    lines = (tmp_path / "run" / "arrivals.jsonl").read_text().splitlines()
+    arrivals = [json.loads(line) for line in lines]
+    assert {one["server"] for one in arrivals} == set(range(servers))
+    for server in range(servers):
+        taken = [one["mini_batch"] for one in arrivals if one["server"] == server]
+        assert sorted(taken) == list(range(12 * gradients))
     counted = weights(tmp_path / "run")["bn1.num_batches_tracked"].item()
     assert counted == pytest.approx(12 * gradients / 2, abs=2)  # the mean over those that are left
     evaluations = log(tmp_path / "run", "evaluation")
