@@ -31,8 +31,10 @@ class OwnNorm(_NormBase):
     """A user's own layer, which normalises like BatchNorm in evaluation."""
 
     def forward(self, values: Tensor) -> Tensor:
-        own = [None, None] if self.training else [self.running_mean, self.running_var]
-        return F.batch_norm(values, *own, self.weight, self.bias, self.training, eps=self.eps)
+        mean, var = (None, None) if self.training else (self.running_mean, self.running_var)
+        return F.batch_norm(
+            values, mean, var, self.weight, self.bias, training=self.training, eps=self.eps
+        )
 
 
 class NaiveSyncBatchNorm(nn.BatchNorm2d):
@@ -112,7 +114,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "DataParallel": lambda: nn.DataParallel(network()),
     "sharded": lambda: sharded(network()),
     "sharded, InstanceNorm": lambda: sharded(network(instance)),
-    "sharded, compiled": lambda: torch.compile(sharded(network()), backend="eager"),  # type: ignore[return-value]  # torch's stubs
+    "sharded, compiled": lambda: compiled(sharded(network())),
     "sharded, not resharded": lambda: sharded(network(), reshard_after_forward=False),
 }
 
@@ -250,7 +252,8 @@ def update(model: nn.Sequential) -> list[Tensor]:
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.01).step()
     model.zero_grad()
-    return [weight.full_tensor() for weight in model.parameters()]  # type: ignore[operator]  # DTensors
+    weights: list[Any] = list(model.parameters())
+    return [weight.full_tensor() for weight in weights]
 
 
 def copy_statistics(source: nn.Module, target: nn.Module) -> None:
@@ -330,7 +333,8 @@ def sharded_in_two_precisions() -> None:
     for name, layer in model.named_children():
         if isinstance(layer, _NormBase):
             fully_shard(layer, mesh=mesh, mp_policy=full)
-            seen[name] = values = []
+            values: list[Tensor] = []
+            seen[name] = values
             layer.register_forward_pre_hook(lambda _, inputs, values=values: values.extend(inputs))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(half))
     polish(model, [images.float() for images in share()])
