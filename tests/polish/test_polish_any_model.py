@@ -12,6 +12,7 @@ from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.swa_utils import AveragedModel
 
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
@@ -495,6 +496,6 @@ def never() -> Iterator[Tensor]:
     yield
 
 
-def test_nothing_to_polish_is_known_before_the_first_batch() -> None:
+def test_an_average_without_statistics_is_known_before_the_first_batch() -> None:
     with pytest.raises(ValueError, match="nothing to polish"):
-        polish(nn.Sequential(nn.LayerNorm(3)), never(), CPU)
+        polish(AveragedModel(nn.Sequential(nn.LayerNorm(3))), never(), CPU)
