@@ -349,7 +349,7 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert main(["polish", str(checkpoint), "--out", str(tmp_path / "polished")]) == 0
     shown = capsys.readouterr().out
     before, after = summary(tmp_path / "polished")["stages"]
-    assert shown.startswith("statistics were off by up to ")
+    assert "\nstatistics were off by up to " in shown
     assert f"; top-1 {before['top1']:.2%} -> {after['top1']:.2%} on 360 validation im" in shown
     assert before["top1"] == summary(unpolished)["top1"]
     assert after["before"]["top1"] == before["top1"]
