@@ -111,7 +111,7 @@ def evaluate(
         for batch in batches:
             images = as_input(images_of(batch), model)
             labels = labels_of(batch).to(device, non_blocking=True)
-            logits = model(images)
+            logits = model(images).to(device)  # the last layers may be on another device
             tally.add(logits, labels)
             each(logits, labels)
     tally.sum(backend)

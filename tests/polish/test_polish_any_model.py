@@ -406,6 +406,8 @@ def polish_split() -> None:
         for sequential in (False, True):
             model = Split(*devices)
             polish(model, [images.float() for images in batches()], CPU, sequential=sequential)
+            pairs = [(images.float(), torch.zeros(len(images)).long()) for images in batches()]
+            assert evaluate(model, pairs, CPU).samples == sum(SIZES)
             found = statistics(model.cpu())
             names = {name: name.rpartition(".")[2] for name in found}  # without that of the half
             assert_close(
