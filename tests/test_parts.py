@@ -141,9 +141,9 @@ def test_update_bn_of_pytorch_differs_between_workers_and_polish_does_not(
     check(torch_found, "after update_bn", data())
 
 
-def test_a_sharded_model_is_refused(torch_found: Found) -> None:
+def test_a_model_sharded_by_the_first_fsdp_is_refused(torch_found: Found) -> None:
     for worker in torch_found:
-        assert worker["sharded"].startswith("the model is a FSDPNetwork, whose forward pass waits")
+        assert worker["sharded"].startswith("the model is a FullyShardedDataParallel, whose forwa")
 
 
 def test_every_block_of_the_page_runs_on_two_workers(torch_found: Found) -> None:

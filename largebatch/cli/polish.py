@@ -1,6 +1,8 @@
 """The command `polish`: the statistics pass on a run or on pretrained weights. It prints."""
 
 import argparse
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +21,7 @@ from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.formatting import aligned
 from largebatch.recipe.section import LARGEST, MAX_EPOCHS
-from largebatch.tracking.events import REPORT
+from largebatch.tracking.events import LOG, REPORT, Drift, Evaluation, LayerDrift
 
 if TYPE_CHECKING:
     from largebatch.runs.checkpoints import Comparison
@@ -75,23 +77,51 @@ def _polish(args: argparse.Namespace) -> int:
 
         result = polish_weights(_pretrained(args), options, samples=args.samples)
         before, after = asdict(result.before), asdict(result.after)
+        layers, samples = tuple(result.drift), result.after.samples
         done = "\n".join([*filter(None, [result.note]), f"polished weights: {args.out}"])
     else:
         from largebatch.runs.checkpoints import polish_checkpoint
 
         summary = polish_checkpoint(args.checkpoint, options, samples=args.samples, ema=args.ema)
         before, after = map(asdict, summary.stages)
+        layers, samples = _logged(args.out / LOG)
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {args.out / REPORT}{undone}"
     if own_rank() == 0:
-        for name, key, form in (
-            ("top-1", "top1", ".2%"),
-            ("top-5", "top5", ".2%"),
-            ("loss", "loss", ".4f"),
-        ):
+        top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%} on {samples:,} validation images"
+        print(printable(f"{_describe(layers)}; {top1}"))
+        for name, key, form in (("top-5", "top5", ".2%"), ("loss", "loss", ".4f")):
             print(f"{name:>5}: {before[key]:{form}} -> {after[key]:{form}}")
         print(printable(done))
     return 0
+
+
+def _logged(log: Path) -> tuple[tuple[LayerDrift, ...], int]:
+    """Return the drift of each layer and the number of validation images from a run's log."""
+    from largebatch.tracking.scalars import logged
+
+    layers: tuple[LayerDrift, ...] = ()
+    samples = 0
+    for event in logged(log):
+        if isinstance(event, Drift):
+            layers = event.layers
+        elif isinstance(event, Evaluation):
+            samples = event.samples
+    return layers, samples
+
+
+def _describe(layers: Sequence[LayerDrift]) -> str:
+    """Format how far the statistics of the worst layers were off."""
+    lost = [layer for layer in layers if not math.isfinite(layer.mean_shift)]
+    if lost:
+        return f"statistics were not finite (layer {lost[0].name})"
+    shift = max(layers, key=lambda layer: layer.mean_shift)
+    ratio = max(layers, key=lambda layer: layer.log_variance_ratio)
+    return (
+        f"statistics were off by up to {shift.mean_shift:.2g} standard deviations "
+        f"(layer {shift.name}) and a factor of {math.exp(ratio.log_variance_ratio):.2g} in "
+        f"variance (layer {ratio.name})"
+    )
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,19 +1,20 @@
-"""Wrapped models: parallel, compiled or averaged.
+"""Wrapped models: parallel, sharded, compiled or averaged.
 
 A forward pass of DistributedDataParallel broadcasts buffers, and one of FSDP gathers weights:
 workers with different numbers of batches, or none, would wait for each other. Evaluation and
 polishing need only the inner module, which is complete on every worker under
-DistributedDataParallel.
+DistributedDataParallel. FSDP2 gathers the weights once for all forward passes, see `unsharded`.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 """Classes whose forward pass needs other workers or devices: torch's, and apex's."""
 
 _INSIDE = {
@@ -29,7 +30,8 @@ _INSIDE = {
 def local_model(model: nn.Module) -> nn.Module:
     """Return the outermost module of a model whose forward pass needs only this worker.
 
-    Raises ValueError if the model is sharded, or has a parallel module inside.
+    FSDP2 modules (`fully_shard`) are not wrappers; see `unsharded`. Raises ValueError if the model
+    is sharded by FSDP1, or has a parallel module inside.
     """
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)
@@ -50,6 +52,73 @@ def device_of(model: nn.Module) -> torch.device:
         for tensor in tensors:
             return tensor.device
     return torch.device("cpu")
+
+
+def as_input(images: Tensor, model: nn.Module) -> Tensor:
+    """Return images on the model's device, and in the type of its first weights if that is a half.
+
+    PyTorch's layers of bf16 or fp16 weights refuse the float32 that loaders give.
+    """
+    weights = next(model.parameters(), images)
+    to_half = images.dtype == torch.float32 and weights.dtype in {torch.bfloat16, torch.float16}
+    dtype = weights.dtype if to_half else images.dtype
+    return images.to(device_of(model), dtype, non_blocking=True)
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Keep the complete weights of FSDP2 modules (`fully_shard`) on this worker in this block.
+
+    Forward passes then need no other worker, and keep to the policy of mixed precision. All workers
+    enter the block together; they may leave it at different times, also on errors.
+
+    Raises ValueError if weights are divided over workers in another way (tensor parallelism).
+    """
+    modules: list[Any] = [module for module in model.modules() if "FSDPModule" in _kinds(module)]
+    states = [module._get_fsdp_state() for module in modules]
+    for state in states:
+        state._lazy_init()  # as the first forward pass does; it changes what is stored below
+    groups = [group for state in states for group in _groups(state)]
+    meshes = [group.post_forward_mesh_info for group in groups]
+    try:
+        for module in modules:
+            module.reshard()  # weights may have changed since they were gathered
+            module.unshard()
+        for group in groups:
+            group.post_forward_mesh_info = None  # keep the weights after a forward pass
+        _require_complete(model)
+        yield
+    finally:
+        for group, mesh in zip(groups, meshes, strict=True):
+            group.post_forward_mesh_info = mesh
+        _leave_forward_pass(states)
+        for module in modules:
+            module.reshard()
+
+
+def _groups(state: Any) -> list[Any]:  # noqa: ANN401 -- torch's FSDPState is private
+    """Return the weights that an FSDP2 module gathers: several groups, or one in older torch."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
+
+
+def _leave_forward_pass(states: list[Any]) -> None:
+    """Reset the states of FSDP2 modules whose forward pass failed, or they would stay gathered."""
+    for state in states:
+        state._state_ctx.iter_forward_root = None
+        state._modules_to_run_forward.clear()
+        for it in (state, *_groups(state)):
+            it._training_state = type(it._training_state).IDLE
+
+
+def _require_complete(model: nn.Module) -> None:
+    if any("DTensor" in _kinds(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "the model has weights divided over workers within a layer (tensor parallelism); pass "
+            "a complete copy of it"
+        )
 
 
 @contextmanager
@@ -89,9 +158,9 @@ def keep_in_place(tensors: Iterable[Tensor]) -> None:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
 
-def _kinds(module: nn.Module) -> set[str]:
-    """Return the names of the module's class and its base classes.
+def _kinds(value: nn.Module | Tensor) -> set[str]:
+    """Return the names of the class of a module or tensor and of its base classes.
 
     Names are compared, because importing FSDP takes seconds and apex and timm may be missing.
     """
-    return {kind.__name__ for kind in type(module).__mro__}
+    return {kind.__name__ for kind in type(value).__mro__}

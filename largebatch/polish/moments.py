@@ -8,7 +8,7 @@ added in float64, and parts are merged by equation 2.1 of Chan, Golub and LeVequ
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -46,6 +46,10 @@ class Moments:
         """Return the moments of no values."""
         zeros = torch.zeros(channels, dtype=torch.float64, device=device)
         return cls(0.0, zeros, zeros.clone())
+
+    def to(self, device: torch.device) -> Self:
+        """Return the moments on a device; not a copy if they are there."""
+        return replace(self, mean=self.mean.to(device), deviations=self.deviations.to(device))
 
     @property
     def variance(self) -> Tensor:
@@ -107,10 +111,13 @@ def pool(
 ) -> list[Moments]:
     """Return the moments of each part over all workers, after one all-reduce for all parts.
 
+    Layers may be on several devices; the result is on that of the first.
+
     Sums of squares can be added only if all workers use the same origin; the first origin is zero.
     If a mean is so far from zero that digits are lost, all workers see that in the sums and sum
     again, with these means as origins, rounded to `dtypes` or float32, whichever is longer.
     """
+    parts = [part.to(parts[0].mean.device) for part in parts]
     pooled, lossy = _pool_about(parts, [part.mean.new_zeros(1) for part in parts], backend)
     if lossy:
         # Rounded to the layers' type, the origins are near enough and take less than a megabyte.
@@ -145,6 +152,12 @@ def _pool_about(
         torch.add(shift, origin, out=first)  # in place, to save memory
         pooled.append(Moments(total, first, second.clamp_(min=0)))
     return pooled, bool(torch.stack(lossy).any())  # sync: whether to sum again
+
+
+def of_samples(values: Tensor) -> Tensor:
+    """Return the mean and unbiased variance of each sample and channel: N x 2C, in float64."""
+    var, mean = torch.var_mean(values.flatten(2).double(), 2)
+    return torch.cat([mean, var], 1)
 
 
 def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

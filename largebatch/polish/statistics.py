@@ -1,4 +1,4 @@
-"""Final Polishing: BatchNorm statistics measured exactly on clean training data.
+"""Final Polishing: running statistics measured exactly on clean training data.
 
 Augmented training images have another distribution than the clean images of validation, and running
 averages lag behind the weights (Kasagi et al., HPDC 2020, doi 10.1145/3369583.3392687). The
@@ -17,6 +17,9 @@ depend on how the previous layers normalise, in one of two ways:
 
 The first layer has the same statistics in both. In later layers they differ as much as the
 statistics of batches differ from those of all data: much for small batches, little for large ones.
+
+InstanceNorm with running statistics normalises each sample by its own moments in training. Its
+running statistics become the mean over all samples of these moments, as PyTorch defines them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +28,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend, sum_over_workers
@@ -33,8 +38,15 @@ from largebatch.distributed.connection import running_backend
 from largebatch.errors import DataError
 from largebatch.models.batchnorm import SpanBatchNorm, by_spans
 from largebatch.models.inputs import AnyBatch, images_of
-from largebatch.models.wrappers import device_of, evaluation_mode, local_model, uncompiled
-from largebatch.polish.moments import Moments, pool
+from largebatch.models.wrappers import (
+    as_input,
+    device_of,
+    evaluation_mode,
+    local_model,
+    uncompiled,
+    unsharded,
+)
+from largebatch.polish.moments import Moments, of_samples, pool
 from largebatch.tracking.events import LayerDrift
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -65,12 +77,23 @@ class _Statistics:
     mean: Tensor
     var: Tensor
     eps: float
-    layers: list[_BatchNorm] = field(default_factory=list)
+    by_sample: bool
+    """True for InstanceNorm, whose moments are those of `of_samples`."""
 
-    def drift(self, measured: Moments) -> LayerDrift:
+    layers: list[_NormBase] = field(default_factory=list)
+
+    def measured(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        """Return the mean and variance measured, in float64, on the device of these."""
+        pair = moments.mean, moments.variance
+        if self.by_sample:
+            pair = moments.mean[: len(self.mean)], moments.mean[len(self.mean) :]
+        mean, var = (tensor.to(self.mean.device) for tensor in pair)
+        return mean, var
+
+    def drift(self, moments: Moments) -> LayerDrift:
         """Return the change from these statistics to the measured ones."""
         old = self.mean, self.var
-        shift, ratio = _change(old, (measured.mean, measured.variance), eps=self.eps)
+        shift, ratio = _change(old, self.measured(moments), eps=self.eps)
         quantiles = shift.new_tensor(QUANTILES)
         return LayerDrift(
             name=self.name,
@@ -91,7 +114,7 @@ def polish(
     sequential: bool = False,
     tolerance: float = 1e-6,
 ) -> Drift:
-    """Set the running statistics of every BatchNorm layer to the moments over all batches.
+    """Set the running statistics of every normalisation layer to the moments over all batches.
 
     A batch is images (N x C x ..., on any device), a tuple that starts with images, or a mapping
     (see `models/inputs.py`); N may vary. Every worker passes its own batches of clean training
@@ -100,8 +123,13 @@ def polish(
 
     Nothing else changes, and nothing at all if the pass fails; layers that the forward pass does
     not use keep their statistics. Layers that share buffers are measured together. The model may be
-    wrapped (DistributedDataParallel, AveragedModel, torch.compile); it runs uncompiled and without
-    communication, also in SyncBatchNorm layers.
+    wrapped (DistributedDataParallel, DataParallel, AveragedModel, torch.compile); it runs
+    uncompiled and without communication, also in SyncBatchNorm layers. With FSDP2 (`fully_shard`)
+    every worker holds the complete weights during the call.
+
+    Layers are torch's BatchNorm and InstanceNorm and their subclasses; frozen ones (`Frozen...`)
+    stay as they are. Statistics are rounded once to the type of the buffers. Images in float32 are
+    converted if the first weights are bf16 or fp16.
 
     `sequential` iterates over `batches` in each pass: pass a list or a loader, not an iterator. A
     pass converges every layer whose predecessors have converged, so there is one pass per BatchNorm
@@ -111,8 +139,9 @@ def polish(
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
     batch, if a layer had a single value per channel, or if moments are not finite; BackendError if
-    workers are not connected; ValueError if the model is sharded (FSDP) or has no BatchNorm layer
-    with running statistics, if a batch has no images, or if `batches` can be used only once.
+    workers are not connected; ValueError if the model is sharded (FSDP1, tensor parallelism), has
+    no running statistics or those of an unknown layer, if a batch has no images, or if `batches`
+    can be used only once.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"polish takes a model first, then batches; got a {type(model).__name__}")
@@ -121,14 +150,17 @@ def polish(
         backend = running_backend(device_of(model))
     owners = _owners(model)
     if not owners:
-        raise ValueError("the model has no BatchNorm layer with running statistics to polish")
+        raise ValueError(
+            "the model has no running statistics, so there is nothing to polish: no BatchNorm, "
+            "and no InstanceNorm with track_running_stats"
+        )
     if sequential and isinstance(batches, Iterator):
         raise ValueError(
             f"sequential polishing needs the batches again for every pass, and a "
             f"{type(batches).__name__} yields them once; pass a list, a loader or another iterable"
         )
     passes, settling = 1, 0.0
-    with _temporarily_in_eval(model, owners), uncompiled():
+    with unsharded(model), _temporarily_in_eval(model, owners), uncompiled():
         if sequential:
             pooled, passes, settling = _settle(model, owners, batches, backend, tolerance=tolerance)
         else:
@@ -136,21 +168,39 @@ def polish(
     reached = [pair for pair in zip(owners, pooled, strict=True) if pair[1].count]
     drift = Drift(owner.drift(moments) for owner, moments in reached)
     for owner, moments in reached:
-        owner.mean.copy_(moments.mean)
-        owner.var.copy_(moments.variance)
+        mean, var = owner.measured(moments)
+        owner.mean.copy_(mean)
+        owner.var.copy_(var)
     drift.passes, drift.settling, drift.settled = passes, settling, settling <= tolerance
     return drift
 
 
 def _owners(model: nn.Module) -> list[_Statistics]:
-    """Return the running statistics of the model, each once, in the order of the model."""
+    """Return the running statistics of the model, each once, in the order of the model.
+
+    Raises ValueError, naming the layer, for statistics that cannot be measured.
+    """
     owners: dict[int, _Statistics] = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
-            mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
-            fresh = _Statistics(name, mean, var, layer.eps)
-            owners.setdefault(mean.data_ptr(), fresh).layers.append(layer)
+        buffers = dict(layer.named_buffers(recurse=False))
+        if not buffers.keys() & {"running_mean", "running_var"} or _is_frozen(layer):
+            continue
+        if not isinstance(layer, _NormBase):
+            raise ValueError(  # noqa: TRY004 -- the model's content is wrong, not its type
+                f"layer {name} is of type {type(layer).__name__}, whose running statistics cannot "
+                "be measured; expected subclasses of torch's BatchNorm and InstanceNorm"
+            )
+        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+            raise ValueError(f"layer {name} is not initialised; run the model on a batch first")
+        mean, var = buffers["running_mean"], buffers["running_var"]
+        fresh = _Statistics(name, mean, var, layer.eps, isinstance(layer, _InstanceNorm))
+        owners.setdefault(mean.data_ptr(), fresh).layers.append(layer)
     return list(owners.values())
+
+
+def _is_frozen(layer: nn.Module) -> bool:
+    """Return True for timm's, torchvision's and detectron2's frozen BatchNorm, by its name."""
+    return type(layer).__name__.startswith("Frozen")
 
 
 @contextmanager
@@ -192,15 +242,15 @@ def _settle(
     return pooled, passes, settling
 
 
-def _replace(owner: _Statistics, measured: Moments) -> Tensor:
+def _replace(owner: _Statistics, moments: Moments) -> Tensor:
     """Normalise the layers by the measured moments, and return the largest change."""
-    mean, var = measured.mean.to(owner.mean), measured.variance.to(owner.var)
+    mean, var = (tensor.to(owner.mean.dtype) for tensor in owner.measured(moments))
     layer = owner.layers[0]
     used = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
     change = _change(used, (mean, var), eps=owner.eps)
     for layer in owner.layers:
         layer.running_mean, layer.running_var = mean, var
-    return torch.stack(change).abs().max()
+    return torch.stack(change).abs().max().to(moments.mean.device)
 
 
 def _measure(
@@ -212,16 +262,19 @@ def _measure(
     as_in_training: bool,
 ) -> list[Moments]:
     """Run the model on the batches once and return the pooled moments of each layer's inputs."""
-    parts = [Moments.of_nothing(len(owner.mean), device=owner.mean.device) for owner in owners]
+    parts = [
+        Moments.of_nothing((1 + owner.by_sample) * len(owner.mean), device=owner.mean.device)
+        for owner in owners
+    ]
     hooks = []
     try:
         for owner, part in zip(owners, parts, strict=True):
-            watch = _watch(part, as_in_training=as_in_training)
+            watch = _watch(owner, part, as_in_training=as_in_training)
             for layer in owner.layers:
                 hooks += [layer.register_forward_pre_hook(watch, with_kwargs=True)]
         device = device_of(model)
         for batch in batches:
-            images = images_of(batch).to(device, non_blocking=True)
+            images = as_input(images_of(batch), model)
             for part_of_batch in by_spans(
                 images, model, together=accelerator.is_remote(device) or not as_in_training
             ):
@@ -243,18 +296,29 @@ def _restore_buffers(owners: list[_Statistics]) -> None:
             layer.running_mean, layer.running_var = owner.mean, owner.var
 
 
-def _watch(part: Moments, *, as_in_training: bool) -> Callable[..., None]:
+def _watch(owner: _Statistics, part: Moments, *, as_in_training: bool) -> Callable[..., None]:
     """Return a forward pre-hook that measures a layer's input.
 
     To normalise as in training, the layer stays in evaluation mode and temporarily gets the batch's
     moments as running statistics: the same numbers, measured once instead of twice, without dropout
     inside a layer, and without changing other flags. On a GPU several spans are processed at once,
-    which is still faster; the layer then normalises them itself, without updating statistics.
+    which is still faster; the layer then normalises them itself, without updating statistics. So
+    does InstanceNorm, which has no running statistics during the pass.
     """
+    channels, min_dims = len(owner.mean), 3 if owner.by_sample else 2
 
-    def watch(layer: _BatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def watch(layer: _NormBase, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         values = [*args, *kwargs.values()][0]
         if not values.numel():
+            return
+        if values.ndim < min_dims or values.shape[1] != channels:
+            shape = " x ".join(map(str, values.shape))
+            raise ValueError(f"the input of layer {owner.name} is {shape}; expected N x {channels}")
+        if owner.by_sample:
+            part.add(of_samples(values))
+            if as_in_training:
+                layer.track_running_stats = False
+                layer.running_mean = layer.running_var = None
             return
         mean, var = part.add(values)
         if not as_in_training:
@@ -262,8 +326,7 @@ def _watch(part: Moments, *, as_in_training: bool) -> Callable[..., None]:
         if isinstance(layer, SpanBatchNorm):
             layer.track_running_stats = False
             layer.training = len(values) > layer.span
-        layer.running_mean = mean.to(layer.running_mean)
-        layer.running_var = var.to(layer.running_var)
+        layer.running_mean, layer.running_var = mean.to(owner.mean), var.to(owner.var)
 
     return watch
 
@@ -284,7 +347,7 @@ def _check(owners: list[_Statistics], pooled: list[Moments]) -> None:
     sums = torch.stack([moments.mean.sum() + moments.deviations.sum() for moments in pooled])
     are_finite = sums.isfinite().tolist()  # sync: once for all layers
     for owner, moments, is_finite in zip(owners, pooled, are_finite, strict=True):
-        if moments.count == 1:
+        if moments.count == 1 and not owner.by_sample:
             raise DataError(
                 f"layer {owner.name} got a single value per channel, which has no variance; "
                 "polish with more images"

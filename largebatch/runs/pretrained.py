@@ -21,6 +21,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, DataError
 from largebatch.models import zoo
+from largebatch.polish import Drift
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join, open_trainer
@@ -52,10 +53,11 @@ class Pretrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polished:
-    """What was measured before and after."""
+    """What was measured before and after, and how far the statistics were off."""
 
     before: Metrics
     after: Metrics
+    drift: Drift
     note: str | None
     """A remark: that statistics never came to rest."""
 
@@ -82,7 +84,7 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
             if backend.rank == 0:
                 weights.replace(_statistics(trainer.state.model))
                 weights.write(options.out)
-    return Polished(before=before, after=after, note=describe_unsettled(drift))
+    return Polished(before=before, after=after, drift=drift, note=describe_unsettled(drift))
 
 
 @contextmanager

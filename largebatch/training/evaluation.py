@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
 from largebatch.models.inputs import AnyBatch, images_of, labels_of
-from largebatch.models.wrappers import device_of, evaluation_mode, local_model
+from largebatch.models.wrappers import (
+    as_input,
+    device_of,
+    evaluation_mode,
+    local_model,
+    unsharded,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +94,12 @@ def evaluate(
     device, or a mapping (see `models/inputs.py`). N may differ, and a worker may have no batch.
     Samples may have several labels each (N x T, with scores N x T x K); then each label counts.
     Without a `backend`, the workers that torch.distributed or Horovod has connected are used
-    (`running_backend`). The model may be wrapped (DistributedDataParallel, AveragedModel,
-    torch.compile) and is in evaluation mode during the call. `expected` is the number of labels
-    over all workers, if it is known. `each` is called with the logits and labels of every batch.
+    (`running_backend`). The model may be of any kind that `polish` takes, and is in evaluation mode
+    during the call. `expected` is the number of labels over all workers, if it is known. `each` is
+    called with the logits and labels of every batch.
 
     Raises ValueError if the number of labels is not `expected`, if there are no labels, if a batch
-    has another form, if workers have different classes, or if the model is sharded (FSDP).
+    has another form, if workers have different classes, or if the model is sharded (FSDP1).
     Raises BackendError if workers are not connected.
     """
     model = local_model(model)
@@ -101,11 +107,11 @@ def evaluate(
     if backend is None:
         backend = running_backend(device)
     tally = _Tally(device)
-    with evaluation_mode(model):
+    with unsharded(model), evaluation_mode(model):
         for batch in batches:
-            images = images_of(batch).to(device, non_blocking=True)
+            images = as_input(images_of(batch), model)
             labels = labels_of(batch).to(device, non_blocking=True)
-            logits = model(images)
+            logits = model(images).to(device)  # the last layers may be on another device
             tally.add(logits, labels)
             each(logits, labels)
     tally.sum(backend)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def saved(path: Path, *, model: str = "resnet10t", classes: int = 10) -> dict[st
     return dict(state)
 
 
+def largest_shift(before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
+    """Return the beginning of the line that polishing prints, from the two files."""
+    shifts = {}
+    for name, mean in before.items():
+        layer, _, key = name.rpartition(".")
+        if key == "running_mean":
+            std = (before[f"{layer}.running_var"].double() + 1e-5).sqrt()
+            shift = (after[name].double() - mean) / std
+            shifts[layer] = shift.square().mean().sqrt().item()
+    worst = max(shifts, key=shifts.__getitem__)
+    return f"off by up to {shifts[worst]:.2g} standard deviations (layer {worst}) and"
+
+
 def loaded(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".pth":
         wrapped = torch.load(path)["model"]
@@ -69,9 +83,15 @@ def test_only_running_statistics_change_and_they_are_those_of_the_images(
     before = saved(theirs, model=model)
     words = ["--model", model, "--weights", str(theirs), "--data", images, "--out", str(ours)]
     assert main(["polish", *words, *SMALL]) == DONE
-    shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[:3]] == ["top-1:", "top-5:", "loss:"]
+    first, *others = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in others] == ["top-5:", "loss:", "polished"]
+    assert re.fullmatch(
+        r"statistics were off by up to \S+ standard deviations \(layer \S+\) and a factor of \S+ "
+        r"in variance \(layer \S+\); top-1 \S+% -> \S+% on 360 validation images",
+        first,
+    )
     after = loaded(ours)
+    assert largest_shift(before, after) in first
     changed = {name for name in before if not after[name].equal(before[name])}
     assert changed == {name for name in before if "running_" in name}
     if model == "torchvision/resnet18":
@@ -154,6 +174,32 @@ def test_a_mistake_is_one_message_and_no_file(
     assert main(["polish", "--weights", "theirs.pth", "--data", images, *words, *out]) == USER
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs.pth"]
+
+
+def test_an_average_of_a_model_without_running_statistics_has_nothing_to_polish(
+    tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = zoo.build("vit_tiny_patch16_224", num_classes=10, arguments={}).state_dict()
+    torch.save({"model": state, "model_ema": state}, tmp_path / "theirs.pth")
+    words = ["--model", "vit_tiny_patch16_224", "--weights", str(tmp_path / "theirs.pth"), "--ema"]
+    assert main(["polish", *words, "--data", images, "--out", str(tmp_path / "o.pth")]) == USER
+    shown = capsys.readouterr()
+    assert shown.err == "largebatch: vit_tiny_patch16_224 has no BatchNorm statistics to polish\n"
+    assert not shown.out
+    assert not (tmp_path / "o.pth").exists()
+
+
+def test_statistics_that_were_never_finite_are_named(
+    tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = saved(tmp_path / "theirs.safetensors")
+    state["layer2.0.bn1.running_mean"][0] = torch.nan
+    save_file(state, tmp_path / "theirs.safetensors")
+    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.safetensors")]
+    out = ["--out", str(tmp_path / "ours.safetensors")]
+    assert main(["polish", *words, *SMALL, "--data", images, *out]) == DONE
+    shown = capsys.readouterr().out
+    assert shown.startswith("statistics were not finite (layer layer2.0.bn1); top-1 ")
 
 
 def test_other_classes_than_the_folders_are_named(

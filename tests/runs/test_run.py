@@ -349,11 +349,14 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert main(["polish", str(checkpoint), "--out", str(tmp_path / "polished")]) == 0
     shown = capsys.readouterr().out
     before, after = summary(tmp_path / "polished")["stages"]
-    assert f"top-1: {before['top1']:.2%} -> {after['top1']:.2%}" in shown
+    assert "\nstatistics were off by up to " in shown
+    assert f"; top-1 {before['top1']:.2%} -> {after['top1']:.2%} on 360 validation im" in shown
     assert before["top1"] == summary(unpolished)["top1"]
     assert after["before"]["top1"] == before["top1"]
     (drift,) = log(tmp_path / "polished", "drift")
     assert drift["samples"] == 1437
+    worst = max(drift["layers"], key=lambda layer: layer["mean_shift"])
+    assert f"{worst['mean_shift']:.2g} standard deviations (layer {worst['name']})" in shown
     state = load_checkpoint(max((tmp_path / "polished/checkpoints").iterdir())).state["model"]
     same = load_checkpoint(checkpoint).state["model"]
     assert state["conv1.weight"].equal(same["conv1.weight"])

@@ -265,13 +265,10 @@ def polished_after_update_bn() -> tuple[dict[str, Tensor], Case]:
 
 
 def refusal_of_a_sharded_model() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     try:
-        polish(model, share())
+        polish(FullyShardedDataParallel(network(), device_id=torch.device("cpu")), share())
     except ValueError as error:
         return str(error)
     return "not refused"
