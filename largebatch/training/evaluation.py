@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
-from largebatch.models.inputs import AnyBatch, images_of, labels_of
+from largebatch.models.inputs import AnyBatch, images_of, labels_of, logits_of
 from largebatch.models.wrappers import device_of, evaluation_mode, local_model
 
 
@@ -89,8 +89,9 @@ def evaluate(
     Samples may have several labels each (N x T, with scores N x T x K); then each label counts.
     Without a `backend`, the workers that torch.distributed or Horovod has connected are used
     (`running_backend`). The model may be wrapped (DistributedDataParallel, AveragedModel,
-    torch.compile) and is in evaluation mode during the call. `expected` is the number of labels
-    over all workers, if it is known. `each` is called with the logits and labels of every batch.
+    torch.compile), is in evaluation mode during the call, and returns logits or an object with
+    `logits`. `expected` is the number of labels over all workers, if it is known. `each` is called
+    with the logits and labels of every batch.
 
     Raises ValueError if the number of labels is not `expected`, if there are no labels, if a batch
     has another form, if workers have different classes, or if the model is sharded (FSDP).
@@ -105,7 +106,7 @@ def evaluate(
         for batch in batches:
             images = images_of(batch).to(device, non_blocking=True)
             labels = labels_of(batch).to(device, non_blocking=True)
-            logits = model(images)
+            logits = logits_of(model(images))
             tally.add(logits, labels)
             each(logits, labels)
     tally.sum(backend)
