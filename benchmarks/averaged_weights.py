@@ -3,7 +3,8 @@
     python benchmarks/averaged_weights.py [--data NAME ...] [--seeds N]
 
 Needs LARGEBATCH_DATA, the folder of Fashion-MNIST and CIFAR-10, and schedulefree. Writes
-benchmarks/results/averaged_weights_<machine>_<date>.json after every seed and a figure beside it.
+benchmarks/results/averaged_weights_<machine>_<date>.json after every seed, which averaged_figure.py
+draws.
 Started again it goes on: with the seeds that the newest such file lacks, and within a seed with the
 training runs whose weights are in --work.
 
@@ -308,10 +309,7 @@ def train_seed(
 def main() -> None:
     args = _parse()
     path = newest(NAME, args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
-    study: dict[str, Any] = {"tuning": {}, "seeds": {}}
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        study = {key: found[key] for key in study}
+    study = read(path)
     with few_processes(args.processes) as pool:
         tried = {
             (data, name, rate): pool.submit(tune, data, name, rate)
@@ -332,6 +330,14 @@ def main() -> None:
             study["seeds"][seeds[done]] = done.result()
             print(f"{seeds[done]}: done", flush=True)
             write(path, study)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the rates and seeds in a file of results; a new one has none."""
+    if not path.exists():
+        return {"tuning": {}, "seeds": {}}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {key: found[key] for key in ("tuning", "seeds")}
 
 
 def best_rates(study: dict[str, Any], data: str) -> dict[str, float]:
