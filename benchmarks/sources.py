@@ -28,6 +28,7 @@ _LATE = tuple(
 _CHECKPOINT = ("training/checkpoint.py", "training/state.py")
 
 MEASURED = {
+    "averaged_weights": ("models/cifar_resnet9.py", "polish"),
     "checkpoint": _CHECKPOINT,
     "checkpoint_busy": _CHECKPOINT,
     "critical_batch": ("measure/critical_batch.py", "tracking/noise_scale.py"),

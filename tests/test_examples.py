@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from programs import output_of
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
@@ -16,6 +17,34 @@ from largebatch.optional import require_torchvision
 require_torchvision()  # where it was built for another torch, other libraries cannot import it
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+MAKE_CHECKPOINT = """
+import numpy, timm, torch
+from pathlib import Path
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.utils import CheckpointSaver, ModelEmaV3
+
+torch.manual_seed(0)
+draw = numpy.random.default_rng(0)
+pixels = draw.integers(0, 100, (48, 64, 64, 3), dtype=numpy.uint8)
+labels = torch.arange(48) % 2
+pixels[1::2, :, :, 0] += 100
+for number, image in enumerate(pixels):
+    folder = Path("images", "train" if number < 32 else "val", "ab"[number % 2])
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(folder / f"{number}.png")
+mean, std = map(torch.tensor, (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+images = ((torch.from_numpy(pixels) / 255 - mean) / std).permute(0, 3, 1, 2)
+model = timm.create_model("resnet10t", num_classes=2)
+ema = ModelEmaV3(model, decay=0.8, exclude_buffers=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+for _ in range(15):
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(images[:32]), labels[:32]).backward()
+    optimizer.step()
+    ema.update(model)
+CheckpointSaver(model, optimizer, model_ema=ema, checkpoint_dir=".").save_checkpoint(0)
 """
 TRAIN_PY = """
 import sys
@@ -93,3 +122,53 @@ def test_the_lightning_example_runs() -> None:
     found = output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / "lightning_module.py"))
     (top1,) = re.findall("polished: top-1 (.*)% of 360 images", found)
     assert float(top1) > 80
+
+
+def gain(printed: str) -> tuple[float, float]:
+    """Return top-1 of an average, as left and polished, in percent."""
+    ((left, polished),) = re.findall(r"top-1 of the average (.*)%, polished (.*)%", printed)
+    return float(left), float(polished)
+
+
+def test_averaged_weights_of_distributed_data_parallel_are_polished() -> None:
+    left, polished = gain(on_torchrun("averaged_ddp.py"))
+    assert left < 80
+    assert polished > 85
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="no Accelerate: pip install accelerate")
+def test_averaged_weights_of_accelerate_are_polished() -> None:
+    left, polished = gain(on_torchrun("averaged_accelerate.py"))
+    assert left < 80
+    assert polished > 85
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("library", "example"),
+    [
+        pytest.param("lightning", "averaged_lightning.py", id="lightning"),
+        pytest.param("transformers", "averaged_transformers.py", id="transformers"),
+    ],
+)
+def test_averaged_weights_of_a_trainer_are_polished(library: str, example: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"no {library}: pip install {library}")
+    left, polished = gain(output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / example)))
+    assert polished > max(left, 85)
+
+
+@pytest.mark.long
+def test_averaged_weights_of_timms_training_script_are_polished(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MAKE_CHECKPOINT, encoding="utf-8")
+    output_of(sys.executable, "-c", PRELUDE, str(script), cwd=tmp_path)
+    example = str(EXAMPLES / "averaged_timm.py")
+    words = [example, "resnet10t", "checkpoint-0.pth.tar", "images"]
+    _, polished = gain(output_of(sys.executable, "-c", PRELUDE, *words, cwd=tmp_path))
+    assert polished > 85
+    before = torch.load(tmp_path / "checkpoint-0.pth.tar", weights_only=False)["state_dict_ema"]
+    after = torch.load(tmp_path / "polished.pth")
+    changed = {name for name, value in after.items() if not value.equal(before[name])}
+    assert changed == {name for name in after if name.endswith(("running_mean", "running_var"))}

@@ -1,6 +1,7 @@
-"""Images and labels of a loader's batch: a tensor, tuple or mapping, on any device."""
+"""Images and labels of a loader's batch: a tensor, tuple or mapping, on any device; logits."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,12 @@ def images_of(batch: AnyBatch) -> Tensor:
 def labels_of(batch: AnyBatch) -> Tensor:
     """Return the labels of a batch; raise ValueError with its content if there are none."""
     return _entry(batch, 1, keys=LABEL_KEYS)
+
+
+def logits_of(output: Any) -> Tensor:  # noqa: ANN401 -- of any model
+    """Return a model's output, or its attribute `logits` as in Hugging Face's models."""
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
 
 
 def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
-from largebatch.models.inputs import AnyBatch, images_of, labels_of
+from largebatch.models.inputs import AnyBatch, images_of, labels_of, logits_of
 from largebatch.models.wrappers import (
     as_input,
     device_of,
@@ -94,9 +94,10 @@ def evaluate(
     device, or a mapping (see `models/inputs.py`). N may differ, and a worker may have no batch.
     Samples may have several labels each (N x T, with scores N x T x K); then each label counts.
     Without a `backend`, the workers that torch.distributed or Horovod has connected are used
-    (`running_backend`). The model may be of any kind that `polish` takes, and is in evaluation mode
-    during the call. `expected` is the number of labels over all workers, if it is known. `each` is
-    called with the logits and labels of every batch.
+    (`running_backend`). The model may be of any kind that `polish` takes, returns logits or an
+    object with `logits`, and is in evaluation mode during the call. `expected` is the number of
+    labels over all workers, if it is known. `each` is called with the logits and labels of every
+    batch.
 
     Raises ValueError if the number of labels is not `expected`, if there are no labels, if a batch
     has another form, if workers have different classes, or if the model is sharded (FSDP1).
@@ -111,7 +112,7 @@ def evaluate(
         for batch in batches:
             images = as_input(images_of(batch), model)
             labels = labels_of(batch).to(device, non_blocking=True)
-            logits = model(images).to(device)  # the last layers may be on another device
+            logits = logits_of(model(images)).to(device)  # the last layers may be elsewhere
             tally.add(logits, labels)
             each(logits, labels)
     tally.sum(backend)

@@ -1,0 +1,162 @@
+"""Draw the figure of the study of averaged weights, and print its tables.
+
+    python benchmarks/averaged_figure.py
+
+Reads the newest averaged_weights_<machine>_<date>.json, writes averaged_weights.png beside it and
+prints the tables of docs/averaged-weights.md.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from averaged_weights import NAME, read
+from measuring import RESULTS, newest, with_ends
+
+from largebatch.report.style import COLOURS, INK, MUTED, RULE, save_png
+from largebatch.studies.metrics import Interval, interval
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Axes, Figure
+
+TITLES = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+ROWS = {
+    "SWA, peak": "SWA",
+    "EMA 0.99, peak": "EMA 0.99",
+    "EMA 0.999, peak": "EMA 0.999",
+    "LAWA, peak": "LAWA",
+    "Schedule-Free SGD, end": "Schedule-Free SGD",
+    "Schedule-Free AdamW, end": "Schedule-Free AdamW",
+    "soup of 3, end": "soup of 3 *",
+    "EMA 0.99, end": "EMA 0.99 *",
+    "EMA 0.999, end": "EMA 0.999 *",
+    "LAWA, end": "LAWA *",
+}
+"""Averages in the order of the figure, with their labels."""
+
+PASSES = {
+    "as left": "as left",
+    "averaged": "buffers averaged too",
+    "augmented": "`update_bn`, training images",
+    "own": "`update_bn`, clean images",
+    "polish": "`polish`",
+}
+"""Passes on one worker."""
+
+Study = dict[str, Any]
+
+
+def values(study: Study, data: str, weights: str, kind: str, workers: int = 1) -> list[Any]:
+    """Return what each seed found in a pass, seed by seed."""
+    return [
+        found[kind]
+        for seed in sorted(study["seeds"].values(), key=lambda seed: seed["seed"])
+        if seed["data"] == data
+        and (found := seed["weights"].get(weights, {}).get(str(workers), {}))
+        and kind in found
+    ]
+
+
+def top1(study: Study, data: str, weights: str, kind: str) -> list[float]:
+    """Return top-1 of every seed on one worker, in percent."""
+    return [100 * found["top1"][0] for found in values(study, data, weights, kind)]
+
+
+def draw(figure: "Figure", *, study: Study) -> None:
+    """Draw top-1 of every average as left, with averaged buffers and polished."""
+    seeds = sorted({seed["seed"] for seed in study["seeds"].values()})
+    count = f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    figure.suptitle(
+        "Top-1 of averaged weights: as the library leaves them, and after one polish() call",
+        x=0.01, ha="left", size=13.5, weight="bold", color=INK,
+    )  # fmt: skip
+    figure.supxlabel(
+        "* The schedule had ended at a rate of zero; the others were taken at the peak rate, or "
+        f"have no schedule.\nResNet-9, width 16, batches of 128; mean of {count}, faint: each.",
+        x=0.01, ha="left", size=9, color=MUTED,
+    )  # fmt: skip
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (data, title) in zip(panels, TITLES.items(), strict=True):
+        for height, weights in enumerate(ROWS):
+            _draw_row(axes, height, study, data, weights)
+        axes.set_title(title, color=INK, weight="bold", size=12.5)
+        axes.set_xlim(5, 106)
+        axes.set_ylim(len(ROWS) - 0.5, -0.6)
+        axes.grid(visible=False, axis="y")
+        axes.grid(visible=True, axis="x", color=RULE)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("Top-1 on the test images, % →", loc="right")
+    panels[0].set_yticks(range(len(ROWS)), list(ROWS.values()))
+
+
+def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) -> None:
+    left, polished = (top1(study, data, weights, kind) for kind in ("as left", "polish"))
+    if not left:
+        return
+    before, after = interval(left).mean, interval(polished).mean
+    colour = COLOURS["statistics"]
+    axes.plot([before, after], [height] * 2, color=colour, alpha=0.35, lw=4, solid_capstyle="butt")
+    for found, ink in ((left, MUTED), (polished, colour)):
+        axes.plot(found, [height] * len(found), color=ink, alpha=0.35, marker="o", ms=4, lw=0)
+    axes.plot([before], [height], color=MUTED, marker="o", ms=7)
+    axes.plot([after], [height], color=colour, marker="D", ms=7)
+    if after - before > 3:  # room for both figures
+        axes.annotate(f"{before:.1f}", (before, height), (-8, 0), textcoords="offset points",
+                      ha="right", va="center", size=10, color=MUTED)  # fmt: skip
+    axes.annotate(f"{after:.1f}", (max(before, after), height), (8, 0), color=colour, size=10.5,
+                  textcoords="offset points", ha="left", va="center", weight="bold")  # fmt: skip
+
+
+def tables(study: Study) -> Iterator[str]:
+    """Yield the lines of the tables in Markdown: passes on one worker, then on several."""
+    for data, title in TITLES.items():
+        yield f"| {title}, top-1 in % | {' | '.join(PASSES.values())} |"
+        yield "|---" * (len(PASSES) + 1) + "|"
+        for weights in ["last weights, peak", *ROWS, "last weights, end"]:
+            cells = [top1(study, data, weights, kind) for kind in PASSES]
+            if any(cells):
+                texts = (_cell(interval(found)) if found else "" for found in cells)
+                yield f"| {weights} | {' | '.join(texts)} |"
+        yield ""
+    yield (
+        "| workers disagree about | workers | pass | top-1 of the workers, % | test images that "
+        "they classify differently, % | ln(variance) off by | seconds |"
+    )
+    yield "|---" * 7 + "|"
+    for data, weights in ((data, weights) for data in TITLES for weights in ROWS):
+        for workers in (2, 4):
+            for kind in ("own", "ddp", "mean", "polish"):
+                if found := values(study, data, weights, kind, workers):
+                    yield _on_workers(f"{TITLES[data]}, {weights}", workers, kind, found)
+
+
+def _on_workers(name: str, workers: int, kind: str, found: list[Any]) -> str:
+    """Return the row of a pass on several workers: the worst of all seeds."""
+    lowest = min(100 * min(seed["top1"]) for seed in found)
+    highest = max(100 * max(seed["top1"]) for seed in found)
+    differ = 100 * max(seed["differ"] for seed in found)
+    off = max(seed["log_variance"] for seed in found)
+    seconds = interval([seed["seconds"] for seed in found]).mean
+    return (
+        f"| {name} | {workers} | {kind} | {lowest:.2f} to {highest:.2f} | {differ:.2f} | "
+        f"{off:.2g} | {seconds:.1f} |"
+    )
+
+
+def _cell(found: Interval) -> str:
+    return with_ends(found, ".1f") if found.number > 1 else f"{found.mean:.1f}"
+
+
+def main() -> None:
+    path = newest(NAME, RESULTS)
+    if path is None:
+        raise SystemExit("there are no results: run benchmarks/averaged_weights.py")
+    study = read(path)
+    drawn = partial(draw, study=study)
+    save_png(Path(path).parent / f"{NAME}.png", drawn, size=(900, 480), pixels=1800)
+    print("\n".join(tables(study)))
+
+
+if __name__ == "__main__":
+    main()

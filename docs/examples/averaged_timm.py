@@ -1,0 +1,45 @@
+"""Polish the averaged weights in a checkpoint of timm's training script (--model-ema).
+
+python docs/examples/averaged_timm.py resnet18 output/train/.../last.pth.tar DIR
+
+DIR has train/<class>/* and val/<class>/*.
+`largebatch polish --model resnet18 --weights FILE --ema --data DIR --out NEW` does the same.
+"""
+
+import sys
+
+import timm
+import torch
+from timm.data import create_dataset, create_loader, resolve_data_config
+from timm.models import load_checkpoint
+
+from largebatch.polish import polish
+from largebatch.training import evaluate
+
+
+def main(name: str, checkpoint: str, folder: str) -> None:
+    """Print top-1 of the average in a checkpoint as left and polished, and save it."""
+    train_set = create_dataset("", folder, split="train")
+    val_set = create_dataset("", folder, split="val")
+    model = timm.create_model(name, num_classes=len(train_set.reader.class_to_idx))
+    load_checkpoint(model, checkpoint, use_ema=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    prepared = resolve_data_config({}, model=model)
+    size, mean, std = prepared["input_size"], prepared["mean"], prepared["std"]
+    clean_loader, val_loader = (
+        create_loader(
+            images, size, 64, mean=mean, std=std, use_prefetcher=False, num_workers=0,
+        )
+        for images in (train_set, val_set)
+    )  # fmt: skip
+
+    left = evaluate(model, val_loader)
+    polish(model, clean_loader)
+    polished = evaluate(model, val_loader)
+    print(f"top-1 of the average {left.top1:.2%}, polished {polished.top1:.2%}")
+    torch.save(model.state_dict(), "polished.pth")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
