@@ -78,8 +78,7 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
 
 def _draw_curve(axes: "Axes", run: Run) -> None:
     """Draw top-1 over the whole run; name its last value where no other chart does."""
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    kept = [evaluation for evaluation in run.evaluations if evaluation.stage not in undone]
+    kept = run.kept_evaluations
     epochs = [evaluation.epoch for evaluation in kept]
     top1 = [100 * evaluation.top1 for evaluation in kept]
     axes.plot(epochs, top1, color=MUTED, lw=1)

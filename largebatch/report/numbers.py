@@ -238,13 +238,12 @@ def describe_confidence(run: Run) -> str | None:
 
 def describe_gap(run: Run) -> str | None:
     """Return the losses on both sets of images after the last stage; None without the monitor."""
-    last = run.last_stage
-    found = next((gap for gap in run.gaps if last and gap.stage == last.name), None)
+    last, found = run.result, run.last_gap
     if last is None or found is None or not math.isfinite(found.gap):
         return None
     gap = signed(found.gap, ".4f")
     return (
-        f"Generalization gap: the validation loss, {last.after.loss:.4f}, minus {found.loss:.4f} "
+        f"Generalization gap: the validation loss, {last.loss:.4f}, minus {found.loss:.4f} "
         f"on the {found.samples:,} {run.task.labelled} trained on, shown "
         f"without augmentation, is {gap}; there top-1 is {percent(found.top1)} %."
     )

@@ -68,7 +68,7 @@ def _finished(run: Run) -> Verdict:
             f"{run.task.labelled} would make {percent(one)} %.",
             good=False,
         )
-    kept = _kept(run)
+    kept = run.kept_evaluations
     best = max(kept, key=lambda found: found.top1)
     of_best = next((stage.mistakes for stage in run.stages if stage.after == best), None)
     if compare(best, end, of_best, last.mistakes).beyond_noise:
@@ -83,15 +83,9 @@ def _finished(run: Run) -> Verdict:
     return _judged(run, kept, f"top-1 ends at {percent(end.top1)} %, {words}.")
 
 
-def _kept(run: Run) -> list[Evaluation]:
-    """Return the evaluations of the stages that were kept."""
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    return [found for found in run.evaluations if found.stage not in undone]
-
-
 def _judged(run: Run, kept: list[Evaluation], words: str) -> Verdict:
     """Return how a run ended, in these words, what stands out in it, and what is not known."""
-    mistakes = run.last_stage.mistakes if run.last_stage else None
+    mistakes = run.final_mistakes
     recipe = _read_recipe(run)
     num_classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     oddities, unknown = list(_lost_losses(kept)), []
@@ -185,7 +179,7 @@ def _weak_classes(found: Mistakes, labelled: str) -> Iterator[str]:
 
 def _finished_by_metric(run: Run, end: Evaluation, metric: Metric) -> Verdict:
     """Compare the metric at the end with the best of the run."""
-    kept, value = _kept(run), metric.value(end)
+    kept, value = run.kept_evaluations, metric.value(end)
     if not math.isfinite(value) or not math.isfinite(end.loss):
         return Verdict("The run finished, but its validation loss ends as no number.", good=False)
     choose = min if metric.lower_is_better else max
