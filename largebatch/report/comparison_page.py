@@ -26,7 +26,7 @@ _NOISE = (
     "include how far a run moves with its seed, and of many runs the best one is best by luck, too."
 )
 _RUNS = (
-    "A click on a header sorts. Top-1 is that of the model as the run left it; a stage may have "
+    "Top-1 is that of the model as the run left it; a stage may have "
     "been discarded since. The time to an accuracy is that to the first evaluation that reached "
     'it, on the axis of the charts, and "at most" that where it was the run\'s first evaluation; '
     "the run time is all of worker 0's, with starting, saving and what was done again after a "
