@@ -182,7 +182,7 @@ def test_workers_in_one_host_and_on_hosts_apply_equal_rates(
     words = ["study", "scaling", str(write_study(tmp_path)), "--out", str(tmp_path / "out")]
     assert main(words) == DONE
     lines = capsys.readouterr().out.splitlines()
-    assert any("bit for bit, in each of 28 updates of 4 starts" in line for line in lines)
+    assert any("bit for bit, in each of 14 updates of 2 starts" in line for line in lines)
     for cell in SECONDS:
         record = json.loads((tmp_path / "out" / cell / "seed-1.json").read_bytes())
         rates = record["found"]["rates"]
