@@ -16,9 +16,10 @@ from largebatch.formatting import MISSING, plural, points
 from largebatch.recipe.task import Task
 from largebatch.report.comparison import Compared, Comparison, describe
 from largebatch.report.course import Course
+from largebatch.report.figures import needs_log_scale
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, series
-from largebatch.report.run import Stage, images_per_second, needs_log_scale
+from largebatch.report.run import Stage, images_per_second
 
 _NOISE = (
     "Noise is two standard errors of the difference of two runs on these samples: by McNemar's "

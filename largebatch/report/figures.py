@@ -22,7 +22,6 @@ from largebatch.report.run import (
     Trace,
     images_per_second,
     median,
-    needs_log_scale,
 )
 from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, write_chart
 from largebatch.schedules.build import Course
@@ -60,6 +59,16 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
         )  # fmt: skip
         name_line(top, "validation", INK, after=title)
     name_axes(bottom, y="Learning rate", x="Step")
+
+
+def needs_log_scale(losses: FloatArray) -> bool:
+    """Return True if a linear axis would press most of these losses together at its bottom.
+
+    >>> [needs_log_scale(np.array([first, 0.6, 0.5, 0.6])) for first in (2.3, 114.0)]
+    [False, True]
+    """
+    shown = losses[np.isfinite(losses) & (losses > 0)]
+    return bool(shown.size and shown.max() > min(100 * shown.min(), 10 * median(shown)))
 
 
 def draw_accuracy(figure: "Canvas", run: Run) -> None:

@@ -265,16 +265,6 @@ def median(values: FloatArray) -> float:
     return float(np.median(finite)) if finite.size else math.nan
 
 
-def needs_log_scale(losses: FloatArray) -> bool:
-    """Return True if a linear axis would press most of these losses together at its bottom.
-
-    >>> [needs_log_scale(np.array([first, 0.6, 0.5, 0.6])) for first in (2.3, 114.0)]
-    [False, True]
-    """
-    shown = losses[np.isfinite(losses) & (losses > 0)]
-    return bool(shown.size and shown.max() > min(100 * shown.min(), 10 * median(shown)))
-
-
 def images_per_second(run: Run) -> float | None:
     """Return the summary's rate, else the median step's; None if nothing was timed."""
     if run.summary is not None and run.summary.images_per_second is not None:
