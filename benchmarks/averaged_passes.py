@@ -7,7 +7,7 @@ worker has the largest share. Each starts from the weights as the library leaves
 - `polish`: `largebatch.polish.polish` on all workers;
 - `own`: torch's `update_bn` on every worker, over its own share;
 - `ddp`: `update_bn` of a DistributedDataParallel model. It sends the first worker's buffers to all
-  before every batch, so workers wait for ever where shares differ: here each stops with the
+  before every batch, so workers wait indefinitely where shares differ: here each stops with the
   smallest share;
 - `mean`: `own`, then the mean of means and variances over the workers, as timm's `distribute_bn`;
 - `augmented`, `polish augmented`: `update_bn` and `polish` on one worker, on images augmented as in
@@ -121,7 +121,7 @@ def accuracy(predicted: Tensor, images: Images) -> float:
 
 
 def on_workers(workers: int, folder: Path, images: Path, name: str) -> dict[str, Found]:
-    """Make the passes over all weights of a folder on so many workers.
+    """Make the passes over all weights of a folder on `workers` workers.
 
     Returns by weights and pass: `top1`, of every worker; `differ`, the part of the test images on
     which two workers predict differently; `seconds`; and how far the statistics of the worst worker

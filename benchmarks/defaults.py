@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from measuring import in_points, run_largebatch, write
+from measuring import run_largebatch, write
 from polishing_data import prepare
 
 from largebatch.studies.metrics import difference, interval
@@ -61,7 +61,7 @@ def apart(top1: Top1) -> dict[str, Any]:
     worst, best = order[0], order[-1]
     pairs = len(list(combinations(order, 2)))
     found = difference(top1[best], top1[worst], together=pairs)
-    return {"best": best, "worst": worst, "points": in_points(found)._asdict()}
+    return {"best": best, "worst": worst, "points": found.scaled(100)._asdict()}
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
                 "best of": one.best_of,
                 "used on": one.used_on,
                 "setting": one.setting,
-                "minus the own best": in_points(one.gap)._asdict() if one.gap else None,
+                "minus the own best": one.gap.scaled(100)._asdict() if one.gap else None,
             }
             for row in transfer_matrix(both, higher=True)
             for one in row

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from contrasts import BySeed, Noise, contrast, noise_of
-from measuring import in_points
 from scipy.stats import spearmanr
 
 from largebatch.studies.metrics import (
@@ -83,7 +82,7 @@ def noise(policies: Policies) -> Noise:
 def points(policies: Policies, one: str, other: str, *, together: int = 1) -> Interval:
     """Return the difference in top-1 of one policy to another, in points."""
     terms = [(1.0, top1_of(policies[one])), (-1.0, top1_of(policies[other]))]
-    return in_points(contrast(terms, noise(policies), together=together))
+    return contrast(terms, noise(policies), together=together).scaled(100)
 
 
 def areas_of(cell: Mapping[str, Any]) -> BySeed:

@@ -35,7 +35,7 @@ from learning_rates_statistics import (
     top1_of,
     whole,
 )
-from measuring import RESULTS, in_points, newest, with_ends
+from measuring import RESULTS, newest, with_ends
 
 from largebatch.studies.metrics import Interval, Ratio, difference, interval
 
@@ -204,7 +204,7 @@ def _robust(measured: Measured) -> Iterator[str]:
             against = difference(areas[name], areas["fix"], together=len(areas) - 1)
             yield (
                 f"| {one.key} | {name} | {100 * statistics.fmean(areas[name].values()):.1f} | "
-                f"{'' if name == 'fix' else _words(in_points(against), '+.1f')} | "
+                f"{'' if name == 'fix' else _words(against.scaled(100), '+.1f')} | "
                 f"{100 * statistics.fmean(top1_of(policies[name]).values()):.1f} |"
             )
 
@@ -241,7 +241,7 @@ def _searches(every: Measured) -> Iterator[str]:
         if one.arm:
             main = every[one.main]
             gains = [
-                in_points(difference(top1_of(main[name]), top1_of(cell))).mean
+                difference(top1_of(main[name]), top1_of(cell)).scaled(100).mean
                 for name, cell in policies.items()
             ]
             gain = (

@@ -124,11 +124,6 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def in_points(found: Interval) -> Interval:
-    """Convert an interval of fractions to points."""
-    return Interval(100 * found.mean, 100 * found.low, 100 * found.high, found.number)
-
-
 def with_ends(found: Interval, form: str) -> str:
     """Format a mean with the ends of its interval, if it has one.
 

@@ -23,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,18 @@ from planner_baseline import baseline_errors
 
 from largebatch import load_recipe, run
 from largebatch.distributed.environment import available_cores, launched_rank
+from largebatch.formatting import aligned
 from largebatch.measure.calibrate import measure
 from largebatch.planner.calibration import (
     LeftOut,
-    covered,
+    fit,
     installed_fit,
     installed_left_out,
-    leave_generation_out,
     quantile,
-    summary,
 )
-from largebatch.planner.cluster import Cluster
+from largebatch.planner.cluster import Cluster, Generation
 from largebatch.planner.prediction import predict
-from largebatch.planner.published import Published, predicted_seconds, published_runs, read_runs
+from largebatch.planner.published import Published, parse_runs, published_runs
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.events import StageName
 from largebatch.training.loop import Update
@@ -84,14 +84,8 @@ def published() -> dict[str, Any]:
     old = [one for one in left_out if one.run.generation != "hopper"]
     before = dict(zip(old, baseline_errors([one.run for one in old]), strict=True))
     inside = dict(zip(left_out, covered(left_out), strict=True))
-    print(f"{'round':6}{'system':32}{'GPUs':>6}{'batch':>8}{'seconds':>10}{'ours':>8}"
-          f"{'in 90 %':>9}{'five constants':>16}")  # fmt: skip
-    for one in left_out:
-        five = f"{before[one]:+15.1%}" if one in before else ""
-        left = one.run
-        print(f"{left.round:6}{left.system[:30]:32}{left.workers:6,}{left.global_batch:8,}"
-              f"{left.seconds:10,.1f}{one.error:+8.1%}{'yes' if inside[one] else 'no':>9}"
-              f"{five:>16}")  # fmt: skip
+    rows = [_row(one, covered=inside[one], five=before.get(one)) for one in left_out]
+    print_rows(rows)
     summaries = {
         "ours, 24 systems on V100 and A100": summary([one.error for one in old]),
         "five constants": summary(list(before.values())),
@@ -107,30 +101,66 @@ def published() -> dict[str, Any]:
         print(name, {key: f"{value:.1%}" for key, value in found.items()})
     share = sum(inside.values()) / len(inside)
     print(f"covered by 90 % intervals: {share:.1%}")
-    constants = installed_fit().constants
     return {
-        "left out": [_row(one, covered=inside[one], five=before.get(one)) for one in left_out],
+        "left out": rows,
         "summaries": summaries,
         "generations": generations,
         "covered": share,
         "quantile": quantile(left_out),
-        "constants": {name: getattr(constants, name) for name in constants.__slots__},
+        "constants": asdict(installed_fit().constants),
     }
 
 
 def more(file: Path) -> dict[str, Any]:
     """Predict the runs of a file, which the planner was not fitted to."""
-    factor, rows, errors = quantile(installed_left_out()), [], []
-    known = installed_fit()
-    for new in read_runs(file):
-        deviation = known.deviation(partial(predicted_seconds, new))
-        one = LeftOut(run=new, predicted=known.seconds(new), deviation=deviation)
-        rows.append(_row(one, covered=one.score <= factor, five=None))
-        errors.append(one.error)
-        print(f"{new.round:6}{new.system[:30]:32}{new.workers:6,}{new.seconds:10,.1f}"
-              f"{one.error:+8.1%}{'yes' if rows[-1]['covered'] else 'no':>9}"
-              f"  {', '.join(new.guessed)}")  # fmt: skip
-    return {"rows": rows, "summary": summary(errors)}
+    factor, known = quantile(installed_left_out()), installed_fit()
+    runs = parse_runs(file.read_text(encoding="utf-8").splitlines())
+    rows = [_row(one, covered=one.score <= factor, five=None) for one in map(known.predict, runs)]
+    print_rows(rows)
+    return {"rows": rows, "summary": summary([row["error"] for row in rows])}
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Print runs with the errors of both models."""
+    table = [["round", "system", "GPUs", "batch", "seconds", "ours", "in 90 %", "five constants"]]
+    table += [
+        [
+            row["round"], row["system"], f"{row['gpus']:,}", f"{row['batch']:,}",
+            f"{row['seconds']:,.1f}", f"{row['error']:+.1%}", "yes" if row["covered"] else "no",
+            "" if row["five constants"] is None else f"{row['five constants']:+.1%}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    print(aligned(table, right=range(2, 8)))
+
+
+def leave_generation_out(
+    runs: Sequence[Published], generation: Generation, *, keep: Sequence[Published] = ()
+) -> list[LeftOut]:
+    """Predict a generation of GPUs from all others, its data sheets and the runs in `keep`.
+
+    The runs in `keep` are not returned.
+    """
+    found = fit([run for run in runs if run.generation != generation] + list(keep))
+    left = [run for run in runs if run.generation == generation and run not in keep]
+    return [found.predict(run) for run in left]
+
+
+def covered(left_out: Sequence[LeftOut]) -> list[bool]:
+    """Return, for each system, True if it lies in the interval from the errors of all others."""
+    return [
+        one.score <= quantile([other for other in left_out if other is not one]) for one in left_out
+    ]
+
+
+def summary(errors: Sequence[float]) -> dict[str, float]:
+    """Return the median, the 90th percentile and the largest of absolute errors."""
+    sizes = np.abs(errors)
+    return {
+        "median": float(np.median(sizes)),
+        "90th percentile": float(np.quantile(sizes, 0.9)),
+        "largest": float(sizes.max()),
+    }
 
 
 def _row(one: LeftOut, *, covered: bool, five: float | None) -> dict[str, Any]:

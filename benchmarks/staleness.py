@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from contrasts import BySeed, Noise, contrast, noise_of
-from measuring import in_points, run_largebatch, write
+from measuring import run_largebatch, write
 from polishing_data import prepare
 from scipy.stats import binomtest
 from staleness_studies import IMAGES, rates_study, studies
@@ -133,7 +133,7 @@ def _cell(row: Row) -> dict[str, Any]:
     return {
         "top-1": {
             key: value if math.isfinite(value) else None  # JSON has no infinity
-            for key, value in in_points(interval(_top1(row).values()))._asdict().items()
+            for key, value in interval(_top1(row).values()).scaled(100)._asdict().items()
         },
         "runs that fail": fails(row),
         "mean tau": row.tau,
@@ -186,7 +186,7 @@ def differences(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
 def _answer(terms: Sequence[Term], own: Noise, *, together: int) -> dict[str, Any]:
     """Return a difference in points, one of several, and whether it is level on its own."""
     each, alone = (contrast(terms, own, together=number) for number in (together, 1))
-    return {**in_points(each)._asdict(), "level": _is_level(alone)}
+    return {**each.scaled(100)._asdict(), "level": _is_level(alone)}
 
 
 def _is_level(found: Interval) -> bool:
@@ -318,7 +318,7 @@ def products(rows: Rows) -> Iterator[dict[str, Any]]:
             own,
             together=len(between),
         )
-        yield {"protocol": protocol, "products": both, **in_points(found)._asdict()}
+        yield {"protocol": protocol, "products": both, **found.scaled(100)._asdict()}
 
 
 def _waiting(name: str) -> str:

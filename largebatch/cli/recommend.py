@@ -55,6 +55,7 @@ def _recommend(args: argparse.Namespace) -> int:
     from largebatch.studies.policies.recommend import recommend
     from largebatch.studies.policies.recommend_words import (
         as_json,
+        policies_table,
         runs_behind,
         schedule_yaml,
         sentences,
@@ -73,6 +74,7 @@ def _recommend(args: argparse.Namespace) -> int:
         print("\n" * (place > 0), end="")
         for sentence in sentences(answer):
             print(wrapped(sentence))
+        print(printable(policies_table(answer).text()))
         if answer.first is not None:
             print(printable(schedule_yaml(answer.first.cell)), end="")
         for line in runs_behind(answer):

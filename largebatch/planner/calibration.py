@@ -9,15 +9,14 @@ for the next one.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from largebatch.planner.cluster import GENERATIONS, Generation
+from largebatch.planner.cluster import GENERATIONS
 from largebatch.planner.model import Constants
 from largebatch.planner.published import Published, predicted_seconds, published_runs
 
@@ -27,7 +26,7 @@ COVERAGE = 0.9
 NOISE = 0.05
 """Expected deviation of a run from the model, as a ratio; it weights runs against priors."""
 
-_PRIOR: dict[str, tuple[float, float]] = {
+PRIOR: dict[str, tuple[float, float]] = {
     "scale": (3.1, 1.0),
     **{f"deviation {name}": (1.0, 0.15) for name in GENERATIONS},
     "launch launched": (0.006, 0.7),
@@ -61,9 +60,11 @@ class Fit:
         """The constants themselves."""
         return _constants(self.logs)
 
-    def seconds(self, run: Published) -> float:
-        """Return the predicted time of a run."""
-        return predicted_seconds(run, self.constants)
+    def predict(self, run: Published) -> "LeftOut":
+        """Predict a run that is not among those of the fit."""
+        deviation = self.deviation(partial(predicted_seconds, run))
+        seconds = predicted_seconds(run, self.constants)
+        return LeftOut(run=run, predicted=seconds, deviation=deviation)
 
     def deviation(self, seconds: Seconds) -> float:
         """Return the standard deviation of the logarithm of a time."""
@@ -73,7 +74,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Prediction of a system from all others."""
+    """Prediction of a run from others."""
 
     run: Published
     predicted: float
@@ -90,11 +91,16 @@ class LeftOut:
         return abs(math.log(self.predicted / self.run.seconds)) / self.deviation
 
 
-def fit(runs: Sequence[Published], *, near: Fit | None = None) -> Fit:
+def fit(
+    runs: Sequence[Published],
+    *,
+    near: Fit | None = None,
+    prior: Mapping[str, tuple[float, float]] = PRIOR,
+) -> Fit:
     """Return the constants that fit the runs best; the search starts at another fit's."""
     from scipy.optimize import least_squares
 
-    centre, width = _prior()
+    centre, width = np.array([(math.log(size), width) for size, width in prior.values()]).T
     found = least_squares(
         lambda logs: np.concatenate([_residuals(runs, logs), (logs - centre) / width]),
         centre if near is None else near.logs,
@@ -111,31 +117,14 @@ def installed_fit() -> Fit:
     return fit(published_runs())
 
 
-def leave_one_out(runs: Sequence[Published]) -> list[LeftOut]:
-    """Predict each system from all others."""
-    near = fit(runs)
-    return [
-        _predict(fit([one for one in runs if one.system != run.system], near=near), run)
-        for run in runs
-    ]
-
-
-def leave_generation_out(
-    runs: Sequence[Published], generation: Generation, *, keep: Sequence[Published] = ()
-) -> list[LeftOut]:
-    """Predict a generation of GPUs from all others, its data sheets and the runs in `keep`.
-
-    The runs in `keep` are not returned.
-    """
-    found = fit([run for run in runs if run.generation != generation] + list(keep))
-    left = [run for run in runs if run.generation == generation and run not in keep]
-    return [_predict(found, run) for run in left]
-
-
 @cache
 def installed_left_out() -> tuple[LeftOut, ...]:
-    """Return the predictions of each installed run from all others."""
-    return tuple(leave_one_out(published_runs()))
+    """Return the prediction of each installed run from those of other systems."""
+    runs, near = published_runs(), installed_fit()
+    return tuple(
+        fit([one for one in runs if one.system != run.system], near=near).predict(run)
+        for run in runs
+    )
 
 
 def quantile(left_out: Sequence[LeftOut]) -> float:
@@ -145,35 +134,8 @@ def quantile(left_out: Sequence[LeftOut]) -> float:
     return scores[min(rank, len(scores)) - 1]
 
 
-def covered(left_out: Sequence[LeftOut]) -> list[bool]:
-    """Return, for each system, True if it lies in the interval from the errors of all others."""
-    return [
-        one.score <= quantile([other for other in left_out if other is not one]) for one in left_out
-    ]
-
-
-def summary(errors: Sequence[float]) -> dict[str, float]:
-    """Return the median, the 90th percentile and the largest of absolute errors."""
-    sizes = sorted(map(abs, errors))
-    return {
-        "median": median(sizes),
-        "90th percentile": float(np.quantile(sizes, 0.9)),
-        "largest": sizes[-1],
-    }
-
-
-def _predict(found: Fit, run: Published) -> LeftOut:
-    deviation = found.deviation(partial(predicted_seconds, run))
-    return LeftOut(run=run, predicted=found.seconds(run), deviation=deviation)
-
-
-def _prior() -> tuple[Vector, Vector]:
-    centre = np.array([math.log(value) for value, _ in _PRIOR.values()])
-    return centre, np.array([width for _, width in _PRIOR.values()])
-
-
 def _constants(logs: Vector) -> Constants:
-    values = dict(zip(_PRIOR, map(math.exp, logs), strict=True))
+    values = dict(zip(PRIOR, map(math.exp, logs), strict=True))
     return Constants(
         scale=values["scale"],
         deviations={name: values[f"deviation {name}"] for name in GENERATIONS},

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from largebatch.formatting import aligned
 from largebatch.planner.suggest import (
     LARGEST,
     SETTINGS,
@@ -88,19 +89,19 @@ def _recipes_for(batch: int) -> list[str]:
 
 def _settings(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
     lower, upper = found.lower, found.upper
-    share = found.warmup_epochs / found.epochs
-    yield f"{'':20}{'here':>9}   {'neighbours':<19}  each point from its own neighbours misses by"
-    for name, label, here, below, above in (
-        ("learning rate", "", found.peak_lr, lower.peak_lr, upper.peak_lr),
-        ("warm-up, share of the run", "warm-up / run", share, lower.warmup, upper.warmup),
-        ("1 - momentum", "", 1 - found.momentum, 1 - lower.momentum, 1 - upper.momentum),
-        ("weight decay", "", found.weight_decay, lower.weight_decay, upper.weight_decay),
-        ("BatchNorm span", "", found.bn_span, lower.bn_span, upper.bn_span),
-    ):
-        if name.startswith("warm-up") and not has_warmup:
-            continue
-        both = f"{below:.4g}" if lower is upper else f"{below:.4g}, {above:.4g}"
-        yield f"{label or name:20}{here:>9.4g}   {both:<19}  {_missed(name)}"
+    settings = {
+        "learning rate": found.peak_lr,
+        "warm-up, share of the run": found.warmup_epochs / found.epochs,
+        "1 - momentum": 1 - found.momentum,
+        "weight decay": found.weight_decay,
+        "BatchNorm span": found.bn_span,
+    }
+    rows = [["", "here", "neighbours", "error of each point, from its own neighbours"]]
+    for name, here in settings.items():
+        if has_warmup or not name.startswith("warm-up"):
+            points = dict.fromkeys(f"{SETTINGS[name](point):.4g}" for point in (lower, upper))
+            rows.append([name, f"{here:.4g}", ", ".join(points), _missed(name)])
+    yield from aligned(rows, right=[1]).split("\n")
     yield (
         f"the span is a divisor of {found.batch:,} from {SPANS[0]} to {SPANS[-1]}; what misses by "
         f"{_percent(UNSURE)} or more is hardly a function of the batch: try others"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from largebatch.errors import PlanError
@@ -146,7 +146,7 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
         device_batch=plan.device_batch,
         accumulation=plan.accumulation,
         steps=plan.updates,
-        step={name: getattr(step, name) for name in step.__slots__},
+        step=asdict(step),
         parts=parts,
         seconds=seconds,
         low=seconds / spread,
@@ -247,15 +247,12 @@ def machine_for(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machi
 def _load(
     recipe: Recipe, plan: Plan, cluster: Cluster, accumulation: int, *, size: int | None = None
 ) -> Load:
-    if cluster.measured is not None:
-        num_bytes = cluster.measured.gradient_bytes
-    else:
-        num_bytes = gradient_bytes(recipe)
+    measured = cluster.measured
     return Load(
         workers=plan.workers,
         device_batch=plan.device_batch,
         accumulation=accumulation,
-        gradient_bytes=num_bytes,
+        gradient_bytes=measured.gradient_bytes if measured else gradient_bytes(recipe),
         overlap=not sends_at_once(recipe.execution.groups),
         sync_workers=plan.sync_workers,
         pixels=_pixels(cluster, size or recipe.images.image_size),

@@ -3,22 +3,21 @@
 import csv
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
+from itertools import takewhile
 
-from largebatch.planner.cluster import Cluster, ClusterError, Generation, Gpu, Software
-from largebatch.planner.cluster import installed_clusters as clusters
-from largebatch.planner.model import (
-    OVERLAP_FROM,
-    Constants,
-    Load,
-    evaluation_seconds,
-    machine,
-    step_seconds,
+from largebatch.planner.cluster import (
+    Cluster,
+    ClusterError,
+    Generation,
+    Gpu,
+    Software,
+    installed_clusters,
 )
+from largebatch.planner.model import Constants, Load, evaluation_seconds, machine, step_seconds
 
 IMAGES, VALIDATION = 1_281_167, 50_000
 EVALUATE_EVERY = 4
@@ -32,12 +31,6 @@ _FORMS = re.compile("SXM|PCIE|NVL|OAM")
 
 _CTS_WATTS = 500.0
 """Watts of an A100 with custom thermal solution (MLPerf v2.0 system description)."""
-
-_FEW_NODES = 8
-"""Nodes up to which entries leave SHARP off, where known (MLPerf v3.0, v3.1)."""
-
-_OVERLAP_UNTIL = 0.7
-"""The last round in which gradients are sent while backward runs, except on A100s."""
 
 _GRAPHS_SINCE = 1.0
 """The first round in which NVIDIA's entries capture their steps as CUDA graphs."""
@@ -57,8 +50,6 @@ class Published:
     seconds: float
     bn_span: int
     overlap: bool
-    guessed: tuple[str, ...] = ()
-    """Values that the row lacks, inferred from its round and size."""
 
     @property
     def device_batch(self) -> int:
@@ -104,79 +95,33 @@ def predicted_seconds(run: Published, constants: Constants) -> float:
 def published_runs() -> tuple[Published, ...]:
     """Return the installed runs, each system once."""
     file = files("largebatch") / "planner" / "mlperf_resnet50_runs.csv"
-    return tuple(one_a_system(_parse(file.read_text(encoding="utf-8").splitlines())))
+    runs = parse_runs(file.read_text(encoding="utf-8").splitlines())
+    return tuple({(run.submitter, run.system, run.seconds): run for run in runs}.values())
 
 
-def read_runs(path: Path) -> list[Published]:
-    """Return the runs of a CSV file with the columns of the installed one.
+def parse_runs(lines: Iterable[str]) -> list[Published]:
+    """Return the runs in lines of CSV; one that starts with # is a comment.
 
-    `overlap` and `sharp` may be missing; `guessed` then names them: gradients are assumed to
-    overlap backward until v0.7 with more than 100 images on a GPU, and switches to sum where the
-    cluster's do and there are more than 8 nodes. Raises ClusterError for rows that cannot be used.
+    Raises ClusterError for a GPU that no installed cluster has.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ClusterError(f"{path}: cannot read these runs: {error}") from None
-    try:
-        return _parse(text.splitlines())
-    except (KeyError, ValueError, TypeError, csv.Error) as error:
-        raise ClusterError(f"{path}: no published runs: {error!r}") from None
-
-
-def one_a_system(runs: Iterable[Published]) -> list[Published]:
-    """Return the runs without results that were submitted again in a later round."""
-    return list({(run.submitter, run.system, run.seconds): run for run in runs}.values())
-
-
-def _parse(lines: Sequence[str]) -> list[Published]:
     return [_run(row) for row in csv.DictReader(line for line in lines if line[:1] != "#")]
 
 
 def _run(row: dict[str, str]) -> Published:
-    workers, nodes, batch = (int(row[key]) for key in ("accelerators", "nodes", "global_batch"))
-    _require_sizes(row, workers=workers, nodes=nodes, batch=batch)
+    workers, nodes = int(row["accelerators"]), int(row["nodes"])
     cluster = _cluster(row, workers // nodes, nodes=nodes)
-    early = float(row["round"].lstrip("v")) <= _OVERLAP_UNTIL
-    guesses = {
-        "overlap": early and batch // workers > OVERLAP_FROM,
-        "sharp": cluster.sharp and nodes > _FEW_NODES,
-    }
-    found = {key: row[key] == "yes" if row.get(key) else guess for key, guess in guesses.items()}
     return Published(
         round=row["round"],
         submitter=row["submitter"],
         system=row["system"],
-        cluster=cluster.model_copy(update={"sharp": found["sharp"]}),
+        cluster=cluster.model_copy(update={"sharp": row["sharp"] == "yes"}),
         workers=workers,
-        global_batch=batch,
+        global_batch=int(row["global_batch"]),
         epochs=(float(row["epochs_min"]) + float(row["epochs_max"])) / 2,
         seconds=float(row["seconds"]),
         bn_span=int(row["bn_span"]),
-        overlap=found["overlap"],
-        guessed=tuple(
-            f"{key}: {'yes' if guess else 'no'}"
-            for key, guess in guesses.items()
-            if not row.get(key)
-        ),
+        overlap=row["overlap"] == "yes",
     )
-
-
-def _require_sizes(row: dict[str, str], *, workers: int, nodes: int, batch: int) -> None:
-    """Raise ClusterError for impossible numbers."""
-    numbers = [float(row[key]) for key in ("epochs_min", "epochs_max", "seconds", "bn_span")]
-    if nodes < 1 or workers < nodes or workers % nodes:
-        raise ClusterError(
-            f"{row['system']}: nodes: {nodes}, accelerators: {workers}; expected equal nodes"
-        )
-    if batch < workers:
-        raise ClusterError(
-            f"{row['system']}: global_batch: {batch} on {workers} GPUs; expected an image on each"
-        )
-    if not all(0 < number < math.inf for number in numbers):
-        raise ClusterError(
-            f"{row['system']}: epochs, seconds and bn_span: {numbers}; expected all above 0"
-        )
 
 
 def _cluster(row: dict[str, str], gpus_per_node: int, *, nodes: int = 1) -> Cluster:
@@ -196,14 +141,15 @@ def _cluster(row: dict[str, str], gpus_per_node: int, *, nodes: int = 1) -> Clus
 
     def likeness(one: Cluster) -> tuple[bool, bool, int, bool]:
         assert one.gpu is not None
-        alike = _common(one.gpu.name.upper().replace("-", ""), found)
+        letters = zip(one.gpu.name.upper().replace("-", ""), found, strict=False)
+        alike = len(list(takewhile(lambda pair: pair[0] == pair[1], letters)))
         form = _FORMS.search(found)
         place = named.startswith(one.name.partition("-")[0])
         fits = alike >= len("V100") and (form is None or form.group() in one.gpu.name)
         linked = nodes == 1 or one.network_gigabytes_per_second is not None
         return fits, linked, alike + 3 * place, one.gpus_per_node == gpus_per_node
 
-    best = max(clusters().values(), key=likeness)
+    best = max(installed_clusters().values(), key=likeness)
     if not likeness(best)[0]:
         raise ClusterError(f"{row['system']}: no installed cluster has {row['accelerator']}")
     assert best.gpu is not None
@@ -218,9 +164,3 @@ def _with_watts(gpu: Gpu, accelerator: str) -> Gpu:
     if watts == gpu.watts:
         return gpu
     return gpu.model_copy(update={"watts": watts, "peak_watts": gpu.peak_watts or gpu.watts})
-
-
-def _common(first: str, second: str) -> int:
-    """Return the length of the common prefix of two words."""
-    pairs = zip(first, second, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -114,11 +114,11 @@ def interpolate(batch: float, points: Sequence[Point], value: Callable[[Point], 
 
 def left_out(points: Sequence[Point], value: Callable[[Point], float]) -> list[float]:
     """Return the relative error of each point with two neighbours, from all other points."""
-    errors = []
-    for point in points[1:-1]:
-        others = [other for other in points if other is not point]
-        errors.append(interpolate(point.batch, others, value) / value(point) - 1)
-    return errors
+    return [
+        interpolate(point.batch, [one for one in points if one is not point], value) / value(point)
+        - 1
+        for point in points[1:-1]
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,10 @@ def fit_epochs(points: Sequence[Point]) -> EpochLaw:
 
 def epoch_errors(points: Sequence[Point]) -> list[float]:
     """Return the relative error of each point, from a fit to the nine others."""
-    errors = []
-    for point in points:
-        law = fit_epochs([other for other in points if other is not point])
-        errors.append(law(point.batch) / point.mean_epochs - 1)
-    return errors
+    return [
+        fit_epochs([one for one in points if one is not point])(point.batch) / point.mean_epochs - 1
+        for point in points
+    ]
 
 
 def margin(points: Sequence[Point]) -> float:
@@ -231,8 +230,8 @@ def suggest(
     alone = lower is upper
     values = {name: interpolate(alike, points, value) for name, value in SETTINGS.items()}
     law_epochs = fit_epochs(points)(alike)
-    total = _schedule_epochs(alike, lower, law_epochs * margin(points))
-    total = total if epochs is None else epochs
+    own = lower.schedule_epochs if lower.batch == alike else math.ceil(law_epochs * margin(points))
+    total = own if epochs is None else epochs
     return Suggestion(
         batch=batch,
         data=data,
@@ -250,11 +249,6 @@ def suggest(
         clean_epochs=_digits(clean_share() * total, 3),
         given_epochs=epochs is not None,
     )
-
-
-def _schedule_epochs(alike: float, lower: Point, rule: float) -> float:
-    """Return the length of a schedule: that of a point, or else that of the rule, rounded up."""
-    return lower.schedule_epochs if lower.batch == alike else math.ceil(rule)
 
 
 def _require_in_range(batch: int, alike: float, points: Sequence[Point], data: DataSet) -> None:

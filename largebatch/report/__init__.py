@@ -1,13 +1,13 @@
 """A run folder -> charts and one self-contained page; several of them -> a page that compares them.
 
-Everything is drawn from the records of the run, so a run that was interrupted, failed or was killed
-has a report too: of what there is.
+Everything is drawn from the records of a run, so a run that was interrupted, failed or was killed
+has a report of what it recorded.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from largebatch.errors import CheckpointError, LargebatchError
+from largebatch.errors import CheckpointError
 from largebatch.report.comparison import Comparison, compare_runs
 from largebatch.report.comparison_page import make_comparison_page
 from largebatch.report.page import Section, make_page, write_charts
@@ -16,7 +16,7 @@ from largebatch.storage import write_whole
 from largebatch.tracking.events import REPORT
 
 COMPARISON = "compare.html"
-"""What the page that compares runs is called, unless it gets a name of its own."""
+"""Name of the page that compares runs, unless another is given."""
 
 
 def write_report(
@@ -49,20 +49,12 @@ def write_report(
 
 
 def write_comparison(run_folders: Sequence[Path], out: Path) -> tuple[Path, Comparison]:
-    """Write the page that compares these runs; return its path and what is in it.
+    """Write the page that compares these runs; return its path and its content.
 
     `out` is the file, a name that ends in .html, or the folder of compare.html. Raises as
     compare_runs, LargebatchError where the page cannot be written, MissingPackageError without
     Bokeh.
     """
-    page = out if out.suffix == ".html" else out / COMPARISON
     comparison = compare_runs(run_folders)
-    content = make_comparison_page(comparison).encode()
-    try:
-        write_whole(page, content)
-    except OSError as error:
-        raise LargebatchError(
-            f"{page}: the comparison cannot be written: {error.strerror}; choose another place "
-            "with: largebatch report RUN RUN ... --out FILE.html"
-        ) from None
-    return page, comparison
+    path = out if out.suffix == ".html" else out / COMPARISON
+    return make_comparison_page(comparison).write(path), comparison

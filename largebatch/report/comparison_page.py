@@ -16,9 +16,10 @@ from largebatch.formatting import MISSING, plural, points
 from largebatch.recipe.task import Task
 from largebatch.report.comparison import Compared, Comparison, describe
 from largebatch.report.course import Course
+from largebatch.report.figures import needs_log_scale
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, series
-from largebatch.report.run import Stage, images_per_second, needs_log_scale
+from largebatch.report.run import Stage, images_per_second
 
 _NOISE = (
     "Noise is two standard errors of the difference of two runs on these samples: by McNemar's "
@@ -26,7 +27,7 @@ _NOISE = (
     "include how far a run moves with its seed, and of many runs the best one is best by luck, too."
 )
 _RUNS = (
-    "A click on a header sorts. Top-1 is that of the model as the run left it; a stage may have "
+    "Top-1 is that of the model as the run left it; a stage may have "
     "been discarded since. The time to an accuracy is that to the first evaluation that reached "
     'it, on the axis of the charts, and "at most" that where it was the run\'s first evaluation; '
     "the run time is all of worker 0's, with starting, saving and what was done again after a "
@@ -47,8 +48,8 @@ class Unit(NamedTuple):
     seconds: int
 
 
-def make_comparison_page(comparison: Comparison) -> str:
-    """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
+def make_comparison_page(comparison: Comparison) -> Page:
+    """Return the page of a comparison."""
     unit = _unit(comparison)
     looks = [
         series(place, one.label, title=printable(str(one.run.path.resolve())))
@@ -60,7 +61,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         else []
     )
     axes = {"step": "Steps", "epoch": "Epochs", "images": "Samples", "time": f"Time, {unit.name}"}
-    page = Page(
+    return Page(
         title=f"{plural(len(comparison.runs), 'run')} compared",
         subtitle=_subtitle(comparison),
         findings=list(describe(comparison)),
@@ -80,7 +81,6 @@ def make_comparison_page(comparison: Comparison) -> str:
         ],
         source=f"{len(comparison.runs)} run folders",
     )
-    return page.html()
 
 
 def _subtitle(comparison: Comparison) -> str:
@@ -129,7 +129,7 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
             column(task.metric.title, partial(_value, task=task), ",.2f")
             for task in _measured(ranked)
         ),
-        column("Top-1, %", _end, ".2f"),
+        column("Top-1, %", lambda one: one.run.result and 100 * one.run.result.top1, ".2f"),
         column("To the best", behind, ".2f"),
         column("Beyond noise", beyond, None),
         *(column(f"After {name}, %", partial(_after, name=name), ".2f") for name in names),
@@ -145,7 +145,11 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
         column("Steps", lambda one: one.run.num_steps, ",d"),
         column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), ",.1f"),
         column("Samples/s", lambda one: images_per_second(one.run), ",.0f"),
-        column(f"Run time, {unit.name}", lambda one: _whole(one) / unit.seconds, ",.2f"),
+        column(
+            f"Run time, {unit.name}",
+            lambda one: one.run.summary and one.run.summary.seconds / unit.seconds,
+            ",.2f",
+        ),
         column("Batch", lambda one: one.run.plan.global_batch, ",d"),
         column("Workers", lambda one: one.run.plan.workers, ",d"),
         column("Status", lambda one: one.status, None),
@@ -156,10 +160,6 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
         column("Started", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
     ]
     return Table(name="runs", columns=columns, series=[by_label[one.label] for one in ranked])
-
-
-def _end(one: Compared) -> float | None:
-    return None if one.run.result is None else 100 * one.run.result.top1
 
 
 def _measured(runs: Sequence[Compared]) -> list[Task]:
@@ -183,10 +183,6 @@ def _reached(one: Compared, *, target: float, unit: Unit, at_once: bool) -> floa
 def _after(one: Compared, *, name: str) -> float | None:
     """Return top-1 in percent after a stage, also one that was discarded; None while it lasts."""
     return next((100 * stage.after.top1 for stage in one.ended if stage.name == name), None)
-
-
-def _whole(one: Compared) -> float:
-    return one.run.summary.seconds if one.run.summary else math.nan
 
 
 def _differences(comparison: Comparison) -> list[Column]:

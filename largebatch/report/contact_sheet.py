@@ -161,7 +161,7 @@ def _validation(pipeline: ImagePipeline, labels: IntArray) -> Rows:
 
 
 def _images(batches: Batches) -> Iterator[Tensor]:
-    """Give the images of batches of one on the host; close the batches."""
+    """Yield the images of batches of one on the host; close the batches."""
     with closing(batches):
         for batch in batches:
             # sync: they are drawn by the processor; the copy is ours when the decoder ends
@@ -224,10 +224,10 @@ def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
     Nothing is written where none was wrong or is known. Raises DataError where an image cannot be
     read any more.
     """
-    last = read_run(folder).last_stage
-    samples = last.mistakes.worst if last and last.mistakes else ()
-    if not samples:
+    mistakes = read_run(folder).final_mistakes
+    if mistakes is None or not mistakes.worst:
         return
+    samples = mistakes.worst
     index, data = pipeline.val_index, pipeline.data
     requests = (pipeline.clean_request(index, np.array([sample])) for sample in samples)
     side = (drawn_side(data.image_size),) * 2

@@ -22,7 +22,6 @@ from largebatch.report.run import (
     Trace,
     images_per_second,
     median,
-    needs_log_scale,
 )
 from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, write_chart
 from largebatch.schedules.build import Course
@@ -62,6 +61,16 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     name_axes(bottom, y="Learning rate", x="Step")
 
 
+def needs_log_scale(losses: FloatArray) -> bool:
+    """Return True if a linear axis would press most of these losses together at its bottom.
+
+    >>> [needs_log_scale(np.array([first, 0.6, 0.5, 0.6])) for first in (2.3, 114.0)]
+    [False, True]
+    """
+    shown = losses[np.isfinite(losses) & (losses > 0)]
+    return bool(shown.size and shown.max() > min(100 * shown.min(), 10 * median(shown)))
+
+
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 over the run, and how the stages changed it."""
     if len(run.stages) == 1:
@@ -78,8 +87,7 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
 
 def _draw_curve(axes: "Axes", run: Run) -> None:
     """Draw top-1 over the whole run; name its last value where no other chart does."""
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    kept = [evaluation for evaluation in run.evaluations if evaluation.stage not in undone]
+    kept = run.kept_evaluations
     epochs = [evaluation.epoch for evaluation in kept]
     top1 = [100 * evaluation.top1 for evaluation in kept]
     axes.plot(epochs, top1, color=MUTED, lw=1)

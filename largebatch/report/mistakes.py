@@ -49,7 +49,7 @@ class Change:
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether the change is more than chance would give."""
+        """True if the change is larger than chance explains."""
         return abs(self.images) > self.noise
 
 
@@ -138,15 +138,14 @@ def confusion(found: Mistakes) -> "np.ndarray[tuple[int, int], np.dtype[np.int64
 
 
 def matrix_is_drawn(run: Run) -> bool:
-    """Return whether a matrix is known, and small enough to be read."""
-    found = run.last_stage.mistakes if run.last_stage else None
+    """Return True if the matrix is known, and small enough to read."""
+    found = run.final_mistakes
     return found is not None and bool(found.samples) and len(found.classes) <= MATRIX_CLASSES
 
 
 def draw_confusion(figure: "Canvas", run: Run) -> None:
     """Draw the matrix: what is right in grey on the diagonal, what is wrong the redder the more."""
-    assert run.last_stage is not None
-    found = run.last_stage.mistakes
+    found = run.final_mistakes
     assert found is not None
     matrix = confusion(found)
     number = len(matrix)
@@ -212,7 +211,7 @@ def drawn_side(image_size: int) -> int:
 
 def worst(run: Run) -> list[Worst]:
     """Return the worst images; none where the folder holds those of another stage, or none."""
-    found = run.last_stage.mistakes if run.last_stage else None
+    found = run.final_mistakes
     if found is None or not found.worst:
         return []
     try:

@@ -1,4 +1,4 @@
-"""The numbers a report begins with, and what its sentences say of speed, confidence and waits."""
+"""The first numbers of a report, and its sentences about speed, confidence and waits."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from largebatch.report.run import Run, Stage, images_per_second
 from largebatch.tracking.events import Profile
 
 INPUT_BOUND = 0.1
-"""The share of the time from which on faster images are worth the trouble."""
+"""Fraction of the time spent waiting for samples from which a run is called input bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Headline:
     unit: str
     note: str
     colour: Literal["", "good", "bad", "grey"] = ""
-    """Colour of a value that is judged; grey: it may be chance."""
+    """Colour of a value that is compared; grey: the change may be chance."""
 
 
 def headlines(run: Run) -> tuple[Headline, ...]:
@@ -103,9 +103,9 @@ def _score(run: Run, metric: Metric) -> Headline:
 
 
 def _gain(run: Run) -> Headline:
-    """Describe what polishing gained after the schedule, whose clean epochs are no gain of its own.
+    """Describe what polishing gained after the schedule.
 
-    The schedule would have trained these epochs anyway, if on augmented images.
+    Clean epochs are part of the schedule, which would train them anyway on augmented images.
     """
     base, last = run.end_of_schedule, run.last_stage
     if base is None or last is None or len(run.stages) < 2:
@@ -121,7 +121,7 @@ def _gain(run: Run) -> Headline:
 def _gain_between(
     run: Run, label: str, before: Stage, after: Stage, *, also: str, judged: bool
 ) -> Headline:
-    """Describe a change of top-1; it is `judged` good where chance would not do as much."""
+    """Describe a change of top-1; one that is `judged` is good if chance does not explain it."""
     change = compare(before.after, after.after, before.mistakes, after.mistakes)
     evaluated = f"{change.samples:,} validation {run.task.labelled}"
     images = f"{abs(change.images):,} of {evaluated}"
@@ -186,9 +186,9 @@ class Shares(NamedTuple):
 
 
 def shares(run: Run) -> Shares:
-    """Return them over all updates that were timed but the first, which warms up, if it has others.
+    """Return the shares over all timed updates without the first, which warms up.
 
-    The run has such updates.
+    The run has a timed update.
     """
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
@@ -199,7 +199,7 @@ def shares(run: Run) -> Shares:
 
 
 def describe_waits(run: Run) -> str:
-    """Return in one sentence whether the run was input bound."""
+    """Return a sentence on whether the run was input bound."""
     data, reduction = shares(run)
     parts = f"{_percent(data)} of the time waiting for {run.task.samples}"
     if run.plan.workers > 1:
@@ -208,13 +208,13 @@ def describe_waits(run: Run) -> str:
         return f"Not input bound: updates spent {parts}."
     keys = f"see {run.task.input_settings}, or " if run.task.input_settings else ""
     return (
-        f"Input bound: updates spent {parts}; {run.task.samples} that come at once would make "
-        f"training {1 / max(1 - data, 0.01):.2g} times as fast ({keys}give each worker more cores)."
+        f"Input bound: updates spent {parts}. Without waiting for {run.task.samples}, training "
+        f"would be {1 / max(1 - data, 0.01):.2g} times as fast ({keys}give each worker more cores)."
     )
 
 
 def describe_confidence(run: Run) -> str | None:
-    """Return how sure the model is of what it gets right; None where that was not measured."""
+    """Return a sentence on the confidence of correct predictions; None if not measured."""
     found = run.result
     if found is None or not math.isfinite(found.average_confidence):
         return None
@@ -227,26 +227,25 @@ def describe_confidence(run: Run) -> str | None:
         )
     )
     never = found.classes_never_correct
-    left_out = f", without {never:,} of which none is right" if never else ""
+    left_out = f", without {never:,} that are never right" if never else ""
     labelled, classes = run.task.labelled, run.task.classes
     return (
-        f"Of the {labelled} that are classified right, the probability of their class is {mean} % "
-        f"on average (AC), with a standard deviation of {deviation} points over the {labelled} "
-        f"(CD) and of {across} points over the {classes}' averages (CDAC){left_out}."
+        f"The average confidence of correct predictions (AC) is {mean} %. Its standard deviation "
+        f"is {deviation} points over the {labelled} (CD) and {across} points over the averages of "
+        f"the {classes} (CDAC){left_out}."
     )
 
 
 def describe_gap(run: Run) -> str | None:
-    """Return the losses on both sets of images after the last stage; None without the monitor."""
-    last = run.last_stage
-    found = next((gap for gap in run.gaps if last and gap.stage == last.name), None)
+    """Return a sentence on the losses after the last stage; None without the monitor."""
+    last, found = run.result, run.last_gap
     if last is None or found is None or not math.isfinite(found.gap):
         return None
     gap = signed(found.gap, ".4f")
     return (
-        f"Generalization gap: the validation loss, {last.after.loss:.4f}, minus {found.loss:.4f} "
-        f"on the {found.samples:,} {run.task.labelled} trained on, shown "
-        f"without augmentation, is {gap}; there top-1 is {percent(found.top1)} %."
+        f"The generalization gap is {gap}: the validation loss, {last.loss:.4f}, minus the "
+        f"training loss, {found.loss:.4f}, on {found.samples:,} {run.task.labelled} without "
+        f"augmentation. Top-1 on these is {percent(found.top1)} %."
     )
 
 
@@ -273,10 +272,9 @@ class Share(NamedTuple):
 
 
 def profile_shares(found: Profile) -> list[Share]:
-    """Return what the time of the profiled updates went to: the largest operations first.
+    """Return the shares of the profiled time, the largest operations first.
 
-    What operations do not explain of the host's time is Python, and waiting for the device; it is
-    last.
+    The last share is Python and waiting for the device: host time outside of operations.
     """
     updates, named = found.step - found.first + 1, found.operations
     rows = [

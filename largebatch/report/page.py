@@ -129,27 +129,21 @@ def _environment(run: Run) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: what it shows, how, and how high it is."""
+    """One chart."""
 
     title: str
     draw: Callable[["Canvas", Run], None]
-    wide: float
-    narrow: float
-    """Heights in points at the two widths; the drift's follows from the number of layers."""
-
     content: Callable[[Run], object]
-    """What is drawn; where that is empty there is no chart."""
+    """What is drawn; there is no chart if it is empty."""
+
+    heights: tuple[float, float] | Callable[[Run], float]
+    """Heights in points for a desktop and a phone, or one that follows from the run."""
 
     def size(self, run: Run, width: float) -> tuple[float, float]:
         """Return width and height in points."""
-        if self.draw is draw_drift:
-            rows = len(run.drift.layers) if run.drift else 0
-            return width, 120 + 14 * max(8, rows)
-        if self.draw is draw_ratios:
-            return width, 120 + 14 * max(8, len(layers(run)))
-        if self.draw is draw_confusion and run.last_stage and run.last_stage.mistakes:
-            return width, 120 + 18 * max(8, len(run.last_stage.mistakes.classes))
-        return width, self.wide if width == WIDE else self.narrow
+        if callable(self.heights):
+            return width, self.heights(run)
+        return width, self.heights[width != WIDE]
 
     def svg(self, run: Run, name: str, width: int) -> Markup:
         """Return the chart as an SVG element of the page; `name` is its class."""
@@ -161,6 +155,11 @@ class Chart:
             label=self.title,
         )
         return Markup(svg)  # noqa: S704 -- matplotlib escapes the text in it
+
+
+def _rows(number: int, *, each: float = 14) -> float:
+    """Return the height in points of a chart with a row for each layer or class."""
+    return 120 + each * max(8, number)
 
 
 def write_charts(run: Run, folder: Path) -> None:
@@ -217,86 +216,46 @@ def _draw_overview(figure: "Figure", run: Run) -> None:
         _draw_titled(body.add_subfigure(quarters[place]), chart, run)
 
 
-def charts_of(run: Run) -> dict[str, "Chart"]:
+def charts_of(run: Run) -> dict[str, Chart]:
     """Return the charts by name, with that of the metric where accuracy does not judge the run."""
     metric = run.task.metric
     if run.task.by_accuracy:
         return CHARTS
-    own = Chart(
-        metric.title, draw_metric, wide=340, narrow=340, content=lambda run: run.evaluations
-    )
+    own = Chart(metric.title, draw_metric, lambda run: run.evaluations, (340, 340))
     return {"loss": CHARTS["loss"], metric.key: own} | CHARTS
 
 
 CHARTS = {
-    "loss": Chart(
-        "Loss and learning rate",
-        draw_loss,
-        wide=440,
-        narrow=380,
-        content=lambda run: run.steps,
-    ),
+    "loss": Chart("Loss and learning rate", draw_loss, lambda run: run.steps, (440, 380)),
     "accuracy": Chart(
         "Accuracy",
         draw_accuracy,
-        wide=340,
-        narrow=500,
-        content=lambda run: run.task.by_accuracy and run.evaluations,
+        lambda run: run.task.by_accuracy and run.evaluations,
+        (340, 500),
     ),
-    "throughput": Chart(
-        "Training speed",
-        draw_throughput,
-        wide=240,
-        narrow=220,
-        content=lambda run: run.steps,
-    ),
-    "waits": Chart(
-        "What updates waited for",
-        draw_waits,
-        wide=200,
-        narrow=200,
-        content=lambda run: run.timed,
-    ),
-    "noise": Chart(
-        "Gradient noise scale",
-        draw_noise,
-        wide=260,
-        narrow=260,
-        content=has_course,
-    ),
+    "throughput": Chart("Training speed", draw_throughput, lambda run: run.steps, (240, 220)),
+    "waits": Chart("What updates waited for", draw_waits, lambda run: run.timed, (200, 200)),
+    "noise": Chart("Gradient noise scale", draw_noise, has_course, (260, 260)),
     "ratios": Chart(
-        "Trust ratios of LARS by layer",
-        draw_ratios,
-        wide=0,
-        narrow=0,
-        content=layers,
+        "Trust ratios of LARS by layer", draw_ratios, layers, lambda run: _rows(len(layers(run)))
     ),
     "norm": Chart(
         "Gradient norm",
         draw_norm,
-        wide=240,
-        narrow=220,
-        content=lambda run: [s for s in run.steps if math.isfinite(s.gradient_norm)],
+        lambda run: any(math.isfinite(step.gradient_norm) for step in run.steps),
+        (240, 220),
     ),
-    "system": Chart(
-        "What the workers used",
-        draw_system,
-        wide=240,
-        narrow=420,
-        content=lambda run: run.system,
-    ),
+    "system": Chart("What the workers used", draw_system, lambda run: run.system, (240, 420)),
     "drift": Chart(
         "What polishing changed in BatchNorm",
         draw_drift,
-        wide=0,
-        narrow=0,
-        content=lambda run: run.drift and run.drift.quantiles,
+        lambda run: run.drift and run.drift.quantiles,
+        lambda run: _rows(len(run.drift.layers) if run.drift else 0),
     ),
     "confusion": Chart(
         "Classes and what they are taken for",
         draw_confusion,
-        wide=0,
-        narrow=0,
-        content=matrix_is_drawn,
+        matrix_is_drawn,
+        lambda run: _rows(len(run.final_mistakes.classes) if run.final_mistakes else 0, each=18),
     ),
 }

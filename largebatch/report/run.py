@@ -7,9 +7,11 @@ which step on earlier records are superseded: every step is read once, however o
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ from largebatch.tracking.events import (
     Drift,
     Evaluation,
     Event,
+    Finish,
     GeneralizationGap,
     Mistakes,
     Note,
@@ -42,7 +45,7 @@ from largebatch.tracking.events import (
 )
 
 FloatArray = npt.NDArray[np.float64]
-
+_E = TypeVar("_E")
 
 _SCHEDULE = frozenset({"train", "clean"})
 """The stages whose updates are those of the schedule."""
@@ -67,12 +70,12 @@ class Stage:
 
     @property
     def kept(self) -> bool:
-        """Whether what it did to the model stayed."""
+        """True if the model kept its changes."""
         return self.decision is None or self.decision.kept
 
     @property
     def lowered_top1(self) -> bool:
-        """Whether it was kept and left a lower accuracy than it found."""
+        """True if it was kept and lowered the accuracy."""
         return self.kept and self.before is not None and self.after.top1 < self.before.top1
 
 
@@ -136,7 +139,7 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        """Whether training ended with a loss or a gradient that was no number."""
+        """True if training ended because a loss or gradient was not finite."""
         return self.summary is not None and self.summary.diverged is not None
 
     @cached_property
@@ -197,9 +200,9 @@ class Run:
 
     @property
     def drift_kept(self) -> bool:
-        """Whether the statistics that were measured are those of the model."""
-        judged = {decision.stage: decision.kept for decision in self.decisions}
-        return self.drift is None or judged.get(self.drift.stage, True)
+        """True if the model kept the measured statistics."""
+        discarded = [decision.stage for decision in self.decisions if not decision.kept]
+        return self.drift is None or self.drift.stage not in discarded
 
     @property
     def last_stage(self) -> Stage | None:
@@ -211,6 +214,23 @@ class Run:
     def result(self) -> Evaluation | None:
         """The last evaluation of the model as it was left; None if there was none."""
         return self.last_stage.after if self.last_stage else None
+
+    @property
+    def final_mistakes(self) -> Mistakes | None:
+        """The mistakes at that evaluation; None in older logs."""
+        return self.last_stage.mistakes if self.last_stage else None
+
+    @property
+    def kept_evaluations(self) -> list[Evaluation]:
+        """The evaluations of the stages that were kept."""
+        discarded = {stage.name for stage in self.stages if not stage.kept}
+        return [found for found in self.evaluations if found.stage not in discarded]
+
+    @property
+    def last_gap(self) -> GeneralizationGap | None:
+        """The generalization gap after the stage that left the model as it is, if monitored."""
+        name = self.last_stage.name if self.last_stage else None
+        return next((gap for gap in self.gaps if gap.stage == name), None)
 
     @property
     def timed(self) -> tuple[Step, ...]:
@@ -245,16 +265,6 @@ def median(values: FloatArray) -> float:
     return float(np.median(finite)) if finite.size else math.nan
 
 
-def needs_log_scale(losses: FloatArray) -> bool:
-    """Return True if a linear axis would press most of these losses together at its bottom.
-
-    >>> [needs_log_scale(np.array([first, 0.6, 0.5, 0.6])) for first in (2.3, 114.0)]
-    [False, True]
-    """
-    shown = losses[np.isfinite(losses) & (losses > 0)]
-    return bool(shown.size and shown.max() > min(100 * shown.min(), 10 * median(shown)))
-
-
 def images_per_second(run: Run) -> float | None:
     """Return the summary's rate, else the median step's; None if nothing was timed."""
     if run.summary is not None and run.summary.images_per_second is not None:
@@ -266,96 +276,72 @@ def images_per_second(run: Run) -> float | None:
 def read_run(folder: Path) -> Run:
     """Read a run folder. Raises CheckpointError naming the file, and the line in a log."""
     log = _read_log(folder / LOG)
-    if not log.starts:
+
+    def all_of(kind: type[_E]) -> tuple[_E, ...]:
+        return tuple(event for event in log if isinstance(event, kind))
+
+    starts, recipe = all_of(Start), folder / RECIPE
+    if not starts:
         raise CheckpointError(
-            f"{folder / 'log.jsonl'}: holds no start record; expected it in the first line"
+            f"{folder / LOG}: holds no start record; expected it in the first line"
         )
-    recipe = folder / RECIPE
     return Run(
         path=folder,
         folder=folder.resolve().name,
-        starts=tuple(log.starts),
-        steps=tuple(step for _, step in sorted(log.steps.items())),
-        evaluations=tuple(log.evaluations.values()),
-        drift=log.drift,
-        profile=log.profile,
-        decisions=tuple(log.decisions.values()),
-        mistakes=tuple(log.mistakes.values()),
-        gaps=tuple(log.gaps.values()),
-        notes=tuple(log.notes.values()),
-        system=tuple(used for _, used in sorted(log.system.items())),
+        starts=starts,
+        steps=tuple(sorted(all_of(Step), key=attrgetter("step"))),
+        evaluations=all_of(Evaluation),
+        drift=next(iter(all_of(Drift)), None),
+        profile=next(iter(all_of(Profile)), None),
+        decisions=all_of(Decision),
+        mistakes=all_of(Mistakes),
+        gaps=all_of(GeneralizationGap),
+        notes=all_of(Note),
+        system=tuple(sorted(all_of(System), key=attrgetter("step"))),
         summary=_read_summary(folder / SUMMARY),
         recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.exists() else None,
     )
 
 
-@dataclass
-class _Log:
-    """What holds of a log so far; a start takes back what a resumed run does again."""
-
-    starts: list[Start] = field(default_factory=list)
-    steps: dict[int, Step] = field(default_factory=dict)
-    evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
-    decisions: dict[str, Decision] = field(default_factory=dict)
-    mistakes: dict[str, Mistakes] = field(default_factory=dict)
-    gaps: dict[str, GeneralizationGap] = field(default_factory=dict)
-    notes: dict[tuple[str, str], Note] = field(default_factory=dict)
-    """By stage and first word: of many that begin alike the last is shown."""
-
-    system: dict[int, System] = field(default_factory=dict)
-    drift: Drift | None = None
-    profile: Profile | None = None
-
-    def add(self, event: Event) -> None:  # noqa: C901 -- a line for each kind of event
-        match event:
-            case Start():
-                self.starts.append(event)
-                self._drop_from(event.resume_step)
-            case Step():
-                self.steps[event.step] = event
-            case System():
-                self.system[event.step] = event
-            case Evaluation():
-                self.evaluations[event.stage, event.step] = event
-            case Decision():
-                self.decisions[event.stage] = event
-            case Mistakes():
-                self.mistakes[event.stage] = event
-            case GeneralizationGap():
-                self.gaps[event.stage] = event
-            case Note():
-                self.notes[event.stage, event.text.partition(" ")[0]] = event
-            case Drift():
-                self.drift = event
-            case Profile():
-                self.profile = event
-
-    def _drop_from(self, resume_step: int) -> None:
-        """Forget updates from `resume_step` on, and evaluations of more updates than that."""
-        self.steps = {key: step for key, step in self.steps.items() if key < resume_step}
-        self.system = {key: used for key, used in self.system.items() if key < resume_step}
-        self.evaluations = {
-            key: found for key, found in self.evaluations.items() if found.step <= resume_step
-        }
-        self.decisions = {
-            key: found for key, found in self.decisions.items() if found.step <= resume_step
-        }
-        self.mistakes = {
-            key: found for key, found in self.mistakes.items() if found.step <= resume_step
-        }
-        self.gaps = {key: found for key, found in self.gaps.items() if found.step <= resume_step}
-        self.notes = {key: found for key, found in self.notes.items() if found.step <= resume_step}
-        if self.drift is not None and self.drift.step > resume_step:
-            self.drift = None
-
-
-def _read_log(path: Path) -> _Log:
+def _read_log(path: Path) -> list[Event]:
+    """Return the events that hold: those that no later event replaces or supersedes."""
     if not path.exists():
         raise _no_run(path)
-    log = _Log()
-    for event in _events(path):
-        log.add(event)
-    return log
+    log: dict[tuple[object, ...], Event] = {}
+    for number, event in enumerate(_events(path)):
+        if isinstance(event, Start):
+            step = event.resume_step
+            log = {key: other for key, other in log.items() if not _is_superseded(other, step)}
+        log[type(event), *_place(event, number)] = event
+    return list(log.values())
+
+
+def _place(event: Event, number: int) -> tuple[object, ...]:
+    """Return what tells an event from others of its kind; of two at one place the later holds."""
+    match event:
+        case Step() | System():
+            return (event.step,)
+        case Evaluation():
+            return event.stage, event.step
+        case Decision() | Mistakes() | GeneralizationGap():
+            return (event.stage,)
+        case Note():  # of many that begin with the same word the last is shown
+            return event.stage, event.text.partition(" ")[0]
+        case Drift() | Profile():
+            return ()
+        case _:
+            return (number,)
+
+
+def _is_superseded(event: Event, resume_step: int) -> bool:
+    """Return True if a run that is resumed after this many updates makes an event again."""
+    match event:
+        case Start() | Profile() | Finish():
+            return False
+        case Step() | System():
+            return event.step >= resume_step
+        case _:
+            return event.step > resume_step
 
 
 def _no_run(path: Path) -> CheckpointError:

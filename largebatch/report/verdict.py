@@ -1,8 +1,8 @@
-"""The verdict: the sentence or two that the page of a run begins with.
+"""The verdict: the first sentences of the page of a run.
 
-Which accuracy is good for a data set is not known here, so nothing is praised. A run is held
-against itself and against guessing: an answer of equal probabilities for all K classes has a loss
-of ln K whatever the images. Each rule has its number below, with the reason for it.
+What accuracy is good for a data set is not known here. So a run is compared with itself and with
+guessing: equal probabilities for all K classes have a loss of ln K. Each rule has its number below,
+with its reason.
 """
 
 import math
@@ -25,24 +25,27 @@ CLOSE = 0.01
 """Relative difference up to which two values of a metric other than accuracy are called close."""
 
 WILD_LOSS = 10
-"""Times the loss of guessing. A few times as much is usual in the first epochs of large batches,
-where the running averages of BatchNorm lag behind the weights; ten times is not."""
+"""Multiple of the loss of guessing from which a validation loss stands out.
+
+A few times that loss is usual in the first epochs of large batches, because the running averages of
+BatchNorm lag behind the weights; ten times is not.
+"""
 
 WEAK_CLASS = 1 / 3
-"""The share of the run's top-1 below which a class is called weak."""
+"""Fraction of the run's top-1 below which a class is weak."""
 
 WEAK_IMAGES = 0.05
-"""The share of all validation images that weak classes hold together at least, to stand out: of
+"""Fraction of the validation images that weak classes must hold together to stand out, because of
 many classes a few are always hard."""
 
 SURE = 3
-"""Standard errors that a class lies below the rest: as the lowest of many is looked at, more than
-the two of a single comparison."""
+"""Standard errors by which a weak class lies below the rest: more than the two of one comparison,
+because it is the lowest of many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run went, in one sentence or two."""
+    """Description of how a run went."""
 
     words: str
     good: bool
@@ -64,53 +67,47 @@ def _finished(run: Run) -> Verdict:
     one = max(sizes, default=0) / end.samples
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
         return Verdict(
-            f"The run finished, but top-1 ends at {percent(end.top1)} %; the same answer to all "
-            f"{run.task.labelled} would make {percent(one)} %.",
+            f"The run finished, but the final top-1 is {percent(end.top1)} %; always predicting "
+            f"the most frequent class gives {percent(one)} %.",
             good=False,
         )
-    kept = _kept(run)
+    kept = run.kept_evaluations
     best = max(kept, key=lambda found: found.top1)
     of_best = next((stage.mistakes for stage in run.stages if stage.after == best), None)
     if compare(best, end, of_best, last.mistakes).beyond_noise:
         return Verdict(
-            f"The run finished, but top-1 ends at {percent(end.top1)} %, below the "
-            f"{percent(best.top1)} % that it was after {best.step:,} steps in {best.stage}.",
+            f"The run finished, but the final top-1, {percent(end.top1)} %, is below the "
+            f"{percent(best.top1)} % after {best.step:,} steps ({best.stage}).",
             good=False,
         )
     words = "the best of the run"
     if best.top1 > end.top1:
         words = f"within the noise of its best, {percent(best.top1)} %"
-    return _judged(run, kept, f"top-1 ends at {percent(end.top1)} %, {words}.")
-
-
-def _kept(run: Run) -> list[Evaluation]:
-    """Return the evaluations of the stages that were kept."""
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    return [found for found in run.evaluations if found.stage not in undone]
+    return _judged(run, kept, f"the final top-1 is {percent(end.top1)} %, {words}.")
 
 
 def _judged(run: Run, kept: list[Evaluation], words: str) -> Verdict:
-    """Return how a run ended, in these words, what stands out in it, and what is not known."""
-    mistakes = run.last_stage.mistakes if run.last_stage else None
+    """Add what stands out in a run, and what is not known, to the words about its end."""
+    mistakes = run.final_mistakes
     recipe = _read_recipe(run)
     num_classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     oddities, unknown = list(_lost_losses(kept)), []
     if num_classes is None:
-        unknown.append("losses against that of guessing")
+        unknown.append("losses against guessing")
     else:
         loss = recipe.loss if recipe else Loss()
         oddities += _wild_losses(run, kept, num_classes, smoothing_floor(loss, num_classes))
     if mistakes is not None:
         oddities += _weak_classes(mistakes, run.task.labelled)
     elif run.task.by_accuracy:
-        unknown.append("single classes")
+        unknown.append("accuracy by class")
     words = f"{_losses(run)}{words}"
     if unknown:
-        words += f" Not examined (not recorded): {', '.join(unknown)}."
+        words += f" Not checked, for lack of a record: {', '.join(unknown)}."
     if oddities:
         text = f"The run finished: {words} What stands out: {'; '.join(oddities)}."
         return Verdict(text, good=False)
-    begin = "The run finished and nothing stands out: " if run.steps else "Polishing is done: "
+    begin = "The run finished and nothing stands out: " if run.steps else "Polishing finished: "
     return Verdict(begin + words, good=not unknown)
 
 
@@ -138,30 +135,27 @@ def _lost_losses(kept: list[Evaluation]) -> Iterator[str]:
     """Yield the first evaluation whose loss is not finite."""
     lost = next((found for found in kept if not math.isfinite(found.loss)), None)
     if lost is not None:
-        yield f"the validation loss was no number at epoch {lost.epoch:.3g}"
+        yield f"the validation loss was not finite at epoch {lost.epoch:.3g}"
 
 
 def _wild_losses(run: Run, kept: list[Evaluation], num_classes: int, floor: float) -> Iterator[str]:
     """Yield losses that are far above the loss of guessing, or end close to it."""
     chance = math.log(num_classes)
-    guess = f"equal probabilities for all {num_classes:,} {run.task.classes} have {chance:.3g}"
+    guess = f"(equal probabilities for all {num_classes:,} {run.task.classes} give {chance:.3g})"
     highest = max(kept, key=lambda found: found.loss if math.isfinite(found.loss) else 0.0)
     if highest.loss > WILD_LOSS * chance:
-        yield (
-            f"the validation loss was {highest.loss:.3g} at epoch {highest.epoch:.3g}, "
-            f"where {guess}"
-        )
+        yield f"the validation loss was {highest.loss:.3g} at epoch {highest.epoch:.3g} {guess}"
     elif kept[-1].loss > chance:
-        yield f"the validation loss ends at {kept[-1].loss:.3g}, where {guess}"
+        yield f"the final validation loss is {kept[-1].loss:.3g} {guess}"
     losses = np.array([step.loss for step in run.steps])
     end = median(losses[-_few(losses) :])
     if end - floor > run.task.fit * chance:
-        smoothing = f" ({floor:.3g} of it by label smoothing)" if floor else ""
-        yield f"the training loss ends at {end:.3g}{smoothing}, where {guess}"
+        smoothing = f", {floor:.3g} of it from label smoothing" if floor else ""
+        yield f"the final training loss is {end:.3g}{smoothing} {guess}"
 
 
 def _weak_classes(found: Mistakes, labelled: str) -> Iterator[str]:
-    """Yield which classes are right far more rarely than all images are."""
+    """Yield the classes whose accuracy is far below that of all images."""
     classes, samples = by_class(found), sum(found.sizes)
     top1 = 1 - len(found.samples) / samples
     weak = [
@@ -173,21 +167,21 @@ def _weak_classes(found: Mistakes, labelled: str) -> Iterator[str]:
     if sum(one.size for one in weak) < WEAK_IMAGES * samples:
         return
     lowest, *others = weak
-    share = f"{lowest.correct:,} of {lowest.size:,} {labelled}"
+    share = f"{lowest.correct:,} of {lowest.size:,} {labelled} right"
     if others:
         yield (
-            f"{len(weak)} of {len(classes):,} classes have less than a third of that top-1, the "
-            f"lowest is {lowest.name} with {share}"
+            f"{len(weak)} of {len(classes):,} classes have less than a third of this top-1, the "
+            f"lowest {lowest.name} with {share}"
         )
     else:
-        yield f"of class {lowest.name} only {share} are right"
+        yield f"class {lowest.name} has only {share}"
 
 
 def _finished_by_metric(run: Run, end: Evaluation, metric: Metric) -> Verdict:
     """Compare the metric at the end with the best of the run."""
-    kept, value = _kept(run), metric.value(end)
+    kept, value = run.kept_evaluations, metric.value(end)
     if not math.isfinite(value) or not math.isfinite(end.loss):
-        return Verdict("The run finished, but its validation loss ends as no number.", good=False)
+        return Verdict("The run finished, but the final validation loss is not finite.", good=False)
     choose = min if metric.lower_is_better else max
     best = choose((found for found in kept if math.isfinite(metric.value(found))), key=metric.value)
     side, extreme = ("above", "lowest") if metric.lower_is_better else ("below", "highest")
@@ -196,11 +190,11 @@ def _finished_by_metric(run: Run, end: Evaluation, metric: Metric) -> Verdict:
         words = f"close to its {extreme}, {metric.text(best)}"
     if abs(value - metric.value(best)) > CLOSE * abs(metric.value(best)):
         return Verdict(
-            f"The run finished, but {metric.name} ends at {metric.text(end)}, {side} the "
-            f"{metric.text(best)} that it was after {best.step:,} steps.",
+            f"The run finished, but the final {metric.name}, {metric.text(end)}, is {side} the "
+            f"{metric.text(best)} after {best.step:,} steps.",
             good=False,
         )
-    return _judged(run, kept, f"{metric.name} ends at {metric.text(end)}, {words}.")
+    return _judged(run, kept, f"the final {metric.name} is {metric.text(end)}, {words}.")
 
 
 def _losses(run: Run) -> str:
@@ -211,7 +205,7 @@ def _losses(run: Run) -> str:
 
 
 def _few(values: FloatArray) -> int:
-    """Return how many values the beginning or the end of a run has: one in twenty."""
+    """Return the number of values at the start or the end of a run: one in twenty."""
     return max(1, len(values) // 20)
 
 
@@ -220,18 +214,18 @@ def _unfinished(run: Run) -> str:
     summary = run.summary
     done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
     if summary is None:
-        words = f"No summary: the run did not end by itself. Its log ends after {done}."
+        words = f"The run has no summary: it was killed or is under way. Its log ends after {done}."
     elif summary.status == "paused":
-        words = f"The run paused at --max-steps, after {done}; --resume goes on from there."
+        words = f"The run paused at --max-steps, after {done}. Resume it with --resume."
     elif summary.status == "interrupted":
-        words = f"The run was interrupted after {done}; --resume goes on from there."
+        words = f"The run was interrupted after {done}. Resume it with --resume."
     elif summary.status == "stopped":
-        words = f"The run was stopped at once after {done}; --resume goes on from what was saved."
+        words = f"The run was stopped after {done}. --resume continues from the last checkpoint."
     else:
         words = f"The run failed after {done}."
     last = run.steps[-1] if run.steps else None
     if last is not None and not last.skipped and not math.isfinite(last.loss):
-        words += f" Its training loss stopped being a number at step {last.step:,}."
+        words += f" Its training loss was not finite at step {last.step:,}."
     if not run.evaluations:
-        return words + " Accuracy was not measured before that."
-    return words + " The numbers are those it had reached."
+        return words + " Accuracy was not measured."
+    return words + " The figures are from that point."

@@ -8,18 +8,18 @@ the same weights at the start and the same order of samples whatever the policy.
 
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import NamedTuple
 
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.recipe import Recipe
 from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
 from largebatch.studies.queue.study import SCALES
-from largebatch.tracking.events import Evaluation, Measured
+from largebatch.tracking.events import Measured
 
 CONFIDENCE = 0.95
 
@@ -39,12 +39,12 @@ class Outcome:
     best_top1: float
     """The highest of all evaluations in stages that were kept; as top1 where the run diverged."""
 
-    average_confidence: float
-    confidence_deviation: float
-    class_confidence_deviation: float
+    average_confidence: float = math.nan
+    confidence_deviation: float = math.nan
+    class_confidence_deviation: float = math.nan
     """As in training.Metrics; NaN in older logs and where the run diverged."""
 
-    loss_difference: float
+    loss_difference: float = math.nan
     """Validation loss minus training loss; LRBench takes its absolute value. NaN without monitor:
     generalization_gap and where the run diverged."""
 
@@ -57,43 +57,40 @@ def outcome(run: Run) -> Outcome:
     Raises CheckpointError for a run that has not ended or was not evaluated, and for a folder
     without a recipe.
     """
-    recipe, last = _recipe(run), run.result
+    if run.recipe is None:
+        raise CheckpointError(f"{run.path}: holds no recipe.yaml, which has the seed")
+    recipe, last = parse_recipe(run.recipe, source=str(run.path / "recipe.yaml")), run.result
     if has_diverged(run):
-        chance, unknown = 1 / recipe.data.classes, math.nan
+        chance = 1 / recipe.data.classes
         return Outcome(
             seed=recipe.seed,
             top1=chance,
             top5=min(1.0, 5 * chance),
             best_top1=chance,
-            average_confidence=unknown,
-            confidence_deviation=unknown,
-            class_confidence_deviation=unknown,
-            loss_difference=unknown,
             diverged=True,
         )
     status = run.summary.status if run.summary else "killed"
-    if status != "finished" or last is None or run.last_stage is None:
+    if status != "finished" or last is None:
         raise CheckpointError(
             f"{run.path}: expected a run that has finished and was evaluated, found one that is "
-            f"{status} after {run.num_steps:,} updates and {len(run.evaluations)} evaluations; go "
-            "on with it by --resume"
+            f"{status} after {run.num_steps:,} updates and {len(run.evaluations)} evaluations; "
+            "resume it with --resume"
         )
-    gaps = {found.stage: found.gap for found in run.gaps}
     return Outcome(
         seed=recipe.seed,
         top1=last.top1,
         top5=last.top5,
-        best_top1=max(found.top1 for found in _kept(run)),
+        best_top1=max(found.top1 for found in run.kept_evaluations),
         average_confidence=last.average_confidence,
         confidence_deviation=last.confidence_deviation,
         class_confidence_deviation=last.class_confidence_deviation,
-        loss_difference=gaps.get(run.last_stage.name, math.nan),
+        loss_difference=run.last_gap.gap if run.last_gap else math.nan,
         diverged=False,
     )
 
 
 def has_diverged(run: Run) -> bool:
-    """Return whether training stopped at a number that is not finite, or ends with such a loss.
+    """Return True if training stopped at a number that is not finite, or ends with such a loss.
 
     A stage of polishing that diverges alone is rolled back and does not count.
     """
@@ -104,11 +101,11 @@ def has_diverged(run: Run) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a run had taken at the first evaluation at or above a target."""
+    """Cost of a run at its first evaluation at or above a target."""
 
     updates: int
     updates_before: int
-    """At the evaluation before it, 0 without one: the target was reached between the two."""
+    """Updates at the evaluation before it, 0 without one; the target lies between the two."""
 
     images: int
     """Training samples of these updates, those that were skipped included."""
@@ -120,15 +117,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """An evaluation in a stage that was kept, and what the run had taken until it had ended."""
+    """An evaluation in a stage that was kept, and the cost of the run up to its end."""
 
     step: int
     epoch: float
     images: int
-    """Training samples of these updates, those that were skipped included."""
-
     seconds: Measured
-    """As in Cost."""
+    """Both as in Cost."""
 
     top1: float
     top5: float
@@ -140,38 +135,30 @@ class Measurement:
 
 
 def measurements(run: Run) -> list[Measurement]:
-    """Return the evaluations of a run, in their order.
-
-    Those in stages that were rolled back are left out, but took their time.
-    """
+    """Return the evaluations of kept stages in order; the time of other stages counts too."""
     course, timed = evaluations_of(run), _timed_updates(run)
+    shared = {field.name for field in fields(Measurement)} - {"images", "seconds"}
     return [
         Measurement(
-            step=one.step,
-            epoch=one.epoch,
             images=int(images),
             seconds=float(seconds) if one.step <= timed else math.nan,
-            top1=one.top1,
-            top5=one.top5,
-            loss=one.loss,
-            average_confidence=one.average_confidence,
-            confidence_deviation=one.confidence_deviation,
-            class_confidence_deviation=one.class_confidence_deviation,
-            classes_never_correct=one.classes_never_correct,
+            **{name: getattr(one, name) for name in shared},
         )
-        for one, images, seconds in zip(_kept(run), course.images, course.seconds, strict=True)
+        for one, images, seconds in zip(
+            run.kept_evaluations, course.images, course.seconds, strict=True
+        )
     ]
 
 
 def _timed_updates(run: Run) -> int:
-    """Return up to how many updates it is known how long each, and each evaluation, took."""
+    """Return the number of first updates that were all timed, with their evaluations."""
     known = {step.step for step in run.steps if math.isfinite(step.step_seconds)}
     untimed = [found.step for found in run.evaluations if not math.isfinite(found.seconds)]
     return min([next(step for step in count() if step not in known), *(s - 1 for s in untimed)])
 
 
 def cost(found: Sequence[Measurement], target: float) -> Cost | None:
-    """Return what a run took to a top-1 accuracy, a part of 1; None where it is never reached."""
+    """Return the cost of a run up to a top-1 accuracy, a fraction; None if it never reached it."""
     before = 0
     for one in found:
         if one.top1 >= target:
@@ -180,18 +167,6 @@ def cost(found: Sequence[Measurement], target: float) -> Cost | None:
             )
         before = one.step
     return None
-
-
-def _kept(run: Run) -> list[Evaluation]:
-    """Return the evaluations of stages that were not rolled back."""
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    return [found for found in run.evaluations if found.stage not in undone]
-
-
-def _recipe(run: Run) -> Recipe:
-    if run.recipe is None:
-        raise CheckpointError(f"{run.path}: holds no recipe.yaml, which has the seed")
-    return parse_recipe(run.recipe, source=str(run.path / "recipe.yaml"))
 
 
 class Interval(NamedTuple):
@@ -214,6 +189,24 @@ class Interval(NamedTuple):
         """Half the width; None for fewer values than ENOUGH_SEEDS."""
         return self.high - self.mean if self.number >= ENOUGH_SEEDS else None
 
+    def text(self, form: str, unit: str = "") -> str:
+        """Return the mean with its unit, and the reach if it is known.
+
+        >>> Interval(91, 88.52, 93.48, 3).text(".2f", " %"), Interval(91, 78, 104, 2).text(".0f")
+        ('91.00 % ± 2.48', '91')
+        """
+        reach = "" if self.reach is None else f" ± {self.reach:{form}}"
+        return f"{self.mean:{form}}{unit}{reach}"
+
+    def with_ends(self, form: str, unit: str = "") -> str:
+        """Return the mean with its unit, and the ends.
+
+        >>> Interval(1.5, 1.2, 1.875, 3).with_ends(".2f", " times")
+        '1.50 times (1.20 to 1.88)'
+        """
+        ends = f"{self.low:{form}} to {self.high:{form}}" if self.number > 1 else "no interval"
+        return f"{self.mean:{form}}{unit} ({ends})"
+
     @property
     def ends(self) -> dict[str, float]:
         """The columns of a chart that draw it; NaN for fewer values than ENOUGH_SEEDS."""
@@ -230,7 +223,7 @@ def interval(values: Iterable[float], *, together: int = 1) -> Interval:
     found = list(values)
     if not found:
         raise ValueError("expected one value or more")
-    mean = math.fsum(found) / len(found)
+    mean = statistics.fmean(found)
     if len(found) == 1:
         return Interval(mean, -math.inf, math.inf, 1)
     from scipy.stats import t  # half a second, which a command without it need not wait
@@ -253,7 +246,7 @@ def difference(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times the cost of another one is, over the seeds where both reached the target."""
+    """Ratio of two costs, over the seeds where both reached the target."""
 
     interval: Interval | None
     """The geometric mean; its ends are those of the mean logarithm. None without such a seed."""
@@ -280,7 +273,8 @@ def ratio(
     found = None
     if logs:
         mean, low, high, number = interval(logs, together=together)
-        found = Interval(math.exp(mean), math.exp(low), _exp(high), number)
+        end = math.exp(high) if high < math.log(sys.float_info.max) else math.inf
+        found = Interval(math.exp(mean), math.exp(low), end, number)
     return Ratio(
         interval=found,
         reached=sum(a is not None for a, _ in pairs),
@@ -298,11 +292,12 @@ def ratio_of_updates(
     and besides as the evaluations do: its lower end is that of `one` reached right after the
     evaluation before and `other` right at its own, the upper one the other way round.
     """
-    found = ratio(_at(one), _at(other), together=together)
+    (at, before), (other_at, other_before) = map(_updates, (one, other))
+    found = ratio(at, other_at, together=together)
     if found.interval is None:
         return found
-    earliest = _ends(_before(one), _at(other), together=together)
-    latest = _ends(_at(one), _before(other), together=together)
+    earliest = _ends(before, other_at, together=together)
+    latest = _ends(at, other_before, together=together)
     wider = found.interval._replace(low=earliest.low, high=latest.high)
     return replace(found, interval=wider)
 
@@ -310,12 +305,10 @@ def ratio_of_updates(
 _Updates = dict[int, float | None]
 
 
-def _at(found: Mapping[int, Cost | None]) -> _Updates:
-    return {seed: None if cost is None else cost.updates for seed, cost in found.items()}
-
-
-def _before(found: Mapping[int, Cost | None]) -> _Updates:
-    return {seed: None if cost is None else cost.updates_before for seed, cost in found.items()}
+def _updates(found: Mapping[int, Cost | None]) -> tuple[_Updates, _Updates]:
+    """Return the updates of costs, and those at the evaluation before."""
+    at: _Updates = {seed: one.updates if one else None for seed, one in found.items()}
+    return at, {seed: one.updates_before if one else None for seed, one in found.items()}
 
 
 def _ends(one: _Updates, other: _Updates, *, together: int) -> Interval:
@@ -325,14 +318,6 @@ def _ends(one: _Updates, other: _Updates, *, together: int) -> Interval:
     found = ratio(one, other, together=together).interval
     assert found is not None
     return found
-
-
-def _exp(value: float) -> float:
-    """Return e to the value; infinity where no float is so large."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,15 +337,17 @@ class Costs:
 def costs(found: Sequence[Cost | None]) -> Costs:
     """Sum up the costs of runs with several seeds; None is a run that never reached the target."""
     reached = [one for one in found if one is not None]
-    if not reached:
-        return Costs(reached=0, runs=len(found), updates=None, images=None, seconds=None)
-    timed = [one.seconds for one in reached if math.isfinite(one.seconds)]
+
+    def mean(values: Iterable[float]) -> Interval | None:
+        known = list(filter(math.isfinite, values))
+        return interval(known) if known else None
+
     return Costs(
         reached=len(reached),
         runs=len(found),
-        updates=interval(one.updates for one in reached),
-        images=interval(one.images for one in reached),
-        seconds=interval(timed) if timed else None,
+        updates=mean(one.updates for one in reached),
+        images=mean(one.images for one in reached),
+        seconds=mean(one.seconds for one in reached),
     )
 
 
@@ -406,6 +393,6 @@ def robustness(top1: Mapping[float, Sequence[float]]) -> Robustness:
     return Robustness(
         by_scale=by_scale,
         worst_drop=by_scale[1.0].mean - min(means),
-        mean=math.fsum(means) / len(means),
+        mean=statistics.fmean(means),
         area=area / (places[-1] - places[0]),
     )

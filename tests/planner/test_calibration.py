@@ -10,30 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from largebatch.planner import calibration
-from largebatch.planner.calibration import (
-    covered,
-    fit,
-    installed_fit,
-    installed_left_out,
-    leave_generation_out,
-    quantile,
-    summary,
-)
+from largebatch.planner.calibration import PRIOR, fit, installed_fit, installed_left_out, quantile
 from largebatch.planner.cluster import ClusterError, Generation
 from largebatch.planner.model import machine, step_seconds
-from largebatch.planner.published import (
-    predicted_seconds,
-    published_runs,
-    read_runs,
-)
+from largebatch.planner.published import Published, parse_runs, predicted_seconds, published_runs
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from planner import covered, leave_generation_out, summary
 from planner_baseline import baseline, baseline_errors
 
 REFERENCE = Path(os.environ.get("LARGEBATCH_DATA", "data"), "../reference/mlperf_resnet50_runs.csv")
 HEAD = "round,submitter,system,accelerator,nodes,accelerators,global_batch,bn_span,epochs_min,"
-HEAD += "epochs_max,seconds\n"
+HEAD += "epochs_max,seconds,overlap,sharp\n"
 
 
 def test_systems_that_were_left_out_are_predicted_within_the_promised_errors() -> None:
@@ -97,16 +85,12 @@ def test_a_generation_is_predicted_from_its_data_sheet_alone(generation: Generat
     )
 
 
-def test_runs_decide_rates_and_leave_start_and_evaluation_to_their_priors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_runs_decide_rates_and_leave_start_and_evaluation_to_their_priors() -> None:
     """How far each constant goes along with its prior, where that is doubled: docs/planner.md."""
-    known, (centre, width) = installed_fit(), calibration._prior()
-    follows = {}
-    for place, name in enumerate(calibration._PRIOR):
-        doubled = centre + math.log(2) * np.eye(len(centre))[place]
-        monkeypatch.setattr(calibration, "_prior", lambda doubled=doubled: (doubled, width))
-        moved = fit(published_runs(), near=known).logs - known.logs
+    known, follows = installed_fit(), {}
+    for place, (name, (size, width)) in enumerate(PRIOR.items()):
+        doubled = PRIOR | {name: (2 * size, width)}
+        moved = fit(published_runs(), near=known, prior=doubled).logs - known.logs
         follows[name] = moved[place] / math.log(2)
     assert follows["scale"] < 0.1
     assert follows["launch launched"] < 0.1
@@ -129,7 +113,7 @@ def test_3584_h100_are_predicted_from_one_node_of_eight() -> None:
         epochs=78.0,
         cluster=node.cluster.model_copy(update={"sharp": True}),
     )
-    assert installed_fit().seconds(run) == pytest.approx(10.98, rel=0.10)
+    assert installed_fit().predict(run).predicted == pytest.approx(10.98, rel=0.10)
 
 
 def test_intervals_cover_nine_of_ten_systems_that_were_left_out() -> None:
@@ -187,37 +171,6 @@ def test_the_installed_rows_are_the_published_ones() -> None:
         assert float(row["epochs_min"]) <= run.epochs <= float(row["epochs_max"])
 
 
-@pytest.mark.parametrize(
-    ("file", "unlike"),
-    [
-        # the only entry of its round with such batches whose configuration says otherwise
-        pytest.param(
-            "largebatch/planner/mlperf_resnet50_runs.csv",
-            {"dgxa100_n2_ngc20.06_mxnet"},
-            id="installed",
-        ),
-        pytest.param("benchmarks/planner_rows.csv", set(), id="never fitted"),
-    ],
-)
-def test_rows_without_overlap_and_sharp_get_those_of_their_round(
-    file: str, unlike: set[str], tmp_path: Path
-) -> None:
-    """Against the configurations of entries; below 100 images on a GPU overlap changes nothing."""
-    whole, rows = Path(__file__).parents[2] / file, tmp_path / "rows.csv"
-    lines = [line for line in whole.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
-    rows.write_text("\n".join(line.rsplit(",", 2)[0] for line in lines), encoding="utf-8")
-    known, guessed = read_runs(whole), read_runs(rows)
-    constants = installed_fit().constants
-    assert not any(run.guessed for run in known)
-    assert {len(run.guessed) for run in guessed} == {2}
-    found = {
-        one.system
-        for one, other in zip(known, guessed, strict=True)
-        if predicted_seconds(one, constants) != predicted_seconds(other, constants)
-    }
-    assert found == unlike
-
-
 def test_the_first_a100s_had_40_gigabytes() -> None:
     """As MLPerf v0.7's system descriptions have it; tables name all of them alike."""
     by_round = {
@@ -228,23 +181,23 @@ def test_the_first_a100s_had_40_gigabytes() -> None:
     assert by_round["v1.1"] == "A100-SXM4-80GB"
 
 
-def test_rows_of_other_submitters_find_the_most_similar_cluster(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.csv"
-    rows.write_text(
-        HEAD
-        + "v0.7,Fujitsu,abci_n256,Tesla V100-SXM2-16GB,256,1024,43008,42,80,80,90\n"
-        + "v0.6,NVIDIA,dgx1_n4,V100-SXM2-16/32GB,4,32,6656,208,60,60,1700\n"
-        + "v1.0,Dell,XE8545x4A100,NVIDIA A100-SXM4-40GB,1,4,1632,408,35,35,3400\n"
-        + "v2.1,GIGABYTE,G492,A100-PCIe-80GB,2,16,3264,204,35,35,1000\n",
-        encoding="utf-8",
+def test_rows_of_other_submitters_find_the_most_similar_cluster() -> None:
+    found = runs_in(
+        "v0.7,Fujitsu,abci_n256,Tesla V100-SXM2-16GB,256,1024,43008,42,80,80,90",
+        "v0.6,NVIDIA,dgx1_n4,V100-SXM2-16/32GB,4,32,6656,208,60,60,1700",
+        "v1.0,Dell,XE8545x4A100,NVIDIA A100-SXM4-40GB,1,4,1632,408,35,35,3400",
+        "v2.1,GIGABYTE,G492,A100-PCIe-80GB,2,16,3264,204,35,35,1000",
     )
-    found = [(run.cluster.name, run.cluster.gpus_per_node, run.software) for run in read_runs(rows)]
-    assert found == [
+    assert [(run.cluster.name, run.cluster.gpus_per_node, run.software) for run in found] == [
         ("abci-v100", 4, "launched"),
         ("dgx1-v100", 8, "launched"),
         ("dgx-a100-40gb", 4, "graphs"),
         ("r750xa-a100", 8, "graphs"),
     ]
+
+
+def runs_in(*rows: str) -> list[Published]:
+    return parse_runs([HEAD, "# a comment", *(f"{row},no,no" for row in rows)])
 
 
 @pytest.mark.parametrize(
@@ -256,39 +209,18 @@ def test_rows_of_other_submitters_find_the_most_similar_cluster(tmp_path: Path) 
         ("NVIDIA A100-SXM4-80GB (500W)", 500),
     ],
 )
-def test_a_row_that_names_watts_is_of_a_gpu_that_draws_them(
-    accelerator: str, watts: float, tmp_path: Path
-) -> None:
+def test_a_row_that_names_watts_is_of_a_gpu_that_draws_them(accelerator: str, watts: float) -> None:
     """By the cube root of the clock a step computes faster, and nothing else of it changes."""
-    rows = tmp_path / "rows.csv"
     names = (accelerator, "NVIDIA A100-SXM4-80GB")
-    lines = [f"v2.0,A,b,{name},2,16,3264,204,35,35,1000\n" for name in names]
-    rows.write_text(HEAD + "".join(lines), encoding="utf-8")
     found, plain = (
         step_seconds(machine(run.cluster, installed_fit().constants), run.load)
-        for run in read_runs(rows)
+        for run in runs_in(*(f"v2.0,A,b,{name},2,16,3264,204,35,35,1000" for name in names))
     )
     assert plain.compute / found.compute == pytest.approx((watts / 400) ** (1 / 3))
     assert plain.exchange == found.exchange > 0
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        pytest.param("a,b\n1,2\n", "accelerators", id="other columns"),
-        pytest.param(HEAD + "v1.0,A,b,TPU-v4,1,8,64,1,1,1,1\n", "TPU-v4", id="no such GPU"),
-        pytest.param(HEAD + "v1.0,A,b,A100,many,8,1,1,1,1,1\n", "many", id="no number"),
-        pytest.param(HEAD + "v1.0,A,b,A100,1,8\n", "no published runs", id="a short row"),
-        pytest.param(HEAD + "v1.0,A,b,A100,0,8,64,1,1,1,1\n", "nodes: 0", id="no node"),
-        pytest.param(HEAD + "v1.0,A,b,A100,3,8,64,1,1,1,1\n", "equal nodes", id="unequal nodes"),
-        pytest.param(HEAD + "v1.0,A,b,A100,1,8,4,1,1,1,1\n", "an image on each", id="no images"),
-        pytest.param(HEAD + "v1.0,A,b,A100,1,8,64,1,1,1,nan\n", "above 0", id="no time"),
-        pytest.param(HEAD + "v3.1,A,b,H100 NVL,1,8,64,1,1,1,1\n", "H100 NVL", id="NVL"),
-        pytest.param(HEAD + "v0.7,A,b,V100-PCIE-16GB,1,8,64,1,1,1,1\n", "PCIE", id="PCIe"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_refused(tmp_path: Path, text: str, found: str) -> None:
-    rows = tmp_path / "rows.csv"
-    rows.write_text(text, encoding="utf-8")
-    with pytest.raises(ClusterError, match=found):
-        read_runs(rows)
+@pytest.mark.parametrize("gpu", ["TPU-v4", "H100 NVL", "V100-PCIE-16GB"])
+def test_a_gpu_that_no_cluster_has_is_refused(gpu: str) -> None:
+    with pytest.raises(ClusterError, match=f"no installed cluster has {gpu}"):
+        runs_in(f"v1.0,A,b,{gpu},1,8,64,1,1,1,1")

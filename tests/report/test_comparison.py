@@ -170,10 +170,12 @@ def test_a_run_that_reached_a_target_by_its_first_evaluation_is_not_ranked(tmp_p
 
 def test_the_time_of_a_first_evaluation_stands_in_a_column_of_its_own(tmp_path: Path) -> None:
     early = ended_at(tmp_path / "early", 0.3, 0.901)
-    page = make_comparison_page(compare_runs([early, ended_at(tmp_path / "late", 0.3, 0.4, 0.902)]))
+    page = make_comparison_page(
+        compare_runs([early, ended_at(tmp_path / "late", 0.3, 0.4, 0.902)])
+    ).html()
     assert "90 % in, s" in page
     assert "90 % in at most, s" not in page
-    page = make_comparison_page(compare_runs([early, ended_at(tmp_path / "coarse", 0.902)]))
+    page = make_comparison_page(compare_runs([early, ended_at(tmp_path / "coarse", 0.902)])).html()
     assert "90 % in, s" in page
     assert "90 % in at most, s" in page
 
@@ -341,7 +343,7 @@ def test_what_cannot_be_compared_is_refused(
 def test_the_comparison_is_written_where_it_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("largebatch.report.make_comparison_page", lambda _: "page")
+    monkeypatch.setattr("largebatch.report.interactive.Page.html", lambda _: "page")
     runs = [str(ended_at(tmp_path / name, 0.9)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
     for words, path in (([], "compare.html"), (["--out", "there"], "there/compare.html")):
@@ -350,7 +352,7 @@ def test_the_comparison_is_written_where_it_is_wanted(
         assert Path(path).read_text() == "page"
     (tmp_path / "file").touch()
     assert main(["report", *runs, "--out", "file/c.html"]) == USER
-    assert "file/c.html: the comparison cannot be written" in capsys.readouterr().err
+    assert "file/c.html: the page cannot be written" in capsys.readouterr().err
 
 
 def test_without_bokeh_the_install_command_is_named(
@@ -388,4 +390,4 @@ def test_runs_of_any_kind_make_a_page(tmp_path: Path) -> None:
     for place, make in enumerate(kinds):
         make(tmp_path / str(place))
     folders = sorted(tmp_path.iterdir())
-    assert "<h1>5 runs compared</h1>" in make_comparison_page(compare_runs(folders))
+    assert "<h1>5 runs compared</h1>" in make_comparison_page(compare_runs(folders)).html()

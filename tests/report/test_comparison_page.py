@@ -196,10 +196,10 @@ def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path
     run.curve(600, best=0.9)
     run.end("train", 600, 0.95)
     comparison = compare_runs([run.write()])
-    assert LOGARITHMIC not in make_comparison_page(comparison)
+    assert LOGARITHMIC not in make_comparison_page(comparison).html()
     next(record for record in run.records if record["event"] == "evaluation")["loss"] = 114.0
     run.folder = tmp_path / "wild"
-    assert LOGARITHMIC in make_comparison_page(compare_runs([run.write()]))
+    assert LOGARITHMIC in make_comparison_page(compare_runs([run.write()])).html()
 
 
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(

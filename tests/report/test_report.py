@@ -212,7 +212,7 @@ def test_polishing_is_what_comes_after_the_schedule_wherever_a_page_names_it(
     accuracy, shown, *_, wall_time = headlines(clean_only)
     assert (accuracy.note, shown.label) == ("after 600 steps", "Gain in the clean epochs")
     assert wall_time.note == "3.20 s of it clean epochs"
-    note = "polishing is what comes after the schedule, which ends with <em>clean</em>."
+    note = "polishing is every stage after <em>clean</em>, with which the schedule ends."
     assert note in make_page(polished)
     assert note not in make_page(clean_only)
 
@@ -272,7 +272,7 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
     for word in ("clean", "ema (discarded)", "affine", "statistics (discarded)"):
         assert word in words
     assert '<td data-name="Held out"><i>97.00 →</i> 96.00 %</td>' in page
-    assert "Held out: top-1 on 200 training images that no stage was trained" in page
+    assert "Held out: top-1 on 200 training images that no stage trains or measures on" in page
     assert "lowered it" not in page
     figure = Figure()
     draw_accuracy(figure, run)
@@ -309,7 +309,7 @@ def test_only_stages_that_a_run_has_are_explained(
     page = make_page(read_run(make(tmp_path / "run")))
     assert re.findall(r"In <em>(\w+)</em>, ", page) == explained
     assert ("Held out" in page) == (len(explained) == 4)
-    assert ("is the checkpoint as it was" in page) == (len(explained) == 1)
+    assert ("is the checkpoint before polishing" in page) == (len(explained) == 1)
 
 
 def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_the_note_of_a_stage_is_on_the_page_until_it_runs_again(tmp_path: Path) 
     run.end("train", 600, 0.9)
     run.add("note", stage="affine", step=660, text="the loss became <nan>; lower the rate")
     run.end("affine", 60, 0.1)
-    said = "Of <em>affine</em>: the loss became &lt;nan&gt;; lower the rate."
+    said = "<em>affine</em>: the loss became &lt;nan&gt;; lower the rate."
     assert said in make_page(read_run(run.write()))
     run.start(600)
     run.folder = tmp_path / "resumed"

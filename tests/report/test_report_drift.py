@@ -145,7 +145,7 @@ def test_the_figure_says_when_the_statistics_were_discarded(kept: bool, tmp_path
     read = read_run(run.write())
     figure = drawn(read)
     assert figure.get_supxlabel().startswith("Discarded") == (not kept)
-    assert ("The stage was discarded, and these changes" in make_page(read)) == (not kept)
+    assert ("The stage and these changes were discarded" in make_page(read)) == (not kept)
 
 
 def test_statistics_that_were_measured_again_replace_those_before(tmp_path: Path) -> None:

@@ -97,13 +97,14 @@ def test_the_page_shows_confidence_and_the_gap_where_they_were_measured(tmp_path
         "generalization_gap", stage="train", step=600, samples=1437, top1=0.999, loss=loss, gap=0.25
     )
     page = make_page(read_run(run.write()))
-    assert "is 87.65 % on average (AC)" in page
+    assert "correct predictions (AC) is 87.65 %" in page
     assert "12.34 points over the images (CD)" in page
-    assert "4.56 points over the classes&#39; averages (CDAC), without 1 of which" in page
+    assert "4.56 points over the averages of the classes (CDAC), without 1 that" in page
     assert '<td data-name="Average confidence">50.00 %</td>' in page
     assert '<td data-name="Average confidence">–</td>' in page
-    assert f"minus {loss:.4f} on the 1,437 images trained on" in page
-    assert "is +0.2500; there top-1 is 99.90 %" in page
+    assert "The generalization gap is +0.2500: the validation loss" in page
+    assert f"training loss, {loss:.4f}, on 1,437 images" in page
+    assert "Top-1 on these is 99.90 %" in page
 
 
 def test_the_matrix_is_drawn_with_its_numbers(tmp_path: Path) -> None:

@@ -25,69 +25,70 @@ from largebatch.training.loss import cross_entropy
         pytest.param(
             fake_runs.full_run,
             "The run finished and nothing stands out: the training loss fell from 2.09 to 0.552 "
-            "and top-1 ends at 98.61 %, the best of the run. "
-            "Not examined (not recorded): losses against that of guessing, single classes.",
+            "and the final top-1 is 98.61 %, the best of the run. "
+            "Not checked, for lack of a record: losses against guessing, accuracy by class.",
             id="finished",
         ),
         pytest.param(
             fake_runs.statistics_that_hurt,
             "The run finished and nothing stands out: the training loss fell from 2.09 to 0.552 "
-            "and top-1 ends at 94.72 %, within the noise of its best, 96.39 %. "
-            "Not examined (not recorded): losses against that of guessing, single classes.",
+            "and the final top-1 is 94.72 %, within the noise of its best, 96.39 %. "
+            "Not checked, for lack of a record: losses against guessing, accuracy by class.",
             id="within the noise",
         ),
         pytest.param(
             fake_runs.ended_below_its_best,
-            "The run finished, but top-1 ends at 80.00 %, below the 96.39 % that it was after 600 "
-            "steps in train.",
+            "The run finished, but the final top-1, 80.00 %, is below the 96.39 % after 600 steps "
+            "(train).",
             id="below its best",
         ),
         pytest.param(
             fake_runs.learned_nothing,
-            "The run finished, but top-1 ends at 11.00 %; the same answer to all images would make "
-            "10.00 %.",
+            "The run finished, but the final top-1 is 11.00 %; always predicting the most "
+            "frequent class gives 10.00 %.",
             id="nothing learned",
         ),
         pytest.param(
             fake_runs.polished_checkpoint,
-            "Polishing is done: top-1 ends at 96.00 %, the best of the run. "
-            "Not examined (not recorded): losses against that of guessing, single classes.",
+            "Polishing finished: the final top-1 is 96.00 %, the best of the run. "
+            "Not checked, for lack of a record: losses against guessing, accuracy by class.",
             id="polished",
         ),
         pytest.param(
             fake_runs.paused,
-            "The run paused at --max-steps, after 40 of 600 steps; --resume goes on from there. "
-            "Accuracy was not measured before that.",
+            "The run paused at --max-steps, after 40 of 600 steps. Resume it with --resume. "
+            "Accuracy was not measured.",
             id="paused",
         ),
         pytest.param(
             fake_runs.interrupted_after_one_step,
-            "The run was interrupted after 1 of 600 steps; --resume goes on from there. "
-            "Accuracy was not measured before that.",
+            "The run was interrupted after 1 of 600 steps. Resume it with --resume. "
+            "Accuracy was not measured.",
             id="interrupted",
         ),
         pytest.param(
             fake_runs.diverged,
-            "The run failed after 40 of 600 steps. Its training loss stopped being a number at "
-            "step 39. Accuracy was not measured before that.",
+            "The run failed after 40 of 600 steps. Its training loss was not finite at step 39. "
+            "Accuracy was not measured.",
             id="diverged",
         ),
         pytest.param(
             fake_runs.interrupted_after_a_skipped_step,
-            "The run was interrupted after 40 of 600 steps; --resume goes on from there. "
-            "Accuracy was not measured before that.",
+            "The run was interrupted after 40 of 600 steps. Resume it with --resume. "
+            "Accuracy was not measured.",
             id="skipped",
         ),
         pytest.param(
             fake_runs.stopped_at_once,
-            "The run was stopped at once after 40 of 600 steps; --resume goes on from what was "
-            "saved. Accuracy was not measured before that.",
+            "The run was stopped after 40 of 600 steps. --resume continues from the last "
+            "checkpoint. Accuracy was not measured.",
             id="stopped",
         ),
         pytest.param(
             fake_runs.killed,
-            "No summary: the run did not end by itself. Its log ends after 600 of 600 steps. "
-            "The numbers are those it had reached.",
+            "The run has no summary: it was killed or is under way. Its log ends after 600 of 600 "
+            "steps. "
+            "The figures are from that point.",
             id="killed",
         ),
     ],
@@ -115,7 +116,9 @@ def test_the_page_is_green_only_where_everything_was_examined(
     fake_runs.give_recipe(run.write())
     found = verdict(read_run(run.folder))
     assert found.good == recorded
-    assert found.words.endswith(" Not examined (not recorded): single classes.") != recorded
+    assert (
+        found.words.endswith(" Not checked, for lack of a record: accuracy by class.") != recorded
+    )
     assert f'<p class="verdict{" good" * recorded}">' in make_page(read_run(run.folder))
 
 
@@ -128,24 +131,24 @@ def test_a_loss_that_is_no_number_stands_out_where_classes_were_not_recorded(
     run.records[-1]["loss"] = None
     run.end("train", 600, 0.95)
     found = verdict(read_run(run.write()))
-    assert "What stands out: the validation loss was no number at epoch 1." in found.words
+    assert "What stands out: the validation loss was not finite at epoch 1." in found.words
 
 
 @pytest.mark.parametrize(
     ("losses", "training", "words"),
     [
         pytest.param([5.0, 4.7], 1.0, None, id="usual"),
-        pytest.param([math.nan, 4.7], 1.0, "validation loss was no number at epoch 1", id="NaN"),
+        pytest.param([math.nan, 4.7], 1.0, "validation loss was not finite at epoch 1", id="NaN"),
         pytest.param(
             [93.0, 4.7],
             1.0,
-            "the validation loss was 93 at epoch 1, where equal probabilities for all 10,000 words "
-            "have 9.21",
+            "the validation loss was 93 at epoch 1 (equal probabilities for all 10,000 words give "
+            "9.21)",
             id="wild",
         ),
-        pytest.param([9.6, 9.5], 1.0, "the validation loss ends at 9.5", id="guessing"),
-        pytest.param([5.0, 4.7], 18.0, "the training loss ends at 9.9", id="unfit"),
-        pytest.param([5.0, math.nan], 1.0, "its validation loss ends as no number", id="lost"),
+        pytest.param([9.6, 9.5], 1.0, "the final validation loss is 9.5", id="guessing"),
+        pytest.param([5.0, 4.7], 18.0, "the final training loss is 9.9", id="unfit"),
+        pytest.param([5.0, math.nan], 1.0, "the final validation loss is not finite", id="lost"),
     ],
 )
 def test_a_language_model_is_examined_too(
@@ -177,7 +180,7 @@ def test_what_label_smoothing_leaves_of_a_training_loss_does_not_stand_out(
     fake_runs.give_recipe(tmp_path / "run", "loss.label_smoothing=0.1")
     found = verdict(read_run(tmp_path / "run"))
     assert found.good != stands_out
-    words = "the training loss ends at 1.77 (0.5 of it by label smoothing), where equal"
+    words = "the final training loss is 1.77, 0.5 of it from label smoothing (equal"
     assert (words in found.words) == stands_out
 
 
@@ -233,9 +236,10 @@ def test_a_finished_run_is_held_against_guessing_and_what_stands_out_is_named(
     """As MNIST at 74 %: a wild validation loss after an epoch, and a class that is hardly right."""
     wrong = sorted({*of_class(5, 31), *(n for n in range(70) if n % 10 != 5)})
     assert finished(tmp_path / "run", wrong=wrong, validation=114.2) == Verdict(
-        "The run finished: the training loss fell from 2.09 to 0.552 and top-1 ends at 73.89 %, "
-        "the best of the run. What stands out: the validation loss was 114 at epoch 1, where equal "
-        "probabilities for all 10 classes have 2.3; of class 5 only 5 of 36 images are right.",
+        "The run finished: the training loss fell from 2.09 to 0.552 and the final top-1 is 73.89 "
+        "%, "
+        "the best of the run. What stands out: the validation loss was 114 at epoch 1 (equal "
+        "probabilities for all 10 classes give 2.3); class 5 has only 5 of 36 images right.",
         good=False,
     )
 
@@ -245,8 +249,8 @@ def test_a_finished_run_is_held_against_guessing_and_what_stands_out_is_named(
     [
         pytest.param(22.0, 2.2, None, id="a few times that of guessing, early"),
         pytest.param(24.0, 0.5, "the validation loss was 24 at epoch 1", id="ten times"),
-        pytest.param(0.4, 2.4, "the validation loss ends at 2.4", id="above it at the end"),
-        pytest.param(math.nan, 0.5, "the validation loss was no number at epoch 1", id="NaN"),
+        pytest.param(0.4, 2.4, "the final validation loss is 2.4", id="above it at the end"),
+        pytest.param(math.nan, 0.5, "the validation loss was not finite at epoch 1", id="NaN"),
     ],
 )
 def test_a_validation_loss_far_above_that_of_guessing_stands_out(
@@ -263,18 +267,18 @@ def test_a_training_loss_that_ends_above_half_of_that_of_guessing_stands_out(
 ) -> None:
     found = finished(tmp_path / "run", wrong=evenly(20), training=factor)
     assert found.good is good
-    words = "the training loss ends at 1.21, where equal probabilities for all 10 classes have 2.3"
+    words = "the final training loss is 1.21 (equal probabilities for all 10 classes give 2.3)"
     assert (words in found.words) is not good
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        pytest.param(of_class(3, 36), "of class 3 only 0 of 36 images are right", id="one class"),
+        pytest.param(of_class(3, 36), "class 3 has only 0 of 36 images right", id="one class"),
         pytest.param(
             of_class(3, 36) + of_class(7, 30),
-            "2 of 10 classes have less than a third of that top-1, the lowest is 3 with 0 of 36 "
-            "images",
+            "2 of 10 classes have less than a third of this top-1, the lowest 3 with 0 of 36 "
+            "images right",
             id="two classes",
         ),
         pytest.param(of_class(3, 20), None, id="less than half, more than a third"),

@@ -43,7 +43,7 @@ def run_that_waited(folder: Path, *, data: float, reduction: float, workers: int
         pytest.param(
             *(0.5, 0.1, 2),
             "Input bound: updates spent 50 % of the time waiting for images and 10 % waiting for "
-            "the sums of gradients; images that come at once would make training 2 times as fast "
+            "the sums of gradients. Without waiting for images, training would be 2 times as fast "
             "(see execution.cache and execution.decoder, or give each worker more cores).",
             id="yes",
         ),

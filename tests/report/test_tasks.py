@@ -85,7 +85,7 @@ def test_a_third_task_gives_the_page_its_headline_its_chart_and_its_nouns(melodi
     page = write_report(melodies)
     text = words(page)
     assert "Bits a note 0.58 after 600 steps" in text
-    assert "bits ends at 0.58, the lowest of the run" in text
+    assert "the final bits is 0.58, the lowest of the run" in text
     assert "806 melodies/s" in text
     assert "Mean over the 360 notes." in text
     assert "Both count notes." in text
@@ -116,7 +116,7 @@ def test_a_third_task_that_accuracy_judges_has_the_page_of_images_with_its_own_n
     folder = trained(tmp_path / "birds", source="birds")
     text = words(write_report(folder))
     assert "Top-1 accuracy 90.00 %" in text
-    assert "The share of the 360 validation clips that are classified right" in text
+    assert "Accuracy on the 360 validation clips" in text
     assert "image" not in text
     assert (folder / "accuracy.png").exists()
 

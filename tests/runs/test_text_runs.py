@@ -127,8 +127,8 @@ def test_the_report_shows_perplexity_and_no_images(trained: tuple[Path, Summary]
 def test_a_run_that_waited_is_told_nothing_about_images(read: Run) -> None:
     waited = tuple(replace(step, data_seconds=step.step_seconds / 2) for step in read.steps)
     assert describe_waits(replace(read, steps=waited)) == (
-        "Input bound: updates spent 50 % of the time waiting for windows; windows that come at "
-        "once would make training 2 times as fast (give each worker more cores)."
+        "Input bound: updates spent 50 % of the time waiting for windows. Without waiting for "
+        "windows, training would be 2 times as fast (give each worker more cores)."
     )
 
 

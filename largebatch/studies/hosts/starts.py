@@ -9,13 +9,19 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any
 
 from largebatch.distributed.environment import available_cores
-from largebatch.errors import StudyError
+from largebatch.recipe.recipe import Recipe
+from largebatch.report.interactive_charts import Chart, Curve
+from largebatch.runs.options import Options
 from largebatch.storage import write_whole
+from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement, measure_on_hosts
 from largebatch.studies.hosts.worker import Job
+from largebatch.studies.metrics import Interval, interval, ratio
+from largebatch.studies.queue.study import Timed, read_record
 from largebatch.tracking.environment import source_commit, versions
 
 
@@ -75,30 +81,109 @@ class Start:
 
         Raises StudyError if it is of another study.
         """
-        try:
-            record = json.loads(self.path.read_bytes())
-            settings, result = record["settings"], Found(**record["found"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError):
-            raise StudyError(f"{self.path}: is not the record of a start; remove it") from None
-        if settings != self.settings:
-            raise StudyError(
-                f"{self.path}: was recorded with other settings than the study has now; give "
-                "another --out, or remove it"
-            )
-        return result
+        record = read_record(self.path, {"settings": self.settings})
+        return None if record is None else Found(**record["found"])
 
 
-class Cell(Protocol):
-    """A cell of any kind of study."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A recipe on a number of workers."""
 
-    @property
-    def configuration(self) -> str:
-        """Name of its recipe in the study."""
+    name: str
+    """Name of its folder."""
+
+    configuration: str
+    """Name of its recipe in the study."""
+
+    workers: int
+    """Number of workers that compute gradients."""
+
+    samples: int
+    """Samples of each worker in an update."""
+
+    recipe: Recipe
+    placement: Placement
+    timed: Timed
+    compute: Compute | None
 
     def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
-        """Start its workers once and return the result."""
+        """Return one start of its workers."""
+        backend = self.placement.backend if self.workers > 1 else "auto"
+        job = Job(
+            recipe=self.recipe.model_copy(update={"seed": seed}),
+            options=Options(out=Path(), data=data, backend=backend, report=False),
+            compute=self.compute,
+            samples=self.samples,
+            warm_up=self.timed.warm_up,
+            updates=self.timed.updates,
+        )
+        path = out / self.name / f"seed-{seed}.json"
+        return Start(cell=self.name, seed=seed, job=job, placement=self.placement, path=path)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A cell with the results of its starts by seed, and those of one worker alone."""
+
+    cell: Cell
+    found: Mapping[int, Found]
+    alone: Mapping[int, Found]
+    work: float
+    """Work of an update on all workers, in the unit of the throughput."""
+
+    work_alone: float
+    """Work of an update on one worker alone."""
+
+    @property
+    def throughputs(self) -> dict[int, float]:
+        """Work per second, by seed."""
+        return {seed: self.work / fmean(one.seconds) for seed, one in self.found.items()}
+
+    @property
+    def throughputs_alone(self) -> dict[int, float]:
+        """Work per second of one worker alone, by seed."""
+        return {seed: self.work_alone / fmean(one.seconds) for seed, one in self.alone.items()}
+
+    @property
+    def throughput(self) -> Interval:
+        """Mean work per second."""
+        return interval(self.throughputs.values())
+
+    @property
+    def speed_up(self) -> Interval | None:
+        """Throughput over that of one worker alone, by pairs of a seed; None without one."""
+        return ratio(self.throughputs, self.throughputs_alone).interval
+
+    @property
+    def efficiency(self) -> Interval | None:
+        """Speed-up over the number of workers, in percent; 100 is ideal."""
+        found = self.speed_up
+        return found and found.scaled(100 / self.cell.workers)
+
+    @property
+    def seconds(self) -> Interval:
+        """Seconds of an update."""
+        return interval(fmean(found.seconds) for found in self.found.values())
+
+    @property
+    def first(self) -> Found:
+        """The result of the first start."""
+        return next(iter(self.found.values()))
+
+    @property
+    def model_bytes(self) -> int:
+        """Size of all weights."""
+        return sum(self.first.shards)
+
+
+def chart_by_workers(
+    rows: Sequence[Row], curves: Sequence[Curve], *, name: str, y_title: str, caption: str
+) -> Chart:
+    """Return a chart of the columns `workers` and `value`."""
+    return Chart(
+        name=name, x="workers", y="value", x_title="Workers", y_title=y_title, caption=caption,
+        ticks=sorted({row.cell.workers for row in rows}), from_zero=True, curves=curves,
+    )  # fmt: skip
 
 
 def starts_of(

@@ -1,4 +1,4 @@
-"""The page of a study: what it has found, its table and its charts.
+"""The page of a study of policies: its findings, table and charts.
 
 A policy has one colour in all charts; filters choose the configuration, the kinds of policies and
 the Pareto front alone.
@@ -20,7 +20,7 @@ from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, b
 from largebatch.report.run import FloatArray
 from largebatch.report.style import MUTED
 from largebatch.schedules.build import follow
-from largebatch.studies.metrics import ENOUGH_SEEDS, Costs
+from largebatch.studies.metrics import ENOUGH_SEEDS
 from largebatch.studies.policies.by_class import MOST_CLASSES, by_class, classes_table
 from largebatch.studies.policies.standings import (
     Axis,
@@ -47,7 +47,7 @@ _SEEDS = (
 )
 _DIVERGED = "A run that diverged counts as chance."
 _TABLE = (
-    "A click on a header sorts. The values found are those that the search chose by images held "
+    "The values found are those that the search chose by images held "
     "out; all else is of the validation images, the mean over seeds. A cost is that at the first "
     "evaluation at or above the target, of the seeds that reached it; seconds are those of updates "
     "and evaluations. AC is the average confidence, that is the probability of the images that are "
@@ -152,7 +152,9 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
         mean("CDAC", lambda one: one.class_confidence_deviation, ".4f"),
         mean("Loss: validation − training", lambda one: one.loss_difference, ".4f"),
         mean("Classes never correct", lambda one: one.classes_never_correct, ".1f"),
-        column("Worst drop, points", _worst_drop, ".2f"),
+        column(
+            "Worst drop, points", lambda one: (it := one.robustness) and 100 * it.worst_drop, ".2f"
+        ),
         column("Seeds", lambda one: len(one.found.seeds), "d"),
         column("Diverged", lambda one: one.found.diverged, "d"),
         *([Column("Recipe", names)] if several else []),
@@ -169,18 +171,23 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
     return Table(name="policies", columns=columns, series=looks, printed=printed)
 
 
-def _cost_columns(axis: Axis, column: Callable[..., Column]) -> Iterator[Column]:
-    def spent(one: Standing) -> float:
-        return one.cost(axis)
+def _value(one: Standing, *, key: str) -> float | None:
+    return one.found.values.get(key)
 
-    yield column(axis.title, spent, ",.1f" if axis.unit == "seconds" else ",.0f")
+
+def _cost_columns(axis: Axis, column: Callable[..., Column]) -> Iterator[Column]:
+    def reached(one: Standing) -> str | None:
+        found = one.costs(axis.target)
+        return f"{found.reached} of {found.runs}" if found.runs else None
+
+    form = ",.1f" if axis.unit == "seconds" else ",.0f"
+    yield column(axis.title, lambda one: one.cost(axis), form)
     if axis.unit == "updates" and axis.target is not None:
-        target = axis.target
-        yield column("reached", lambda one: _reached(one.costs(target)), None)
+        yield column("reached", reached, None)
 
 
 def _fronts(standings: Standings, one: Standing) -> str | None:
-    """Return on which Pareto fronts a cell is, by target; None where on none."""
+    """Return the Pareto fronts that a cell is on, by target; None if there is none."""
     units: dict[str, list[str]] = {}
     for axis in standings.axes:
         if standings.on_front(one, axis):
@@ -190,21 +197,9 @@ def _fronts(standings: Standings, one: Standing) -> str | None:
 
 
 def _edges(one: Standing) -> str | None:
-    """Return which values found are the lowest or the highest tried."""
+    """Return the best values that are the lowest or the highest tried."""
     ends = (f"{key.rpartition('.')[2]} {end}" for key, end in one.found.edges.items())
     return ", ".join(ends) or None
-
-
-def _value(one: Standing, *, key: str) -> float | None:
-    return one.found.values.get(key)
-
-
-def _reached(found: Costs) -> str | None:
-    return f"{found.reached} of {found.runs}" if found.runs else None
-
-
-def _worst_drop(one: Standing) -> float | None:
-    return None if one.robustness is None else 100 * one.robustness.worst_drop
 
 
 def _charts(standings: Standings, drawn: Sequence[Drawn]) -> Iterator[Section]:
@@ -289,13 +284,8 @@ def _costs(standings: Standings, one: Standing) -> Iterator[tuple[str, str]]:
             continue
         seconds = found.seconds.mean
         time = f", {seconds:,.1f} s" if math.isfinite(seconds) else ""
-        yield (
-            title,
-            (
-                f"{found.updates.mean:,.0f} updates, {found.images.mean:,.0f} images{time}; "
-                f"{found.reached} of {found.runs} seeds"
-            ),
-        )
+        spent = f"{found.updates.mean:,.0f} updates, {found.images.mean:,.0f} images{time}"
+        yield title, f"{spent}; {found.reached} of {found.runs} seeds"
 
 
 def _shapes_chart(drawn: Sequence[Drawn]) -> Chart:

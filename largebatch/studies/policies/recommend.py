@@ -249,21 +249,12 @@ def _shortcomings(one: Standing, first: Standing) -> Iterator[str]:
 
 def describe_ratio(times: Interval) -> str:
     """Return a ratio in words: 1.50 times (1.20 to 1.88)."""
-    return f"{times.mean:.2f} times{describe_ends(times, '{:.2f}')}"
+    return times.with_ends(".2f", " times")
 
 
 def describe_points(points: Interval) -> str:
     """Return a difference of accuracies in words: 1.50 points (1.20 to 1.80)."""
-    return f"{100 * points.mean:.2f} points" + describe_ends(
-        points._replace(low=100 * points.low, high=100 * points.high), "{:.2f}"
-    )
-
-
-def describe_ends(found: Interval, number: str) -> str:
-    """Return the ends of an interval in brackets; one value has none."""
-    if found.number < 2:
-        return " (one seed: no interval)"
-    return f" ({number.format(found.low)} to {number.format(found.high)})"
+    return points.scaled(100).with_ends(".2f", " points")
 
 
 def _gaps(found: Recommendation) -> Iterator[str]:

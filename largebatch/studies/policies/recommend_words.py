@@ -1,8 +1,8 @@
-"""A recommendation as sentences and as JSON, each number with its interval and its runs."""
+"""A recommendation as sentences, a table and JSON."""
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,11 +10,11 @@ from pydantic_core import to_json
 
 from largebatch.formatting import plural
 from largebatch.recipe.writing import dump_yaml
+from largebatch.report.interactive import Table, columns_over
 from largebatch.studies.metrics import CONFIDENCE, Interval, Ratio
 from largebatch.studies.policies.recommend import (
     Recommendation,
     Standing,
-    describe_ends,
     describe_points,
     describe_ratio,
     good_values,
@@ -24,7 +24,7 @@ from largebatch.studies.queue.study import RATE
 
 
 def sentences(found: Recommendation) -> Iterator[str]:
-    """Yield what is recommended and why, what is to be avoided, and what is not known."""
+    """Yield what is recommended, what to avoid and why, and what is not known."""
     group = found.group
     seeds = max(len(cell.seeds) for cell in group.cells)
     policies = plural(len(group.cells), "policy", "policies")
@@ -33,7 +33,7 @@ def sentences(found: Recommendation) -> Iterator[str]:
         f"intervals are at {CONFIDENCE:.0%}, those of comparisons together"
     )
     for missing in found.too_little:
-        yield f"knows too little: {missing}"
+        yield f"insufficient data: {missing}"
     if found.first is not None:
         yield from _leader(found, found.first)
     for one in found.standings:
@@ -42,17 +42,14 @@ def sentences(found: Recommendation) -> Iterator[str]:
 
 
 def _by(found: Recommendation) -> str:
-    return f", by {found.by}" + ("" if found.target is None else f" to {found.target:.2%}")
+    to = "" if found.target is None else f" to {found.target:.2%} (at the first evaluation there)"
+    return f", by {found.by}{to}"
 
 
 def _leader(found: Recommendation, first: Standing) -> Iterator[str]:
     cell = first.cell
     head = "tentative" if found.too_little else "recommended"
     yield f"{head}: {cell.policy}, {_values(cell)}"
-    yield from _numbers(first)
-    behind = found.standings[1:]
-    if behind:
-        yield f"next: {behind[0].cell.policy}, {_comparison(behind[0], first)}"
     if first.robustness is not None:
         rates = (
             f"{scale:g} times: {interval.mean:.2%}"
@@ -79,36 +76,48 @@ def _values(cell: CellResults) -> str:
     )
 
 
-def _numbers(first: Standing) -> Iterator[str]:
-    found = first.costs
-    if found is not None and found.updates and found.images and found.seconds:
-        yield (
-            f"the target after {_mean(found.updates, '{:,.0f}')} updates, "
-            f"{found.images.mean:,.0f} images, {found.seconds.mean:,.1f} s, by {found.reached} of "
-            f"{found.runs} seeds; accuracy is measured at evaluations and nowhere between"
-        )
-    if first.top1 is not None:
-        updates = first.cell.seeds[0].updates
-        yield f"top-1 at the end {_mean(first.top1, '{:.2%}')}, after {updates:,} updates"
+def policies_table(found: Recommendation) -> Table:
+    """Return a row for each policy, the best first; costs are means over the seeds that have it."""
+    column = columns_over(found.standings)
+
+    def mean(unit: str) -> Callable[[Standing], float | None]:
+        def value(one: Standing) -> float | None:
+            cost: Interval | None = getattr(one.costs, unit, None)
+            return cost and cost.mean
+
+        return value
+
+    columns = [
+        column("policy", lambda one: one.cell.policy, None),
+        column("top-1, %", lambda one: one.top1 and 100 * one.top1.mean, ".2f"),
+        column("±", lambda one: one.top1 and one.top1.scaled(100).reach, ".2f"),
+        column("updates", mean("updates"), ",.0f"),
+        column(
+            "±", lambda one: one.costs and one.costs.updates and one.costs.updates.reach, ",.0f"
+        ),
+        column("images", mean("images"), ",.0f"),
+        column("seconds", mean("seconds"), ",.1f"),
+        column(
+            "reached", lambda one: one.costs and f"{one.costs.reached} of {one.costs.runs}", None
+        ),
+        column(f"against {found.standings[0].cell.policy}", _comparison, None),
+        column("within noise", lambda one: one.against and ("yes" if one.is_level else "no"), None),
+        column("worst drop", lambda one: one.robustness and 100 * one.robustness.worst_drop, ".2f"),
+        column("seeds", lambda one: len(one.cell.seeds), "d"),
+        column("diverged", lambda one: one.cell.diverged, "d"),
+    ]
+    return Table(name="policies", columns=columns)
 
 
-def _mean(found: Interval, number: str) -> str:
-    return f"{number.format(found.mean)}{describe_ends(found, number)}"
-
-
-def _comparison(one: Standing, first: Standing) -> str:
-    """Return how a policy compares with the first one."""
-    level = ": within the noise" if one.is_level else ""
+def _comparison(one: Standing) -> str | None:
+    """Return how a policy compares with the first one; None if it does not."""
     match one.against:
-        case Ratio(interval=Interval() as times) as both:
-            seeds = f"by {both.reached} of {both.seeds} seeds"
-            return f"{describe_ratio(times)} the updates of {first.cell.policy}, {seeds}{level}"
-        case Ratio(reached=reached, seeds=seeds):
-            return f"which reached the target with {reached or 'none'} of {seeds} seeds{level}"
+        case Ratio(interval=Interval() as times):
+            return f"{describe_ratio(times)} the updates"
         case Interval() as points:
-            return f"{describe_points(points)} below {first.cell.policy}{level}"
+            return f"{describe_points(points)} below"
         case _:
-            return "; ".join(one.avoid) or "not measured"
+            return None
 
 
 def schedule_yaml(cell: CellResults) -> str:

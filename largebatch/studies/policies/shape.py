@@ -46,7 +46,7 @@ def shape_for(found: Suggestion, groups: Sequence[Group]) -> Shape | None:
     if answer.gaps or answer.first is None:
         return Shape(
             None,
-            f"policy: as the points have it; {nearest.described} knows too little: "
+            f"policy: as the points have it; {nearest.described} has insufficient data: "
             f"{'; '.join(answer.gaps)}",
         )
     return Shape(_schedule(found, answer), _words(answer, nearest))

@@ -254,9 +254,10 @@ def _leads(ranked: Sequence[Standing]) -> str:
         return f"{lead}; within the noise of seeds of it: {named}."
     name, gap = next(iter(apart.items()))
     assert gap is not None
+    above = gap.scaled(100)
     return (
-        f"{lead}, {100 * gap.mean:.2f} points above {name} ({100 * gap.low:.2f} to "
-        f"{100 * gap.high:.2f}): more than the noise of seeds."
+        f"{lead}, {above.mean:.2f} points above {name} ({above.low:.2f} to {above.high:.2f}): more "
+        "than the noise of seeds."
     )
 
 
@@ -315,6 +316,4 @@ def describe_interval(found: Interval) -> str:
     >>> describe_interval(Interval(0.91, 0.78, 1.04, 2))
     '91.00 % (2 seeds)'
     """
-    mean, reach = 100 * found.mean, found.scaled(100).reach
-    level = "" if reach is None else f" ± {reach:.2f}"
-    return f"{mean:.2f} %{level} ({plural(found.number, 'seed')})"
+    return f"{found.scaled(100).text('.2f', ' %')} ({plural(found.number, 'seed')})"

@@ -13,7 +13,7 @@ from typing import Any
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import LargebatchError, RecipeError, nearest
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
-from largebatch.recipe.loading import load_recipe, validate_tree
+from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import (
     CosineCyclesExp,
@@ -30,10 +30,9 @@ from largebatch.schedules.build import build_schedule
 from largebatch.studies.queue.study import (
     RATE,
     AnyStudy,
-    Configuration,
     ConfigurationStudy,
     Search,
-    Setting,
+    recipe_of,
     settings_of,
 )
 
@@ -180,7 +179,7 @@ def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:
     for name, configuration in study.recipes.items():
         for variant, setting in settings_of(study).items():
             try:
-                recipe = _load(configuration, setting, folder)
+                recipe = recipe_of(configuration, folder, setting.set)
                 watched = tuple(dict.fromkeys((*recipe.monitor, *monitor)))
                 cell = Cell(
                     configuration=name, variant=variant,
@@ -192,13 +191,6 @@ def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:
                 raise RecipeError(f"recipe {name} with {study.kind} {variant}: {error}") from None
             cells.append(cell)
     return cells
-
-
-def _load(configuration: Configuration, setting: Setting, folder: Path) -> Recipe:
-    file = folder / configuration.recipe
-    changes = {**configuration.set, **setting.set}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    return load_recipe(file if file.is_file() else configuration.recipe, overrides)
 
 
 def rungs(plan: Plan) -> list[int]:

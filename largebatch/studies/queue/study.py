@@ -1,11 +1,13 @@
-"""Study files: recipes x policies x seeds, and recipes x settings x seeds.
+"""Study files: find, read and validate them, and load their recipes.
 
-The first kind searches a rate for every policy. The second kind measures the accuracy and cost
-of each recipe with every setting of the training and of the machine.
+The two kinds here are a queue of runs: recipes x policies x seeds, which searches a rate for every
+policy, and recipes x settings x seeds, which measures the accuracy and cost of each recipe with
+every setting of the training and of the machine.
 """
 
 import json
 from collections.abc import Mapping
+from importlib.resources.abc import Traversable
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -13,9 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import BackendName
-from largebatch.errors import RecipeError
-from largebatch.recipe.loading import parse_yaml, read_text, validate_tree
-from largebatch.recipe.section import Fraction, Samples, Section
+from largebatch.errors import RecipeError, StudyError
+from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Fraction, Samples, Section, Updates
 
 RATE = "schedule.peak_lr"
 """Key of the base rate: all rates of a schedule scale with it."""
@@ -40,6 +43,23 @@ class Configuration(Section):
 
     set: dict[str, Any] = Field(default_factory=dict)
     """Changes by dotted key, as --set makes them: {duration.epochs: 5}."""
+
+
+class Timed(Configuration):
+    """A recipe of a study, and its measured updates."""
+
+    warm_up: Updates = 2
+    updates: Updates = 10
+    """Number of timed updates in each start, after the warm-up updates."""
+
+    def require_length(self, steps: int) -> None:
+        """Raise RecipeError if a recipe of `steps` updates is too short."""
+        needed = self.warm_up + self.updates + 2
+        if steps <= needed:
+            raise RecipeError(
+                f"the recipe ends after {steps} updates, and {needed} are measured; give it a "
+                "longer duration, or less to measure"
+            )
 
 
 class Search(Section):
@@ -223,7 +243,10 @@ class ConfigurationStudy(_Study):
 
 
 AnyStudy = Study | ConfigurationStudy
-_Kind = TypeVar("_Kind", Study, ConfigurationStudy)
+_Kind = TypeVar("_Kind", bound=Section)
+
+_COMMANDS = {"policies": "lr bench", "settings": "bench"}
+"""Commands of the two kinds, by the section that only one kind has."""
 
 
 def _require_own_seed(search: Search, *, seeds: int) -> None:
@@ -245,30 +268,84 @@ def settings_of(study: AnyStudy) -> Mapping[str, Setting]:
 
 
 def load_study(path: Path) -> Study:
-    """Load the file of a study of policies.
-
-    Raises RecipeError naming every mistake at once, each by its dotted path.
-    """
-    return _load(path, Study, ("policies", "lr bench"), ("settings", "bench"))
+    """Read and validate the file of a study of policies, as read_study does."""
+    return read_study(str(path), Study)
 
 
 def load_configuration_study(path: Path) -> ConfigurationStudy:
-    """Load the file of a study of settings, as load_study does."""
-    return _load(path, ConfigurationStudy, ("settings", "bench"), ("policies", "lr bench"))
+    """Read and validate the file of a study of settings, as read_study does."""
+    return read_study(str(path), ConfigurationStudy)
 
 
-def _load(path: Path, kind: type[_Kind], own: tuple[str, str], other: tuple[str, str]) -> _Kind:
-    """Load a study; `own` and `other` are the section that only one kind has, and its command."""
-    tree = parse_yaml(read_text(path, what="study"), source=str(path))
+def read_study(name: str, kind: type[_Kind], *, suite: Traversable | None = None) -> _Kind:
+    """Read and validate a study file, or the study of this name in a suite.
+
+    Raises RecipeError naming every mistake at once, each by its dotted path.
+    """
+    path = Path(name)
+    if suite and path.name == name and not path.suffix and not path.is_file():
+        known = sorted(Path(each.name).stem for each in suite.iterdir() if each.is_file())
+        if name not in known:
+            raise RecipeError(
+                f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
+            )
+        text = (suite / f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        text = read_text(path, what="study")
+    tree = parse_yaml(text, source=name)
     if not isinstance(tree, dict):
+        required = [key for key, field in kind.model_fields.items() if field.is_required()]
         raise RecipeError(
-            f"{path}: a study is a mapping of sections, found "
-            f"{'nothing' if tree is None else type(tree).__name__}; it begins with "
-            f"name, recipes and {own[0]}"
+            f"{name}: a study is a mapping of sections; this kind has {', '.join(required)}"
         )
-    if other[0] in tree and own[0] not in tree:
+    sections = tree.keys() & _COMMANDS.keys()
+    if sections and not sections & kind.model_fields.keys():
+        (section, *_) = sections
         raise RecipeError(
-            f"{path}: a study of {other[0]}, expected one of {own[0]}: carry it out by "
-            f"`largebatch {other[1]}`"
+            f"{name}: a study of {section}; run it with `largebatch {_COMMANDS[section]}`"
         )
-    return validate_tree(kind, tree, source=str(path))
+    return validate_tree(kind, tree, source=name)
+
+
+def recipe_of(
+    configuration: Configuration, folder: Path, changes: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Load a recipe of a study whose file lies in `folder`, with further changes."""
+    every = configuration.set | dict(changes or {})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in every.items()]
+    file = folder / configuration.recipe
+    return load_recipe(file if file.is_file() else configuration.recipe, overrides)
+
+
+def read_record(path: Path, definition: Mapping[str, object]) -> dict[str, Any] | None:
+    """Return a recorded measurement; None if there is none.
+
+    Raises StudyError unless its keys of `definition` have the same values.
+    """
+    try:
+        record: dict[str, Any] = json.loads(path.read_bytes())
+        recorded = {key: record[key] for key in definition}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise StudyError(f"{path}: is not a record of the study; remove it") from None
+    if recorded != definition:
+        raise StudyError(
+            f"{path}: was recorded with other settings than the study has now; give another "
+            "--out, or remove it"
+        )
+    return record
+
+
+def base_recipe(configuration: Configuration, folder: Path) -> Recipe:
+    """Load a recipe whose cells have protocols of the study; it must have none of its own.
+
+    Raises RecipeError.
+    """
+    recipe = recipe_of(configuration, folder)
+    if recipe.protocol is not None:
+        raise RecipeError(
+            f"{configuration.recipe}: the recipe has a protocol, and the study gives each cell its "
+            "own; leave it out of the recipe"
+        )
+    return recipe

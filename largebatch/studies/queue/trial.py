@@ -212,12 +212,11 @@ def _hardware() -> str:
 
 def _measured(run: Run) -> Result:
     """Return the evaluations in training, and the metrics by class of the last one."""
-    last = run.last_stage
-    gaps = {gap.stage: gap.gap for gap in run.gaps}
+    mistakes, gap = run.final_mistakes, run.last_gap
     return {
         "evaluations": measurements(run),
-        "classes": _classes(last.mistakes) if last and last.mistakes else None,
-        "loss_difference": gaps.get(last.name) if last else None,
+        "classes": _classes(mistakes) if mistakes else None,
+        "loss_difference": gap and gap.gap,
         "workers": run.plan.workers,
         "usage": asdict(usage_of(run)),
         **_summed_up(run.summary),
@@ -239,25 +238,19 @@ def _summed_up(summary: Summary | None) -> Result:
     """Return the part of the record from the summary of a complete run."""
     if summary is None or summary.status != "finished":
         return {}
-    return {
-        "seconds": summary.seconds,
-        "images_per_second": summary.images_per_second,
-        "peak_memory_bytes": summary.peak_memory_bytes,
-        "weights_sha256": summary.weights_sha256,
-    }
+    names = ("seconds", "images_per_second", "peak_memory_bytes", "weights_sha256")
+    return {name: getattr(summary, name) for name in names}
+
+
+_METRICS = (
+    *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
+    *("class_confidence_deviation", "classes_never_correct"),
+)
 
 
 def _end(evaluation: Evaluation) -> Result:
     """Return the final metrics of a run."""
-    return {
-        "top1": evaluation.top1,
-        "top5": evaluation.top5,
-        "loss": evaluation.loss,
-        "average_confidence": evaluation.average_confidence,
-        "confidence_deviation": evaluation.confidence_deviation,
-        "class_confidence_deviation": evaluation.class_confidence_deviation,
-        "classes_never_correct": evaluation.classes_never_correct,
-    }
+    return {name: getattr(evaluation, name) for name in _METRICS}
 
 
 def _chance(recipe: Recipe) -> Result:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from largebatch.report.interactive import Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
+from largebatch.studies.hosts.starts import chart_by_workers
 from largebatch.studies.scaling.rows import Row, findings, unequal_rates
 from largebatch.studies.scaling.study import PLACES, SCALINGS, ScalingStudy
 
@@ -21,7 +22,7 @@ _NOTE = (
     "with Student's interval of 95 %."
 )
 _TABLE = (
-    "A click on a header sorts. The ideal is as many times one worker as there are workers; in "
+    "The ideal is as many times one worker as there are workers; in "
     "weak scaling each has the same mini-batch, in strong scaling all share one batch. Learning "
     "rates are those that each worker's optimizer applied, compared in hexadecimal."
 )
@@ -63,7 +64,7 @@ class _Point(NamedTuple):
 
 def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
     def efficiency(row: Row) -> _Point:
-        found = 100 * (row.efficiency or 0.0)
+        found = row.efficiency.mean if row.efficiency else 0.0
         predicted = found * row.seconds.mean / row.predicted if row.predicted else 0.0
         return _Point(found, predicted, 100.0)
 
@@ -97,10 +98,7 @@ def _chart(
             if points[column][0] is not None:
                 curves.append(Curve(series=look, data=points, points=False, y=column))
         curves.append(Curve(series=own, data=points, hover=_HOVER))
-    return Chart(
-        name=name, x="workers", y="value", x_title="Workers", y_title=title, from_zero=True,
-        ticks=sorted({row.cell.workers for row in rows}), curves=curves, caption=caption,
-    )  # fmt: skip
+    return chart_by_workers(rows, curves, name=name, y_title=title, caption=caption)
 
 
 def _lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -122,7 +120,7 @@ def _table(rows: Sequence[Row]) -> Table:
         column("Ideal", lambda row: row.ideal, ",.1f"),
         column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
         column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
-        column("Efficiency, %", lambda row: 100 * (row.efficiency or 0.0), ".0f"),
+        column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
         column("An update, s", lambda row: row.seconds.mean, ".4f"),
         column("The planner, s", lambda row: row.predicted, ".4f"),
         column("Samples each", lambda row: row.cell.samples, "d"),

@@ -1,57 +1,25 @@
-"""What a study of scaling has found: tables against the ideal, rates, and the planner."""
+"""Results of a study of scaling: tables against the ideal, learning rates, and the planner."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from largebatch.studies.hosts import starts
 from largebatch.studies.hosts.starts import Found, Start, read_by_cell
-from largebatch.studies.metrics import Interval, interval, ratio
 from largebatch.studies.scaling.study import SCALINGS, Cell, Scaling, ScalingStudy, samples_of
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A line of a table: a cell as a case of weak or of strong scaling."""
+class Row(starts.Row):
+    """A cell as a case of weak or of strong scaling; its work is counted in samples."""
 
-    scaling: Scaling
     cell: Cell
-    found: Mapping[int, Found]
-    alone: Mapping[int, Found]
-    """Row of one worker with its samples of this scaling."""
-
-    @property
-    def throughput(self) -> Interval:
-        """Samples a second of all workers."""
-        samples = self.cell.workers * self.cell.samples
-        return interval(self._throughputs(self.found, samples).values())
+    scaling: Scaling
 
     @property
     def ideal(self) -> float | None:
-        """Samples a second: as many times one worker as there are workers; None without one."""
-        if not self.alone:
-            return None
-        return self.cell.workers * fmean(
-            self._throughputs(self.alone, self._samples_alone).values()
-        )
-
-    @property
-    def speed_up(self) -> Interval | None:
-        """How many times the throughput of one worker alone, over the pairs of a seed."""
-        alone = self._throughputs(self.alone, self._samples_alone)
-        return ratio(
-            self._throughputs(self.found, self.cell.workers * self.cell.samples), alone
-        ).interval
-
-    @property
-    def efficiency(self) -> float | None:
-        """The speed-up over the workers; 1 is ideal."""
-        found = self.speed_up
-        return None if found is None else found.mean / self.cell.workers
-
-    @property
-    def seconds(self) -> Interval:
-        """Seconds of an update."""
-        return interval(fmean(found.seconds) for found in self.found.values())
+        """Samples per second of one worker times the number of workers; None without one."""
+        return self.cell.workers * fmean(self.throughputs_alone.values()) if self.alone else None
 
     @property
     def predicted(self) -> float | None:
@@ -59,27 +27,15 @@ class Row:
         if not self.alone:
             return None
         compute = self.cell.trained.compute
-        gradient = (
-            compute.overhead + compute.sample * self._samples_alone
-        ) * compute.factor.expectation
+        gradient = compute.overhead + compute.sample * self.work_alone
         alone = fmean(fmean(found.seconds) for found in self.alone.values())
-        model_bytes = sum(next(iter(self.found.values())).shards)
-        return self.cell.predicted(model_bytes=model_bytes, update=max(0.0, alone - gradient))
-
-    @staticmethod
-    def _throughputs(starts: Mapping[int, Found], samples: int) -> dict[int, float]:
-        return {seed: samples / fmean(found.seconds) for seed, found in starts.items()}
-
-    @property
-    def _samples_alone(self) -> int:
-        """Number of samples of one worker in this scaling."""
-        mini_batch = self.cell.trained.mini_batch
-        return samples_of(self.scaling, 1, study=self.cell.study, mini_batch=mini_batch)
+        update = max(0.0, alone - gradient * compute.factor.expectation)
+        return self.cell.predicted(model_bytes=self.model_bytes, update=update)
 
 
-def rows_of(study: ScalingStudy, cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
+def rows_of(study: ScalingStudy, cells: Sequence[Cell], begun: Sequence[Start]) -> list[Row]:
     """Return the tables' lines that have a record, weak scaling first, by recipe and workers."""
-    by_cell = read_by_cell(starts)
+    by_cell = read_by_cell(begun)
     rows = []
     for scaling in SCALINGS:
         for cell in sorted(cells, key=lambda cell: (cell.configuration, cell.workers)):
@@ -89,7 +45,7 @@ def rows_of(study: ScalingStudy, cells: Sequence[Cell], starts: Sequence[Start])
             ) and (own := by_cell.get(cell.name)):
                 one = samples_of(scaling, 1, study=study, mini_batch=mini_batch)
                 alone = by_cell.get(f"{cell.configuration}-1x{one}-one-host", {})
-                rows.append(Row(scaling, cell, own, alone))
+                rows.append(Row(cell, own, alone, cell.workers * cell.samples, one, scaling))
     return rows
 
 
@@ -116,21 +72,15 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
         if row.cell.place == "hosts" and pair and row.efficiency and pair[0].efficiency:
             yield (
                 f"{row.cell.configuration}, {row.scaling}, {row.cell.workers} workers: "
-                f"{pair[0].efficiency:.0%} of the ideal in one host, {row.efficiency:.0%} on hosts."
+                f"{pair[0].efficiency.mean:.0f}% of the ideal in one host, "
+                f"{row.efficiency.mean:.0f}% on hosts."
             )
-    unequal = {
-        f"{row.cell.name} seed {seed}": words
-        for row in rows
-        for seed, found in row.found.items()
-        if (words := unequal_rates(found))
+    every = {
+        f"{row.cell.name} seed {seed}": found for row in rows for seed, found in row.found.items()
     }
-    updates = {
-        (row.cell.name, seed): found
-        for row in rows
-        for seed, found in row.found.items()
-        if len(found.rates) > 1
-    }
-    made = sum(len(found.rates[0]) for found in updates.values())
+    unequal = {name: words for name, found in every.items() if (words := unequal_rates(found))}
+    updates = [len(found.rates[0]) for found in every.values() if len(found.rates) > 1]
+    made = sum(updates)
     if unequal:
         yield from (f"RATES DIFFER: {name}: {words}." for name, words in unequal.items())
     elif made:

@@ -20,14 +20,11 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Batch, NonNegative, Positive, Section
-from largebatch.runs.options import Options
+from largebatch.studies.hosts import starts
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement
 from largebatch.studies.hosts.namespaces import payload_bandwidth
-from largebatch.studies.hosts.starts import Start
-from largebatch.studies.hosts.worker import Job
-from largebatch.studies.queue.files import Timed, base_recipe, read_study
-from largebatch.studies.queue.study import Name
+from largebatch.studies.queue.study import Name, Timed, base_recipe, read_study
 
 SUITE = files("largebatch") / "studies" / "scaling" / "presets"
 """The studies that are installed."""
@@ -94,43 +91,12 @@ class ScalingStudy(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Cell(starts.Cell):
     """A number of workers with a number of samples each, in one host or on hosts."""
 
-    configuration: str
-    workers: int
-    samples: int
-    """Number of samples of each worker in an update."""
-
     place: Place
-    recipe: Recipe
     trained: Trained
     study: ScalingStudy
-
-    @property
-    def name(self) -> str:
-        """Name of the cell's folder; one worker is one host."""
-        return f"{self.configuration}-{self.workers}x{self.samples}-{self.place}"
-
-    @property
-    def placement(self) -> Placement:
-        """Where the workers are."""
-        number = self.workers
-        each = (number,) if self.place == "one-host" else (1,) * number
-        return Placement(workers_per_host=each, megabits=self.study.megabits)
-
-    def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
-        """Return one start of its workers."""
-        job = Job(
-            recipe=self.recipe.model_copy(update={"seed": seed}),
-            options=Options(out=Path(), data=data, report=False),
-            compute=self.trained.compute,
-            samples=self.samples,
-            warm_up=self.trained.warm_up,
-            updates=self.trained.updates,
-        )
-        path = out / self.name / f"seed-{seed}.json"
-        return Start(cell=self.name, seed=seed, job=job, placement=self.placement, path=path)
 
     def predicted(self, *, model_bytes: int, update: float) -> float:
         """Return the planner's seconds of an update (largebatch.planner.model).
@@ -159,10 +125,7 @@ class Cell:
 
 
 def load_study(name: str) -> ScalingStudy:
-    """Read and validate a study file, or an installed study by its bare name.
-
-    Raises RecipeError naming every mistake at once, each by its dotted path.
-    """
+    """Read and validate a study file, or an installed study by its name, as read_study does."""
     return read_study(name, ScalingStudy, suite=SUITE)
 
 
@@ -179,12 +142,17 @@ def cells_of(study: ScalingStudy, folder: Path) -> list[Cell]:
                 recipe = _recipe(base, trained, workers=workers, samples=samples)
             except LargebatchError as error:
                 raise RecipeError(f"{name}-{workers}x{samples}: {error}") from None
+            each = (workers,) if place == "one-host" else (1,) * workers
             cell = Cell(
+                name=f"{name}-{workers}x{samples}-{place}",
                 configuration=name,
                 workers=workers,
                 samples=samples,
-                place=place,
                 recipe=recipe,
+                placement=Placement(workers_per_host=each, megabits=study.megabits),
+                timed=trained,
+                compute=trained.compute,
+                place=place,
                 trained=trained,
                 study=study,
             )

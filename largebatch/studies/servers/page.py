@@ -10,8 +10,9 @@ from dataclasses import replace
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
 from largebatch.report.style import INK
+from largebatch.studies.hosts.starts import chart_by_workers
 from largebatch.studies.metrics import Interval
-from largebatch.studies.servers.rows import NEAR, Row, describe, findings
+from largebatch.studies.servers.rows import NEAR, Row, findings
 from largebatch.studies.servers.study import ALONE, ServersStudy
 
 _MEGABYTE = 1e-6
@@ -28,7 +29,7 @@ _PRINTED = (
 """Columns of the table in a terminal."""
 
 _SPEED = (
-    "A click on a header sorts. A batch is the mini-batch of one worker. Speed-up is against one "
+    "A batch is the mini-batch of one worker. Speed-up is against one "
     "worker alone, which sends nothing, and efficiency is that over the workers: servers on hosts "
     "of their own are not counted. The busiest link carries the most by the formulas, in both "
     "directions together."
@@ -70,10 +71,6 @@ def make_page(study: ServersStudy, rows: Sequence[Row]) -> Page:
     )
 
 
-def _efficiency(row: Row) -> Interval | None:
-    return row.speed_up and row.speed_up.scaled(100 / row.cell.workers)
-
-
 def _link(row: Row) -> tuple[float | None, float | None]:
     """Return the megabytes of the busiest link, counted and by formula; None without a link."""
     if row.cell.workers == 1:
@@ -89,7 +86,7 @@ def _speed_charts(rows: Sequence[Row], looks: Sequence[Series]) -> Iterator[Char
         "leave the chart.",
     )  # fmt: skip
     yield _chart(
-        rows, looks, "efficiency", "Efficiency, %", _efficiency,
+        rows, looks, "efficiency", "Efficiency, %", lambda row: row.efficiency,
         caption="100 % is as many times one worker alone as there are workers.",
     )  # fmt: skip
 
@@ -103,16 +100,13 @@ def _chart(
     for look, line in _lines(rows, looks):
         points = [
             {"workers": row.cell.workers, "value": found.mean, **found.ends,
-             "text": describe(found), "cell": row.cell.name}
+             "text": found.text(".4g"), "cell": row.cell.name}
             for row in line
             if (found := value(row)) is not None
         ]  # fmt: skip
         hover = ("cell", "@cell"), (title.lower(), "@text")
         curves.append(Curve(series=look, data=by_column(points), hover=hover))
-    return Chart(
-        name=name, x="workers", y="value", x_title="Workers", y_title=title, from_zero=True,
-        ticks=_ticks(rows), curves=curves, caption=caption,
-    )  # fmt: skip
+    return chart_by_workers(rows, curves, name=name, y_title=title, caption=caption)
 
 
 def _traffic_chart(rows: Sequence[Row], looks: Sequence[Series]) -> Chart:
@@ -121,28 +115,22 @@ def _traffic_chart(rows: Sequence[Row], looks: Sequence[Series]) -> Chart:
         ("cell", "@cell"),
         *(
             (name, f"@{column}{{0,0.000}} MB")
-            for name, column in (("counters", "counted"), ("formula", "formula"))
+            for name, column in (("counters", "value"), ("formula", "formula"))
         ),
     )
     curves = []
     for look, line in _lines(rows, looks):
         points = by_column([
             {"workers": row.cell.workers, "cell": row.cell.name,
-             "counted": _link(row)[0] or 0.0, "formula": _link(row)[1] or 0.0}
+             "value": _link(row)[0] or 0.0, "formula": _link(row)[1] or 0.0}
             for row in line
         ])  # fmt: skip
         curves.append(Curve(series=look, data=points, points=False, y="formula"))
         curves.append(Curve(series=look, data=points, line=False, hover=hover))
-    return Chart(
-        name="traffic", x="workers", y="counted", x_title="Workers",
-        y_title="Busiest link, MB an update",
-        from_zero=True, ticks=_ticks(rows), curves=curves,
+    return chart_by_workers(
+        rows, curves, name="traffic", y_title="Busiest link, MB an update",
         caption="Points are the counters of the busiest link, lines the formula.",
     )  # fmt: skip
-
-
-def _ticks(rows: Sequence[Row]) -> list[int]:
-    return sorted({row.cell.workers for row in rows})
 
 
 def _lines(rows: Sequence[Row], looks: Sequence[Series]) -> Iterator[tuple[Series, list[Row]]]:
@@ -180,7 +168,7 @@ def _cells(rows: Sequence[Row], looks: Sequence[Series]) -> Table:
         column("±", lambda row: row.throughput.reach, ",.3f"),
         column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
         column("± speed-up", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
-        column("Efficiency, %", lambda row: (one := _efficiency(row)) and one.mean, ".0f"),
+        column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
         column("Busiest link, MB", lambda row: _link(row)[0], ",.3f"),
         column("Formula, MB", lambda row: _link(row)[1], ",.3f"),
         column(

@@ -1,11 +1,12 @@
-"""What a study of servers has found: a row for each cell, and the answer to its question."""
+"""Results of a study of servers: a row for each cell, and the answer to its question."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from largebatch.studies.hosts import starts
 from largebatch.studies.hosts.starts import Found, Start, read_by_cell
-from largebatch.studies.metrics import Interval, interval, ratio
+from largebatch.studies.metrics import Interval, ratio
 from largebatch.studies.servers.study import ALONE, Cell
 from largebatch.studies.servers.traffic import Traffic
 
@@ -14,27 +15,14 @@ NEAR = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A cell with what its starts have found, by seed, and with those of one worker alone."""
+class Row(starts.Row):
+    """A cell; its work is counted in mini-batches."""
 
     cell: Cell
-    found: Mapping[int, Found]
-    alone: Mapping[int, Found]
-
-    @property
-    def throughput(self) -> Interval:
-        """Mini-batches a second, of all workers together."""
-        return interval(self._throughputs().values())
-
-    @property
-    def speed_up(self) -> Interval | None:
-        """How many times that of one worker alone, over the pairs of a seed; None without one."""
-        base = {seed: 1 / fmean(one.seconds) for seed, one in self.alone.items()}
-        return ratio(self._throughputs(), base).interval
 
     def times(self, other: "Row") -> Interval | None:
         """Return how many times as fast as another layout, over the pairs of a seed."""
-        return ratio(self._throughputs(), other._throughputs()).interval
+        return ratio(self.throughputs, other.throughputs).interval
 
     @property
     def busiest(self) -> int:
@@ -44,7 +32,7 @@ class Row:
     @property
     def expected(self) -> list[Traffic]:
         """What the formulas have for each host's link."""
-        return self.cell.expected(self._any)
+        return self.cell.expected(self.first)
 
     @property
     def measured(self) -> list[Traffic]:
@@ -54,7 +42,7 @@ class Row:
                 fmean([one.received[host] for one in self.found.values()]),
                 fmean([one.sent[host] for one in self.found.values()]),
             )
-            for host in self._any.sent
+            for host in self.first.sent
         ]
 
     @property
@@ -74,29 +62,20 @@ class Row:
         """The share of gradients that took longer than was set."""
         return fmean([one.late for one in self.found.values()])
 
-    @property
-    def model_bytes(self) -> int:
-        """Size of all weights."""
-        return sum(self._any.shards)
 
-    @property
-    def _any(self) -> Found:
-        return next(iter(self.found.values()))
-
-    def _throughputs(self) -> dict[int, float]:
-        return {
-            seed: self.cell.workers / fmean(found.seconds) for seed, found in self.found.items()
-        }
-
-
-def rows_of(cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
+def rows_of(cells: Sequence[Cell], begun: Sequence[Start]) -> list[Row]:
     """Return the cells that have a record."""
-    by_cell = read_by_cell(starts)
+    by_cell = read_by_cell(begun)
     return [
-        Row(cell, by_cell[cell.name], by_cell.get(f"{cell.configuration}-{ALONE}-1", {}))
+        row_of(cell, by_cell[cell.name], by_cell.get(f"{cell.configuration}-{ALONE}-1", {}))
         for cell in cells
         if cell.name in by_cell
     ]
+
+
+def row_of(cell: Cell, found: Mapping[int, Found], alone: Mapping[int, Found]) -> Row:
+    """Return the row of a cell; each worker has one mini-batch in an update."""
+    return Row(cell, found, alone, work=cell.workers, work_alone=1)
 
 
 def findings(rows: Sequence[Row]) -> Iterator[str]:
@@ -131,7 +110,7 @@ def _same_point(one: Cell, other: Cell) -> bool:
 
 def _compared(central: Row, beside: Row) -> str:
     """Return what a pair of rows has to do with the statement."""
-    cell, size = central.cell, central.cell.trained.size
+    cell, size = central.cell, central.cell.size
     times = beside.times(central)
     head = (
         f"{cell.configuration} ({size}, {central.model_bytes / 1e6:.1f} MB) on {cell.workers} "
@@ -140,19 +119,9 @@ def _compared(central: Row, beside: Row) -> str:
     if times is None or times.number == 1:
         measured = "" if times is None else f" {times.mean:.2f} times as fast,"
         return f"{head}:{measured} too few starts to judge."
-    shown = f"{head}: {times.mean:.2f} times as fast ({times.low:.2f} to {times.high:.2f})"
+    shown = f"{head}: {times.with_ends('.2f', ' times as fast')}"
     if size == "large":
         verdict = "not refuted" if times.low <= 1 <= times.high else "refuted"
         return f"{shown}; the paper has no difference for large ones: {verdict}."
     verdict = "confirmed" if times.low > 1 else "refuted" if times.high < 1 else "not decided"
     return f"{shown}; the paper has faster for small models: {verdict}."
-
-
-def describe(found: Interval) -> str:
-    """Return a mean with half the width of its interval.
-
-    >>> describe(Interval(12.3456, 11.3456, 13.3456, 3))
-    '12.35 +- 1'
-    """
-    mean = f"{found.mean:.4g}"
-    return mean if found.number < 2 else f"{mean} +- {found.high - found.mean:.2g}"

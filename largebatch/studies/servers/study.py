@@ -20,13 +20,11 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Centralised
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Batch, Section
-from largebatch.runs.options import Options
+from largebatch.studies.hosts import starts
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement
-from largebatch.studies.hosts.starts import Found, Start
-from largebatch.studies.hosts.worker import Job
-from largebatch.studies.queue.files import Timed, base_recipe, read_study
-from largebatch.studies.queue.study import Name
+from largebatch.studies.hosts.starts import Found
+from largebatch.studies.queue.study import Name, Timed, base_recipe, read_study
 from largebatch.studies.servers.traffic import Traffic, beside, central, ring
 
 SUITE = files("largebatch") / "studies" / "servers" / "presets"
@@ -100,41 +98,14 @@ class ServersStudy(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Cell(starts.Cell):
     """One recipe with one layout on a number of workers."""
 
-    configuration: str
     layout: str
-    """As the study names them."""
+    """Name of the layout in the study."""
 
-    workers: int
-    """Number of workers that compute gradients."""
-
-    recipe: Recipe
-    trained: Trained
-    placement: Placement
-
-    @property
-    def name(self) -> str:
-        """Name of the cell's folder."""
-        return f"{self.configuration}-{self.layout}-{self.workers}"
-
-    def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
-        """Return one start of its workers."""
-        options = Options(
-            out=Path(), data=data, backend="auto" if self.workers == 1 else self.placement.backend,
-            report=False,
-        )  # fmt: skip
-        job = Job(
-            recipe=self.recipe.model_copy(update={"seed": seed}),
-            options=options,
-            compute=self.trained.compute,
-            samples=self.trained.mini_batch,
-            warm_up=self.trained.warm_up,
-            updates=self.trained.updates,
-        )
-        path = out / self.name / f"seed-{seed}.json"
-        return Start(cell=self.name, seed=seed, job=job, placement=self.placement, path=path)
+    size: Literal["small", "large"]
+    """As in Trained."""
 
     def expected(self, found: Found) -> list[Traffic]:
         """Return what the formulas have for the link of each host."""
@@ -147,10 +118,7 @@ class Cell:
 
 
 def load_study(name: str) -> ServersStudy:
-    """Read and validate a study file, or an installed study by its bare name.
-
-    Raises RecipeError naming every mistake at once, each by its dotted path.
-    """
+    """Read and validate a study file, or an installed study by its name, as read_study does."""
     return read_study(name, ServersStudy, suite=SUITE)
 
 
@@ -182,12 +150,16 @@ def cells_of(study: ServersStudy, folder: Path) -> list[Cell]:
             )
             cells.append(
                 Cell(
+                    name=f"{name}-{layout}-{workers}",
                     configuration=name,
-                    layout=layout,
                     workers=workers,
+                    samples=trained.mini_batch,
                     recipe=recipe,
-                    trained=trained,
                     placement=placement,
+                    timed=trained,
+                    compute=trained.compute,
+                    layout=layout,
+                    size=trained.size,
                 )
             )
     return cells

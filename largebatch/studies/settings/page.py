@@ -6,7 +6,7 @@ A recipe has one colour in all charts.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from largebatch.formatting import MISSING, signed
+from largebatch.formatting import MISSING
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
 from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, by_column, series
 from largebatch.studies.metrics import Interval
@@ -23,7 +23,7 @@ _NOTE = (
     "diverged is that of chance, and its costs count for nothing."
 )
 _TABLE = (
-    "A click on a header sorts. Training is the time of the updates, evaluation that of all "
+    "Training is the time of the updates, evaluation that of all "
     "validation images, on the way and at the end. Processor time, cores, memory and bytes are "
     "those of all workers, from their set-up to the last update. Resident memory that workers "
     "share is counted in each of them; what comes from the system's cache is not read from a disk. "
@@ -194,11 +194,9 @@ def describe_gap(gap: Interval | None, measure: Measure) -> str:
     if gap is None:
         return "not measured with every seed"
 
-    def show(value: float) -> str:
-        return f"{value:.2f}" if measure.is_cost else signed(measure.factor * value, ".2f")
-
-    mean = f"{'× ' * measure.is_cost}{show(gap.mean)}"
-    return mean if gap.number == 1 else f"{mean} ({show(gap.low)} to {show(gap.high)})"
+    if measure.is_cost:
+        return f"× {gap.with_ends('.2f')}"
+    return gap.scaled(measure.factor).with_ends("+.2f").replace("-", "−")
 
 
 def _chart(findings: Findings, looks: Sequence[Series], place: int, metric: Metric) -> Chart:
@@ -223,20 +221,15 @@ def _chart(findings: Findings, looks: Sequence[Series], place: int, metric: Metr
 
 
 def _points(findings: Findings, cells: Sequence[Measured], key: str, metric: Metric) -> Columns:
-    measure = MEASURES[metric]
     """Return the means of cells; those without one are left out."""
+    measure = MEASURES[metric]
     known = [(one, mean) for one in cells if (mean := one.mean_of(metric)) is not None]
     along = _along(findings, [one for one, _ in known], key)
     return by_column([
         {"key": at, "setting": one.found.setting, "value": measure.factor * mean.mean,
-         **mean.scaled(measure.factor).ends, "text": _describe(mean, measure)}
+         **mean.scaled(measure.factor).ends, "text": measure.text(mean)}
         for at, (one, mean) in zip(along, known, strict=True)
     ])  # fmt: skip
-
-
-def _describe(mean: Interval, measure: Measure) -> str:
-    reach = mean.scaled(measure.factor).reach
-    return measure.show(mean.mean) + ("" if reach is None else f" ± {reach:,.2f}")
 
 
 def _words(findings: Findings, key: str) -> list[str]:

@@ -38,9 +38,9 @@ class Measure:
 
     is_cost: bool = True
 
-    def show(self, value: float, *, sign: bool = False) -> str:
-        """Return a value with its unit."""
-        return f"{value * self.factor:{'+' * sign},.{self.digits}f} {self.unit}"
+    def text(self, mean: Interval) -> str:
+        """Return a mean with its unit, and how far its interval reaches."""
+        return mean.scaled(self.factor).text(f",.{self.digits}f", f" {self.unit}")
 
 
 MEASURES: dict[Metric, Measure] = {
@@ -281,15 +281,11 @@ def _transfers(findings: Findings, metric: Metric) -> Iterator[str]:
 
 def _describe_lost(one: Transfer, measure: Measure) -> str:
     assert one.gap is not None
-    if measure.is_cost:
-        gap = (
-            f"takes {one.gap.mean:.2f} times ({one.gap.low:.2f} to {one.gap.high:.2f}) its own best"
-        )
-    else:
-        low, high = -100 * one.gap.high, -100 * one.gap.low
-        points = f"{-100 * one.gap.mean:.2f} points ({low:.2f} to {high:.2f})"
-        gap = f"is {points} below its own best"
-    return f"On {one.used_on}, that of {one.best_of} ({one.setting}) {gap}."
+    found = f"takes {one.gap.with_ends('.2f', ' times')}"
+    if not measure.is_cost:
+        mean, low, high, number = one.gap.scaled(-100)
+        found = f"is {Interval(mean, high, low, number).with_ends('.2f', ' points')} below"
+    return f"On {one.used_on}, that of {one.best_of} ({one.setting}) {found} its own best."
 
 
 def _circumstances(findings: Findings) -> Iterator[str]:

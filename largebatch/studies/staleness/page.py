@@ -31,7 +31,7 @@ _NOTE = (
     "diverged counts as chance."
 )
 _TABLE = (
-    "A click on a header sorts. sigma is the staleness that a protocol aims at (0: hardsync), mu "
+    "sigma is the staleness that a protocol aims at (0: hardsync), mu "
     "the samples of a gradient, lambda the learners. tau is how many updates late a gradient was; "
     "the paper expects at most 2 sigma (arXiv:1509.04210). Seconds are those of the simulated "
     "cluster, for a whole run without its evaluations."
@@ -129,8 +129,7 @@ def _where(row: Row) -> str:
 
 
 def _accuracy(row: Row) -> str:
-    reach = row.error.scaled(100).reach
-    return f"{1 - row.error.mean:.2%}" + ("" if reach is None else f" ± {reach:.2f}")
+    return row.top1.scaled(100).text(".2f", "%")
 
 
 def _table(drawn: Sequence[_Drawn]) -> Table:
@@ -149,8 +148,8 @@ def _table(drawn: Sequence[_Drawn]) -> Table:
         column("mu", lambda row: row.cell.mu, ",d"),
         column("lambda", lambda row: row.cell.learners, ",d"),
         column("mu x lambda", lambda row: row.cell.mu * row.cell.learners, ",d"),
-        column("Top-1, %", lambda row: 100 * (1 - row.error.mean), ".2f"),
-        column("±", lambda row: row.error.scaled(100).reach, ".2f"),
+        column("Top-1, %", lambda row: 100 * row.top1.mean, ".2f"),
+        column("±", lambda row: row.top1.scaled(100).reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),
         column("Mean tau", lambda row: row.tau, ".2f"),
         column("tau > 2 sigma, %", lambda row: 100 * row.late / sum(row.counts), ".4f"),

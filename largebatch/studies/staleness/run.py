@@ -1,7 +1,7 @@
-"""A staleness study carried out: what is not recorded yet is trained, and each run is one file.
+"""Run a staleness study: train what has no record yet; each run has one file.
 
-A file is there whole or not at all, so a study that was killed goes on with the same command, and
-loses what was under way.
+A file is complete or absent, so a stopped study is resumed by the same command, and loses only the
+runs that were under way.
 """
 
 import json
@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 
 from largebatch.distributed.environment import available_cores
-from largebatch.errors import StudyError
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.queue.study import read_record
 from largebatch.studies.staleness.study import Cell
 from largebatch.studies.staleness.trial import Result, train
 
@@ -40,19 +41,8 @@ class Run:
 
         Raises StudyError where it is of another recipe or cluster.
         """
-        try:
-            found: Result = json.loads(self.path.read_bytes())
-            recorded = found["recipe"], found["cluster"]
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError):
-            raise StudyError(f"{self.path}: is not the record of a run; remove it") from None
-        if recorded != (self.cell.recipe_of(self.seed), self.cell.machines):
-            raise StudyError(
-                f"{self.path}: was recorded with another recipe or cluster than the study has now; "
-                "give another --out, or remove it"
-            )
-        return found
+        definition = {"recipe": self.cell.recipe_of(self.seed), "cluster": self.cell.machines}
+        return read_record(self.path, definition)
 
 
 def runs_of(cells: Sequence[Cell], *, seeds: int, out: Path) -> list[Run]:
@@ -136,14 +126,19 @@ class Row:
     found: tuple[Result, ...]
 
     @property
+    def top1(self) -> Interval:
+        """Fraction of the validation images that are classified right, over the seeds."""
+        return interval(one["top1"] for one in self.found)
+
+    @property
     def error(self) -> Interval:
-        """What part of the validation images is misclassified, over the seeds."""
+        """Fraction of the validation images that are classified wrong, over the seeds."""
         return interval(1 - one["top1"] for one in self.found)
 
     @property
     def seconds(self) -> float:
         """The simulated time of a run, the mean over the seeds."""
-        return _mean(self.found, "simulated_seconds")
+        return fmean(one["simulated_seconds"] for one in self.found)
 
     @property
     def staleness(self) -> list[float]:
@@ -159,7 +154,7 @@ class Row:
     @property
     def tau(self) -> float:
         """How many updates late gradients were on average, the mean over the seeds."""
-        return _mean(self.found, "tau_mean")
+        return fmean(one["tau_mean"] for one in self.found)
 
     @property
     def late(self) -> int:
@@ -180,8 +175,3 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         if record is not None:
             found.setdefault(run.cell.name, (run.cell, []))[1].append(record)
     return [Row(cell, tuple(records)) for cell, records in found.values()]
-
-
-def _mean(found: Sequence[Result], key: str) -> float:
-    values = [float(one[key]) for one in found]
-    return sum(values) / len(values)

@@ -23,8 +23,7 @@ from largebatch.recipe.protocols import MAX_LEARNERS, Softsync
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Batch, NonNegative, Positive, Section
 from largebatch.schedules.build import build_schedule
-from largebatch.studies.queue.files import base_recipe, read_study
-from largebatch.studies.queue.study import Configuration, Name
+from largebatch.studies.queue.study import Configuration, Name, base_recipe, read_study
 from largebatch.training.protocols.cluster import Cluster, Link
 from largebatch.training.protocols.compute_times import ComputeTime
 from largebatch.training.protocols.rule import Rule
@@ -159,10 +158,7 @@ class Cell:
 
 
 def load_study(name: str) -> StalenessStudy:
-    """Read and validate a study file, or an installed study by its bare name.
-
-    Raises RecipeError naming every mistake at once, each by its dotted path.
-    """
+    """Read and validate a study file, or an installed study by its name, as read_study does."""
     return read_study(name, StalenessStudy, suite=SUITE)
 
 

@@ -19,6 +19,7 @@ from largebatch.studies.policies.groups import Group, choose, groups_of, is_of
 from largebatch.studies.policies.recommend import Recommendation, good_values, recommend
 from largebatch.studies.policies.recommend_words import (
     as_json,
+    policies_table,
     runs_behind,
     schedule_yaml,
     sentences,
@@ -53,6 +54,11 @@ def answer(found: Recommendation) -> str:
     return "\n".join(sentences(found))
 
 
+def table(found: Recommendation) -> list[list[str]]:
+    """Return the header and the rows of the table."""
+    return [re.split(" {2,}", line) for line in policies_table(found).text().splitlines()]
+
+
 def test_the_policy_of_the_lowest_cost_leads_with_what_it_costs(group: Group) -> None:
     found = recommend(group, by="cost", target=0.9)
     assert [one.cell.policy for one in found.standings] == ["quick", "slow", "never"]
@@ -67,17 +73,23 @@ def test_the_policy_of_the_lowest_cost_leads_with_what_it_costs(group: Group) ->
     assert against.interval is not None
     assert against.interval[1:3] == pytest.approx((low_ratio, high_ratio))
     low, high = stats.t.interval(0.95, 2, loc=5, scale=1 / np.sqrt(3))
-    text = answer(found)
+    text, (head, quick, slow, never) = answer(found), table(found)
     assert text.startswith(
         "digits-96, lenet5, batch 96, lars (study tiny/digits): 3 policies x 3 seeds, by cost to "
-        "90.00%; intervals are at 95%, those of comparisons together\n"
+        "90.00% (at the first evaluation there); intervals are at 95%, those of comparisons "
+        "together\n"
         "recommended: quick, peak_lr 0.5; within the noise of the best in its search: "
         "peak_lr 0.5 to 1.25 (2 of 3 trials)\n"
-        f"the target after 5 ({low:,.0f} to {high:,.0f}) updates, 480 images, 5.0 s, by 3 of 3"
     )
+    names = ("policy", "updates", "images", "seconds", "reached", "seeds", "diverged")
+    places = [head.index(name) for name in names]
+    assert [quick[place] for place in places] == ["quick", "5", "480", "5.0", "3 of 3", "3", "0"]
+    assert quick[places[1] + 1] == f"{(high - low) / 2:,.0f}"
     mean = (9 * 10 * 11 / (4 * 5 * 6)) ** (1 / 3)
     costlier = f"{mean:.2f} times ({low_ratio:.2f} to {high_ratio:.2f}) the updates"
-    assert f"next: slow, {costlier} of quick, by 3 of 3 seeds\n" in text
+    place = head.index("against quick")
+    assert slow[place : place + 2] == [costlier, "no"]
+    assert (never[0], never[head.index("reached")]) == ("never", "0 of 3")
     assert f"avoid slow: {costlier} of quick\n" in text
     assert text.endswith("avoid never: 1 of 3 seeds diverged; none of 3 seeds reached the target")
 
@@ -102,7 +114,7 @@ def test_the_policy_that_depends_least_on_the_rate_is_the_most_robust(group: Gro
     text = answer(found)
     assert "0.1 times: 60.00%, 0.5 times: 90.00%, 1 times: 95.00%, 5 times: 90.00%" in text
     assert "35.00 points lost at the worst of them" in text
-    assert "knows too little: 1 seed: the noise of seeds is hardly known" in text
+    assert "insufficient data: 1 seed: the noise of seeds is hardly known" in text
 
 
 def test_good_rates_are_within_the_noise_of_images_and_of_seeds(group: Group) -> None:
@@ -153,16 +165,17 @@ def test_two_seeds_are_too_few(group: Group) -> None:
         every(lambda cell: replace(cell, seeds=cell.seeds[:2]), group), by="cost", target=0.9
     )
     text = answer(found)
-    assert "knows too little: 2 seeds: the noise of seeds is hardly known; 3 or more" in text
+    assert "insufficient data: 2 seeds: the noise of seeds is hardly known; 3 or more" in text
     assert "tentative: quick" in text
     assert as_json(found)["recommended"] is None
 
 
 def test_one_seed_cannot_separate_policies(group: Group) -> None:
     few = every(lambda cell: replace(cell, seeds=cell.seeds[:1]), group)
-    text = answer(recommend(few, by="cost", target=0.9))
+    few_found = recommend(few, by="cost", target=0.9)
+    text = answer(few_found)
     assert "within the noise of each other, so in no order: quick, slow, never\n" in text
-    assert "2.25 times (one seed: no interval) the updates of quick" in text
+    assert "2.25 times (no interval) the updates" in policies_table(few_found).text()
     assert "avoid" not in text
 
 
@@ -181,15 +194,16 @@ def test_policies_within_the_noise_are_all_named(group: Group) -> None:
     found = recommend(every(level, group), by="accuracy")
     assert [one.cell.policy for one in found.level] == ["slow"]
     text = answer(found)
-    assert "knows too little: within the noise of each other, so in no order: quick, slow" in text
-    assert "below quick: within the noise" in text
+    assert "insufficient data: within the noise of each other, so in no order: quick, slow" in text
+    head, _, slow, _ = table(found)
+    assert slow[head.index("within noise")] == "yes"
 
 
 def test_a_target_that_nothing_reaches_recommends_nothing(group: Group) -> None:
     found = recommend(group, by="cost", target=0.99)
     assert found.first is None
     assert answer(found).splitlines()[1:] == [
-        "knows too little: no policy reached 99.00%: the best of them, slow, ended at 95.67%",
+        "insufficient data: no policy reached 99.00%: the best of them, slow, ended at 95.67%",
         "avoid never: 1 of 3 seeds diverged",
     ]
     assert not list(runs_behind(found))
@@ -211,7 +225,9 @@ def test_a_policy_that_fewer_seeds_bring_to_the_target_is_behind_in_no_order(gro
     found = recommend(missing(group, {"quick": [2, 3]}), by="cost", target=0.9)
     assert [one.cell.policy for one in found.standings] == ["slow", "quick", "never"]
     assert [one.cell.policy for one in found.level] == ["quick"]
-    assert "of slow, by 1 of 3 seeds: within the noise" in answer(found)
+    head, _, quick, _ = table(found)
+    assert quick[head.index("reached")] == "1 of 3"
+    assert quick[head.index("within noise")] == "yes"
 
 
 def test_a_policy_of_which_no_seed_gets_there_takes_more_than_its_whole_runs(group: Group) -> None:
@@ -224,9 +240,10 @@ def test_a_policy_of_which_no_seed_gets_there_takes_more_than_its_whole_runs(gro
     found = recommend(missing(without, {"quick": [1, 2, 3]}), by="cost", target=0.9)
     assert [one.cell.policy for one in found.level] == ["quick"]
     assert stats.ttest_rel(np.log([12] * 3), np.log([9, 10, 11])).confidence_interval(0.95).low < 0
-    text = answer(found)
-    assert "next: quick, which reached the target with none of 3 seeds: within the noise\n" in text
-    assert "avoid" not in text
+    head, _, quick = table(found)
+    assert quick[head.index("reached")] == "0 of 3"
+    assert quick[head.index("within noise")] == "yes"
+    assert "avoid" not in answer(found)
 
 
 def counted(
@@ -291,7 +308,9 @@ def test_where_one_seed_gets_to_the_target_nothing_is_recommended(group: Group) 
     found = recommend(missing(group, {"slow": [1, 2, 3], "quick": [1, 3]}), by="cost", target=0.9)
     assert found.first is not None
     text = answer(found)
-    assert "knows too little: 1 of 3 seeds reached the target: the noise of seeds is hardly" in text
+    assert (
+        "insufficient data: 1 of 3 seeds reached the target: the noise of seeds is hardly" in text
+    )
     assert "in no order: quick, slow\n" in text
     assert as_json(found)["recommended"] is None
 
@@ -302,7 +321,7 @@ def test_a_level_policy_of_few_seeds_leaves_the_first_one_in_doubt(group: Group)
         return replace(cell, seeds=changed[:2] if cell.policy == "quick" else changed)
 
     text = answer(recommend(every(two, group), by="accuracy"))
-    assert "knows too little: 2 seeds: the noise of seeds is hardly known" in text
+    assert "insufficient data: 2 seeds: the noise of seeds is hardly known" in text
 
 
 def test_a_policy_that_diverged_is_not_recommended_without_a_doubt(group: Group) -> None:
@@ -311,7 +330,7 @@ def test_a_policy_that_diverged_is_not_recommended_without_a_doubt(group: Group)
         return replace(cell, seeds=(*kept, replace(last, diverged="the loss is nan")))
 
     text = answer(recommend(every(once, group), by="cost", target=0.9))
-    assert "knows too little: quick comes first although 1 of 3 seeds diverged\n" in text
+    assert "insufficient data: quick comes first although 1 of 3 seeds diverged\n" in text
     assert "avoid quick" not in text
 
 
@@ -360,7 +379,7 @@ def test_what_is_missing_is_named(
     group: Group, change: Callable[[CellResults], CellResults], expected: str
 ) -> None:
     text = answer(recommend(every(change, group), by="cost", target=0.9))
-    assert f"knows too little: {expected}" in text
+    assert f"insufficient data: {expected}" in text
 
 
 def test_one_policy_and_another_batch_are_too_little(group: Group) -> None:

@@ -111,7 +111,7 @@ def test_no_shape_is_taken_where_too_little_is_known(tmp_path: Path) -> None:
     taken = shape_for(suggested(), [few])
     assert taken is not None
     assert taken.schedule is None
-    assert "knows too little: 2 seeds: the noise of seeds is hardly known" in taken.words
+    assert "insufficient data: 2 seeds: the noise of seeds is hardly known" in taken.words
     beyond = shape_for(suggested(64), [group])
     assert beyond is not None
     assert beyond.schedule is None

@@ -10,7 +10,7 @@ from short_servers import with_recipe, write_study
 
 from largebatch.studies.hosts.starts import Found
 from largebatch.studies.servers.page import make_page
-from largebatch.studies.servers.rows import Row, findings
+from largebatch.studies.servers.rows import Row, findings, row_of
 from largebatch.studies.servers.study import Cell, cells_of, load_study
 
 SECONDS = {
@@ -57,7 +57,7 @@ def made(
         }
         for name, times in (SECONDS | {"beside": beside}).items()
     }
-    return [Row(cells[name], starts[name], starts["alone"]) for name in SECONDS]
+    return [row_of(cells[name], starts[name], starts["alone"]) for name in SECONDS]
 
 
 def ratio(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:

@@ -143,9 +143,9 @@ def test_a_setting_that_does_not_fit_is_refused_by_its_name(
 
 
 def test_a_study_of_the_other_kind_names_its_command(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="a study of settings, .*: carry it out by `largebatch b"):
+    with pytest.raises(RecipeError, match="a study of settings; run it with `largebatch bench`"):
         load_study(write_settings(tmp_path))
-    with pytest.raises(RecipeError, match="a study of policies, .* by `largebatch lr bench`"):
+    with pytest.raises(RecipeError, match="a study of policies; run it with `largebatch lr bench`"):
         load_configuration_study(write_study(tmp_path))
 
 

@@ -156,7 +156,7 @@ def test_what_is_left_is_listed_and_records_of_another_study_are_refused(
     ]
     other = str(write_study(tmp_path, machines={"overhead": 0.02, "sample": 0.001}))
     assert main(["study", "staleness", other, "--out", out]) == USER
-    assert "seed-1.json: was recorded with another recipe or cluster" in capsys.readouterr().err
+    assert "seed-1.json: was recorded with other settings" in capsys.readouterr().err
 
 
 def test_a_run_at_too_high_a_rate_is_recorded_as_diverged_at_chance(tmp_path: Path) -> None:
