@@ -172,3 +172,18 @@ def test_averaged_weights_of_timms_training_script_are_polished(tmp_path: Path) 
     after = torch.load(tmp_path / "polished.pth")
     changed = {name for name, value in after.items() if not value.equal(before[name])}
     assert changed == {name for name in after if name.endswith(("running_mean", "running_var"))}
+
+
+def code_of(block: str) -> set[str]:
+    """Return the lines of a program without indentation and comments."""
+    return {line.split("  # ")[0].strip() for line in block.splitlines()} - {""}
+
+
+def test_the_lines_on_averaged_weights_are_those_of_the_programs() -> None:
+    page = (EXAMPLES.parent / "averaged-weights.md").read_text(encoding="utf-8")
+    _, *parts = re.split(r"\(examples/(averaged_\w+\.py)\)", page)
+    names, texts = parts[::2], parts[1::2]
+    assert set(names) == {path.name for path in EXAMPLES.glob("averaged_*.py")}
+    for name, text in zip(names, texts, strict=True):
+        shown = text.split("```python\n")[1].split("```")[0]
+        assert code_of(shown) <= code_of((EXAMPLES / name).read_text(encoding="utf-8")), name

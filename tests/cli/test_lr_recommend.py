@@ -108,13 +108,13 @@ def test_suggest_takes_the_shape_that_was_measured(
     monkeypatch.chdir(tmp_path)
     assert main([*SUGGEST, "--out", "points.yaml"]) == DONE
     points = capsys.readouterr().out
-    assert "warm-up / run" in points
+    assert "warm-up, share of the run" in points
     assert "measured polic" not in points
     monkeypatch.chdir(filled)
     assert main([*SUGGEST, "--out", str(tmp_path / "measured.yaml")]) == DONE
     text = " ".join(capsys.readouterr().out.split())
     assert "policy: the shape of slow, which has the highest top-1 of 2 policies" in text
-    assert "warm-up / run" not in text
+    assert "warm-up, share of the run" not in text
     assert "and polishing as a share of the run" in text
     without, taken = (load_recipe(tmp_path / f"{name}.yaml") for name in ("points", "measured"))
     assert (without.schedule.decay.kind, taken.schedule.decay.kind) == ("polynomial", "constant")

@@ -99,6 +99,7 @@ def test_without_its_library_one_line_names_the_way_to_get_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "largebatch.optim.muon", raising=False)
     words = [word for change in changes for word in ("--set", change)]
     out = tmp_path / "run"
     assert main(["train", str(DIGITS), *words, "--out", str(out)]) == USER

@@ -87,7 +87,7 @@ def test_a_run_has_the_charts_of_what_it_monitored(tmp_path: Path) -> None:
     for name in names:
         assert f'<section id="{name}">' in page
         assert f'<section id="{name}">' not in without
-    assert "The median of the 3 workers" in page
+    assert "Median of the 3 workers" in page
     assert "data:image/png;base64," in page  # the cells, which are too many to be shapes
     assert not [name for name in names if CHARTS[name].content(read_run(tmp_path / "two"))]
 

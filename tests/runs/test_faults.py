@@ -26,10 +26,11 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs import build
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
+from largebatch.runs.state import build_criterion
 from largebatch.tracking.events import StageName
 from largebatch.training import saving, stages, updates
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
-from largebatch.training.loss import Criterion, cross_entropy
+from largebatch.training.loss import Criterion
 from largebatch.training.saving import restore
 from largebatch.training.trainer import Trainer
 
@@ -371,7 +372,7 @@ class _BadOnce:
 def bad_numbers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def plant(*calls: int) -> None:
         monkeypatch.setattr(
-            build, "cross_entropy", lambda **how: _BadOnce(set(calls), cross_entropy(**how))
+            build, "build_criterion", lambda recipe: _BadOnce(set(calls), build_criterion(recipe))
         )
 
     return plant

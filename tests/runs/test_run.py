@@ -293,7 +293,7 @@ def test_a_run_that_is_stopped_at_once_reports_it(
     with pytest.raises(KeyboardInterrupt):
         run(load_recipe(DIGITS), out=tmp_path / "run")
     assert summary(tmp_path / "run")["status"] == "stopped"
-    assert "was stopped at once" in (tmp_path / "run/report.html").read_text()
+    assert "The run was stopped after" in (tmp_path / "run/report.html").read_text()
 
 
 def test_reaching_max_steps_prints_how_to_resume(

@@ -149,9 +149,13 @@ def test_the_norm_is_that_of_the_gradient_that_the_optimizer_gets(
 ) -> None:
     """Whatever the optimizer then writes there, and without the scale of the loss."""
     seen: list[float] = []
+    whole: list[int] = []
 
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
         every = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
+        whole.append(len(every))
+        if len(every) < whole[0]:  # what an optimizer like Muon calls for some of its weights
+            return
         squares = [float(grad.double().square().sum()) for grad in every if grad is not None]
         norm = math.sqrt(sum(squares))
         if norm not in seen:  # torch calls it twice where a class of optimizers was made before
