@@ -31,8 +31,9 @@ million images of each network. One core of a CPU with AVX-512 trains about 5,70
 the ResNet-9 and 3,000 of the transformer, evaluations and input included: 40 hours of one core,
 20 hours of two.
 
-Without SOAP, which the package does not offer (docs/optimizers.md), and Shampoo, whose inverse
-roots take longer than the rest of an update of such small networks.
+Without SOAP, which the package does not offer (docs/optimizers.md), and without Shampoo, whose
+inverse roots take about 0.3 seconds an update of the ResNet-9: three times the rest of an update at
+a batch of 500.
 """
 
 import argparse

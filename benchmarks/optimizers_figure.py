@@ -168,7 +168,13 @@ def _draw_line(
             means[batch] = statistics.fmean(reached)
         else:
             axes.plot(
-                [batch * 1.12 ** (place - 2)], [epochs * 1.15], color=colour, marker="x", lw=0
+                [batch * 1.12 ** (place - 2)],
+                [epochs * 1.15],
+                color=colour,
+                marker="x",
+                mec=colour,
+                mew=2,
+                lw=0,
             )
     critical = critical_batches(by_batch, target)
     label = LABELS[optimizer] + (f": {_rounded(critical.mean):,}" if critical else "")
