@@ -189,7 +189,7 @@ def _between(means: Mapping[int, float], batch: float) -> float:
     below = max(one for one in means if one <= batch)
     above = min(one for one in means if one >= batch)
     share = math.log(batch / below) / math.log(above / below) if above > below else 0.0
-    return means[below] * (means[above] / means[below]) ** share
+    return means[below] * math.exp(share * math.log(means[above] / means[below]))
 
 
 def _rounded(value: float) -> int:
