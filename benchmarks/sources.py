@@ -45,6 +45,7 @@ MEASURED = {
     "loop": _UPDATE,
     "noise_cost": ("distributed/reducer.py", "training/loop.py"),
     "norm": _BATCHNORM,
+    "optimizers": (*_TRAINING, "optim", "polish", "tracking/noise_scale.py", "training/stages.py"),
     "planner": (*_PLANNER, "planner/published.py"),
     "planner_here": (*_PLANNER, "measure/calibrate.py"),
     "polish": (*_BATCHNORM, "polish"),

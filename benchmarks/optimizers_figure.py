@@ -1,0 +1,265 @@
+"""Draw the figure of the study of optimizers, and print its tables.
+
+    python benchmarks/optimizers_figure.py
+
+Reads the newest optimizers_<machine>_<date>.json, writes optimizers.png beside it and prints the
+tables of docs/studies/optimizers.md. A cell counts with the seeds at its best setting.
+
+The critical batch needs 20 % more epochs than small batches (arXiv:2410.21676). Each seed has its
+own fit of epochs = least x (1 + batch / scale) in logarithms over the batches that reached the
+target (arXiv:1812.06162, equation 2.11); a fifth of `scale` is the critical batch. The interval is
+Student's over the logarithms of the seeds. A fit whose scale is not bounded by the batches counts
+as none, and so does the interval with it.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from measuring import RESULTS, in_points, newest, with_ends
+from optimizers import BATCHES, NAME, Study, every_cell
+from optimizers_runs import NETWORKS, RESNET, SECTIONS, VIT, Cell, epochs_to
+
+from largebatch.report.noise import MORE_STEPS
+from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.studies.metrics import Interval, interval
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Axes, Figure
+
+TITLES = {RESNET: "ResNet-9 with BatchNorm", VIT: "Vision transformer, LayerNorm"}
+LABELS = dict(zip(SECTIONS, ("Nesterov SGD", "LARS", "LAMB", "AdamW", "Muon"), strict=True))
+SHADES = dict(
+    zip(
+        SECTIONS,
+        (INK, *(COLOURS[name] for name in ("clean", "swa", "train", "statistics"))),
+        strict=True,
+    )
+)
+FAR = 100.0
+"""Ratio of a fitted scale to the batches beyond which it is not bounded."""
+
+LEAST_BATCHES = 3
+"""Least number of batches of a fit, which has two parameters."""
+
+Runs = list[dict[str, Any]]
+Seeds = dict[Cell, Runs]
+"""Runs of the seeds at the best setting of each cell."""
+
+
+def seeds_of(study: Study) -> Seeds:
+    """Return the runs of the seeds of every cell, in the order of the seeds."""
+    found: Seeds = {}
+    for cell in study.cells:
+        tried = study.tried(cell)
+        best = max(tried, key=lambda setting: tried[setting], default=None)
+        runs = [
+            run
+            for run in study.runs.values()
+            if run["seed"] is not None and best is not None
+            and (run["network"], run["optimizer"], run["batch"]) == _name(cell)
+            and (run["rate"], run["decay"]) == (best.rate, best.decay)
+        ]  # fmt: skip
+        found[cell] = sorted(runs, key=lambda run: int(run["seed"]))
+    return found
+
+
+def _name(cell: Cell) -> tuple[str, str, int]:
+    return cell.network, cell.optimizer, cell.batch
+
+
+def epochs_by_seed(runs: Runs, target: float) -> dict[int, float]:
+    """Return the epochs to the target of the seeds that reached it."""
+    epochs = {run["seed"]: epochs_to(target, run["curve"]) for run in runs if not run["diverged"]}
+    return {seed: value for seed, value in epochs.items() if value is not None}
+
+
+def critical_batch(epochs: Mapping[int, float]) -> float | None:
+    """Return the critical batch by epochs to the target of each batch; None if not bounded.
+
+    >>> round(critical_batch({batch: 3 * (1 + batch / 5000) for batch in (500, 2000, 8000)}))
+    1000
+    """
+    from scipy.optimize import minimize_scalar
+
+    if len(epochs) < LEAST_BATCHES:
+        return None
+
+    def scatter(log_scale: float) -> float:
+        scale = math.exp(log_scale)
+        rest = [math.log(value / (1 + batch / scale)) for batch, value in epochs.items()]
+        return statistics.pvariance(rest)
+
+    low, high = math.log(min(epochs) / FAR), math.log(max(epochs) * FAR)
+    fit = minimize_scalar(scatter, bounds=(low, high), method="bounded", options={"xatol": 1e-6})
+    if not low + 0.1 < fit.x < high - 0.1:
+        return None
+    return MORE_STEPS * math.exp(fit.x)
+
+
+def critical_batches(by_batch: Mapping[int, Runs], target: float) -> Interval | None:
+    """Return the geometric mean of the critical batches of the seeds, with its interval."""
+    reached = {batch: epochs_by_seed(runs, target) for batch, runs in by_batch.items()}
+    seeds = sorted({seed for epochs in reached.values() for seed in epochs})
+    fits = [
+        critical_batch({batch: one[seed] for batch, one in reached.items() if seed in one})
+        for seed in seeds
+    ]
+    known = [math.log(fit) for fit in fits if fit is not None]
+    if not known or len(known) < len(fits):
+        return None
+    found = interval(known)
+    low, high = (math.exp(one) if math.isfinite(one) else one for one in (found.low, found.high))
+    return Interval(math.exp(found.mean), max(low, 0.0), high, found.number)
+
+
+def draw(figure: "Figure", *, seeds: Seeds, targets: Mapping[str, float], epochs: float) -> None:
+    """Draw the epochs to the target by batch, a line for each optimizer."""
+    figure.suptitle(
+        "Epochs to a fixed accuracy on CIFAR-10 by batch, at each optimizer's own rate and decay",
+        x=0.01, ha="left", size=13.5, weight="bold", color=INK,
+    )  # fmt: skip
+    figure.supxlabel(
+        "Lines: mean of the seeds, which are faint. Crosses at the top: a seed did not reach it. "
+        "Diamonds and numbers: the critical batch,\nwhich takes a fifth more epochs than small "
+        "batches, where the fit has one.",
+        x=0.01, ha="left", size=9, color=MUTED,
+    )  # fmt: skip
+    panels = figure.subplots(1, len(NETWORKS))
+    for axes, network in zip(panels, NETWORKS, strict=True):
+        for place, optimizer in enumerate(SECTIONS):
+            by_batch = {
+                cell.batch: runs for cell, runs in seeds.items()
+                if (cell.network, cell.optimizer) == (network, optimizer) and runs
+            }  # fmt: skip
+            if by_batch:
+                _draw_line(axes, by_batch, optimizer, place, targets[network], epochs)
+        axes.set_xscale("log")
+        axes.set_yscale("log", base=2)
+        axes.minorticks_off()
+        axes.set_xlim(BATCHES[0] / 1.6, BATCHES[-1] * 1.6)
+        axes.set_xticks(BATCHES, [f"{batch:,}" for batch in BATCHES])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_title(TITLES[network], color=INK, weight="bold", size=12.5)
+        axes.set_xlabel("Batch →", loc="right")
+        axes.set_ylabel(f"Epochs to {targets[network]:.0%} top-1")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=9.5, loc="upper left")
+
+
+def _draw_line(
+    axes: "Axes",
+    by_batch: Mapping[int, Runs],
+    optimizer: str,
+    place: int,
+    target: float,
+    epochs: float,
+) -> None:
+    """Draw one optimizer; a batch with a seed that did not reach the target has no mean."""
+    colour, means = SHADES[optimizer], {}
+    for batch, runs in sorted(by_batch.items()):
+        x, reached = batch * 1.03 ** (place - 2), list(epochs_by_seed(runs, target).values())
+        axes.plot([x] * len(reached), reached, color=colour, alpha=0.35, marker="o", ms=4, lw=0)
+        if len(reached) == len(runs):
+            means[batch] = statistics.fmean(reached)
+        else:
+            axes.plot(
+                [batch * 1.12 ** (place - 2)],
+                [epochs * 1.15],
+                color=colour,
+                marker="x",
+                mec=colour,
+                mew=2,
+                lw=0,
+            )
+    critical = critical_batches(by_batch, target)
+    label = LABELS[optimizer] + (f": {_rounded(critical.mean):,}" if critical else "")
+    axes.plot(list(means), list(means.values()), color=colour, lw=2, label=label)
+    if critical and means and min(means) <= critical.mean <= max(means):
+        y = _between(means, critical.mean)
+        axes.plot([critical.mean], [y], color=colour, marker="D", ms=8)
+
+
+def _between(means: Mapping[int, float], batch: float) -> float:
+    """Return the height of a line at a batch, straight in logarithms between its points."""
+    below = max(one for one in means if one <= batch)
+    above = min(one for one in means if one >= batch)
+    share = math.log(batch / below) / math.log(above / below) if above > below else 0.0
+    return means[below] * math.exp(share * math.log(means[above] / means[below]))
+
+
+def _rounded(value: float) -> int:
+    return int(float(f"{value:.2g}"))
+
+
+def tables(seeds: Seeds, targets: Mapping[str, float]) -> Iterator[str]:
+    """Yield the lines of the tables in Markdown."""
+    for network in NETWORKS:
+        target = targets[network]
+        yield (
+            f"| {TITLES[network]} | batch | rate | decay | epochs to {target:.0%} | reached | "
+            "top-1, % | polished, % | noise scale |"
+        )
+        yield "|---" * 9 + "|"
+        for cell, runs in seeds.items():
+            if cell.network == network and runs:
+                yield _row(cell, runs, target)
+        yield ""
+    yield "| network | optimizer | critical batch |"
+    yield "|---|---|---|"
+    for network in NETWORKS:
+        for optimizer in SECTIONS:
+            by_batch = {
+                cell.batch: runs for cell, runs in seeds.items()
+                if (cell.network, cell.optimizer) == (network, optimizer) and runs
+            }  # fmt: skip
+            found = critical_batches(by_batch, targets[network])
+            text = with_ends(found, ",.0f") if found else "not found"
+            yield f"| {TITLES[network]} | {LABELS[optimizer]} | {text} |"
+
+
+def _row(cell: Cell, runs: Runs, target: float) -> str:
+    reached = list(epochs_by_seed(runs, target).values())
+    polished = [run["polished"] for run in runs if run["polished"] is not None]
+    noise = [run["noise"]["value"] for run in runs if run["noise"] and run["noise"]["value"]]
+    texts = [
+        LABELS[cell.optimizer],
+        f"{cell.batch:,}",
+        f"{runs[0]['rate']:g}",
+        f"{runs[0]['decay']:g}",
+        with_ends(interval(reached), ".1f") if reached else "",
+        f"{len(reached)} of {len(runs)}",
+        _percent([run["top1"] for run in runs]),
+        _percent(polished),
+        f"{statistics.median(noise):,.0f}" if noise else "",
+    ]
+    return f"| {' | '.join(texts)} |"
+
+
+def _percent(values: Sequence[float]) -> str:
+    return with_ends(in_points(interval(values)), ".1f") if values else ""
+
+
+def main() -> None:
+    path = newest(NAME, RESULTS)
+    if path is None:
+        raise SystemExit("there are no results: run benchmarks/optimizers.py")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    study = Study(path, every_cell([]), epochs=content["epochs"])
+    show(study, content["targets"], path.parent / f"{NAME}.png")
+
+
+def show(study: Study, targets: Mapping[str, float], picture: Path) -> None:
+    """Draw the figure and print the tables."""
+    seeds = seeds_of(study)
+    drawn = partial(draw, seeds=seeds, targets=targets, epochs=study.epochs)
+    save_png(picture, drawn, size=(900, 430), pixels=1800)
+    print("\n".join(tables(seeds, targets)))
+
+
+if __name__ == "__main__":
+    main()

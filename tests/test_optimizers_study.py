@@ -1,0 +1,184 @@
+"""The study of optimizers: equal searches, order, resumption, critical batches and tables."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from largebatch import load_recipe
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.writing import dump_recipe
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import optimizers  # noqa: E402
+from optimizers import RECIPE, TRIALS, Study, proposals, score, train  # noqa: E402
+from optimizers_figure import critical_batch, critical_batches, seeds_of, show  # noqa: E402
+from optimizers_runs import (  # noqa: E402
+    NETWORKS,
+    RESNET,
+    VIT,
+    Cell,
+    Job,
+    Setting,
+    Setup,
+    carry_out,
+    epochs_to,
+    offered,
+    recipe_of,
+)
+
+DIGITS = ("data.source=digits", "data.train_samples=1437", "data.val_samples=360")
+
+
+def setup_in(folder: Path, recipe: Path = RECIPE) -> Setup:
+    return Setup(
+        recipe=recipe, data=None, epochs=2, held_out=300, every_epochs=1, clean_epochs=1,
+        statistics=250, work=folder,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("optimizer", offered())
+@pytest.mark.parametrize("batch", optimizers.BATCHES)
+def test_every_cell_can_be_planned(
+    network: str, optimizer: str, batch: int, tmp_path: Path
+) -> None:
+    cell = Cell(network, optimizer, batch)
+    for seed in (None, 3):
+        recipe = recipe_of(Job(cell, cell.start, seed), setup_in(tmp_path))
+        plan = make_plan(recipe, workers=1)
+        assert plan.global_batch == batch
+        assert recipe.optimizer.weight_decay == cell.start.decay
+        assert recipe.schedule.peak_lr == cell.start.rate
+        assert plan.train_samples == (49_700 if seed is None else 50_000)
+        assert plan.device_batch < batch, "the noise scale needs two sizes"
+
+
+def search(best: Setting, start: Setting) -> list[Setting]:
+    """Return all trials of a search whose score falls with the distance from `best`."""
+    tried: dict[Setting, float] = {}
+    while settings := proposals(start, tried):
+        for one in settings:
+            ratios = one.rate / best.rate, one.decay / best.decay
+            tried[one] = -max(ratios[0], 1 / ratios[0]) - max(ratios[1], 1 / ratios[1])
+    return list(tried)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0, 2.0, 50.0])
+def test_every_search_has_as_many_trials_and_comes_nearer(rate: float) -> None:
+    trials = search(Setting(rate, 0.1), Setting(1.0, 0.1))
+    assert len(set(trials)) == TRIALS
+    distances = [max(one.rate / rate, rate / one.rate) for one in trials]
+    assert min(distances) <= 4
+    assert [one.rate for one in trials[-2:]] == [trials[distances.index(min(distances))].rate] * 2
+    assert {one.decay for one in trials[-2:]} == {0.02, 0.5}
+
+
+def fake(job: Job, *, epochs: float, top1: float = 0.7, polished: float | None = None) -> Any:  # noqa: ANN401 -- JSON
+    return {
+        "network": job.cell.network, "optimizer": job.cell.optimizer, "batch": job.cell.batch,
+        "rate": job.setting.rate, "decay": job.setting.decay, "seed": job.seed,
+        "top1": top1, "diverged": False, "curve": [[epochs / 2, 0.2], [epochs, top1]],
+        "noise": {"value": 900.0, "low": 800.0, "high": None}, "update_seconds": 60.0,
+        "polished": polished,
+    }  # fmt: skip
+
+
+def test_a_trial_that_reaches_the_target_sooner_is_better() -> None:
+    job = Job(Cell(RESNET, "lars", 500), Setting(1.0, 0.1))
+    soon, late = fake(job, epochs=3), fake(job, epochs=4, top1=0.9)
+    never, worse = fake(job, epochs=2, top1=0.5), fake(job, epochs=2, top1=0.4)
+    diverged = soon | {"diverged": True, "top1": 0.1}
+    order = [soon, fake(job, epochs=3, top1=0.65), late, never, worse, diverged]
+    assert sorted(order, key=score, reverse=True) == order
+    assert epochs_to(0.95, soon["curve"]) is None
+
+
+def test_the_most_useful_part_comes_first(tmp_path: Path) -> None:
+    cells = [Cell(RESNET, name, batch) for name in ("lars", "muon") for batch in optimizers.BATCHES]
+    study = Study(tmp_path / "results.json", cells)
+    jobs: list[Job] = []
+    while job := study.next():
+        jobs.append(job)
+        study.take(job, fake(job, epochs=2 * job.setting.rate))
+    assert len({job.key for job in jobs}) == len(jobs) == 8 * (TRIALS + 5)
+    first = jobs[: 4 * (TRIALS + 2)]
+    assert {job.cell.batch for job in first} == {2_000, 8_000}
+    assert all(job.seed is None for job in first[: 4 * TRIALS])
+    assert {job.seed for job in first[4 * TRIALS :]} == {1, 2}
+    assert {job.cell.batch for job in jobs[len(first) : -24]} == {500, 16_000}
+    assert {job.seed for job in jobs[-24:]} == {3, 4, 5}
+
+
+def test_a_small_study_resumes_and_has_a_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(optimizers, "STAGES", (((500,), 2),))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(load_recipe(RECIPE, DIGITS)), encoding="utf-8")
+    setup, path = setup_in(tmp_path / "work", recipe), tmp_path / "results.json"
+    cells = [Cell(RESNET, "muon", 500)]
+    study = Study(path, cells, epochs=2)
+    for _ in range(2):
+        job = study.next()
+        assert job is not None
+        study.take(job, carry_out(job, setup))
+    interrupted = study.next()
+    assert interrupted is not None
+    again = Study(path, cells, epochs=2)
+    assert again.runs == study.runs
+    train(again, setup, processes=1)
+    assert interrupted.key in again.runs
+    assert again.next() is None
+    seeds = [run for run in again.runs.values() if run["seed"] is not None]
+    assert len(again.runs) == TRIALS + 2
+    assert {run["seed"] for run in seeds} == {1, 2}
+    tried = again.tried(cells[0])
+    best = max(tried, key=lambda setting: tried[setting])
+    for run in seeds:
+        assert (run["rate"], run["decay"]) == (best.rate, best.decay)
+        assert run["curve"][-1][1] == run["top1"]
+        assert 0 <= run["polished"] <= 1
+    assert not list((tmp_path / "work").rglob("*.safetensors"))
+    with pytest.raises(SystemExit, match="holds runs of 2 epochs, not 5"):
+        Study(path, cells, epochs=5)
+    show(Study(path, cells, epochs=2), {RESNET: 0.1, VIT: 0.1}, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert "| Muon | 500 | " in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(load_recipe(RECIPE, DIGITS)), encoding="utf-8")
+    job = Job(Cell(VIT, "nesterov", 500), Setting(1e30, 0.0))
+    result = carry_out(job, setup_in(tmp_path / "work", recipe))
+    assert result["diverged"]
+    assert (result["top1"], result["polished"]) == (0.1, None)
+
+
+@pytest.mark.parametrize("scale", [2_000, 20_000])
+def test_the_critical_batch_is_that_of_the_law(scale: float) -> None:
+    epochs = {batch: 3 * (1 + batch / scale) for batch in optimizers.BATCHES}
+    assert critical_batch(epochs) == pytest.approx(0.2 * scale, rel=1e-3)
+
+
+def test_no_critical_batch_where_epochs_do_not_grow_or_too_few_batches_reach() -> None:
+    assert critical_batch(dict.fromkeys(optimizers.BATCHES, 3.0)) is None
+    assert critical_batch({500: 3.0, 2_000: 5.0}) is None
+
+
+def test_the_interval_is_over_seeds_and_a_missing_fit_leaves_none(tmp_path: Path) -> None:
+    cells = [Cell(RESNET, "lars", batch) for batch in optimizers.BATCHES]
+    study = Study(tmp_path / "results.json", cells)
+    while job := study.next():
+        growth = 1 + job.cell.batch / (4_000 + 1_000 * (job.seed or 0))
+        study.take(job, fake(job, epochs=3 * growth, polished=0.72))
+    by_batch = {cell.batch: runs for cell, runs in seeds_of(study).items()}
+    found = critical_batches(by_batch, 0.6)
+    assert found is not None
+    assert found.number == 5
+    assert 1_000 < found.low < found.mean < found.high < 2_000
+    by_batch[500] = by_batch[2_000] = []
+    assert critical_batches(by_batch, 0.6) is None
