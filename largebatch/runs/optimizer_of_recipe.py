@@ -65,6 +65,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
                 max_grad_norm=section.max_grad_norm,
             )
             return lamb
+        case optimizers.AdamW():
+            return AdamW(groups, lr=lr, betas=(section.beta1, section.beta2), eps=section.eps)
         case _:
             assert_never(section)
 
@@ -113,7 +115,7 @@ def _build_muon(
     if not matrices:
         raise RecipeError(
             f"optimizer.kind: muon: {type(model).__name__} has no matrices besides its first layer "
-            "and its classifier; take sgd or lamb"
+            "and its classifier; take sgd or adamw"
         )
     return Muon(
         matrices,
@@ -184,7 +186,7 @@ def build_momentum_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     """Build plain momentum SGD with the decay and the momentum of the recipe's optimizer."""
     own = recipe.optimizer
     section = own.others if isinstance(own, optimizers.Muon) else own
-    if isinstance(section, optimizers.LAMB | optimizers.MuonAdamW):
+    if isinstance(section, optimizers.LAMB | optimizers.AdamW | optimizers.MuonAdamW):
         decay, momentum = 0.0, section.beta1  # its own decay is of another scale
     else:
         decay, momentum = section.weight_decay, section.momentum
