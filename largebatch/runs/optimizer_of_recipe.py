@@ -52,21 +52,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
             )
             optimizer.train()  # type: ignore[attr-defined]  # schedulefree's have it
             return optimizer
-        case optimizers.LAMB():
-            require_timm()
-            from timm.optim.lamb import Lamb
-
-            lamb: Optimizer = Lamb(
-                groups,
-                lr=lr,
-                betas=(section.beta1, section.beta2),
-                eps=section.eps,
-                bias_correction=section.bias_correction,
-                max_grad_norm=section.max_grad_norm,
-            )
-            return lamb
-        case optimizers.AdamW():
-            return AdamW(groups, lr=lr, betas=(section.beta1, section.beta2), eps=section.eps)
+        case optimizers.LAMB() | optimizers.AdamW():
+            return _build_adam(section, groups, lr=lr)
         case _:
             assert_never(section)
 
@@ -104,6 +91,26 @@ def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -
         nesterov=section.nesterov,
         matrix_eps=section.matrix_eps,
     )
+
+
+def _build_adam(
+    section: optimizers.LAMB | optimizers.AdamW, groups: ParamsT, *, lr: float
+) -> Optimizer:
+    betas = (section.beta1, section.beta2)
+    if isinstance(section, optimizers.AdamW):
+        return AdamW(groups, lr=lr, betas=betas, eps=section.eps)
+    require_timm()
+    from timm.optim.lamb import Lamb
+
+    lamb: Optimizer = Lamb(
+        groups,
+        lr=lr,
+        betas=betas,
+        eps=section.eps,
+        bias_correction=section.bias_correction,
+        max_grad_norm=section.max_grad_norm,
+    )
+    return lamb
 
 
 def _build_muon(
