@@ -128,7 +128,8 @@ def _shares(parts: dict[str, float], whole: float) -> str:
 
 def _best(points: "list[Point]") -> dict[str, str]:
     """Return a row for each number of GPUs."""
-    head = {"GPUs": "best batch for 75.9 % top-1 by the epoch law, and its time"} if points else {}
+    title = "best batch for 75.9 % top-1 by the epoch law of LARS, and its time"
+    head = {"GPUs": title} if points else {}
     rows = [(f"{p.global_batch:,}", f"{p.epochs:.0f} epochs", duration(p.seconds)) for p in points]
     lines = zip(points, aligned(rows, right=(0, 1)).splitlines(), strict=True)
     return head | {f"{point.workers:,}": line for point, line in lines}

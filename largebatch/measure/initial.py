@@ -176,7 +176,9 @@ def _comments(number: int, batch: int) -> dict[str, str]:
         "data.eval_resize": "short side of clean images; the centre is cut out of it",
         "model": "from random weights",
         "batch.global_batch": bounds,
-        "schedule.peak_lr": "0.1 for every 256 of a batch (arXiv:1706.02677)",
+        "optimizer.weight_decay": "for SGD",
+        "schedule.peak_lr": "for SGD: 0.1 for every 256 of a batch (arXiv:1706.02677)",
+        "schedule.warmup": "for SGD",
         "polish": "Final Polishing: the last epochs on clean images, then statistics",
         "execution.cache": "memory: decoded once; null: where that would take over 2 GiB",
     }

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from largebatch.recipe.optimizers import LAMB, SGD
+from largebatch.recipe.optimizers import LAMB, SGD, AdamW
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import FloatArray
 
@@ -165,9 +165,9 @@ def _tricube(reach: int) -> FloatArray:
 
 
 def momentum_of(recipe: Recipe) -> float:
-    """Return the momentum of a recipe's optimizer; for LAMB, beta1."""
+    """Return the momentum of a recipe's optimizer; for LAMB and AdamW, beta1."""
     optimizer = recipe.optimizer
-    return optimizer.beta1 if isinstance(optimizer, LAMB) else optimizer.momentum
+    return optimizer.beta1 if isinstance(optimizer, LAMB | AdamW) else optimizer.momentum
 
 
 def overshoot(momentum: float, *, nesterov: bool = False) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from largebatch.measure.lr_range_bounds import WALL, Bound, Curve, RangeTest, momentum_of
-from largebatch.recipe.optimizers import LAMB, LARS, Muon
+from largebatch.recipe.optimizers import LAMB, LARS, AdamW, Muon
 from largebatch.recipe.schedule import Cycle
 from largebatch.report.figures import name_axes, name_line
 from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, save_png
@@ -127,11 +127,13 @@ def _optimizer(test: RangeTest) -> Iterator[str]:
             "With LAMB a rate is the length of a step relative to the weights of a layer, so that "
             "the range lies elsewhere than that of SGD."
         )
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, AdamW | Muon):
         yield (
-            "With Muon a rate is the length of a step, whatever the gradient: the range lies "
-            "elsewhere than that of SGD. Those of optimizer.others rise with it."
+            f"With {type(optimizer).__name__} a rate is the length of a step, whatever the "
+            "gradient: the range lies elsewhere than that of SGD."
         )
+    if isinstance(optimizer, Muon):
+        yield "The rates of optimizer.others rise with it."
 
 
 def _beginning(test: RangeTest) -> str:

@@ -23,7 +23,7 @@ from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.mlperf import rules
 from largebatch.optional import require_mlperf
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.optimizers import LAMB, LARS, SGD
+from largebatch.recipe.optimizers import LAMB, LARS, SGD, AdamW
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
 from largebatch.tracking.events import Evaluation, Event, Finish, Start, Step
@@ -188,7 +188,7 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
         f"{opt}_weight_decay": section.weight_decay,
         f"{warmup}_learning_rate_warmup_epochs": rules.warmup_epochs(recipe),
     }
-    if not isinstance(section, LAMB):
+    if not isinstance(section, LAMB | AdamW):
         parameters[f"{opt}_momentum"] = section.momentum
     if isinstance(section, LARS):
         parameters["lars_epsilon"] = section.eps

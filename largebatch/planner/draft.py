@@ -44,6 +44,10 @@ def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
         *_settings(found, has_warmup=has_warmup),
         *_epochs(found),
         (
+            "specific to LARS: learning rate, warm-up, momentum and weight decay; search for "
+            "others with another optimizer.kind"
+        ),
+        (
             f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
             "on clean images, the share of Fujitsu's entry, then statistics"
         ),
@@ -171,7 +175,7 @@ def draft(found: Suggestion, *, schedule: Schedule | None = None) -> str:
     if schedule is not None:
         tree["schedule"] = schedule.model_dump(mode="json")
         comments = {key: text for key, text in comments.items() if not key.startswith("schedule.")}
-        comments["schedule"] = "its shape was measured, its peak is from the points"
+        comments["schedule"] = "its shape was measured, its peak is from the points and for LARS"
     header = (
         f"{name}: written by `largebatch suggest`.",
         f"After: {_source(found)}.",
@@ -233,11 +237,11 @@ def _comments(found: Suggestion) -> dict[str, str]:
         "data.flip": "false where left and right mean something",
         "model.head_std": "MLPerf's ResNet-50",
         "batch.bn_span": f"the nearest divisor; {_points_have(found, 'bn_span')}",
-        "optimizer.momentum": _points_have(found, "momentum"),
-        "optimizer.weight_decay": _points_have(found, "weight_decay"),
+        "optimizer.momentum": f"for LARS; {_points_have(found, 'momentum')}",
+        "optimizer.weight_decay": f"for LARS; {_points_have(found, 'weight_decay')}",
         "optimizer.eta": "MLPerf's, as eps, power, end_lr and label smoothing",
-        "schedule.peak_lr": _points_have(found, "peak_lr"),
-        "schedule.warmup": f"{_percent(found.warmup_epochs / found.epochs)} of the run",
+        "schedule.peak_lr": f"for LARS; {_points_have(found, 'peak_lr')}",
+        "schedule.warmup": f"for LARS; {_percent(found.warmup_epochs / found.epochs)} of the run",
         "polish": "no reference point has it",
         "polish.clean": "the share of Fujitsu's entry",
     }

@@ -13,7 +13,7 @@ from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import Execution
 from largebatch.recipe.model import Model
-from largebatch.recipe.optimizers import LAMB, LARS, SGD, Muon, ScheduleFree, Shampoo
+from largebatch.recipe.optimizers import LAMB, LARS, SGD, AdamW, Muon, ScheduleFree, Shampoo
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.schedule import Schedule
@@ -179,7 +179,7 @@ class Keys(Section):
     model: Model
     batch: BatchSizes
     optimizer: Annotated[
-        LARS | SGD | Shampoo | ScheduleFree | LAMB | Muon, Field(discriminator="kind")
+        LARS | SGD | Shampoo | ScheduleFree | LAMB | AdamW | Muon, Field(discriminator="kind")
     ]
     schedule: Schedule
     loss: Loss = Loss()

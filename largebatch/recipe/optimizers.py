@@ -153,6 +153,23 @@ class LAMB(Section):
     """Scale gradients down if their global norm exceeds this; null: never."""
 
 
+class AdamW(Section):
+    """Adam with decoupled weight decay (arXiv:1711.05101), as torch.optim.AdamW."""
+
+    kind: Literal["adamw"]
+
+    beta1: Momentum = 0.9
+
+    beta2: Momentum = 0.999
+
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: NonNegative = 0.01
+    """Each update first multiplies the weights by 1 - learning rate * weight_decay; biases and
+    normalisation layers are not decayed."""
+
+
 class _MuonOthers(Section):
     """The weights that Muon does not take: first layer, classifier, biases and normalisation."""
 

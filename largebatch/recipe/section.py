@@ -64,7 +64,7 @@ def sections_of(annotation: object) -> list[type[Section]]:
 
     >>> from largebatch.recipe.recipe import Recipe
     >>> [section.__name__ for section in sections_of(Recipe.model_fields["optimizer"].annotation)]
-    ['LARS', 'SGD', 'Shampoo', 'ScheduleFree', 'LAMB', 'Muon']
+    ['LARS', 'SGD', 'Shampoo', 'ScheduleFree', 'LAMB', 'AdamW', 'Muon']
     """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]

@@ -68,9 +68,11 @@ class Rates:
 def _name(kind: str) -> str:
     """Return an optimizer's name as papers write it.
 
-    >>> _name("lamb"), _name("schedule-free"), _name("muon")
-    ('LAMB', 'Schedule-Free', 'Muon')
+    >>> _name("lamb"), _name("schedule-free"), _name("adamw")
+    ('LAMB', 'Schedule-Free', 'AdamW')
     """
+    if kind == "adamw":
+        return "AdamW"
     return kind.upper() if kind in {"lars", "sgd", "lamb"} else kind.title()
 
 
@@ -81,7 +83,7 @@ def remarks(drawn: Sequence[Rates]) -> list[str]:
     if len({each.recipe.optimizer.kind for each in drawn}) > 1:
         found.append(
             "Rates of different optimizers do not compare by height: LARS and LAMB scale every "
-            "layer's step by its weights, and Muon's have a fixed length."
+            "layer's step by its weights; those of Muon and AdamW do not grow with the gradient."
         )
     if len({each.eta for each in lars}) > 1:
         found.append("With LARS it is rate times eta that compares, and eta differs here.")

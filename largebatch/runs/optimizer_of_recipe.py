@@ -52,19 +52,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
             )
             optimizer.train()  # type: ignore[attr-defined]  # schedulefree's have it
             return optimizer
-        case optimizers.LAMB():
-            require_timm()
-            from timm.optim.lamb import Lamb
-
-            lamb: Optimizer = Lamb(
-                groups,
-                lr=lr,
-                betas=(section.beta1, section.beta2),
-                eps=section.eps,
-                bias_correction=section.bias_correction,
-                max_grad_norm=section.max_grad_norm,
-            )
-            return lamb
+        case optimizers.LAMB() | optimizers.AdamW():
+            return _build_adam(section, groups, lr=lr)
         case _:
             assert_never(section)
 
@@ -104,6 +93,26 @@ def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -
     )
 
 
+def _build_adam(
+    section: optimizers.LAMB | optimizers.AdamW, groups: ParamsT, *, lr: float
+) -> Optimizer:
+    betas = (section.beta1, section.beta2)
+    if isinstance(section, optimizers.AdamW):
+        return AdamW(groups, lr=lr, betas=betas, eps=section.eps)
+    require_timm()
+    from timm.optim.lamb import Lamb
+
+    lamb: Optimizer = Lamb(
+        groups,
+        lr=lr,
+        betas=betas,
+        eps=section.eps,
+        bias_correction=section.bias_correction,
+        max_grad_norm=section.max_grad_norm,
+    )
+    return lamb
+
+
 def _build_muon(
     section: optimizers.Muon, model: nn.Module, workers: Group, *, lr: float
 ) -> Optimizer:
@@ -113,7 +122,7 @@ def _build_muon(
     if not matrices:
         raise RecipeError(
             f"optimizer.kind: muon: {type(model).__name__} has no matrices besides its first layer "
-            "and its classifier; take sgd or lamb"
+            "and its classifier; take sgd or adamw"
         )
     return Muon(
         matrices,
@@ -184,7 +193,7 @@ def build_momentum_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     """Build plain momentum SGD with the decay and the momentum of the recipe's optimizer."""
     own = recipe.optimizer
     section = own.others if isinstance(own, optimizers.Muon) else own
-    if isinstance(section, optimizers.LAMB | optimizers.MuonAdamW):
+    if isinstance(section, optimizers.LAMB | optimizers.AdamW | optimizers.MuonAdamW):
         decay, momentum = 0.0, section.beta1  # its own decay is of another scale
     else:
         decay, momentum = section.weight_decay, section.momentum

@@ -258,6 +258,18 @@ def test_a_recipe_that_is_there_is_not_overwritten(
     assert out.read_text() == "mine"
 
 
+def test_what_does_not_transfer_to_another_optimizer_is_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.yaml"
+    assert main(["suggest", "--batch", "4096", "--out", str(out)]) == DONE
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "specific to LARS: learning rate, warm-up, momentum and weight decay; " in printed
+    lines = out.read_text().splitlines()
+    marked = [line.split(":")[0].strip() for line in lines if "# for LARS" in line]
+    assert marked == ["momentum", "weight_decay", "peak_lr", "warmup"]
+
+
 def test_a_strange_name_of_a_model_stays_a_name(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
     name = 'a: "b" # c'

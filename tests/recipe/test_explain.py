@@ -75,7 +75,10 @@ def test_the_sections_are_listed_each_with_a_description() -> None:
     }
     assert list(starts) == list(Recipe.model_fields)
     assert all(len(line.split()) > 2 for line in starts.values())
-    assert "One of the kinds lars, sgd, shampoo, schedule-free, lamb, muon." in starts["optimizer"]
+    assert (
+        "One of the kinds lars, sgd, shampoo, schedule-free, lamb, adamw, muon."
+        in starts["optimizer"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from largebatch.recipe.loading import load_recipe
 ELSEWHERE = {
     *("resnet50_32768_nesterov", "resnet50_32768_shampoo", "resnet50_65536_shampoo"),
     *("resnet50_32768_lamb", "resnet50_1024_schedule_free", "resnet50_34816_batch_schedule"),
+    *("resnet50_8192_muon", "resnet50_32768_muon", "vit_s16_4096_adamw"),
+    *("resnet50_4096_ffcv_16", "resnet50_4096_ffcv_88"),
 }
 """Recipes that test_optimizer_recipes.py and test_schedule_recipes.py hold against their tables."""
 

@@ -52,7 +52,7 @@ def test_an_override_can_open_a_section_that_was_null() -> None:
     assert recipe.polish.clean.epochs == 2
 
 
-KINDS = "'lars', 'sgd', 'shampoo', 'schedule-free', 'lamb', 'muon'"
+KINDS = "'lars', 'sgd', 'shampoo', 'schedule-free', 'lamb', 'adamw', 'muon'"
 
 
 def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
@@ -62,7 +62,7 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
     assert message.splitlines() == [
         "recipe: 4 problems",
         "  duration.epochs: input should be greater than 0, got 0",
-        f"  optimizer.kind: expected one of {KINDS}, got 'adam'",
+        f"  optimizer.kind: expected one of {KINDS}, got 'adam'; did you mean 'adamw'?",
         "  schedule.decay.pwer: unknown key; did you mean 'power'?",
         "  speed: unknown key; did you mean 'seed'?",
     ]

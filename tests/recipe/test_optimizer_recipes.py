@@ -1,14 +1,16 @@
 """The recipes of optimizers other than LARS hold the numbers of their sources, copied out here."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from schedules_of import schedule_of
 
 from largebatch import load_recipe
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.installed import origin
-from largebatch.recipe.optimizers import LAMB, ScheduleFree, Shampoo
+from largebatch.recipe.optimizers import LAMB, SGD, AdamW, Muon, MuonAdamW, ScheduleFree, Shampoo
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "imagenet"
 
@@ -93,6 +95,92 @@ def test_schedule_free_is_the_public_configuration() -> None:
     assert warmup == pytest.approx(5 * 1281167 / 1024, abs=1)
     assert rate(0) == pytest.approx(10 / warmup, rel=1e-6)  # the library's (k + 1) / warm-up
     assert rate(warmup) == rate(50_000) == 10.0
+
+
+NADAMW = {"learning_rate": 0.001308209823469072, "weight_decay": 0.16375311233774334}
+"""mlcommons/submissions_algorithms, algoperf_v05, external_tuning/baseline, the first trial of its
+tuning_search_space.json; its batch for ImageNet is 1,024."""
+
+
+@pytest.mark.parametrize("batch", [8192, 32768])
+def test_muon_has_the_rate_of_algoperf_scaled_to_its_batch(batch: int) -> None:
+    recipe = load_recipe(FOLDER / f"resnet50_{batch}_muon.yaml")
+    section, root = recipe.optimizer, math.sqrt(batch / 1024)
+    assert isinstance(section, Muon)
+    assert isinstance(section.others, MuonAdamW)
+    assert section.adjust_lr == "match_rms_adamw"
+    assert recipe.schedule.peak_lr == pytest.approx(NADAMW["learning_rate"] * root, rel=2e-3)
+    assert section.weight_decay == pytest.approx(NADAMW["weight_decay"] * root, rel=2e-3)
+    assert section.others.weight_decay == section.weight_decay
+    assert section.others.lr is None
+    plan, rate = make_plan(recipe, workers=64), schedule_of(recipe)
+    assert plan.warmup_steps == pytest.approx(0.1 * plan.steps, abs=1)
+    middle = (plan.warmup_steps + plan.steps) // 2
+    assert rate(middle) == pytest.approx(recipe.schedule.peak_lr / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("batch", [8192, 32768])
+def test_muon_differs_from_lars_in_optimizer_and_schedule_only(batch: int) -> None:
+    muon, lars = (
+        load_recipe(FOLDER / f"resnet50_{batch}_{name}.yaml").model_dump(
+            exclude={"name", "optimizer", "schedule"}
+        )
+        for name in ("muon", "nus")
+    )
+    assert muon == lars
+
+
+FFCV = {16: (11, 13), 88: (65, 76)}
+"""libffcv/ffcv-imagenet, rn50_configs: start_ramp and end_ramp by the number of epochs."""
+
+
+@pytest.mark.parametrize("epochs", FFCV)
+def test_ffcv_has_the_sizes_and_rates_of_its_script(epochs: int) -> None:
+    """get_resolution and get_cyclic_lr of train_imagenet.py, whose epochs are counted from 0."""
+    recipe = load_recipe(FOLDER / f"resnet50_4096_ffcv_{epochs}.yaml")
+    assert isinstance(recipe.optimizer, SGD)
+    assert (recipe.optimizer.momentum, recipe.optimizer.weight_decay) == (0.9, 1e-4)
+    assert recipe.loss.label_smoothing == 0.1
+    plan, rate = make_plan(recipe, workers=8), schedule_of(recipe)
+    assert plan.device_batch == 512
+    for epoch in range(epochs):
+        wanted = np.interp([epoch], FFCV[epochs], [160, 192])[0]
+        step = round((epoch + 0.5) * plan.steps_per_epoch)
+        ((_, size),) = plan.sized(range(step, step + 1), otherwise=0)
+        assert size == int(np.round(wanted / 32)) * 32
+        expected = np.interp(plan.epoch(step), [0, 2, epochs], [1.7e-4, 1.7, 0])
+        assert rate(step) == pytest.approx(expected, abs=2e-3)
+    assert recipe.images.image_size == 256
+    assert recipe.images.eval_resize == round(256 * 256 / 224)
+
+
+def test_the_vision_transformer_has_the_rate_of_big_vision_scaled_to_its_batch() -> None:
+    """configs/vit_s16_i1k.py; there `wd` is not multiplied by the rate, and `lr` is its peak."""
+    lr, wd, warmup = 0.001, 0.0001, 10_000
+    recipe = load_recipe(FOLDER / "vit_s16_4096_adamw.yaml")
+    section, factor = recipe.optimizer, recipe.batch.global_batch / 1024
+    assert isinstance(section, AdamW)
+    assert recipe.schedule.peak_lr == pytest.approx(lr * math.sqrt(factor))
+    assert recipe.schedule.peak_lr * section.weight_decay == pytest.approx(wd * factor)
+    plan = make_plan(recipe, workers=64)
+    assert plan.warmup_steps == warmup / factor
+    assert plan.bn_span is None
+    for missing in ("RandAugment", "Mixup", "clipping", "positions"):
+        assert missing in (FOLDER / "vit_s16_4096_adamw.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("resnet50_8192_muon", "resnet50_32768_muon", "vit_s16_4096_adamw"),
+        *("resnet50_4096_ffcv_16", "resnet50_4096_ffcv_88"),
+    ],
+)
+def test_a_recipe_that_never_ran_is_marked(name: str) -> None:
+    assert (
+        "# Measured here: not yet. This recipe was never run.\n"
+        in (FOLDER / f"{name}.yaml").read_text()
+    )
 
 
 def test_what_is_from_memory_is_marked_on_its_line_and_never_called_published() -> None:

@@ -52,6 +52,7 @@ SECTIONS = {
         "statistics_samples: 8"
     ),
     "lamb": "kind: lamb, bias_correction: false, max_grad_norm: 0.5",
+    "adamw": "kind: adamw, beta1: 0.8, beta2: 0.9, eps: 1e-6",
     "muon": (
         "kind: muon, momentum: 0.9, adjust_lr: original, normalize_weights: true, ns_steps: 3, "
         "others: {kind: sgd, lr: 0.4, head_lr: 0.2, weight_decay: 0.05, bias_weight_decay: 0.1}"

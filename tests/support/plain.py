@@ -86,6 +86,8 @@ def library_optimizer(kind: str, model: nn.Sequential) -> Optimizer | None:
     if kind == "lamb":
         lamb: Optimizer = Lamb(groups, bias_correction=False, max_grad_norm=0.5)
         return lamb
+    if kind == "adamw":
+        return AdamW(groups, betas=(0.8, 0.9), eps=1e-6)
     return muon(kind, model) if kind.startswith("muon") else None
 
 

@@ -21,13 +21,14 @@ CHANGES = {
         "schedule.decay.kind=constant",
     ),
     "lamb": ("optimizer.kind=lamb", "schedule.peak_lr=0.02", "schedule.decay.end_lr=0"),
+    "adamw": ("optimizer.kind=adamw", "schedule.peak_lr=0.01", "schedule.decay.end_lr=0"),
     "muon": ("optimizer.kind=muon", "schedule.peak_lr=0.01", "schedule.decay.end_lr=0"),
     "muon with sgd": (
         "optimizer={kind: muon, ns_dtype: bf16, others: {kind: sgd, lr: 0.1}}",
         *("schedule.peak_lr=0.01", "schedule.decay.end_lr=0"),
     ),
 }
-LIBRARIES = ("shampoo", "schedule-free", "lamb", "muon")
+LIBRARIES = ("shampoo", "schedule-free", "lamb", "adamw", "muon")
 TINY = ("batch.global_batch=48",)
 every_kind = pytest.mark.parametrize(
     "kind", [pytest.param("lars", marks=pytest.mark.long), "sgd", *LIBRARIES, "muon with sgd"]
@@ -60,7 +61,8 @@ def test_a_stopped_run_goes_on_with_the_same_bits(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("shampoo", marks=pytest.mark.long), "schedule-free", "lamb", "muon"]
+    "kind",
+    [pytest.param("shampoo", marks=pytest.mark.long), "schedule-free", "lamb", "adamw", "muon"],
 )
 def test_the_affine_stage_follows_and_goes_on(kind: str, tmp_path: Path) -> None:
     recipe = recipe_of(kind, CLEAN, AFFINE, STATISTICS)
