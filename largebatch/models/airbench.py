@@ -43,7 +43,9 @@ class Airbench(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
         maps = self.blocks(F.gelu(self.whiten(images)))
-        logits: Tensor = self.head(maps.amax((2, 3)))
+        # Reflection repeats maxima. Unlike amax, pooling sends the gradient to the first of them.
+        features = F.max_pool2d(maps, maps.shape[2:]).flatten(1)
+        logits: Tensor = self.head(features)
         return logits / self.head.in_features
 
     def init_from_images(self, batches: Iterable[Tensor]) -> None:
