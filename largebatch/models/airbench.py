@@ -71,7 +71,7 @@ def whitening_filters(batches: Iterable[Tensor]) -> Tensor:
         moments += patches @ patches.T
         number += patches.shape[1]
     squares, vectors = torch.linalg.eigh(moments / number)
-    filters = (vectors / (squares + EPS).sqrt()).T
+    filters: Tensor = (vectors / (squares + EPS).sqrt()).T
     largest = filters.gather(1, filters.abs().argmax(dim=1, keepdim=True))
     return (filters * largest.sign()).view(-1, 3, PATCH, PATCH)
 
@@ -97,7 +97,8 @@ class _Whitening(nn.Module):
         self.bias = cast("nn.Parameter", like.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.conv2d(images, self.weight, self.bias)
+        maps: Tensor = F.conv2d(images, self.weight, self.bias)
+        return maps
 
 
 class _Block(nn.Module):
