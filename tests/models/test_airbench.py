@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ def test_the_size_of_the_batches_does_not_change_the_filters_and_only_5000_image
 def test_the_network_has_airbenchs_weights() -> None:
     """Six convolutions, two biases of every block, the bias of the first layer, the head."""
     model = build("airbench", num_classes=10)
+    assert isinstance(model, Airbench)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     filters = 9 * (24 * 64 + 64 * 64 + 64 * 256 + 3 * 256 * 256)
     assert trained == filters + 2 * (64 + 256 + 256) + 24 + 2560
@@ -121,7 +123,7 @@ def begin(recipe: Recipe, folder: Path) -> tuple[Airbench, dict[str, Tensor], li
     assert isinstance(model, Airbench)
     model.init_from_images(batch.images for batch in pipeline.statistics(240))
     model.double()
-    weights = {
+    weights: dict[str, Tensor] = {
         name: nn.Parameter(weight.clone())
         for name, weight in model.state_dict().items()
         if weight.is_floating_point()
@@ -156,15 +158,12 @@ def test_muon_makes_the_weights_of_airbenchs_loop(folder: Path) -> None:
     """Its learning rates, decays and sum of losses, as in airbench94_muon.py."""
     model, weights, batches = begin(short(), folder)
     filters = [name for name in weights if "conv" in name]
-    sgd = torch.optim.SGD(
-        [
-            {"params": [weights["whiten.bias"]], "peak": 0.053, "end": 2},
-            {"params": [v for k, v in weights.items() if "norm" in k and k.endswith("bias")]},
-            {"params": [weights["head.weight"]], "peak": 0.67},
-        ],
-        momentum=0.85,
-        nesterov=True,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [weights["whiten.bias"]], "peak": 0.053, "end": 2},
+        {"params": [v for k, v in weights.items() if "norm" in k and k.endswith("bias")]},
+        {"params": [weights["head.weight"]], "peak": 0.67},
+    ]
+    sgd = torch.optim.SGD(groups, momentum=0.85, nesterov=True)
     per_sum = 2000 / BATCH  # airbench's rates are for sums over 2,000 samples
     momenta = {name: torch.zeros_like(weights[name]) for name in filters}
     for step, (images, labels) in enumerate(batches):
