@@ -1,16 +1,19 @@
-"""Crops and flips: pure functions of the seed and the position in the run.
+"""Crops, flips and translations: pure functions of the seed and the position in the run.
 
 The decoders apply these numbers and draw none, so every decoder, on any number of workers, shows
 the same part of the same image. A box is (top, left, height, width) in source pixels; it is
 resized to the model's square input.
 """
 
+from functools import lru_cache
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 
 from largebatch.data.batches import samples_at
 from largebatch.data.index.index import Index
-from largebatch.data.order import Stream, random_words
+from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
 from largebatch.data.types import BoolArray, IntArray, Request
 
 FloatArray = npt.NDArray[np.float64]
@@ -19,14 +22,15 @@ ATTEMPTS = 10
 """Number of random boxes drawn before the central one is used, as in torchvision."""
 
 
-def train_request(
+def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     index: Index,
     positions: range,
     *,
     seed: int,
     area: tuple[float, float] | None,
     aspect: tuple[float, float],
-    flip: bool,
+    flip: bool | Literal["alternating"],
+    translate: int = 0,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
@@ -38,8 +42,16 @@ def train_request(
         boxes = whole_boxes(heights, widths)
     else:
         boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
-    flips = random_flips(seed, positions) if flip else np.zeros(len(samples), dtype=np.bool_)
-    return Request(samples=samples, boxes=boxes, flips=flips)
+    if flip == "alternating":
+        trained = len(index) if index.trained is None else len(index.trained)
+        epochs = np.arange(positions.start, positions.stop) // trained
+        flips = alternating_flips(seed, samples, epochs, num_samples=len(index))
+    elif flip:
+        flips = random_flips(seed, positions)
+    else:
+        flips = np.zeros(len(samples), dtype=np.bool_)
+    shifts = random_shifts(seed, positions, largest=translate) if translate else None
+    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts)
 
 
 def clean_request(
@@ -92,6 +104,26 @@ def random_flips(seed: int, positions: range) -> BoolArray:
     """Return N booleans, True with probability 1/2."""
     words = random_words(seed, Stream.FLIP, block=positions.start, num_blocks=len(positions))
     return (words[:, 0] >> np.uint64(63)).astype(np.bool_)
+
+
+def alternating_flips(
+    seed: int, samples: IntArray, epochs: IntArray, *, num_samples: int
+) -> BoolArray:
+    """Return N booleans: drawn for each sample in epoch 0, the opposite in every odd epoch."""
+    return _first_flips(seed, num_samples)[samples] ^ (epochs % 2).astype(np.bool_)
+
+
+@lru_cache(maxsize=2)
+def _first_flips(seed: int, num_samples: int) -> BoolArray:
+    num_blocks = -(-num_samples // WORDS_PER_BLOCK)
+    words = random_words(seed, Stream.FIRST_FLIP, block=0, num_blocks=num_blocks)
+    return (words.reshape(-1)[:num_samples] >> np.uint64(63)).astype(np.bool_)
+
+
+def random_shifts(seed: int, positions: range, *, largest: int) -> IntArray:
+    """Return N x 2 whole numbers, uniform from -largest to largest."""
+    words = random_words(seed, Stream.TRANSLATION, block=positions.start, num_blocks=len(positions))
+    return (_uniform(words[:, :2]) * (2 * largest + 1)).astype(np.int64) - largest
 
 
 def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize: int) -> IntArray:

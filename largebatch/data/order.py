@@ -34,6 +34,8 @@ class Stream(enum.IntEnum):
     REPLICA = 6
     VALIDATION = 7
     COMPUTE_TIME = 8
+    FIRST_FLIP = 9
+    TRANSLATION = 10
 
 
 def random_words(

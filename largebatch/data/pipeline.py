@@ -23,6 +23,7 @@ from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
+from largebatch.data.translation import translated
 from largebatch.data.types import Batches, Bytes, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
@@ -108,7 +109,7 @@ class ImagePipeline(Pipeline):
         """Yield a batch for each request, decoded to this size; the default is evaluation's."""
         view = _view(self.data, image_size, channels_last=self.channels_last)
         with self.open_decoder(index, view) as decode:
-            yield from decode(requests)
+            yield from translated(decode, requests)
 
     def training_samples(self, positions: range) -> IntArray:
         """Return the images at these positions of the run: each once per epoch, none held out."""
@@ -140,6 +141,7 @@ class ImagePipeline(Pipeline):
             area=self.data.crop_area,
             aspect=self.data.crop_aspect,
             flip=self.data.flip,
+            translate=self.data.translate,
         )
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:

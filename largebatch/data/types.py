@@ -48,6 +48,10 @@ class Request:
     flips: BoolArray
     """True if an image is mirrored left to right after resizing, N."""
 
+    shifts: IntArray | None = None
+    """Pixels by which the decoded images are moved down and right, N x 2. `translated` applies
+    them after any decoder; None: not moved."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:

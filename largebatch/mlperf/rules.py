@@ -88,7 +88,8 @@ def _data_rules(data: Data) -> Iterator[_Checked]:
         bounds = getattr(data, key)
         same = bounds is not None and math.dist(bounds, (least, most)) < 1e-6
         yield f"data.{key}", same, f"from {least:g} to {most:.4g}, as the reference crops"
-    yield "data.flip", data.flip, "half of the training images are mirrored"
+    yield "data.flip", data.flip is True, "half of the training images are mirrored at random"
+    yield "data.translate", not data.translate, "images are not moved"
     resized = "the short side becomes 256 and the centre is shown, as in the reference"
     yield "data.eval_resize", data.eval_resize == 256, resized
 

@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from largebatch.errors import RecipeError
 from largebatch.models import zoo
+from largebatch.models.airbench import Airbench
 from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
 from largebatch.models.cifar_quick import CifarQuick
@@ -21,6 +22,7 @@ _OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
     "cifar_quick": (CifarQuick, {}),
     "lstm": (LSTM, {}),
     "cifar_resnet9": (CifarResNet9, {}),
+    "airbench": (Airbench, {}),
     **{f"cifar_resnet{depth}": (CifarResNet, {"depth": depth}) for depth in DEPTHS},
 }
 """Constructors by name, with the arguments that a recipe cannot change."""
@@ -55,7 +57,8 @@ def build(
     if head_std is not None:
         head = classifier(model)
         nn.init.normal_(head.weight, std=head_std)  # type: ignore[arg-type]  # a layer has both
-        nn.init.zeros_(head.bias)  # type: ignore[arg-type]  # as above
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)  # type: ignore[arg-type]  # as above
     return model
 
 

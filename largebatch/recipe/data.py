@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section
 from largebatch.recipe.task import Sample
@@ -82,8 +82,14 @@ class Data(Section):
     crop_aspect: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
     """Random crop while training: narrowest and widest shape, width over height."""
 
-    flip: bool
-    """Mirror half of the training images left to right."""
+    flip: Literal[False, True, "alternating"]
+    """Mirror half of the training images left to right. `true` draws them in every epoch.
+    `alternating` draws them once and mirrors the other half in every second epoch, so that two
+    epochs show both sides of every image (arXiv:2404.00498)."""
+
+    translate: Annotated[int, Field(ge=0, lt=MAX_SIDE)] = 0
+    """Move training images by up to this many pixels of the model's input, up or down and left or
+    right; the border is filled by reflection. 0: none."""
 
     eval_resize: Annotated[int, Field(gt=0, le=2 * MAX_SIDE)] | None
     """Clean images (validation, polishing): the short side is resized to this, then the centre
@@ -120,6 +126,23 @@ class Data(Section):
                     f"resolution.{place}.until: null is for the last one, {len(self.resolution)} "
                     "are given"
                 )
+        return self
+
+    @field_validator("flip", mode="before")
+    @classmethod
+    def _flip_is_a_choice(cls, flip: object) -> object:
+        if flip is True or flip is False or flip == "alternating":
+            return flip
+        raise ValueError(f"input should be true, false or 'alternating', got {flip!r}")
+
+    @model_validator(mode="after")
+    def _translation_leaves_pixels_to_reflect(self) -> Self:
+        smallest = min([self.image_size, *(part.image_size for part in self.resolution)])
+        if self.translate >= smallest:
+            raise ValueError(
+                f"translate ({self.translate}) must be less than the smallest image_size "
+                f"({smallest})"
+            )
         return self
 
     @model_validator(mode="after")

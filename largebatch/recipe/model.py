@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue, field_validator
 
-from largebatch.recipe.section import Positive, Section
+from largebatch.recipe.section import Duration, Positive, Section
 
 FACTORY_KEYS = {
     **dict.fromkeys(
@@ -37,12 +37,22 @@ _WORD = re.compile(r"[\w.,+=-]*")
 """A choice such as `relu` or a block such as `ir_r1_k3_s2_e6_c24`; no path and no URL."""
 
 
+class EarlyWeights(Section):
+    """Weights that are trained only at the start."""
+
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of the weights in the model, such as `whiten.bias`."""
+
+    until: Duration
+    """Their learning rate falls linearly from its peak to zero by then, and stays zero."""
+
+
 class Model(Section):
     """The network."""
 
     name: str
-    """`lenet5`, `cifar_quick`, `cifar_resnet8` (or 20, 32, 44, 56, 110), the name of any timm
-    model, or `torchvision/` and that of one of torchvision's."""
+    """`lenet5`, `cifar_quick`, `cifar_resnet8` (or 20, 32, 44, 56, 110), `cifar_resnet9`,
+    `airbench`, the name of any timm model, or `torchvision/` and that of one of torchvision's."""
 
     arguments: dict[str, JsonValue] = Field(default={})
     """Passed to the network's constructor in timm or torchvision as they are: numbers, true or
@@ -57,6 +67,9 @@ class Model(Section):
     head_std: Positive | None = None
     """Draw the classifier's weights from N(0, head_std) with zero bias, even if all others come
     from `weights`; null keeps the model's own. MLPerf's ResNet-50 uses 0.01."""
+
+    early: EarlyWeights | None = None
+    """Weights that are trained only at the start of the run; null: none."""
 
     @field_validator("arguments")
     @classmethod

@@ -51,7 +51,14 @@ class SGD(Section):
     momentum: Momentum = 0.9
 
     weight_decay: NonNegative = 1e-4
-    """Applied to weights; biases and normalisation layers get none."""
+    """Applied to weights, without biases and normalisation layers."""
+
+    bias_lr: Positive | None = None
+    """Peak learning rate of biases and normalisation layers; it follows the schedule. null:
+    schedule.peak_lr."""
+
+    bias_weight_decay: NonNegative = 0.0
+    """Applied to biases and normalisation layers."""
 
     nesterov: bool = False
 

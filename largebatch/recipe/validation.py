@@ -121,6 +121,7 @@ def _synchronous_settings(recipe: Keys) -> dict[str, bool]:
     polish, monitored = recipe.polish, set(recipe.monitor) - {"generalization_gap"}
     return {
         f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
+        "model.early": recipe.model.early is not None,
         "batch.schedule": bool(recipe.batch.schedule),
         f"reduction.kind: {recipe.reduction.kind}": recipe.reduction.kind != "sum",
         f"reduction.dtype: {recipe.reduction.dtype}": recipe.reduction.dtype != "fp32",

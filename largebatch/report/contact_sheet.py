@@ -309,11 +309,13 @@ def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
         images = torch.cat([image.flatten() for row in group.rows for image in row])
         values.append(f"{group.name} {images.mean():z.2f} ± {images.std():.2f}")
     size, flips = f"{data.image_size} x {data.image_size}", "half" if data.flip else "never"
+    flips = "alternately" if data.flip == "alternating" else flips
+    moved = f", moved by up to {data.translate} pixels" if data.translate else ""
     sides = ", ".join(str(part.image_size) for part in data.resolution)
     sides = sides and f", first of {sides} pixels"
     return [
         f"{recipe.model.name} sees {size}, {data.interpolation}, {describe_decoding(recipe)}",
-        f"training: {crops}, {flips} mirrored{sides}; clean and evaluation: {clean}",
+        f"training: {crops}, {flips} mirrored{moved}{sides}; clean and evaluation: {clean}",
         f"values after normalisation, mean ± std of these images: {', '.join(values)}",
     ]
 

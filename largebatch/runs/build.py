@@ -4,13 +4,14 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import assert_never
 
 import torch
+from torch import nn
 
 from largebatch.data.batches import Pipeline
 from largebatch.data.datasets.own import import_own
@@ -135,6 +136,8 @@ def open_trainer(
             pipeline = open_pipeline(
                 recipe, plan, backend, folder=options.data, dataset=options.dataset
             )
+            if backend.rank == 0 and not measuring:  # worker 0 sends its weights to the others
+                _init_from_images(model, pipeline)
         share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
         here = anywhere(recipe) if measuring else recipe
         keeps_gradients = here.protocol is not None  # each worker its own, for the servers
@@ -171,6 +174,22 @@ def open_trainer(
         finally:
             state.updater.reducer.close()  # that of the last stage
             pipeline.close()
+
+
+def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
+    """Call the model's `init_from_images`, if it has one, with batches of clean training images.
+
+    They come in the order of the run's first epoch, which no number of workers changes.
+    """
+    init = getattr(model, "init_from_images", None)
+    if init is None:
+        return
+    size = pipeline.plan.statistics_batch
+    starts = range(0, pipeline.plan.train_samples, size)
+    ends = (min(start + size, pipeline.plan.train_samples) for start in starts)
+    parts = (pipeline.training_samples(range(*span)) for span in zip(starts, ends, strict=True))
+    with closing(pipeline.clean("train", parts)) as batches:
+        init(batch.images for batch in batches)
 
 
 def _choose_updates(

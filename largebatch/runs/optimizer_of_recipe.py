@@ -39,6 +39,11 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
         case optimizers.SGD():
             momentum, scaled = section.momentum, recipe.precision == "fp16"
             nesterov = section.nesterov
+            biases = {
+                "weight_decay": section.bias_weight_decay,
+                "lr_factor": (section.bias_lr or lr) / lr,
+            }
+            groups[1] |= biases
             return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)
         case optimizers.Shampoo():
             return _build_shampoo(section, groups, lr=lr)

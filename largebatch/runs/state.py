@@ -4,11 +4,14 @@ import math
 
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError, nearest
 from largebatch.models import affine_parameters
+from largebatch.optim.rates import train_early
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
@@ -37,13 +40,27 @@ def build_state(
     if plateau is not None:
         schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
     reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
+    optimizer = build_optimizer(recipe, model, backend)
+    _train_early(optimizer, recipe, plan, model)
     state = TrainState(
         model=model,
-        updater=Updater(build_optimizer(recipe, model, backend), schedule, reducer),
+        updater=Updater(optimizer, schedule, reducer),
         scaler=build_scaler(recipe, plan, backend),
         average=_build_average(recipe, plan, model),
     )
     return state
+
+
+def _train_early(optimizer: Optimizer, recipe: Recipe, plan: Plan, model: nn.Module) -> None:
+    """Stop training the weights of `model.early` in time; raise RecipeError if one is unknown."""
+    section, weights = recipe.model.early, dict(model.named_parameters())
+    for name in section.names if section else ():
+        if name not in weights:
+            hint = nearest(name, list(weights), otherwise=f"the first is {next(iter(weights))}")
+            raise RecipeError(f"model.early.names: the model has no weight {name!r}; {hint}")
+        assert section is not None
+        until, peak_lr = plan.steps_in(section.until), recipe.schedule.peak_lr
+        train_early(optimizer, weights[name], peak_lr=peak_lr, until=until)
 
 
 def build_criterion(recipe: Recipe) -> Criterion:

@@ -19,6 +19,7 @@ from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
+from largebatch.optim.rates import set_rates
 from largebatch.schedules.functions import Schedule
 from largebatch.training.loss import Criterion
 
@@ -128,8 +129,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         model.train()
         accelerator.seed(seed(step), reducer.device)
         lr, scaled_by = schedule(step), scale
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_rates(optimizer, lr, step=step)
         reducer.zero()
         loss = torch.zeros((), device=reducer.device)
         data, reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)

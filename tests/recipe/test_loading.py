@@ -85,7 +85,7 @@ def test_a_wrong_word_is_answered_with_the_nearest_choice(override: str, meant: 
     ("overrides", "message"),
     [
         (["seed='1'"], 'seed: input should be a valid integer, got "1"'),
-        (["data.flip=1"], "data.flip: input should be a valid boolean, got 1"),
+        (["data.flip=1"], "data.flip: input should be true, false or 'alternating', got 1"),
         (["optimizer={eta: 1.0}"], "optimizer.kind: missing"),
         (["schedule.warmup={}"], "schedule.warmup: give either epochs or steps"),
         (["schedule.warmup={epochs: 1, steps: 1}"], "give either epochs or steps"),

@@ -70,6 +70,8 @@ def test_a_pair_differs_only_in_what_a_large_batch_needs(small: str, large: str)
         pytest.param("cifar10_resnet8_3200", 2_563, 15.6, id="cifar10"),
         pytest.param("cifar10_resnet9_128", 5_079, 390.6, id="cifar10 small, short"),
         pytest.param("cifar10_resnet9_1600", 407, 31.2, id="cifar10 large, short"),
+        pytest.param("cifar10_airbench_2000", 200, 25.0, id="airbench94's 200 updates"),
+        pytest.param("cifar10_airbench_2000_nesterov", 200, 25.0, id="airbench94, Nesterov"),
         pytest.param("fashion_mnist_resnet9_128", 3_282, 468.8, id="fashion small"),
         pytest.param("fashion_mnist_resnet9_1920", 219, 31.2, id="fashion large"),
         pytest.param("imagenette_resnet18_128px_32", 6_250, 78.1, id="imagenette small"),

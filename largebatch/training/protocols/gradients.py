@@ -12,6 +12,7 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
+from largebatch.optim.rates import set_rates
 from largebatch.schedules.functions import Schedule
 from largebatch.training.loop import step_seeds
 from largebatch.training.loss import Criterion
@@ -56,8 +57,7 @@ class Gradients:
         losses = []
         for step in range(update, min(end, update + steps)):
             losses.append(self._compute(step * self.learners + learner))
-            for group in optimizer.param_groups:
-                group["lr"] = schedule(step)
+            set_rates(optimizer, schedule(step), step=step)
             optimizer.step()
         with torch.no_grad():
             pairs = zip(before, self.weights, strict=True)

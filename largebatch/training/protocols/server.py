@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.optim.lars import LARS
+from largebatch.optim.rates import set_rates
 from largebatch.schedules.functions import Schedule
 from largebatch.training.protocols.rule import Rule
 
@@ -120,8 +121,8 @@ class ParameterServer:
         lr = self._schedule(self.clock) * self.rule.rate
         groups = self.optimizer.param_groups
         decays = [group["weight_decay"] for group in groups]
+        set_rates(self.optimizer, lr * of_rate, step=self.clock)
         for group in groups:
-            group["lr"] = lr * of_rate
             group["weight_decay"] *= of_decay
         for place, weight in enumerate(self.weights):
             mean = torch.zeros_like(weight)
