@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measuring import RESULTS, in_points, newest, with_ends
+from measuring import RESULTS, newest, with_ends
 from optimizers import BATCHES, NAME, Study, every_cell
 from optimizers_runs import NETWORKS, RESNET, SECTIONS, VIT, Cell, epochs_to
 
@@ -241,7 +241,7 @@ def _row(cell: Cell, runs: Runs, target: float) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    return with_ends(in_points(interval(values)), ".1f") if values else ""
+    return with_ends(interval(values).scaled(100), ".1f") if values else ""
 
 
 def main() -> None:
