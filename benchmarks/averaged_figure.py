@@ -66,22 +66,24 @@ def top1(study: Study, data: str, weights: str, kind: str) -> list[float]:
 def draw(figure: "Figure", *, study: Study) -> None:
     """Draw top-1 of every average as left, with averaged buffers and polished."""
     seeds = sorted({seed["seed"] for seed in study["seeds"].values()})
-    count = f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    count = f"mean of {len(seeds)} seeds, faint: each" if len(seeds) > 1 else "one seed"
     figure.suptitle(
         "Top-1 of averaged weights: as the library leaves them, and after one polish() call",
         x=0.01, ha="left", size=13.5, weight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
         "* The schedule had ended at a rate of zero; the others were taken at the peak rate, or "
-        f"have no schedule.\nResNet-9, width 16, batches of 128; mean of {count}, faint: each.",
+        f"have no schedule.\nResNet-9, width 16, batches of 128; {count}.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (data, title) in zip(panels, TITLES.items(), strict=True):
+    measured = [data for data in TITLES if values(study, data, "SWA, peak", "polish")]
+    panels = figure.subplots(1, len(measured), sharey=True, squeeze=False)[0]
+    for axes, data in zip(panels, measured, strict=True):
         for height, weights in enumerate(ROWS):
             _draw_row(axes, height, study, data, weights)
-        axes.set_title(title, color=INK, weight="bold", size=12.5)
-        axes.set_xlim(5, 106)
+        axes.set_title(TITLES[data], color=INK, weight="bold", size=12.5)
+        low, high = axes.get_xlim()
+        axes.set_xlim(low - 0.12 * (high - low), high + 0.3 * (high - low))  # room for figures
         axes.set_ylim(len(ROWS) - 0.5, -0.6)
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x", color=RULE)
@@ -101,11 +103,12 @@ def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) 
         axes.plot(found, [height] * len(found), color=ink, alpha=0.35, marker="o", ms=4, lw=0)
     axes.plot([before], [height], color=MUTED, marker="o", ms=7)
     axes.plot([after], [height], color=colour, marker="D", ms=7)
-    if after - before > 3:  # room for both figures
-        axes.annotate(f"{before:.1f}", (before, height), (-8, 0), textcoords="offset points",
-                      ha="right", va="center", size=10, color=MUTED)  # fmt: skip
-    axes.annotate(f"{after:.1f}", (max(before, after), height), (8, 0), color=colour, size=10.5,
-                  textcoords="offset points", ha="left", va="center", weight="bold")  # fmt: skip
+    axes.annotate(f"{before:.1f}", (min(before, after), height), (-8, 0), color=MUTED, size=10,
+                  textcoords="offset points", ha="right", va="center")  # fmt: skip
+    gain = f"{after - before:+.1f}".replace("-", "\N{MINUS SIGN}")
+    axes.annotate(f"{after:.1f}  {gain}", (max(before, after), height), (8, 0), color=colour,
+                  size=10.5, textcoords="offset points", ha="left", va="center",
+                  weight="bold")  # fmt: skip
 
 
 def tables(study: Study) -> Iterator[str]:

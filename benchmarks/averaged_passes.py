@@ -6,9 +6,9 @@ worker has the largest share. Each starts from the weights as the library leaves
 - `averaged`: no pass; running means and variances were averaged like the weights;
 - `polish`: `largebatch.polish.polish` on all workers;
 - `own`: torch's `update_bn` on every worker, over its own share;
-- `ddp`: `update_bn` of a DistributedDataParallel model. It sends the first worker's buffers to all
-  before every batch, so workers wait indefinitely where shares differ: here each stops with the
-  smallest share;
+- `ddp`: `update_bn` of a DistributedDataParallel model, over as many batches as the smallest share
+  has. It sends the first worker's buffers to all only before the first batch, because `update_bn`
+  disables gradients; so this is `own` with equal shares;
 - `mean`: `own`, then the mean of means and variances over the workers, as timm's `distribute_bn`;
 - `augmented`, `polish augmented`: `update_bn` and `polish` on one worker, on images augmented as in
   training.
