@@ -20,7 +20,7 @@ random crops and flips, label smoothing, float32. A seed makes these runs:
   soup (arXiv:2203.05482).
 - Schedule-Free SGD and AdamW (arXiv:2405.15682) with the library's warm-up and no decay.
 
-The rates are the best of three on 5,000 training images outside of these runs' .
+The rates are the best of three, on 5,000 training images outside of the short runs that try them.
 Passes over the weights: see averaged_passes.py. The test images choose nothing.
 """
 
@@ -294,7 +294,7 @@ def train_seed(
     """Write the weights of a seed into a folder; return the seconds of each run."""
     seconds = {}
     for name, rate in rates.items():
-        done = folder / f"{name}.json"
+        done = folder / f"{name}, rate {rate:g}, {EPOCHS[data]} epochs.json"
         if not done.exists():
             start = time.perf_counter()
             run = Run(data, images, name, rate, seed=seed, epochs=EPOCHS[data])
@@ -308,6 +308,8 @@ def train_seed(
 
 def main() -> None:
     args = _parse()
+    if "LARGEBATCH_DATA" not in os.environ:
+        raise SystemExit("LARGEBATCH_DATA is not set: the folder of Fashion-MNIST and CIFAR-10")
     path = newest(NAME, args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
     study = read(path)
     with few_processes(args.processes) as pool:
@@ -333,11 +335,11 @@ def main() -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the rates and seeds in a file of results; a new one has none."""
+    """Return the rates, the seeds and the sources of the first in a file; a new one has none."""
     if not path.exists():
         return {"tuning": {}, "seeds": {}}
     found = json.loads(path.read_text(encoding="utf-8"))
-    return {key: found[key] for key in ("tuning", "seeds")}
+    return {key: found[key] for key in ("tuning", "seeds", "sources")}
 
 
 def best_rates(study: dict[str, Any], data: str) -> dict[str, float]:

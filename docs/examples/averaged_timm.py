@@ -26,13 +26,12 @@ def main(name: str, checkpoint: str, folder: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     prepared = resolve_data_config({}, model=model)
-    size, mean, std = prepared["input_size"], prepared["mean"], prepared["std"]
+    keys = ("input_size", "interpolation", "mean", "std", "crop_pct")
+    words = {key: prepared[key] for key in keys}
     clean_loader, val_loader = (
-        create_loader(
-            images, size, 64, mean=mean, std=std, use_prefetcher=False, num_workers=0,
-        )
+        create_loader(images, batch_size=64, use_prefetcher=False, num_workers=0, **words)
         for images in (train_set, val_set)
-    )  # fmt: skip
+    )
 
     left = evaluate(model, val_loader)
     polish(model, clean_loader)

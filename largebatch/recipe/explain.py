@@ -141,7 +141,7 @@ def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
     below = sections_of(field.annotation)
     text = field.description or (below[0].__doc__ if len(below) == 1 else None)
     if text:
-        return re.split(r"(?<=\.)\s", text.strip())[0]
+        return re.split(r"(?<=[^.]\.)\s", text.strip())[0]
     if below:
         return f"One of the kinds {', '.join(kind for one in below for kind in kinds_of(one))}."
     return _values(section, field, name)

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from largebatch.distributed.environment import available_cores
+from largebatch.errors import StudyError
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.interactive_charts import Chart, Curve
 from largebatch.runs.options import Options
@@ -82,7 +83,12 @@ class Start:
         Raises StudyError if it is of another study.
         """
         record = read_record(self.path, {"settings": self.settings})
-        return None if record is None else Found(**record["found"])
+        if record is None:
+            return None
+        try:
+            return Found(**record["found"])
+        except (KeyError, TypeError):
+            raise StudyError(f"{self.path}: is not the record of a start; remove it") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

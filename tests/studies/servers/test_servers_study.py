@@ -114,6 +114,10 @@ def test_counters_of_all_links_are_within_five_percent_of_the_formulas(
     monkeypatch.delattr("largebatch.studies.hosts.starts.measure_on_hosts")
     assert main(words) == DONE
     assert capsys.readouterr().out.splitlines() == [line for line in lines if "seed" not in line]
+    for file in (tmp_path / "out").rglob("seed-1.json"):
+        file.write_text(json.dumps({"settings": json.loads(file.read_bytes())["settings"]}))
+    assert main(words) == USER
+    assert "is not the record of a start; remove it" in capsys.readouterr().err
     changed = str(write_study(tmp_path, megabits=100))
     assert main(["study", "servers", changed, "--out", str(tmp_path / "out")]) == USER
     assert "was recorded with other settings than the study has now" in capsys.readouterr().err
