@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from averaged_passes import SHARED
 from averaged_weights import NAME, read
 from measuring import RESULTS, newest, with_ends
 
@@ -28,21 +29,22 @@ ROWS = {
     "LAWA, peak": "LAWA",
     "Schedule-Free SGD, end": "Schedule-Free SGD",
     "Schedule-Free AdamW, end": "Schedule-Free AdamW",
-    "soup of 3, end": "soup of 3 *",
-    "EMA 0.99, end": "EMA 0.99 *",
-    "EMA 0.999, end": "EMA 0.999 *",
-    "LAWA, end": "LAWA *",
+    "soup of 3, end": "soup of 3",
+    "EMA 0.99, end": "EMA 0.99",
+    "EMA 0.999, end": "EMA 0.999",
+    "LAWA, end": "LAWA",
 }
 """Averages in the order of the figure, with their labels."""
 
 PASSES = {
     "as left": "as left",
     "averaged": "buffers averaged too",
-    "augmented": "`update_bn`, training images",
-    "own": "`update_bn`, clean images",
-    "polish": "`polish`",
+    "own": "`update_bn`, clean",
+    "polish": "`polish`, clean",
+    "augmented": "`update_bn`, as in training",
+    "polish augmented": "`polish`, as in training",
 }
-"""Passes on one worker."""
+"""Passes on one worker, and the images that they measure."""
 
 Study = dict[str, Any]
 
@@ -64,7 +66,7 @@ def top1(study: Study, data: str, weights: str, kind: str) -> list[float]:
 
 
 def draw(figure: "Figure", *, study: Study) -> None:
-    """Draw top-1 of every average as left, with averaged buffers and polished."""
+    """Draw top-1 of the averages of SHARED as left, polished on clean images and as in training."""
     seeds = sorted({seed["seed"] for seed in study["seeds"].values()})
     count = f"mean of {len(seeds)} seeds, faint: each" if len(seeds) > 1 else "one seed"
     figure.suptitle(
@@ -72,28 +74,30 @@ def draw(figure: "Figure", *, study: Study) -> None:
         x=0.01, ha="left", size=13.5, weight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
-        "* The schedule had ended at a rate of zero; the others were taken at the peak rate, or "
-        f"have no schedule.\nResNet-9, width 16, batches of 128; {count}.",
+        "Hollow: polished on clean images instead of images augmented as in training. EMA and SWA "
+        f"were taken at the peak rate.\nResNet-9, width 16, batches of 128; {count}.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
     measured = [data for data in TITLES if values(study, data, "SWA, peak", "polish")]
     panels = figure.subplots(1, len(measured), sharey=True, squeeze=False)[0]
     for axes, data in zip(panels, measured, strict=True):
-        for height, weights in enumerate(ROWS):
+        for height, weights in enumerate(SHARED):
             _draw_row(axes, height, study, data, weights)
         axes.set_title(TITLES[data], color=INK, weight="bold", size=12.5)
         low, high = axes.get_xlim()
         axes.set_xlim(low - 0.12 * (high - low), high + 0.3 * (high - low))  # room for figures
-        axes.set_ylim(len(ROWS) - 0.5, -0.6)
+        axes.set_ylim(len(SHARED) - 0.5, -0.6)
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x", color=RULE)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("Top-1 on the test images, % →", loc="right")
-    panels[0].set_yticks(range(len(ROWS)), list(ROWS.values()))
+    panels[0].set_yticks(range(len(SHARED)), [ROWS[weights] for weights in SHARED])
 
 
 def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) -> None:
-    left, polished = (top1(study, data, weights, kind) for kind in ("as left", "polish"))
+    left, clean, polished = (
+        top1(study, data, weights, kind) for kind in ("as left", "polish", "polish augmented")
+    )
     if not left:
         return
     before, after = interval(left).mean, interval(polished).mean
@@ -102,6 +106,9 @@ def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) 
     for found, ink in ((left, MUTED), (polished, colour)):
         axes.plot(found, [height] * len(found), color=ink, alpha=0.35, marker="o", ms=4, lw=0)
     axes.plot([before], [height], color=MUTED, marker="o", ms=7)
+    axes.plot(
+        [interval(clean).mean], [height], color=colour, marker="D", ms=6, mfc="none", mec=colour
+    )
     axes.plot([after], [height], color=colour, marker="D", ms=7)
     axes.annotate(f"{before:.1f}", (min(before, after), height), (-8, 0), color=MUTED, size=10,
                   textcoords="offset points", ha="right", va="center")  # fmt: skip
@@ -157,7 +164,7 @@ def main() -> None:
         raise SystemExit("there are no results: run benchmarks/averaged_weights.py")
     study = read(path)
     drawn = partial(draw, study=study)
-    save_png(Path(path).parent / f"{NAME}.png", drawn, size=(900, 480), pixels=1800)
+    save_png(Path(path).parent / f"{NAME}.png", drawn, size=(900, 330), pixels=1800)
     print("\n".join(tables(study)))
 
 

@@ -155,7 +155,13 @@ def made_up(seeds: int) -> dict[str, Any]:
         }  # fmt: skip
 
     weights = {
-        name: {"1": {"as left": found(0.3, 1), "polish": found(0.9, 1)}}
+        name: {
+            "1": {
+                "as left": found(0.3, 1),
+                "polish": found(0.9, 1),
+                "polish augmented": found(0.8, 1),
+            }
+        }
         for name in averaged_figure.ROWS
     }
     weights["SWA, peak"]["4"] = {"own": found(0.8, 4), "polish": found(0.9, 4)}

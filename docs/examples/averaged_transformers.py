@@ -35,7 +35,8 @@ class Averaging(TrainerCallback):
     """An exponential moving average of the weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
+        average = get_ema_multi_avg_fn(0.98)
+        self.averaged = AveragedModel(model, multi_avg_fn=average)
 
     def on_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:  # noqa: ANN401
         """Take the new weights into the average."""
