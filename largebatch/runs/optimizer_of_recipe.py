@@ -171,11 +171,12 @@ def _of_classifiers(model: nn.Module) -> set[nn.Parameter]:
     own = set(classifier(model).parameters())
     classes = {len(weight) for weight in own if weight.ndim > 1}
     return own | {
-        layer.weight
+        weight
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
         and layer.out_features in classes
         and any(word in name.lower() for word in ("head", "aux"))
+        for weight in layer.parameters()
     }
 
 
