@@ -81,6 +81,7 @@ train small.yaml --out run
 train small.yaml --out new --resume
 train small.yaml --resume
 train small.yaml --out run --resume --set schedule.peak_lr=0.4
+train small.yaml --out run --resume --set optimizer.kind=sgd
 train small.yaml --out run --resume --allow schedule.peak_lr
 evaluate nowhere
 evaluate empty

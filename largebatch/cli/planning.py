@@ -140,6 +140,12 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     if args.out is None:
         raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
-    for line in calibrate(load_recipe(args.recipe, args.set), args.out, data=args.data):
+    recipe = load_recipe(args.recipe, args.set)
+    if recipe.optimizer.kind == "muon":
+        raise LargebatchError(
+            "optimizer.kind: muon: its workers share an update, which --calibrate measures on one; "
+            "measure with another optimizer"
+        )
+    for line in calibrate(recipe, args.out, data=args.data):
         print(printable(line))
     return 0

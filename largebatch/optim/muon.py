@@ -15,6 +15,8 @@ the numbers of all matrices, sent once per update, in the type of NewtonSchulz. 
 and zeros is exact, so every worker gets the same bits.
 """
 
+import copy
+import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
@@ -36,7 +38,8 @@ _COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
 class Muon(Optimizer):
     """Muon for some matrices, and an optimizer of torch for all other weights.
 
-    The groups of `others` have a `lr_ratio`: their learning rate over that of Muon.
+    The groups of `others` have a `lr_ratio`: their learning rate over that of Muon. Without one,
+    it follows from the rate of the group.
     """
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of Muon
@@ -69,9 +72,22 @@ class Muon(Optimizer):
             "adjust_lr": adjust_lr,
             "normalize_weights": normalize_weights,
         }
-        super().__init__([group, *others.param_groups], {"lr": lr})
+        theirs = [{**each, "lr": lr} for each in others.param_groups]
+        for ours, each in zip(theirs, others.param_groups, strict=True):
+            if "lr_ratio" not in ours:
+                ours["lr_ratio"] = each["lr"] / lr
+        super().__init__([group, *theirs], {"lr": lr})
         self._others = others
         self._workers = workers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_others": self._others, "_workers": self._workers}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Muon":
+        memo[id(self._workers)] = self._workers  # a connection, which copies share
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 -- a loss
@@ -84,7 +100,8 @@ class Muon(Optimizer):
         weights = [weight for weight in group["params"] if weight.grad is not None]
         for weight, direction in zip(weights, self._orthogonalize(weights, group), strict=True):
             if group["normalize_weights"]:
-                weight.mul_(math.sqrt(len(weight)) / weight.norm())
+                norm = weight.norm()
+                weight.mul_(math.sqrt(len(weight)) / norm.masked_fill(norm == 0, 1))  # 0 stays 0
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             scale = _scale(*_sides(weight), group["adjust_lr"])
             weight.add_(direction, alpha=-group["lr"] * scale)
@@ -100,7 +117,8 @@ class Muon(Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(weight)
             state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
-        dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else weights[0].dtype
+        widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights))
+        dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else widest
         numbers = [weight.numel() for weight in weights]
         flat = torch.zeros(sum(numbers), dtype=dtype, device=weights[0].device)
         parts = [
@@ -129,7 +147,9 @@ class Muon(Optimizer):
 
 
 def own_share(costs: Sequence[int], *, rank: int, workers: int) -> list[int]:
-    """Return the places that a worker computes: the costliest first, each by the idlest worker.
+    """Return the places that a worker computes: the most expensive first.
+
+    Each goes to the worker with least to do.
 
     >>> [own_share([2, 5, 4, 1], rank=rank, workers=3) for rank in range(3)]
     [[1], [2], [0, 3]]

@@ -115,7 +115,8 @@ def require_same_run(
 ) -> None:
     """Raise CheckpointError, with every difference, unless a checkpoint has this recipe and data.
 
-    `allow` has the keys that may differ: those of the recipe, and `data.index`.
+    `allow` has the keys that may differ: those of the recipe, and `data.index`; not the kind of
+    optimizer, whose state no other can use.
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
     here = trainer.recipe.mathematics.model_dump(mode="json")
@@ -130,6 +131,12 @@ def require_same_run(
             f"--allow {unknown[0]}: that is the same there and here; these differ: "
             f"{shorten(list(changed))}"
         )
+    for key in ("optimizer.kind", "optimizer.others.kind"):
+        if key in changed:
+            raise CheckpointError(
+                f"{folder}: the run there has the state of another optimizer: {changed[key]}; "
+                "start another run, with model.weights from `largebatch export`"
+            )
     refused = {key: text for key, text in changed.items() if key not in allow}
     if refused:
         raise CheckpointError(

@@ -147,14 +147,14 @@ def _build_muon(
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that Muon takes, in the order of the model.
 
-    These are neither the first layer nor the classifier, embeddings or normalisation. As in timm,
+    These are neither the first layer nor classifiers, embeddings or normalisation. As in timm,
     the first two sides must exceed 1: depthwise convolutions and class tokens do not. Tables
     that are no layer's weight, such as Swin's of relative positions, are left out by their name.
     """
     weights = [getattr(module, "weight", None) for module in model.modules()]
     first = next((id(weight) for weight in weights if weight is not None and weight.ndim > 1), None)
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    skipped = {first, *map(id, [*norm_parameters(model), *classifier(model).parameters(), *tables])}
+    skipped = {first, *map(id, [*norm_parameters(model), *_of_classifiers(model), *tables])}
     return [
         weight
         for name, weight in model.named_parameters()
@@ -166,6 +166,20 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def _of_classifiers(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of the classifier and of those for training only, known by their names."""
+    own = set(classifier(model).parameters())
+    classes = {len(weight) for weight in own if weight.ndim > 1}
+    return own | {
+        weight
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+        and layer.out_features in classes
+        and any(word in name.lower() for word in ("head", "aux"))
+        for weight in layer.parameters()
+    }
+
+
 def _build_others(
     section: optimizers.MuonSGD | optimizers.MuonAdamW,
     model: nn.Module,
@@ -174,7 +188,7 @@ def _build_others(
     muon_lr: float,
 ) -> Optimizer:
     """Build the optimizer of the weights that are not `matrices`."""
-    taken, classifiers = set(matrices), set(classifier(model).parameters())
+    taken, classifiers = set(matrices), _of_classifiers(model)
     decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
     head = [weight for weight in decayed if weight in classifiers]
     rest = [weight for weight in decayed if weight not in taken | classifiers]

@@ -63,6 +63,11 @@ def test_the_chart_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         pytest.param(["--out", "a.png"], "give --cluster NAME", id="chart of nothing"),
         pytest.param(["--calibrate"], "give --out FILE.yaml", id="calibrated to nowhere"),
         pytest.param(["--calibrate", "--out", "a.txt"], "ends in .yaml", id="no cluster file"),
+        pytest.param(
+            ["--calibrate", "--out", "a.yaml", "--set", "optimizer={kind: muon}"],
+            "its workers share an update",
+            id="Muon on one worker",
+        ),
         pytest.param(["--data", "there"], "give --calibrate", id="images for nothing"),
         pytest.param(
             ["--cluster", "abci-v100", "--data", "there"], "give --calibrate", id="images there"

@@ -1,5 +1,7 @@
 """Muon: which weights it takes, and that workers share its work. The formula: the crown test."""
 
+import copy
+import pickle
 from typing import Any, cast
 
 import pytest
@@ -77,6 +79,74 @@ def test_in_bfloat16_it_is_the_muon_of_torch(adjust_lr: Any) -> None:  # noqa: A
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+def test_a_matrix_of_zeros_begins_at_zero() -> None:
+    """Its norm cannot be made the square root of its rows."""
+    weight = nn.Parameter(torch.zeros(20, 6))
+    others = SGD([{"params": [], "lr_ratio": 1.0}])
+    optimizer = Muon([weight], others, SERIAL, lr=0.1, normalize_weights=True)
+    weight.grad = torch.randn(20, 6, generator=torch.Generator().manual_seed(3))
+    optimizer.step()
+    assert weight.isfinite().all()
+    assert weight.norm() > 0
+
+
+def test_other_weights_keep_the_rate_of_their_optimizer() -> None:
+    matrix, vector = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.zeros(3))
+    optimizer = Muon([matrix], SGD([vector], lr=0.3), SERIAL, lr=0.1)
+    vector.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(vector.detach(), torch.full((3,), -0.3))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("made", [0, 2], ids="after {} updates".format)
+def test_a_copy_makes_the_updates_of_the_original(*, copied: Any, made: int) -> None:  # noqa: ANN401
+    matrix, vector = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.zeros(3))
+    others = SGD([{"params": [vector], "lr_ratio": 0.5}], momentum=0.9)
+    pair = ([matrix, vector], Muon([matrix], others, SERIAL, lr=0.1))
+
+    def update(weights: list[nn.Parameter], optimizer: Muon, *, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+
+    for seed in range(made):
+        update(*pair, seed=seed)
+    other = copied(pair)
+    update(*other, seed=9)
+    assert not torch.equal(other[0][0], matrix)
+    update(*pair, seed=9)
+    assert all(map(torch.equal, other[0], pair[0]))
+
+
+def test_a_copy_shares_the_connection_of_the_workers() -> None:
+    class Connection(Serial):
+        def __deepcopy__(self, memo: dict[int, Any]) -> "Connection":
+            raise AssertionError
+
+    workers = cast("Group", Connection(torch.device("cpu")))
+    weight = nn.Parameter(torch.ones(4, 6))
+    copy.deepcopy(Muon([weight], SGD([nn.Parameter(torch.zeros(3))]), workers, lr=0.1))
+
+
+def test_matrices_of_several_types_are_orthogonalised_in_the_widest() -> None:
+    """The result does not depend on which of them is the first."""
+
+    def after_an_update(order: int) -> Tensor:
+        generator = torch.Generator().manual_seed(4)
+        wide = nn.Parameter(torch.randn(6, 4, generator=generator, dtype=torch.float64))
+        narrow = nn.Parameter(torch.randn(6, 4, generator=generator).to(torch.bfloat16))
+        for weight in (wide, narrow):
+            weight.grad = torch.randn(6, 4, generator=generator).to(weight.dtype)
+        Muon([wide, narrow][::order], SGD([nn.Parameter(torch.ones(1))]), SERIAL, lr=0.1).step()
+        return wide.detach()
+
+    assert torch.equal(after_an_update(1), after_an_update(-1))
+
+
 def left_out(model: nn.Module) -> list[str]:
     """Return the weights of more than one dimension that Muon does not take."""
     taken = set(hidden_matrices(model))
@@ -127,6 +197,26 @@ def test_behind_a_frozen_first_layer_it_takes_all_convolutions() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(64, 2))
     model[0].weight.requires_grad_(False)
     assert hidden_matrices(model) == [model[1].weight]
+
+
+class TwoHeads(nn.Module):
+    """A network with a classifier of patches beside that of the image, as VOLO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.hidden = nn.Linear(6, 10), nn.Linear(10, 10)
+        self.aux_head, self.head = nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+
+def test_it_takes_no_second_classifier_but_hidden_layers_as_wide() -> None:
+    recipe, model = load_recipe(DIGITS, ("optimizer={kind: muon}",)), TwoHeads()
+    groups = [group["params"] for group in build_optimizer(recipe, model, SERIAL).param_groups]
+    heads = {model.aux_head.weight, model.head.weight}
+    assert groups[:2] == [[model.hidden.weight], [model.stem.weight]]
+    assert set(groups[2]) == heads
 
 
 def test_every_weight_has_one_optimizer_and_its_own_rate() -> None:

@@ -9,6 +9,8 @@ from short_runs import AFFINE, CLEAN, HALF, STATISTICS, a_recipe, content, log
 from test_resume import equal
 
 from largebatch import run
+from largebatch.errors import CheckpointError
+from largebatch.recipe.loading import differences
 from largebatch.recipe.recipe import Recipe
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint
 
@@ -89,3 +91,23 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
         run(changed, out=tmp_path / "run", resume=True)
     with pytest.raises(Exception, match="does not fit this run: ValueError: Shampoo"):
         run(changed, out=tmp_path / "run", resume=True, allow=("optimizer.block_size",))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ("muon with sgd", "muon", "optimizer.others.kind"),
+        ("muon", "muon with sgd", "optimizer.others.kind"),
+        ("adamw", "muon", "optimizer.kind"),
+        ("muon", "adamw", "optimizer.kind"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(
+    before: str, after: str, key: str, tmp_path: Path
+) -> None:
+    """Also where all that differs is allowed."""
+    run(recipe_of(before), out=tmp_path / "run", max_steps=2)
+    old, new = (recipe_of(kind).mathematics.model_dump(mode="json") for kind in (before, after))
+    allow = [name for name, *_ in differences(old, new)]
+    with pytest.raises(CheckpointError, match=f"of another optimizer: {key} is .* there and"):
+        run(recipe_of(after), out=tmp_path / "run", resume=True, allow=allow)
