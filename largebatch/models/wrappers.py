@@ -9,10 +9,12 @@ DistributedDataParallel. FSDP2 gathers the weights once for all forward passes, 
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 _PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 """Classes whose forward pass needs other workers or devices: torch's, and apex's."""
@@ -38,12 +40,16 @@ def local_model(model: nn.Module) -> nn.Module:
         if attribute is None:
             name, module = parallel[0]
             raise ValueError(
-                f"{f'layer {name}' if name else 'the model'} is a {type(module).__name__}, whose "
-                "forward pass waits for other workers or devices; pass the inner module, or a "
-                "complete copy of it"
+                f"{describe_layer(name)} is a {type(module).__name__}, whose forward pass waits "
+                "for other workers or devices; pass the inner module, or a complete copy of it"
             )
         model = model.get_submodule(attribute)
     return model
+
+
+def describe_layer(name: str) -> str:
+    """Return the words for a layer in a message; the model itself has no name."""
+    return f"layer {name}" if name else "the model"
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -55,13 +61,18 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def as_input(images: Tensor, model: nn.Module) -> Tensor:
-    """Return images on the model's device, and in the type of its first weights if that is a half.
+    """Return images on the model's device, and float32 images in bf16 or fp16 if the model is.
 
-    PyTorch's layers of bf16 or fp16 weights refuse the float32 that loaders give.
+    PyTorch's layers of bf16 or fp16 weights refuse the float32 that loaders give. A model is in the
+    type of its convolutions and linear layers, or of its first weights if it has none of these.
+    Images are not converted for layers of several types: which one is the first is not known.
     """
-    weights = next(model.parameters(), images)
-    to_half = images.dtype == torch.float32 and weights.dtype in {torch.bfloat16, torch.float16}
-    dtype = weights.dtype if to_half else images.dtype
+    layers = [it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear))]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    weights = weights or list(islice(model.parameters(), 1))
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
+    to_half = images.dtype == torch.float32 and dtypes in ({torch.bfloat16}, {torch.float16})
+    dtype = dtypes.pop() if to_half else images.dtype
     return images.to(device_of(model), dtype, non_blocking=True)
 
 

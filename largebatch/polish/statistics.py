@@ -40,6 +40,7 @@ from largebatch.models.batchnorm import SpanBatchNorm, by_spans
 from largebatch.models.inputs import AnyBatch, images_of
 from largebatch.models.wrappers import (
     as_input,
+    describe_layer,
     device_of,
     evaluation_mode,
     local_model,
@@ -51,6 +52,10 @@ from largebatch.tracking.events import LayerDrift
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles over the channels of a layer in a drift."""
+
+_SIZES = {nn.InstanceNorm1d: "L", nn.InstanceNorm2d: "HW", nn.InstanceNorm3d: "DHW"}
+"""Sizes of a sample in each channel. Torch's InstanceNorm takes inputs without a batch dimension
+too, which would be misread; its BatchNorm refuses them itself."""
 
 _SPARE_PASSES = 20
 """Additional passes beyond one per layer, for layers used several times in a forward pass."""
@@ -82,12 +87,15 @@ class _Statistics:
 
     layers: list[_NormBase] = field(default_factory=list)
 
+    def pair(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        """Return the mean and variance measured, in float64."""
+        if self.by_sample:
+            return moments.mean[: len(self.mean)], moments.mean[len(self.mean) :]
+        return moments.mean, moments.variance
+
     def measured(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """Return the mean and variance measured, in float64, on the device of these."""
-        pair = moments.mean, moments.variance
-        if self.by_sample:
-            pair = moments.mean[: len(self.mean)], moments.mean[len(self.mean) :]
-        mean, var = (tensor.to(self.mean.device) for tensor in pair)
+        mean, var = (tensor.to(self.mean.device) for tensor in self.pair(moments))
         return mean, var
 
     def drift(self, moments: Moments) -> LayerDrift:
@@ -129,7 +137,7 @@ def polish(
 
     Layers are torch's BatchNorm and InstanceNorm and their subclasses; frozen ones (`Frozen...`)
     stay as they are. Statistics are rounded once to the type of the buffers. Images in float32 are
-    converted if the first weights are bf16 or fp16.
+    converted if all convolutions and linear layers are bf16, or all fp16.
 
     `sequential` iterates over `batches` in each pass: pass a list or a loader, not an iterator. A
     pass converges every layer whose predecessors have converged, so there is one pass per BatchNorm
@@ -138,10 +146,11 @@ def polish(
     `tolerance`; 0 is exact.
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
-    batch, if a layer had a single value per channel, or if moments are not finite; BackendError if
-    workers are not connected; ValueError if the model is sharded (FSDP1, tensor parallelism), has
-    no running statistics or those of an unknown layer, if a batch has no images, or if `batches`
-    can be used only once.
+    batch, if a layer had a single value per channel, or if moments are not finite, also after they
+    are rounded to the type of the buffers; BackendError if workers are not connected; ValueError if
+    the model is sharded (FSDP1, tensor parallelism), has no running statistics or those of an
+    unknown layer, if an input has no batch dimension, if a batch has no images, or if `batches` can
+    be used only once.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"polish takes a model first, then batches; got a {type(model).__name__}")
@@ -187,11 +196,14 @@ def _owners(model: nn.Module) -> list[_Statistics]:
             continue
         if not isinstance(layer, _NormBase):
             raise ValueError(  # noqa: TRY004 -- the model's content is wrong, not its type
-                f"layer {name} is of type {type(layer).__name__}, whose running statistics cannot "
-                "be measured; expected subclasses of torch's BatchNorm and InstanceNorm"
+                f"{describe_layer(name)} is of type {type(layer).__name__}, whose running "
+                "statistics cannot be measured; expected subclasses of torch's BatchNorm and "
+                "InstanceNorm"
             )
         if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-            raise ValueError(f"layer {name} is not initialised; run the model on a batch first")
+            raise ValueError(
+                f"{describe_layer(name)} is not initialised; run the model on a batch first"
+            )
         mean, var = buffers["running_mean"], buffers["running_var"]
         fresh = _Statistics(name, mean, var, layer.eps, isinstance(layer, _InstanceNorm))
         owners.setdefault(mean.data_ptr(), fresh).layers.append(layer)
@@ -305,15 +317,12 @@ def _watch(owner: _Statistics, part: Moments, *, as_in_training: bool) -> Callab
     which is still faster; the layer then normalises them itself, without updating statistics. So
     does InstanceNorm, which has no running statistics during the pass.
     """
-    channels, min_dims = len(owner.mean), 3 if owner.by_sample else 2
 
     def watch(layer: _NormBase, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         values = [*args, *kwargs.values()][0]
         if not values.numel():
             return
-        if values.ndim < min_dims or values.shape[1] != channels:
-            shape = " x ".join(map(str, values.shape))
-            raise ValueError(f"the input of layer {owner.name} is {shape}; expected N x {channels}")
+        _check_shape(owner, layer, values)
         if owner.by_sample:
             part.add(of_samples(values))
             if as_in_training:
@@ -326,9 +335,25 @@ def _watch(owner: _Statistics, part: Moments, *, as_in_training: bool) -> Callab
         if isinstance(layer, SpanBatchNorm):
             layer.track_running_stats = False
             layer.training = len(values) > layer.span
-        layer.running_mean, layer.running_var = mean.to(owner.mean), var.to(owner.var)
+        mean, var = mean.to(owner.mean), var.to(owner.var)
+        layer.running_mean, layer.running_var = mean, var
+        if mean.dtype == torch.float16 and not layer.training:
+            overflows = ~(mean.isfinite() & var.isfinite())
+            part.deviations.masked_fill_(overflows, float("inf"))  # so all workers fail in `_check`
 
     return watch
+
+
+def _check_shape(owner: _Statistics, layer: _NormBase, values: Tensor) -> None:
+    """Raise ValueError if the input of a layer is not N x C x ..."""
+    sizes = next((_SIZES[kind] for kind in _SIZES if isinstance(layer, kind)), "")
+    fits = values.ndim == 2 + len(sizes) if sizes else values.ndim >= 2 + owner.by_sample
+    if not fits or values.shape[1] != len(owner.mean):
+        shape = " x ".join(map(str, values.shape))
+        expected = " x ".join(["N", str(len(owner.mean)), *sizes])
+        raise ValueError(
+            f"the input of {describe_layer(owner.name)} is {shape}; expected {expected}"
+        )
 
 
 def _change(
@@ -344,16 +369,23 @@ def _check(owners: list[_Statistics], pooled: list[Moments]) -> None:
     """Raise DataError if the moments cannot be running statistics."""
     if not any(moments.count for moments in pooled):
         raise DataError("polishing needs clean training images, but no worker has any")
-    sums = torch.stack([moments.mean.sum() + moments.deviations.sum() for moments in pooled])
-    are_finite = sums.isfinite().tolist()  # sync: once for all layers
+    rounded = [
+        torch.cat(owner.pair(moments)).to(owner.mean.dtype).isfinite().all()
+        for owner, moments in zip(owners, pooled, strict=True)
+    ]
+    are_finite = torch.stack(rounded).tolist()  # sync: once for all layers
     for owner, moments, is_finite in zip(owners, pooled, are_finite, strict=True):
         if moments.count == 1 and not owner.by_sample:
             raise DataError(
-                f"layer {owner.name} got a single value per channel, which has no variance; "
-                "polish with more images"
+                f"{describe_layer(owner.name)} got a single value per channel, which has no "
+                "variance; polish with more images"
             )
         if not is_finite:
+            hint = "check the images, the weights and the precision of the model"
+            if owner.mean.dtype == torch.float16:
+                hint = "use bf16 or float32 BatchNorm, or check the images and the weights"
+            most = torch.finfo(owner.mean.dtype).max
             raise DataError(
-                f"the inputs of layer {owner.name} are infinite or NaN; check the images, the "
-                "weights and the precision of the model"
+                f"the inputs of {describe_layer(owner.name)} are infinite or NaN, or their mean or "
+                f"variance is above {most:,.6g}, the most that its buffers hold; {hint}"
             )

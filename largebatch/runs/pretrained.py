@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from largebatch.data.index.index import open_content
 from largebatch.distributed.agreement import Facts, checksum
@@ -192,11 +192,14 @@ def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Rec
 
 
 def _statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return the running means and variances under the names they have in a state_dict."""
+    """Return the running means and variances under the names they have in a state_dict.
+
+    These are all that `polish()` measures: also those of InstanceNorm.
+    """
     layers = {
         name: layer
         for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, _BatchNorm)
+        if isinstance(layer, _NormBase) and layer.running_mean is not None
     }
     return {
         f"{name}.{key}": getattr(layer, key)

@@ -100,8 +100,8 @@ def evaluate(
     batch.
 
     Raises ValueError if the number of labels is not `expected`, if there are no labels, if a batch
-    has another form, if workers have different classes, or if the model is sharded (FSDP1).
-    Raises BackendError if workers are not connected.
+    has another form, if workers have different classes, or if the model is sharded (FSDP1, tensor
+    parallelism). Raises BackendError if workers are not connected.
     """
     model = local_model(model)
     device = device_of(model)

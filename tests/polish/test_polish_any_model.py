@@ -363,6 +363,8 @@ def refusal_of_tensor_parallelism() -> str:
     parallelize_module(model, mesh, {"8": ColwiseParallel()})
     with pytest.raises(ValueError, match="weights divided over workers") as caught:
         polish(model, share())
+    with pytest.raises(ValueError, match="weights divided over workers"):
+        evaluate(model, [(images, torch.zeros(len(images)).long()) for images in share()])
     dist.destroy_process_group()
     return str(caught.value)
 
