@@ -110,6 +110,7 @@ def test_images_are_shifted_and_flipped_whole() -> None:
     assert len({image.numpy().tobytes() for image in moved}) == 200
 
 
+@pytest.mark.long
 def test_workers_disagree_without_polish(tmp_path: Path) -> None:
     model = new_model()
     torch.save({"as left": snapshot(model)}, tmp_path / "SWA, peak.pt")

@@ -112,6 +112,7 @@ def test_the_most_useful_part_comes_first(tmp_path: Path) -> None:
     assert {job.seed for job in jobs[-24:]} == {3, 4, 5}
 
 
+@pytest.mark.long
 def test_a_small_study_resumes_and_has_a_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

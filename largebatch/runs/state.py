@@ -121,7 +121,7 @@ def build_extra(  # noqa: PLR0913 -- what a reducer and an optimizer take
     """
     trained = affine_parameters(model) if affine_only else set(model.parameters())
     for weight in model.parameters():
-        weight.requires_grad_(weight.requires_grad and weight in trained)
+        weight.requires_grad_(weight in trained)
     fall = cosine(peak=lr, steps=plan.affine_steps)
     unmonitored = recipe.model_copy(update={"monitor": ()})
     reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)

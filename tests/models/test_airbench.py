@@ -23,7 +23,7 @@ from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.state import build_criterion, build_extra, build_state
+from largebatch.runs.state import build_criterion, build_state
 from largebatch.training.loop import train
 
 CPU = Serial(torch.device("cpu"))
@@ -207,6 +207,7 @@ def test_a_resumed_run_has_the_same_weights(name: str, folder: Path, tmp_path: P
     assert torch.equal(ours["blocks.0.norm1.weight"], torch.ones(16))
 
 
+@pytest.mark.long
 def test_two_workers_begin_with_the_same_filters_and_train_the_same_weights(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -254,15 +255,3 @@ def test_an_unknown_early_weight_is_refused_with_the_nearest(folder: Path, tmp_p
     recipe = short("cifar10_airbench_2000", "model.early.names=[whiten.bia]")
     with pytest.raises(RecipeError, match=r"no weight 'whiten.bia'; did you mean 'whiten.bias'"):
         run(recipe, data=folder, out=tmp_path / "run")
-
-
-@pytest.mark.parametrize("affine_only", [True, False])
-def test_a_stage_after_the_schedule_leaves_frozen_weights_frozen(affine_only: bool) -> None:
-    recipe = short("cifar10_airbench_2000", "polish={affine: {epochs: 1, lr: 0.1}}")
-    plan, backend = make_plan(recipe, workers=1), Serial()
-    model = build_model(recipe, backend.device)
-    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    build_extra(recipe, plan, model, backend, affine_only=affine_only, lr=0.1)
-    still = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    assert frozen
-    assert frozen <= still
