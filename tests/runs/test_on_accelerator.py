@@ -154,7 +154,10 @@ def distance(ours: Tensor | float, theirs: Tensor | float) -> float:
     return float((one - other).abs().max() / scale) if one.numel() else 0.0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if case == "Shampoo" else ()) for case in CASES],
+)
 def test_a_recipe_has_the_numbers_of_the_cpu(case: str, tmp_path: Path) -> None:
     stages, changes = CASES[case]
     recipe = a_recipe(*stages, changes=(CHANNELS_LAST, *changes))
