@@ -26,7 +26,6 @@ Passes over the weights: see averaged_passes.py. The test images choose nothing.
 
 import argparse
 import copy
-import gzip
 import json
 import os
 import sys
@@ -61,6 +60,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from largebatch.data.datasets.arrays import read_idx
 from largebatch.errors import DataError
 from largebatch.polish import polish
 
@@ -106,11 +106,9 @@ def _read_mosaics(folder: Path, split: str) -> Images:
 
 
 def _read_idx(folder: Path, split: str) -> Images:
-    with gzip.open(folder / f"{split}-images-idx3-ubyte.gz") as file:
-        pixels = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28, 1)
-    with gzip.open(folder / f"{split}-labels-idx1-ubyte.gz") as file:
-        labels = np.frombuffer(file.read(), np.uint8, offset=8)
-    colours = pixels.repeat(3, axis=3)
+    pixels = read_idx(folder / f"{split}-images-idx3-ubyte.gz", 3)
+    labels = read_idx(folder / f"{split}-labels-idx1-ubyte.gz", 1)
+    colours = pixels[..., None].repeat(3, axis=3)
     return Images(torch.from_numpy(colours), torch.from_numpy(labels.astype(np.int64)))
 
 

@@ -7,7 +7,7 @@ DistributedDataParallel. FSDP2 gathers the weights once for all forward passes, 
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -60,20 +60,26 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def as_input(images: Tensor, model: nn.Module) -> Tensor:
-    """Return images on the model's device, and float32 images in bf16 or fp16 if the model is.
+def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a function that moves images to the model's device, and to bf16 or fp16 if it is.
 
-    PyTorch's layers of bf16 or fp16 weights refuse the float32 that loaders give. A model is in the
-    type of its convolutions and linear layers, or of its first weights if it has none of these.
-    Images are not converted for layers of several types: which one is the first is not known.
+    PyTorch's layers of bf16 or fp16 weights refuse the float32 that loaders give; images of other
+    types keep theirs. A model is in the type of its convolutions and linear layers, or of its first
+    weights if it has none of these. Images are not converted for layers of several types: which one
+    is the first is not known.
     """
     layers = [it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear))]
     weights = [weight for layer in layers for weight in layer.parameters()]
     weights = weights or list(islice(model.parameters(), 1))
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
-    to_half = images.dtype == torch.float32 and dtypes in ({torch.bfloat16}, {torch.float16})
-    dtype = dtypes.pop() if to_half else images.dtype
-    return images.to(device_of(model), dtype, non_blocking=True)
+    half = dtypes.pop() if dtypes in ({torch.bfloat16}, {torch.float16}) else None
+    device = device_of(model)
+
+    def as_input(images: Tensor) -> Tensor:
+        dtype = half if half and images.dtype == torch.float32 else images.dtype
+        return images.to(device, dtype, non_blocking=True)
+
+    return as_input
 
 
 @contextmanager

@@ -39,10 +39,10 @@ from largebatch.errors import DataError
 from largebatch.models.batchnorm import SpanBatchNorm, by_spans
 from largebatch.models.inputs import AnyBatch, images_of
 from largebatch.models.wrappers import (
-    as_input,
     describe_layer,
     device_of,
     evaluation_mode,
+    input_of,
     local_model,
     uncompiled,
     unsharded,
@@ -284,12 +284,10 @@ def _measure(
             watch = _watch(owner, part, as_in_training=as_in_training)
             for layer in owner.layers:
                 hooks += [layer.register_forward_pre_hook(watch, with_kwargs=True)]
-        device = device_of(model)
+        as_input = input_of(model)
+        together = accelerator.is_remote(device_of(model)) or not as_in_training
         for batch in batches:
-            images = as_input(images_of(batch), model)
-            for part_of_batch in by_spans(
-                images, model, together=accelerator.is_remote(device) or not as_in_training
-            ):
+            for part_of_batch in by_spans(as_input(images_of(batch)), model, together=together):
                 model(part_of_batch)
     finally:
         for hook in hooks:

@@ -131,10 +131,10 @@ def require_same_run(
             f"--allow {unknown[0]}: that is the same there and here; these differ: "
             f"{shorten(list(changed))}"
         )
-    for key in ("optimizer.kind", "optimizer.others.kind"):
-        if key in changed:
+    for key, text in changed.items():
+        if key.startswith("optimizer.") and key.endswith(".kind"):
             raise CheckpointError(
-                f"{folder}: the run there has the state of another optimizer: {changed[key]}; "
+                f"{folder}: the run there has the state of another optimizer: {text}; "
                 "start another run, with model.weights from `largebatch export`"
             )
     refused = {key: text for key, text in changed.items() if key not in allow}

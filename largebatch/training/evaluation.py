@@ -24,9 +24,9 @@ from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
 from largebatch.models.inputs import AnyBatch, images_of, labels_of, logits_of
 from largebatch.models.wrappers import (
-    as_input,
     device_of,
     evaluation_mode,
+    input_of,
     local_model,
     unsharded,
 )
@@ -109,8 +109,9 @@ def evaluate(
         backend = running_backend(device)
     tally = _Tally(device)
     with unsharded(model), evaluation_mode(model):
+        as_input = input_of(model)
         for batch in batches:
-            images = as_input(images_of(batch), model)
+            images = as_input(images_of(batch))
             labels = labels_of(batch).to(device, non_blocking=True)
             logits = logits_of(model(images)).to(device)  # the last layers may be elsewhere
             tally.add(logits, labels)

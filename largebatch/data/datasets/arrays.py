@@ -122,7 +122,7 @@ def _read_split(source: Path, prefix: str, classes: Sequence[str] | None) -> Spl
         _find_idx(source, f"{prefix}-images", 3),
         _find_idx(source, f"{prefix}-labels", 1),
     )
-    split = Split(_read_idx(images, 3), _read_idx(labels, 1))
+    split = Split(read_idx(images, 3), read_idx(labels, 1))
     if len(split.pixels) != len(split.labels):
         raise DataError(
             f"{images}: has {len(split.pixels)} images, {labels.name} {len(split.labels)} labels; "
@@ -147,7 +147,7 @@ def _find_idx(source: Path, name: str, axes: int) -> Path:
     return path
 
 
-def _read_idx(path: Path, axes: int) -> npt.NDArray[np.uint8]:
+def read_idx(path: Path, axes: int) -> npt.NDArray[np.uint8]:
     """Read an idx file: two zeros, type code, number of axes, their lengths, then the values."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
