@@ -31,7 +31,7 @@ WARMUP_PART, PEAK_PART = 1 / 12, 3 / 4
 RESNET, VIT = "resnet9", "vit"
 TRANSFORMER = {
     "name": "vit_tiny_patch16_224",
-    "arguments": {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4},
+    "arguments": {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 4},
 }
 NETWORKS: dict[str, tuple[str, ...]] = {
     RESNET: (),
@@ -167,6 +167,7 @@ def recipe_of(job: Job, setup: Setup) -> Recipe:
         f"seed={job.seed or 0}",
         f"duration={{epochs: {epochs}}}",
         f"batch.global_batch={job.cell.batch}",
+        f"execution.device_batch={min(500, job.cell.batch // 2)}",  # the noise scale compares two
         f"optimizer={json.dumps(optimizer)}",
         f"schedule={json.dumps(schedule)}",
         f"evaluation.every_epochs={setup.every_epochs}",
