@@ -7,6 +7,11 @@ from pathlib import Path
 
 from largebatch.errors import RecipeError, nearest
 
+FEWEST_UPDATES = 1_178
+"""Fewest updates of a published training of ResNet-50 on ImageNet to 75.9 % top-1:
+resnet50_65536_shampoo (MLPerf v1.0). LARS takes 1,860 there, in batches of 55,296. Other images may
+take fewer."""
+
 _PARTS = re.compile(r"(\d+)")
 
 
