@@ -97,7 +97,7 @@ def test_other_pages_have_separate_tests() -> None:
 def test_the_python_of_the_reference_trains_on_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
-    """Other blocks are run by test_parts, test_own_code and test_examples."""
+    """Other blocks are run by test_parts, test_own_code, test_examples and test_auditing."""
     (block,) = blocks(DOCS / "reference" / "python.md", "python")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
@@ -112,6 +112,7 @@ def test_python_is_only_on_pages_whose_tests_run_it() -> None:
     pages = {name_of(page): len(blocks(page, "python")) for page in PAGES}
     assert {page: number for page, number in pages.items() if number} == {
         "README.md": 1,
+        "docs/audit.md": 8,
         "docs/averaged-weights.md": 6,
         "docs/own-code.md": 3,
         "docs/parts.md": 7,

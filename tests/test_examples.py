@@ -5,10 +5,13 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from programs import output_of
+
+from largebatch.measure.audit.findings import Check, Level
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 PRELUDE = """
@@ -174,16 +177,84 @@ def test_averaged_weights_of_timms_training_script_are_polished(tmp_path: Path) 
     assert changed == {name for name in after if name.endswith(("running_mean", "running_var"))}
 
 
+def has_no_fault(printed: str) -> bool:
+    return "audit: no fault" in printed and "unknown" not in printed
+
+
+def rows(text: str) -> list[tuple[str, str]]:
+    """Return level and check of each finding in a table of an audit."""
+    names = "|".join(get_args(Check))
+    found = re.findall(rf"^({'|'.join(get_args(Level))}) +({names}) ", text, re.MULTILINE)
+    return [(level, check) for level, check in found]
+
+
+def test_an_audit_of_distributed_data_parallel_finds_what_its_page_shows() -> None:
+    printed = on_torchrun("audit_ddp.py")
+    assert has_no_fault(printed)
+    page = (EXAMPLES.parent / "audit.md").read_text(encoding="utf-8")
+    shown = page.split("```text\n")[1].split("```")[0]
+    assert rows(shown) == rows(printed)
+    assert shown.splitlines()[0] in printed
+
+
+def test_the_page_on_audits_has_the_command_of_each_program() -> None:
+    page = (EXAMPLES.parent / "audit.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("audit_*.py"):
+        command = path.read_text(encoding="utf-8").splitlines()[2].partition(", or ")[0]
+        assert command.endswith(path.name)
+        assert f"`{command}`:\n" in page
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="no Accelerate: pip install accelerate")
+def test_an_audit_of_accelerate_finds_no_fault() -> None:
+    assert has_no_fault(on_torchrun("audit_accelerate.py"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("library", "example"),
+    [
+        pytest.param("lightning", "audit_lightning.py", id="lightning"),
+        pytest.param("transformers", "audit_transformers.py", id="transformers"),
+    ],
+)
+def test_an_audit_of_a_trainer_finds_no_fault(library: str, example: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"no {library}: pip install {library}")
+    assert has_no_fault(output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / example)))
+
+
+@pytest.mark.long
+def test_an_audit_of_timms_loop_finds_no_fault() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    words = [sys.executable, "-c", PRELUDE, str(EXAMPLES / "audit_timm.py")]
+    assert has_no_fault(output_of(*torchrun, "--nproc-per-node=2", *words))
+
+
+@pytest.mark.long
+def test_an_audit_of_horovods_optimizer_finds_no_fault() -> None:
+    pytest.importorskip(
+        "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
+    )
+    horovodrun = str(Path(sysconfig.get_path("scripts"), "horovodrun"))
+    words = ["-np", "2", "--gloo", sys.executable, str(EXAMPLES / "audit_horovod.py")]
+    assert has_no_fault(output_of(horovodrun, *words))
+
+
 def code_of(block: str) -> set[str]:
     """Return the lines of a program without indentation and comments."""
     return {line.split("  # ")[0].strip() for line in block.splitlines()} - {""}
 
 
-def test_the_lines_on_averaged_weights_are_those_of_the_programs() -> None:
-    page = (EXAMPLES.parent / "averaged-weights.md").read_text(encoding="utf-8")
-    _, *parts = re.split(r"\(examples/(averaged_\w+\.py)\)", page)
+@pytest.mark.parametrize(
+    ("page", "start"), [("averaged-weights.md", "averaged_"), ("audit.md", "audit_")]
+)
+def test_the_lines_of_a_page_are_those_of_its_programs(page: str, start: str) -> None:
+    text = (EXAMPLES.parent / page).read_text(encoding="utf-8")
+    _, *parts = re.split(rf"\(examples/({start}\w+\.py)\)", text)
     names, texts = parts[::2], parts[1::2]
-    assert set(names) == {path.name for path in EXAMPLES.glob("averaged_*.py")}
+    assert set(names) == {path.name for path in EXAMPLES.glob(f"{start}*.py")}
     for name, text in zip(names, texts, strict=True):
         shown = text.split("```python\n")[1].split("```")[0]
         assert code_of(shown) <= code_of((EXAMPLES / name).read_text(encoding="utf-8")), name

@@ -32,7 +32,11 @@ FILES: list[tuple[str, str, type[Section]]] = [
 """A page, what stands before keys in links to it, and the section that such a file is."""
 
 PUBLIC = {
-    *(f"largebatch.{name}" for name in largebatch.__all__ if name in {"load_recipe", "run"}),
+    *(
+        f"largebatch.{name}"
+        for name in largebatch.__all__
+        if name in {"audit", "load_recipe", "run"}
+    ),
     "largebatch.tracking.events.Summary",
     "largebatch.polish.polish",
     "largebatch.training.evaluate",

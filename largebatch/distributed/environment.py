@@ -49,7 +49,7 @@ def join_slurm() -> None:
     A batch script and the shell of salloc have srun's variables too, but are not workers. Existing
     variables are not changed.
     """
-    own, tasks = os.environ.get("SLURM_PROCID"), _slurm_tasks()
+    own, tasks = os.environ.get("SLURM_PROCID"), slurm_tasks()
     if own is None or tasks < 2 or launched_rank() is not None:
         return
     nodes = _slurm("NNODES", "NUM_NODES") or "1"
@@ -72,7 +72,7 @@ def join_slurm() -> None:
         os.environ.setdefault(name, value)
 
 
-def _slurm_tasks() -> int:
+def slurm_tasks() -> int:
     """Return the number of processes of this srun step."""
     if "SLURM_STEP_NUM_TASKS" in os.environ:
         return int(os.environ["SLURM_STEP_NUM_TASKS"])
@@ -80,6 +80,11 @@ def _slurm_tasks() -> int:
     if step >= _SLURM_SCRIPTS and os.environ.get("SLURM_PROCID") == "0":
         return 1
     return int(os.environ.get("SLURM_NTASKS", "1"))
+
+
+def slurm_nodes() -> int:
+    """Return the number of nodes of this SLURM step or job; 1 outside of SLURM."""
+    return int(_slurm("NNODES", "NUM_NODES") or 1)
 
 
 def _slurm(*names: str) -> str | None:

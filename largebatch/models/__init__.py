@@ -52,7 +52,7 @@ def build(
         except (TypeError, ValueError) as error:
             raise RecipeError(f"model.arguments: {name}: {error}") from None
     else:
-        zoo.require_known(name, others=tuple(_OURS))
+        require_known(name)
         model = zoo.build(name, num_classes=num_classes, arguments=arguments or {})
     if head_std is not None:
         head = classifier(model)
@@ -60,6 +60,12 @@ def build(
         if head.bias is not None:
             nn.init.zeros_(head.bias)  # type: ignore[arg-type]  # as above
     return model
+
+
+def require_known(name: str) -> None:
+    """Raise RecipeError with the nearest names if there is no model of this name."""
+    if name not in _OURS:
+        zoo.require_known(name, others=tuple(_OURS))
 
 
 def is_timms(name: str) -> bool:

@@ -130,8 +130,13 @@ def _leave_forward_pass(states: list[Any]) -> None:
             it._training_state = type(it._training_state).IDLE
 
 
+def has_divided_weights(model: nn.Module) -> bool:
+    """Return True if a worker has only a part of some weight (FSDP2, tensor parallelism)."""
+    return any("DTensor" in _kinds(it) for it in (*model.parameters(), *model.buffers()))
+
+
 def _require_complete(model: nn.Module) -> None:
-    if any("DTensor" in _kinds(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if has_divided_weights(model):
         raise ValueError(
             "the model has weights divided over workers within a layer (tensor parallelism); pass "
             "a complete copy of it"
@@ -139,19 +144,24 @@ def _require_complete(model: nn.Module) -> None:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set every module to evaluation mode, and restore each module's mode on exit.
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set every module to training or evaluation mode, and restore each module's mode on exit.
 
     The flags are set directly, because a module's train() and eval() may do more than that.
     """
     modes = {module: module.training for module in model.modules()}
     try:
         for module in modes:
-            module.training = False
+            module.training = training
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module, before in modes.items():
+            module.training = before
+
+
+def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
+    """Set every module to evaluation mode, and restore each module's mode on exit."""
+    return mode(model, training=False)
 
 
 def uncompiled() -> AbstractContextManager[object]:

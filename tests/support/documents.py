@@ -57,6 +57,8 @@ def arguments(command: str) -> list[list[str]]:
     for part in re.split(r" (?:&&|\|) ", command):
         if part.startswith(_STARTERS):
             words = shlex.split(part, comments=True)
+            if "largebatch" not in words:  # a launcher starts one of the examples
+                continue
             ours = words[words.index("largebatch") + 1 :]
             calls.append(ours[: ours.index(">")] if ">" in ours else ours)
     return calls

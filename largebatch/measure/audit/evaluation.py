@@ -1,0 +1,338 @@
+"""A script's evaluation against exact figures: samples, means, modes, and workers that disagree.
+
+Each sample is classified once, by any worker. From the hits of all samples and the batches of the
+user's loader follow the figures that usual mistakes give, so that the mistake can be named.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DataLoader
+
+from largebatch.distributed.serial import Serial
+from largebatch.errors import shorten
+from largebatch.formatting import percent, plural, three_digits
+from largebatch.measure.audit.findings import Finding
+from largebatch.measure.audit.fingerprint import fingerprint
+from largebatch.measure.audit.order import Epoch, around, torch_loader, whole
+from largebatch.measure.audit.ranks import Ranks
+from largebatch.measure.audit.samples import Readings, count_readings, numbered_epochs
+from largebatch.measure.audit.subject import Subject
+from largebatch.models.wrappers import device_of, local_model
+from largebatch.training.evaluation import Answers, evaluate
+
+Evaluation = Callable[[], float]
+Measure = npt.NDArray[np.float64]
+"""A number for each sample of the validation set: 1 or 0 if it is a hit or not, or its loss."""
+
+_EQUAL = 1e-5
+"""Relative difference of equal figures of two workers. Sums of float32 in another order differ by
+less; one of 50,000 samples differs by more."""
+
+_LOSS_TOLERANCE = 1e-3
+"""Relative difference of equal losses: scripts compute them in bf16 or with other kernels."""
+
+
+_CLOSER = 0.1
+"""A figure is of all readings, not of each sample once, if it is that much closer to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What the script's evaluation returned and did."""
+
+    values: tuple[float, ...]
+    """By worker."""
+
+    training: int
+    """Number of layers that ran in training mode, which changes their output."""
+
+
+def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
+    """Check the samples of a validation loader, and the script's evaluation if it is given."""
+    found, epoch = _check_samples(subject.val_loader, ranks)
+    if subject.evaluate is None:
+        return found
+    models = [subject.inner, *([subject.averaged] if subject.averaged else [])]
+    reported = run(subject.evaluate, models, ranks)
+    found.append(_mode(reported))
+    if not np.allclose(reported.values, reported.values[0], _EQUAL, 0, equal_nan=True):
+        found.append(_disagreement(reported.values))
+    elif epoch is not None and not reported.training:
+        figure = _figure(models, subject.val_loader, epoch, reported.values[0], ranks)
+        found = [_of_no_effect(it) if figure.level == "fine" else it for it in found]
+        found.append(figure)
+    return found
+
+
+def _check_samples(loader: object, ranks: Ranks) -> tuple[list[Finding], Epoch | None]:
+    """Return the findings on a validation loader, and this worker's samples if figures follow."""
+    if loader is None:
+        return [], None
+    epochs, problem = numbered_epochs(loader, 1, ranks, "evaluation samples")
+    base = torch_loader(loader)
+    if problem or base is None:
+        remedy = "give the audit a DataLoader whose data set has a length"
+        unknown = Finding(check="evaluation samples", level="unknown", text=problem, remedy=remedy)
+        return [unknown], None
+    readings = count_readings(base.dataset, epochs[0], ranks)
+    return [_coverage(readings, ranks.size)], epochs[0] if readings.same_data else None
+
+
+def _coverage(readings: Readings, world_size: int) -> Finding:
+    size, never, twice = readings.size, readings.never, readings.twice
+    if readings.everything:
+        text = f"every worker reads all {plural(size, 'sample')}"
+        return Finding(check="evaluation samples", level="fine", text=text)
+    moves = max(twice / max(1, size + twice), never / max(1, size))
+    text = (
+        f"{plural(size, 'sample')}: {never:,} never read, {twice:,} read again; top-1 may be off "
+        f"by {percent(moves)} points"
+    )
+    if not never and not twice:
+        text = f"each of {plural(size, 'sample')} is read once"
+        return Finding(check="evaluation samples", level="fine", text=text)
+    padded = never < world_size and twice < max(world_size, readings.global_batch)
+    return Finding(
+        check="evaluation samples",
+        level="note" if padded else "fault",
+        text=text,
+        remedy="evaluate shares of any size without padding: largebatch.training.evaluate"
+        if padded
+        else "read each sample once: no drop_last, and one DistributedSampler(shuffle=False)",
+        figure=float(never or twice),
+    )
+
+
+def _of_no_effect(finding: Finding) -> Finding:
+    """Return a note on repeated samples as fine, because the evaluation leaves them out."""
+    if finding.level != "note":
+        return finding
+    text = f"{finding.text.partition(';')[0]}; evaluate() counts each sample once"
+    return replace(finding, level="fine", text=text, remedy="")
+
+
+def run(evaluation: Evaluation, models: Sequence[nn.Module], ranks: Ranks) -> Reported:
+    """Run the script's evaluation on every worker and note in which mode the layers ran."""
+    with _modes(models) as training:
+        remedy = "correct it, or leave `evaluate` out; it must return a number on every worker"
+        value = ranks.attempt(
+            "evaluation mean", "evaluate()", lambda: float(evaluation()), remedy=remedy
+        )
+    everyone = ranks.gather([value, len(training)])
+    return Reported(tuple(rank[0] for rank in everyone), max(rank[1] for rank in everyone))
+
+
+@contextmanager
+def _modes(models: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
+    """Collect the layers that run in training mode, of those whose output depends on it."""
+    training: set[nn.Module] = set()
+
+    def see(layer: nn.Module, _: object) -> None:
+        if layer.training:
+            training.add(layer)
+
+    layers = [layer for model in models for layer in model.modules() if _depends_on_mode(layer)]
+    hooks = [layer.register_forward_pre_hook(see) for layer in layers]
+    try:
+        yield training
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _depends_on_mode(layer: nn.Module) -> bool:
+    if isinstance(layer, _BatchNorm):
+        return layer.track_running_stats
+    return isinstance(layer, _DropoutNd) and layer.p > 0
+
+
+def _mode(reported: Reported) -> Finding:
+    if not reported.training:
+        return Finding(check="evaluation mode", level="fine", text="no layer ran in training mode")
+    layers = plural(reported.training, "BatchNorm or dropout layer", "BatchNorm or dropout layers")
+    return Finding(
+        check="evaluation mode",
+        level="fault",
+        text=f"{layers} ran in training mode",
+        remedy="call model.eval() before the evaluation and model.train() after it",
+        figure=float(reported.training),
+    )
+
+
+def _disagreement(values: tuple[float, ...]) -> Finding:
+    return Finding(
+        check="evaluation mean",
+        level="fault",
+        text=f"workers report {min(values):.5g} to {max(values):.5g}: each has the figure of its "
+        "own samples or weights",
+        remedy="sum hits and samples over the workers (all_reduce), then divide",
+        figure=max(values) - min(values),
+    )
+
+
+def _figure(
+    models: Sequence[nn.Module], loader: object, epoch: Epoch, value: float, ranks: Ranks
+) -> Finding:
+    """Compare a figure with the exact ones of the model or, if none fits, of its average."""
+    findings = []
+    for model in models:
+        hits, losses = measures(model, loader, ranks)
+        finding, fits = _explain(value, hits, losses, epoch, ranks)
+        if fits:
+            return finding
+        findings.append(finding)
+    return findings[0]
+
+
+def measures(model: nn.Module, loader: object, ranks: Ranks) -> tuple[Measure, Measure]:
+    """Return hits and losses of all samples, NaN for those outside of a `Subset`.
+
+    Each sample is classified by one worker.
+    """
+    base = torch_loader(loader)
+    assert base is not None  # its sample numbers were drawn
+    root, places = whole(base.dataset)
+    everyone = np.arange(len(base.dataset))  # type: ignore[arg-type]  # samples were drawn from it
+    own = np.array_split(everyone, ranks.size)[ranks.rank]
+    size = base.batch_size or 64
+    share: DataLoader[Any] = DataLoader(
+        base.dataset,
+        batch_sampler=[own[at : at + size].tolist() for at in range(0, len(own), size)],
+        collate_fn=base.collate_fn,
+        num_workers=base.num_workers,
+    )
+    answers = Answers()
+
+    def classify() -> None:
+        if len(own):
+            device = device_of(local_model(model))
+            evaluate(model, around(loader, share), Serial(device), each=answers.add)
+
+    remedy = "pass a `val_loader` of images and labels, or leave `evaluate` out"
+    ranks.attempt("evaluation mean", "the exact evaluation", classify, remedy=remedy)
+    answer = answers.gather(own, everyone, ranks.backend)
+    found = np.full((2, len(root)), np.nan)
+    held = everyone if places is None else places
+    found[:, held] = answer.label == answer.predicted, answer.loss
+    return found[0], found[1]
+
+
+def _explain(
+    value: float, hits: Measure, losses: Measure, epoch: Epoch, ranks: Ranks
+) -> tuple[Finding, bool]:
+    """Return the finding for a figure, and whether it equals one of those expected."""
+    top1, loss, number = np.nanmean(hits), np.nanmean(losses), np.isfinite(hits).sum()
+    for reported, measure, near in (
+        (value, hits, 0.25 / number),
+        (value / 100, hits, 0.25 / number),
+        (value, losses, _LOSS_TOLERANCE * loss),
+    ):
+        usual = _usual_figures(measure, epoch, ranks)
+        off = {name: abs(reported - figure) for name, figure in usual.items()}
+        name = next((name for name in off if off[name] <= near), None)
+        if name == "" and measure is hits and off["all readings"] < _CLOSER * off[""]:
+            name = "all readings"  # padding moves a large set's figure by less than `near`
+        if name is not None:
+            return _named(name, reported, usual[""]), True
+    text = (
+        f"evaluate() gives {value:.5g}; top-1 over each sample once is {top1:.5g}, the loss "
+        f"{loss:.5g}"
+    )
+    remedy = "nothing if it measures something else; else compare it sample by sample"
+    return Finding(check="evaluation mean", level="note", text=text, remedy=remedy), False
+
+
+def _usual_figures(measure: Measure, epoch: Epoch, ranks: Ranks) -> dict[str, float]:
+    """Return the figures that ways to average give: of each sample once, then of mistakes."""
+    batches = [measure[numbers] for numbers in epoch.batches() if len(numbers)]
+    means = [float(batch.mean()) for batch in batches]
+    total, number = float(sum(batch.sum() for batch in batches)), int(epoch.sizes.sum())
+    everyone = ranks.gather([total, number, sum(means), len(means)])
+    totals, numbers, of_means, counts = np.array(everyone, dtype=np.float64).T
+    return {
+        "": float(np.nanmean(measure)),
+        "all readings": float(totals.sum() / numbers.sum()),
+        "batch means": float(of_means.sum() / counts.sum()),
+        "worker means": float((totals / numbers).mean()),
+        "worker means of batch means": float((of_means / counts).mean()),
+    }
+
+
+def _named(name: str, value: float, exact: float) -> Finding:
+    off = abs(value - exact)
+    if not name:
+        text = f"evaluate() gives {value:.5g}, the figure of each sample once"
+        return Finding(check="evaluation mean", level="fine", text=text)
+    if name == "all readings":
+        return Finding(
+            check="evaluation mean",
+            level="note",
+            text=f"evaluate() gives {value:.5g}; over each sample once it is {exact:.5g}: repeated "
+            "samples count twice, or some are missing",
+            remedy="evaluate shares of any size without padding: largebatch.training.evaluate",
+            figure=off,
+        )
+    return Finding(
+        check="evaluation mean",
+        level="fault",
+        text=f"evaluate() gives {value:.5g}, the mean of the {name}; over each sample once it is "
+        f"{exact:.5g}: batches of unequal size count alike",
+        remedy="sum hits and samples over batches and workers, then divide",
+        figure=off,
+    )
+
+
+def _other_names(rank: int, names: Sequence[str]) -> Finding:
+    text = f"the averaged copies of workers 0 and {rank} have tensors of other names: "
+    return Finding(
+        check="averaged weights",
+        level="unknown",
+        text=text + shorten(names, most=2),
+        remedy="average the same model on all workers: the wrapped one, or its module, on each",
+    )
+
+
+def check_averaged(subject: Subject, ranks: Ranks) -> list[Finding]:
+    """Check that the averaged copy, if there is one, has the same weights on all workers.
+
+    Statistics of BatchNorm are not compared here: workers may measure them on different samples.
+    """
+    if subject.averaged is None:
+        return []
+    module = local_model(subject.averaged)
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    skipped = {id(buffer) for layer in norms for buffer in layer.buffers()}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    own = {
+        name: [fingerprint(tensor), float(tensor.detach().double().norm())]
+        for name, tensor in tensors
+        if id(tensor) not in skipped
+    }
+    everyone = ranks.gather(own)
+    for rank, other in enumerate(everyone):
+        if names := sorted(other.keys() ^ everyone[0].keys()):
+            return [_other_names(rank, names)]
+    different = [name for name in own if any(rank[name][0] != own[name][0] for rank in everyone)]
+    number = plural(len(own), "tensor")
+    if not different:
+        text = f"{number} of the averaged copy are equal on all workers"
+        return [Finding(check="averaged weights", level="fine", text=text)]
+    lengths = [rank[different[0]][1] for rank in everyone]
+    return [
+        Finding(
+            check="averaged weights",
+            level="fault",
+            text=f"{len(different)} of {number} differ between workers, first {different[0]} "
+            f"(lengths {three_digits(min(lengths))} to {three_digits(max(lengths))})",
+            remedy="average on every worker after each update, from weights that all workers share",
+            figure=float(len(different)),
+        )
+    ]

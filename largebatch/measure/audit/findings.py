@@ -1,0 +1,128 @@
+"""Results of an audit, and the table that prints them."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from largebatch.formatting import plural
+
+Level = Literal["fault", "note", "unknown", "fine"]
+"""How a check ended: `fault`, the loop does not compute what one process would; `note`, it does,
+but a number differs from a published rule; `unknown`, the check could not be made; `fine`."""
+
+Check = Literal[
+    "world size",
+    "gradient scale",
+    "gradient direction",
+    "clipping",
+    "precision",
+    "samples",
+    "epoch order",
+    "augmentation",
+    "dropout",
+    "weights",
+    "buffers",
+    "optimizer state",
+    "learning rates",
+    "batch norm span",
+    "running statistics",
+    "batch norm momentum",
+    "averaged statistics",
+    "rate for the batch",
+    "warm-up",
+    "updates",
+    "weight decay",
+    "evaluation samples",
+    "evaluation mean",
+    "evaluation mode",
+    "averaged weights",
+]
+"""Names of the checks, in the order of the table."""
+
+_WIDTH = 100
+"""Width of the table in columns."""
+
+_INDENT = 29
+"""Column at which its texts begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Result of one check."""
+
+    check: Check
+    level: Level
+    text: str
+    """What was measured, with its numbers: one sentence without a final period."""
+
+    remedy: str = ""
+    """What to change, in one line; empty if nothing is wrong."""
+
+    figure: float | None = None
+    """The number that decides, in the unit that `text` names."""
+
+    def __str__(self) -> str:
+        """Return the lines of the table for this finding."""
+        lines = _wrapped(f"{self.level:8} {self.check:19} {self.text}", _INDENT)
+        if self.remedy:
+            lines += _wrapped(f"{'':{_INDENT}}-> {self.remedy}", _INDENT + 3)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Results of all checks of an audit, equal on every worker."""
+
+    all: tuple[Finding, ...]
+    seconds: float = field(compare=False, default=0.0)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.all)
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """Findings at level `fault`, in the order of the table."""
+        return tuple(finding for finding in self if finding.level == "fault")
+
+    @property
+    def ok(self) -> bool:
+        """True if gradients were compared and are right, and no check found a fault.
+
+        Other checks may be `unknown`.
+        """
+        scales = {finding.level for finding in self.named("gradient scale")}
+        return not self.faults and scales == {"fine"}
+
+    def named(self, check: Check) -> tuple[Finding, ...]:
+        """Return the findings of one check."""
+        return tuple(finding for finding in self if finding.check == check)
+
+    def table(self) -> str:
+        """Format the findings in 100 columns, faults first, each with its remedy below.
+
+        >>> seen = Finding(check="clipping", level="fine", text="none was seen")
+        >>> print(Findings((seen,)).table())
+        audit: no fault, 1 fine
+        fine     clipping            none was seen
+        """
+        levels, checks = get_args(Level), get_args(Check)
+        order = sorted(self, key=lambda it: (levels.index(it.level), checks.index(it.check)))
+        counts = Counter(finding.level for finding in self)
+        parts = [plural(counts["fault"], "fault") if counts["fault"] else "no fault"]
+        parts += [plural(counts["note"], "note")] * bool(counts["note"])
+        parts += [f"{counts[level]} {level}" for level in ("unknown", "fine") if counts[level]]
+        lines = ["audit: " + ", ".join(parts)]
+        return "\n".join([*lines, *map(str, order)])
+
+
+def _wrapped(line: str, indent: int) -> list[str]:
+    """Break a line between words; the lines that follow begin at `indent`."""
+    return textwrap.wrap(
+        line,
+        _WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,380 @@
+"""Whether an update's gradient is that of one process with the whole global batch.
+
+The gradient is compared with the exact one: the sum over all samples on all workers of the
+gradients of their losses, over the number of samples. If the direction is the same, the scale
+names the cause. If not, what people compute instead is tried: each worker's own gradient, the mean
+of unequal means, the last micro-batch, gradients clipped before they are averaged.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from largebatch.errors import shorten
+from largebatch.formatting import three_digits
+from largebatch.measure.audit.causes import NAMED_SCALE, causes_of
+from largebatch.measure.audit.comparison import Fit, compare, compare_alone
+from largebatch.measure.audit.findings import Check, Finding, Level
+from largebatch.measure.audit.ranks import Ranks
+from largebatch.measure.audit.recording import Update
+from largebatch.measure.audit.reference import Gradients, Reference
+
+_SAME = 0.02
+"""Largest residual of equal directions. Sums in another order leave 1e-6 in float32; bfloat16 has 8
+bits, so rounding gradients or sums once leaves 0.2 %, and several times up to 1 %."""
+
+_SAME_SCALE = 0.02
+"""Largest relative difference of equal scales, for the same reason. People's faults are factors of
+2 or more: workers, micro-batches, samples."""
+
+_EXPLAINED = 0.1
+"""An alternative explains a direction if its residual is this part of the exact one's, or less."""
+
+_EQUAL = 1e-3
+"""Largest relative difference of gradients that workers share. All-reduce gives all of them the
+same bits; sums in several orders (a hierarchy, compression) may differ in the last."""
+
+_OTHER_LOSS = 0.99
+"""Cosine of the gradients of two losses on the logits, below which they are different losses."""
+
+_LOST = 0.01
+"""Part of a gradient's values that become zero in a type before this is a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the workers contributed to an update, equal on all of them."""
+
+    counts: list[list[float]]
+    """Samples of each micro-batch, or the sum of their class weights, by worker."""
+
+    by_weight: bool
+
+    loss_scale: float
+    """Factor of the script's loss to the mean loss of a micro-batch; NaN if not seen."""
+
+    loss_cosine: float
+
+    @property
+    def samples(self) -> float:
+        """Number of samples in the update, or the sum of their class weights."""
+        return math.fsum(map(math.fsum, self.counts))
+
+    @property
+    def text(self) -> str:
+        """Format the number of samples."""
+        if self.by_weight:
+            return f"samples, whose class weights sum to {self.samples:g}"
+        return f"{self.samples:,.0f} samples"
+
+    @property
+    def micros(self) -> int:
+        """Largest number of micro-batches of a worker."""
+        return max(map(len, self.counts))
+
+    @property
+    def are_equal(self) -> bool:
+        """True if all micro-batches of all workers have equally many samples."""
+        return len({count for counts in self.counts for count in counts}) <= 1
+
+
+def check_gradient(
+    update: Update, parameters: Sequence[nn.Parameter], names: Sequence[str], ranks: Ranks
+) -> list[Finding]:
+    """Compare one update with that of one process; every worker calls this."""
+    error = None if isinstance(update.reference, Reference) else str(update.reference)
+    ranks.require(
+        "gradient scale",
+        "the pass that is compared with",
+        error,
+        remedy="the model and loss_fn must run again on a batch, and on a half of it",
+    )
+    if not all(ranks.gather(len(update.reference.counts))):
+        return [_no_forward_pass(is_inside=update.micros > 0)]
+    judge = _Judge(update, update.reference, parameters, names, ranks)
+    return judge.findings()
+
+
+def _no_forward_pass(*, is_inside: bool) -> Finding:
+    """Return the finding on an update before which the model has not run."""
+    text = "no forward pass of the model in training mode was seen before the update"
+    remedy = "pass the model that the step trains, in training mode"
+    if is_inside:
+        text = "the forward pass is inside optimizer.step(closure), so there is no gradient before"
+        remedy = "pass a `step` that calls backward, and then optimizer.step() without a closure"
+    return Finding(check="gradient scale", level="unknown", text=text, remedy=remedy)
+
+
+class _Judge:
+    """The comparisons of one update; every method that compares is called by all workers."""
+
+    def __init__(
+        self,
+        update: Update,
+        reference: Reference,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        ranks: Ranks,
+    ) -> None:
+        self.update, self.reference, self.ranks = update, reference, ranks
+        self.parameters, self.names = parameters, names
+        scales, cosine = reference.loss_scales, reference.loss_cosine
+        seen = sum(scales) / len(scales) if scales else 0
+        facts = ranks.gather([reference.counts, reference.by_weight, seen, cosine])
+        counts, by_weight, factors, cosines = (list(it) for it in zip(*facts, strict=True))
+        scale = sum(factors) / len(facts) / update.loss_scale
+        self.shares = Shares(counts, any(by_weight), scale or math.nan, min(cosines))
+
+    def findings(self) -> list[Finding]:
+        """Return the findings on precision, clipping, scale and direction."""
+        nothing = [] if self.shares.samples else [_no_forward_pass(is_inside=False)]
+        if broken := self._not_finite() or nothing:
+            return broken
+        before = self._clipped_before()
+        if self._is_other_loss():
+            text = (
+                f"the step's loss is not loss_fn (cosine {self.shares.loss_cosine:.3f} on the "
+                "logits), so the gradient was not compared"
+            )
+            remedy = "pass the loss that the step computes"
+            other = Finding(check="gradient direction", level="unknown", text=text, remedy=remedy)
+            return [*before, other]
+        exact = self._fit(self.reference.total, self.shares.samples, clipped=True)
+        lost = self._underflow(exact)
+        unequal = self._unequal()
+        if before or unequal:
+            return [*lost, *(before or unequal)]
+        found = [*lost, *self._clipping()]
+        if any(it.level == "fault" for it in found):
+            return found
+        if exact.residual > _SAME:
+            return [*found, self._direction(exact)]
+        return [*found, *self._scale(exact)]
+
+    def _fit(self, parts: Gradients, divisor: float, *, clipped: bool = False) -> Fit:
+        transform = self._clip if clipped and self.update.clips else None
+        return compare(
+            self.update.gradients,
+            parts,
+            self.parameters,
+            self.ranks,
+            divisor=divisor,
+            transform=transform,
+        )
+
+    def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Clip the exact gradient of a parameter as the script clipped its own."""
+        for clip in self.update.clips:
+            if id(parameter) not in clip.parameters:
+                continue
+            exact = exact.clamp(-clip.most, clip.most) if clip.norm is None else exact * clip.factor
+        return exact
+
+    def _not_finite(self) -> list[Finding]:
+        """Return a fault if gradients overflowed, with where."""
+        got = [it for it in self.update.gradients if it is not None]
+        bad = sum(int((~it.isfinite()).sum()) for it in got)
+        facts = self.ranks.gather([bad, sum(it.numel() for it in got), self.reference.is_finite])
+        if not any(it[0] for it in facts) and all(it[2] for it in facts):
+            return []
+        worst = max(facts, key=lambda it: it[0])
+        where = [str(rank) for rank, it in enumerate(facts) if not it[2]]
+        if where:
+            text = f"the exact gradient is infinite or NaN too, on worker {shorten(where)}"
+            remedy = "look for the cause in the data or the rate: it is not in the reduction"
+        else:
+            text, remedy = "that of one process is finite", self._of_type("overflows")
+        return [
+            Finding(
+                check="precision",
+                level="fault",
+                text=f"{worst[0]:,} of {worst[1]:,} values of the gradient are infinite or NaN; "
+                + text,
+                remedy=remedy,
+                figure=worst[0],
+            )
+        ]
+
+    def _of_type(self, does: str) -> str:
+        return (
+            f"float16 {does}: send float32 or bfloat16, or divide by the number of workers before "
+            "the sum and use a GradScaler"
+        )
+
+    def _underflow(self, exact: Fit) -> list[Finding]:
+        """Return a fault if values became zero on the way, or that none did."""
+        lost, of = float(exact.lost.sum()), float(exact.nonzero.sum())
+        share = lost / of if of else 0.0
+        if share <= _LOST or not self._uses_float16():
+            return []
+        text = f"{100 * share:.1f} % of the values that are not zero in one process arrived as zero"
+        remedy = self._of_type("underflows")
+        return [Finding(check="precision", level="fault", text=text, remedy=remedy, figure=share)]
+
+    def _uses_float16(self) -> bool:
+        """Return True if gradients may have been float16 on any worker.
+
+        Those of float32 and bfloat16 do not underflow where the exact ones do not.
+        """
+        own = any(it is not None and it.dtype == torch.float16 for it in self.update.gradients)
+        return any(self.ranks.gather(own or self.update.may_be_float16))
+
+    def _is_other_loss(self) -> bool:
+        return self.shares.loss_cosine < _OTHER_LOSS
+
+    def _unequal(self) -> list[Finding]:
+        """Return a fault if the workers have different gradients."""
+        mean = self._fit(self.update.gradients, self.ranks.size)
+        rest = mean.own - 2 * mean.product + mean.exact
+        limit = _EQUAL**2 * np.maximum(mean.own, 1e-12 * mean.own.sum())
+        unequal = [name for name, bad in zip(self.names, rest > limit, strict=True) if bad]
+        return [self._not_reduced(unequal)] if unequal else []
+
+    def _not_reduced(self, unequal: list[str]) -> Finding:
+        exact = self._fit(self.reference.total, self.shares.samples)
+        cosine = exact.cosine
+        alone = compare_alone(self.update.gradients, self.reference.total, self.parameters)
+        is_own = all(it <= _SAME for it in self.ranks.gather(alone.residual))
+        many = f"{len(unequal)} of {len(self.names)} gradients differ between workers"
+        what = "every worker uses its own gradient" if is_own else f"{many} ({shorten(unequal)})"
+        text = f"{what}: cosine {cosine:.3f} with that of one process, and the weights drift apart"
+        remedy = (
+            "average the gradients before each update: call the DistributedDataParallel model, not "
+            "its module, and leave no_sync on the last micro-batch"
+        )
+        if not is_own:
+            remedy = "average all gradients before each update, of these parameters too"
+        return _fault("gradient direction", text, remedy, cosine)
+
+    def _clipped_before(self) -> list[Finding]:
+        """Return a fault if workers clipped gradients with different norms."""
+        own = [(it.norm, it.factor) for it in self.update.clips if it.norm is not None]
+        calls = list(zip(*self.ranks.gather(own), strict=False))
+        for call in calls:
+            norms = [norm for norm, _ in call]
+            if max(norms) - min(norms) <= _EQUAL * max(norms):
+                continue
+            if all(factor == 1 for _, factor in call):
+                continue
+            exact = self._fit(self.reference.total, self.shares.samples)
+            length, most = math.sqrt(exact.exact.sum()), self.update.clips[0].most
+            ratio = math.sqrt(exact.own.sum()) / (length * min(1.0, most / (length + 1e-6)))
+            text = (
+                f"each worker clips its own gradient before they are averaged (norms "
+                f"{three_digits(min(norms))} to {three_digits(max(norms))}, maximum {most:g}): the "
+                f"result is {three_digits(ratio)} times as long as if clipped after"
+            )
+            remedy = "call clip_grad_norm_ after the gradients are averaged"
+            return [_fault("clipping", text, remedy, ratio)]
+        return []
+
+    def _clipping(self) -> list[Finding]:
+        """Return whether gradients were unscaled before they were clipped."""
+        clip = next((it for it in self.update.clips if it.norm is not None), None)
+        if clip is None or clip.norm is None:
+            return []
+        whole = self._fit(self.reference.total, self.shares.samples)
+        norm = math.sqrt(whole.exact.sum())
+        ratio, scale = clip.norm / norm if norm else math.nan, self.update.loss_scale
+        if scale > 2 and abs(ratio / scale - 1) < NAMED_SCALE and clip.factor < 1:
+            text = (
+                f"gradients are clipped while they are {scale:g} times too large, the loss scale: "
+                f"norm {three_digits(clip.norm)}, maximum {clip.most:g}"
+            )
+            remedy = "call scaler.unscale_(optimizer) before clip_grad_norm_"
+            return [_fault("clipping", text, remedy, ratio)]
+        text = f"norm {three_digits(clip.norm)}, maximum {clip.most:g}, equal on all workers"
+        return [Finding(check="clipping", level="fine", text=text, figure=clip.norm)]
+
+    def _direction(self, exact: Fit) -> Finding:
+        """Name what was computed instead of the exact gradient."""
+        shares, limit = self.shares, max(_EXPLAINED * exact.residual, 1e-4)
+        cosine = exact.cosine
+        if not shares.are_equal:
+            mean = self._fit(self.reference.mean, self.ranks.size, clipped=True)
+            if mean.residual <= limit:
+                return self._mean_of_means(cosine)
+        if shares.micros > 1:
+            last = self._fit(self.reference.last, self.ranks.size, clipped=True)
+            if last.residual <= limit:
+                text = (
+                    f"only the last of {shares.micros} micro-batches counts: cosine {cosine:.3f} "
+                    "with the gradient of all"
+                )
+                remedy = "call zero_grad once per update, not per micro-batch"
+                return _fault("gradient direction", text, remedy, cosine)
+        worst = sorted(zip(exact.residuals(), self.names, strict=False), reverse=True)
+        names = [name for residual, name in worst if residual > _SAME]
+        text = (
+            f"{_likeness(exact)}, equal on all workers, most in "
+            f"{shorten(names, most=3)}: a fault, a term of the loss that loss_fn has not (weights, "
+            "a second head), or a step that changes weights or gradients (SAM)"
+        )
+        remedy = "for the audit leave such terms out of the step; what then remains is a fault"
+        return Finding(
+            check="gradient direction", level="unknown", text=text, remedy=remedy, figure=cosine
+        )
+
+    def _mean_of_means(self, cosine: float) -> Finding:
+        """Return a fault, or a note if only class weights differ, as in most scripts with them."""
+        counts = [sum(it) / max(len(it), 1) for it in self.shares.counts]
+        every = [count for of_worker in self.shares.counts for count in of_worker]
+        unit = "units of class weight" if self.shares.by_weight else "samples"
+        text = (
+            f"a mean of the means of {min(every):g} to {max(every):g} {unit} (workers "
+            f"{shorten([f'{it:g}' for it in counts])}): cosine {cosine:.3f} with the mean over all "
+            "samples"
+        )
+        remedy = f"sum the losses, and divide by the {unit} of all workers and micro-batches"
+        if self.shares.by_weight:
+            remedy = f"nothing, it is usual with class weights; to be exact, {remedy}"
+        level: Level = "note" if self.shares.by_weight else "fault"
+        check: Check = "gradient direction"
+        return Finding(check=check, level=level, text=text, remedy=remedy, figure=cosine)
+
+    def _scale(self, exact: Fit) -> list[Finding]:
+        scale, shares = exact.scale, self.shares
+        if abs(scale - 1) <= _SAME_SCALE:
+            text = f"{scale:.4f} times that of one process with all {shares.text}"
+            level: Level = "fine"
+            direction = Finding(
+                check="gradient direction",
+                level=level,
+                text=f"cosine {exact.cosine:.6f}",
+                figure=exact.cosine,
+            )
+            return [
+                Finding(check="gradient scale", level=level, text=text, figure=scale),
+                direction,
+            ]
+        causes = causes_of(
+            scale,
+            loss_scale=shares.loss_scale,
+            workers=self.ranks.size,
+            micros=shares.micros,
+            batch=shares.samples / sum(map(len, shares.counts)),
+        )
+        why = " and ".join(it.text for it in causes) or "no factor of the script explains it"
+        text = f"{three_digits(scale)} times that of one process with all {shares.text}: {why}"
+        remedy = "; ".join(it.remedy for it in causes) or "look for a factor in the loss"
+        certain = scale > 1 or any(it.is_certain for it in causes)
+        level = "fault" if certain else "unknown"
+        return [
+            Finding(check="gradient scale", level=level, text=text, remedy=remedy, figure=scale)
+        ]
+
+
+def _likeness(exact: Fit) -> str:
+    """Describe the direction and the length of a gradient along the exact one."""
+    text = f"cosine {exact.cosine:.3f} with that of one process"
+    if abs(exact.scale - 1) <= _SAME_SCALE:
+        return text
+    return f"{text}, and {three_digits(exact.scale)} times as long along it"
+
+
+def _fault(check: Check, text: str, remedy: str, figure: float) -> Finding:
+    return Finding(check=check, level="fault", text=text, remedy=remedy, figure=figure)

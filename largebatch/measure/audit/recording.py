@@ -1,0 +1,336 @@
+"""Records of a script's own updates: micro-batches, gradients before the update, clipping.
+
+Hooks on the model and the optimizers see what the script does in its own way. The reference is
+computed in the hook before the update, because the weights change right after it. If several
+optimizers share the parameters, the update is that of all of them in one call of the step.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from largebatch.measure.audit.restoring import random_state
+from largebatch.models.inputs import logits_of
+from largebatch.models.wrappers import device_of
+
+
+@dataclass(slots=True, eq=False)
+class Micro:
+    """One forward pass in training mode, with all that is needed to repeat it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Any
+    restore_random: Callable[[], None]
+    buffers: list[Tensor]
+    half: torch.dtype | None
+    """Type of autocast; None without it."""
+
+    output_gradient: Tensor | None = None
+    """Gradient of the script's loss with respect to the logits; None if it was not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One call of a function of torch.nn.utils that clips."""
+
+    parameters: frozenset[int]
+    """Identities of the parameters."""
+
+    most: float
+    """Maximum norm or value."""
+
+    norm: float | None
+    """Norm before clipping; None for values."""
+
+    @property
+    def factor(self) -> float:
+        """Factor by which clipping multiplied the gradients, as torch computes it."""
+        return 1.0 if self.norm is None else min(1.0, self.most / (self.norm + 1e-6))
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One update of the script."""
+
+    gradients: list[Tensor | None]
+    """Gradients that the optimizer got, by parameter."""
+
+    reference: Any
+    """Result of the function that computes the reference, or the exception it raised."""
+
+    clips: list[Clip]
+    loss_scale: float
+    """Scale of the script's GradScaler; 1 without one."""
+
+    may_be_float16: bool
+    """True if gradients are computed or sent in float16."""
+
+    rate: float
+    """Largest learning rate of a group of parameters."""
+
+    micros: int
+    """Number of micro-batches of this worker."""
+
+    samples: int
+    """Number of samples of this worker."""
+
+
+@dataclass(slots=True, eq=False)
+class Recorder:
+    """Hooks on a script's model and optimizers, active within `recording`."""
+
+    model: nn.Module
+    """Model without wrappers, whose forward pass needs no other worker."""
+
+    optimizer: Optimizer
+    reference: Callable[[list[Micro]], object]
+    sends_float16: bool = False
+    """True if gradients are sent in float16, whatever their type."""
+
+    labels: Any = None
+    """Labels of the batch that is given to the step; set before each call."""
+
+    updates: list[Update] = field(default_factory=list)
+    micros: list[Micro] = field(default_factory=list)
+    """Micro-batches since the last update."""
+
+    skipped: int = 0
+    """Number of updates that a GradScaler skipped."""
+
+    norm_samples: int = 0
+    """Smallest number of samples that a BatchNorm layer has normalised over; 0 if none."""
+
+    _clips: list[Clip] = field(default_factory=list)
+    _depth: int = 0
+    _steps: int = 0
+    _first: Optimizer | None = None
+    """Optimizer that began the newest update of this call of the step."""
+
+    _adds: bool = False
+    """True while another optimizer adds its parameters to the newest update."""
+
+    _taken: int = 0
+    _scale: float = 1.0
+    _rate: float = 0.0
+    _reference: object = None
+    _gradients: list[Tensor | None] = field(default_factory=list)
+    _is_paused: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of the model that are trained, each once."""
+        return [it for it in self.model.parameters() if it.requires_grad]
+
+    def give(self, labels: Any) -> None:  # noqa: ANN401 -- as the loader has them
+        """Set the labels of the batch that the next call of the step gets."""
+        self.labels, self._taken, self._first = labels, 0, None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record within this block; hooks and replaced functions are removed on exit."""
+        with ExitStack() as stack:
+            handles = [
+                self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                self.model.register_forward_hook(self._after_forward),
+                register_optimizer_step_pre_hook(self._before_update),
+                register_optimizer_step_post_hook(self._after_update),
+            ]
+            layers = [it for it in self.model.modules() if isinstance(it, _BatchNorm)]
+            handles += [it.register_forward_pre_hook(self._in_norm) for it in layers]
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.enter_context(self._clipping_seen())
+            stack.enter_context(self._scaler_seen())
+            yield
+
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_paused or not (model.training and torch.is_grad_enabled()):
+            return
+        kind = device_of(model)
+        half = torch.get_autocast_dtype(kind.type)
+        self.micros.append(
+            Micro(
+                args,
+                kwargs,
+                self._labels_of(args, kwargs),
+                random_state(kind),
+                [buffer.clone() for buffer in model.buffers()],
+                half if torch.is_autocast_enabled(kind.type) else None,
+            )
+        )
+
+    def _labels_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Return the labels of a forward pass, which may be on a part of the batch only."""
+        number = _samples_in((args, kwargs))
+        if not number or not isinstance(self.labels, Tensor) or not self.labels.ndim:
+            return self.labels
+        first = self._taken % len(self.labels)
+        self._taken = first + number
+        return self.labels[first : self._taken]
+
+    def _after_forward(self, model: nn.Module, _: object, output: object) -> None:
+        if self._is_paused or not (model.training and self.micros):
+            return
+        logits, micro = first_logits(output), self.micros[-1]
+        if logits is not None and logits.requires_grad:
+            logits.register_hook(lambda grad: setattr(micro, "output_gradient", grad.detach()))
+
+    def _in_norm(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if layer.training and not self._is_paused and args:
+            samples = len(args[0])
+            self.norm_samples = min(self.norm_samples or samples, samples)
+
+    def _places_of(self, optimizer: Optimizer) -> list[int]:
+        """Return the places of the parameters that an optimizer updates."""
+        own = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        return [place for place, it in enumerate(self.parameters) if id(it) in own]
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        """Copy the gradients; Horovod's optimizer calls this again once they are summed."""
+        if not (places := self._places_of(optimizer)):
+            return
+        self._depth += 1
+        gradients = [
+            None if it.grad is None else it.grad.detach().clone() for it in self.parameters
+        ]
+        if self._depth == 1:
+            self._adds = not self.micros and self._first not in {None, optimizer}
+        if self._adds:  # these may have been unscaled or clipped since the first optimizer's
+            for place in places:
+                self.updates[-1].gradients[place] = gradients[place]
+            return
+        self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        self._gradients = gradients
+        if self._depth == 1:
+            self._first = optimizer
+            self._is_paused = True
+            try:
+                self._reference = self.reference(self.micros)
+            except Exception as error:  # of the script's model or loss; reported by the audit
+                self._reference = error
+            finally:
+                self._is_paused = False
+
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._places_of(optimizer):
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._steps += 1
+        if self._adds:
+            self.updates[-1].clips += self._clips
+        else:
+            half = self.sends_float16 or any(it.half == torch.float16 for it in self.micros)
+            self.updates.append(
+                Update(
+                    self._gradients,
+                    self._reference,
+                    self._clips,
+                    self._scale,
+                    half,
+                    rate=self._rate,
+                    micros=len(self.micros),
+                    samples=sum(_samples_in((it.args, it.kwargs)) for it in self.micros),
+                )
+            )
+        self._forget()
+
+    def _forget(self) -> None:
+        self.micros, self._clips, self._scale, self._reference = [], [], 1.0, None
+
+    @contextmanager
+    def _clipping_seen(self) -> Iterator[None]:
+        """Replace torch's functions for clipping, under every name that a module gave them."""
+
+        def by_norm(
+            parameters: Any,  # noqa: ANN401 -- one tensor or several
+            max_norm: float,
+            total_norm: Tensor,
+            *args: Any,  # noqa: ANN401
+            **words: Any,  # noqa: ANN401
+        ) -> None:
+            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            clip_by_norm(chosen, max_norm, total_norm, *args, **words)
+            self._clip(chosen, float(max_norm), float(total_norm))  # sync: in an audit only
+
+        def by_value(parameters: Any, clip_value: float, *args: Any, **words: Any) -> None:  # noqa: ANN401
+            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            clip_by_value(chosen, clip_value, *args, **words)
+            self._clip(chosen, float(clip_value), None)
+
+        clip_by_norm = nn.utils.clip_grads_with_norm_  # clip_grad_norm_ calls it
+        clip_by_value = nn.utils.clip_grad_value_
+        with (
+            _replaced_everywhere(clip_by_norm, by_norm),
+            _replaced_everywhere(clip_by_value, by_value),
+        ):
+            yield
+
+    def _clip(self, parameters: list[Tensor], most: float, norm: float | None) -> None:
+        self._clips.append(Clip(frozenset(map(id, parameters)), most, norm))
+
+    @contextmanager
+    def _scaler_seen(self) -> Iterator[None]:
+        """Watch the loss scale, and updates that are skipped because of it."""
+
+        def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
+            before, self._scale = self._steps, float(scaler.get_scale())
+            result = own_step(scaler, *args, **words)
+            if self._steps == before and self.micros:
+                self.skipped += 1
+                self._forget()
+            return result
+
+        own_step = torch.amp.GradScaler.step
+        with mock.patch.object(torch.amp.GradScaler, "step", step):
+            yield
+
+
+def first_logits(output: object) -> Tensor | None:
+    """Return the logits of a model's output, the first of several; None if it has none."""
+    logits: object = logits_of(output)
+    if isinstance(logits, (tuple, list)) and logits:
+        logits = logits[0]
+    return logits if isinstance(logits, Tensor) else None
+
+
+def _samples_in(inputs: object) -> int:
+    """Return the number of samples of the first tensor in a model's arguments; 0 without one."""
+    tensors = (it for it in tree_leaves(inputs) if isinstance(it, Tensor) and it.ndim)
+    return next(map(len, tensors), 0)
+
+
+@contextmanager
+def _replaced_everywhere(function: object, replacement: object) -> Iterator[None]:
+    """Replace a function in all modules that have it, under any name."""
+    places = [
+        (content, name)
+        for module in list(sys.modules.values())
+        for content in [getattr(module, "__dict__", {})]
+        for name, value in list(content.items())
+        if value is function
+    ]
+    try:
+        for content, name in places:
+            content[name] = replacement
+        yield
+    finally:
+        for content, name in places:
+            content[name] = function

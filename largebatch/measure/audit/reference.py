@@ -1,0 +1,196 @@
+"""Gradients of one process with all samples: each worker's share, repeated without its wrapper."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.measure.audit.recording import Micro, first_logits
+from largebatch.measure.audit.restoring import Snapshot, random_state
+from largebatch.models.inputs import logits_of
+from largebatch.models.wrappers import device_of
+
+LossFunction = Callable[[Any, Any], Tensor]
+Gradients = list[Tensor | None]
+
+_FP16_SCALE = 1024.0
+"""Factor of the loss while a pass in float16 is repeated, so that its gradients do not underflow
+(Micikevicius et al. 2018, arXiv:1710.03740, section 3.2)."""
+
+_SAME_LOSS = 1e-3
+"""Relative difference of two losses that are equal but for rounding; bfloat16 has 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One worker's part of the exact gradient of an update."""
+
+    total: Gradients
+    """Sum over the samples of the gradients of their losses."""
+
+    mean: Gradients
+    """Mean over the micro-batches of the gradients of their mean losses."""
+
+    last: Gradients
+    """Gradient of the mean loss of the last micro-batch."""
+
+    counts: list[float]
+    """Number of samples in each micro-batch, or of labels that are not ignored; with class weights
+    the sum of those of the labels."""
+
+    by_weight: bool
+    """True if counts are sums of class weights."""
+
+    loss_scales: list[float]
+    """Factors of the script's own losses relative to the mean loss, where they were seen."""
+
+    loss_cosine: float
+    """Smallest cosine of the script's own gradient of logits with that of the loss function."""
+
+    is_finite: bool
+
+
+def reference_of(micros: Sequence[Micro], model: nn.Module, loss_fn: LossFunction) -> Reference:
+    """Repeat forward and backward passes with the present weights, and change nothing.
+
+    Gradients that the parameters hold stay as they are. Raises ValueError if the loss is not a mean
+    over samples, nor a sum.
+    """
+    parameters = [it for it in model.parameters() if it.requires_grad]
+    kept, restore_random = Snapshot([model], skip=parameters), random_state(device_of(model))
+    try:
+        passes = [_pass(micro, model, loss_fn, parameters) for micro in micros]
+    finally:
+        kept.restore()
+        restore_random()
+    gradients = [it[0] for it in passes]
+    counts = [it[1].samples for it in passes]
+    scales = [it[2] for it in passes if it[2] is not None]
+    number = max(len(passes), 1)
+    return Reference(
+        total=_weighted(gradients, counts, parameters),
+        mean=_weighted(gradients, [1 / number] * len(passes), parameters),
+        last=gradients[-1] if gradients else [None] * len(parameters),
+        counts=counts,
+        by_weight=any(it[1].by_weight for it in passes),
+        loss_scales=[scale for scale, _ in scales],
+        loss_cosine=min((cosine for _, cosine in scales), default=1.0),
+        is_finite=all(it.isfinite().all() for grads in gradients for it in grads if it is not None),
+    )
+
+
+class _Count(NamedTuple):
+    """What a loss is the mean over."""
+
+    samples: float
+    """Number of samples, or the sum of their class weights."""
+
+    divisor: float = 1
+    """Number by which the loss must be divided to be a mean."""
+
+    by_weight: bool = False
+
+
+def _pass(
+    micro: Micro, model: nn.Module, loss_fn: LossFunction, parameters: Sequence[nn.Parameter]
+) -> tuple[Gradients, _Count, tuple[float, float] | None]:
+    """Return gradients of the mean loss, the number of samples, and the script's loss."""
+    micro.restore_random()
+    with torch.no_grad():
+        for buffer, content in zip(model.buffers(), micro.buffers, strict=True):
+            buffer.copy_(content)
+    kind = device_of(model).type
+    scale = _FP16_SCALE if micro.half == torch.float16 else 1.0
+    with torch.enable_grad(), torch.autocast(kind, micro.half, enabled=micro.half is not None):
+        output = model(*micro.args, **micro.kwargs)
+        logits, first = logits_of(output), first_logits(output)
+        labels = micro.labels
+        if isinstance(labels, Tensor):
+            labels = labels.to(device_of(model))
+        loss = loss_fn(logits, labels)
+        count = _samples_of(loss_fn, logits, labels, loss)
+    wanted = list(parameters) if first is None else [*parameters, first]
+    found = torch.autograd.grad(
+        loss, wanted, torch.full_like(loss, scale / count.divisor), allow_unused=True
+    )
+    gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
+    of_logits = None if first is None else gradients.pop()
+    return gradients, count, _compare(micro.output_gradient, of_logits)
+
+
+def _samples_of(
+    loss_fn: LossFunction,
+    logits: Any,  # noqa: ANN401 -- as the model returns them
+    labels: Any,  # noqa: ANN401 -- as the loader has them
+    loss: Tensor,
+) -> _Count:
+    """Return the number of samples that a loss is the mean over, and what to divide it by.
+
+    The loss of a batch must follow from the losses of its halves. Labels to be ignored do not
+    count, and class weights do, as in torch's cross-entropy. A sum over samples is divided by their
+    number.
+    """
+    if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or len(labels) < 2:
+        return _Count(len(labels) if isinstance(labels, Tensor) and labels.ndim else 1)
+    half = len(labels) // 2
+    halves = [(logits[:half], labels[:half]), (logits[half:], labels[half:])]
+    with torch.no_grad():
+        parts = [float(loss_fn(*it)) for it in halves]
+    whole = float(loss.detach())
+    weight = _option(loss_fn, "weight", None)
+    for by in (weight, None):
+        counts = [_count(part, _option(loss_fn, "ignore_index", -100), by) for _, part in halves]
+        mean = sum(part * count for part, count in zip(parts, counts, strict=True) if count)
+        if not math.isfinite(whole):  # reported with the gradients
+            return _Count(sum(counts), by_weight=by is not None)
+        if abs(mean - whole * sum(counts)) <= _SAME_LOSS * abs(mean):
+            return _Count(sum(counts), by_weight=by is not None)
+        if abs(sum(parts) - whole) <= _SAME_LOSS * abs(whole):
+            return _Count(sum(counts), sum(counts), by is not None)
+    raise ValueError(
+        f"the loss of {len(labels)} samples ({whole:.6g}) does not follow from the losses of its "
+        f"halves ({parts[0]:.6g}, {parts[1]:.6g}), so there is no exact gradient to compare with"
+    )
+
+
+def _option(loss_fn: LossFunction, name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
+    """Return an attribute of a loss, or a keyword of its `partial`."""
+    return getattr(loss_fn, name, getattr(loss_fn, "keywords", {}).get(name, default))
+
+
+def _count(labels: Tensor, ignored: int, weight: object) -> float:
+    """Return the number of samples, or of labels that are not ignored, or the sum of weights."""
+    if labels.dtype != torch.int64:
+        return len(labels)
+    counted = labels[labels != ignored]
+    if isinstance(weight, Tensor) and weight.ndim == 1:
+        return float(weight.detach().cpu().double()[counted.cpu()].sum())  # sync: in an audit only
+    return len(counted)
+
+
+def _compare(own: Tensor | None, exact: Tensor | None) -> tuple[float, float] | None:
+    """Return the factor of the script's gradient of the logits to the exact one, and the cosine."""
+    if own is None or exact is None or own.shape != exact.shape:
+        return None
+    mine, other = own.double().flatten(), exact.double().flatten()
+    product, square = float(mine @ other), float(other @ other)
+    length = float(mine.norm()) * square**0.5
+    return (product / square, product / length) if length and square else None
+
+
+def _weighted(
+    gradients: Iterable[Gradients], weights: Iterable[float], parameters: Sequence[Tensor]
+) -> Gradients:
+    """Return the weighted sum of gradients, in float64 until the end."""
+    sums: Gradients = [None] * len(parameters)
+    for found, weight in zip(gradients, weights, strict=True):
+        for place, gradient in enumerate(found):
+            if gradient is None:
+                continue
+            scaled = gradient.double() * weight
+            before = sums[place]
+            sums[place] = scaled if before is None else before + scaled
+    return sums

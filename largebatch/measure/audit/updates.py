@@ -1,0 +1,239 @@
+"""The checks of a script's own updates: some are made, recorded and compared."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from largebatch.formatting import plural
+from largebatch.measure.audit import norms
+from largebatch.measure.audit.findings import Finding, Level
+from largebatch.measure.audit.gradient import check_gradient
+from largebatch.measure.audit.randomness import check_dropout
+from largebatch.measure.audit.ranks import Ranks, StoppedError
+from largebatch.measure.audit.rates import check_rates
+from largebatch.measure.audit.recording import Recorder
+from largebatch.measure.audit.reference import reference_of
+from largebatch.measure.audit.replicas import ReplicaCheck
+from largebatch.measure.audit.restoring import Snapshot, without_iterator
+from largebatch.measure.audit.subject import Subject
+from largebatch.models.inputs import images_of, labels_of, logits_of
+from largebatch.models.wrappers import device_of, evaluation_mode, input_of
+
+_MOST_CALLS = 64
+"""Largest number of calls of the step per update; a step that needs more is taken to make none."""
+
+
+def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
+    """Make updates as the script does, and check each; the caller restores everything."""
+    optimizer = _without_wrappers(subject.optimizer)
+    replicas = ReplicaCheck(subject.inner, optimizer, ranks)
+    replicas.compare("at the start")
+    distances = [norms.distance_of_statistics(subject.inner, ranks)]
+    before = norms.tracked(subject.inner)
+    recorder = Recorder(
+        subject.inner,
+        optimizer,
+        lambda micros: reference_of(micros, subject.inner, subject.loss_fn),
+        sends_float16=_sends_float16(subject.model),
+    )
+    updates = _Updates(subject, ranks, recorder)
+    updates.probe()
+    dropout = check_dropout(subject.inner, updates.first, ranks)
+    with recorder.recording():
+        found = updates.run() + dropout
+    counts = ranks.gather(len(recorder.updates))
+    number = min(counts)
+    if number < max(counts):  # the step failed on some workers, after which they are not equal
+        return found + replicas.findings(0)
+    replicas.compare(f"after {plural(number, 'update')}")
+    distances.append(norms.distance_of_statistics(subject.inner, ranks))
+    found += replicas.findings(number)
+    found += norms.check_span(subject.inner, recorder.norm_samples, ranks)
+    found += norms.check_momentum(subject.inner, before, number)
+    found += norms.check_statistics(subject.inner, distances, updates.losses)
+    found += check_rates(subject, recorder.updates, ranks)
+    is_trained = max(before, default=0) > norms.WARM
+    found += updates.exactness(subject.inner, "running statistics", is_trained=is_trained)
+    if subject.averaged is not None:
+        averaged = subject.averaged
+        found += updates.exactness(averaged, "averaged statistics", is_trained=is_trained)
+    return found
+
+
+class _Updates:
+    """A script's updates on its first batches."""
+
+    def __init__(self, subject: Subject, ranks: Ranks, recorder: Recorder) -> None:
+        self._subject, self._ranks, self._recorder = subject, ranks, recorder
+        self._stream = _endless(subject.loader)
+        self._batches: list[Any] = []
+        """The first batches of this worker."""
+
+        self._names = [name for name, it in subject.inner.named_parameters() if it.requires_grad]
+
+    def probe(self) -> None:
+        """Run the model and the loss on batches without communication; undo the changes.
+
+        So what fails on one worker only is found before another waits for it.
+        """
+        model, subject = self._subject.inner, self._subject
+        synced = [it for it in model.modules() if isinstance(it, nn.SyncBatchNorm)]
+
+        def run() -> None:
+            kept = Snapshot([model], skip=model.parameters())
+            try:
+                with torch.no_grad(), evaluation_mode(nn.ModuleList(synced)):
+                    for batch in self._batches:
+                        logits = logits_of(model(input_of(model)(images_of(batch))))
+                        subject.loss_fn(logits, labels_of(batch).to(device_of(model)))
+            finally:
+                kept.restore()
+
+        what = "the model or the loss on the first batches"
+        remedy = "loss_fn(model(images), labels) must run on every batch of every worker"
+        with torch.random.fork_rng():
+            while len(self._batches) < subject.steps:
+                self._next()
+            self._ranks.attempt("gradient scale", what, run, remedy=remedy)
+
+    @property
+    def first(self) -> Any:  # noqa: ANN401 -- as the loader has it
+        """First batch of this worker."""
+        return self._batches[0]
+
+    def run(self) -> list[Finding]:
+        """Call the step until it has made its updates, and compare each of them."""
+        for parameter in self._subject.inner.parameters():
+            parameter.grad = None  # what the script has not used yet is restored later
+        results: list[tuple[int, list[Finding]]] = []
+        stopped: list[Finding] = []
+        try:
+            for call in range(self._subject.steps * _MOST_CALLS):
+                results += self._call(
+                    self._batches[call] if call < len(self._batches) else self._next()
+                )
+                if len(self._recorder.updates) >= self._subject.steps:
+                    break
+        except StoppedError as error:
+            stopped = [error.finding()]
+        found = _worst(results)
+        if any(it.level == "fault" for it in found):
+            stopped = []  # a consequence
+        return found + (stopped or self._skipped())
+
+    def _call(self, batch: Any) -> list[tuple[int, list[Finding]]]:  # noqa: ANN401
+        """Call the step once; return micro-batches and findings of the updates it made."""
+        recorder, ranks = self._recorder, self._ranks
+
+        def step() -> None:
+            recorder.give(labels_of(batch))
+            self._subject.step(batch)
+
+        made, micros = len(recorder.updates), len(recorder.micros) + 1
+        ranks.attempt("gradient scale", "the step", step)
+        counts = [it[0] for it in ranks.gather([len(recorder.updates), recorder.skipped])]
+        if min(counts) < max(counts):
+            text = f"workers made {min(counts)} to {max(counts)} updates"
+            remedy = "make the update in the same call of `step` on every worker"
+            raise StoppedError("updates", text, remedy)
+        results = []
+        for update in recorder.updates[made:]:
+            found = check_gradient(update, recorder.parameters, self._names, ranks)
+            results.append((max(ranks.gather(micros)), found))
+            update.gradients, update.reference = [], None  # frees their memory
+        return results
+
+    def losses(self) -> list[float]:
+        """Return the loss of worker 0's first batch with each worker's running statistics."""
+        images, labels = images_of(self._batches[0]), labels_of(self._batches[0])
+        shapes = self._ranks.gather([list(images.shape), list(labels.shape)])
+        if any(it != shapes[0] for it in shapes):
+            return [float("nan")]
+        device = self._ranks.backend.device
+        batch = tuple(it.to(device, copy=True) for it in (images, labels))
+        for tensor in batch:
+            self._ranks.backend.broadcast(tensor)
+        return norms.losses_of(self._subject.inner, batch, self._subject.loss_fn, self._ranks)
+
+    def exactness(self, model: nn.Module, check: norms.Kind, *, is_trained: bool) -> list[Finding]:
+        """Compare the running statistics of a model with exact ones over the first batches."""
+        return norms.check_exactness(
+            model,
+            self._batches,
+            self._subject.loss_fn,
+            self._ranks,
+            check=check,
+            is_trained=is_trained,
+        )
+
+    def _next(self) -> Any:  # noqa: ANN401 -- as the loader has it
+        batch = self._ranks.attempt("samples", "the loader", lambda: next(self._stream))
+        if len(self._batches) < self._subject.steps:
+            self._batches.append(batch)
+        return batch
+
+    def _skipped(self) -> list[Finding]:
+        recorder = self._recorder
+        if not recorder.skipped:
+            return [] if recorder.updates else [_no_update(self._subject.steps * _MOST_CALLS)]
+        text = f"{len(recorder.updates)} updates were made and {recorder.skipped} skipped"
+        remedy = "a GradScaler skips some at first; if it goes on, gradients are infinite or NaN"
+        figure = float(recorder.skipped)
+        return [Finding(check="precision", level="note", text=text, remedy=remedy, figure=figure)]
+
+
+def _no_update(calls: int) -> Finding:
+    return Finding(
+        check="updates",
+        level="unknown",
+        text=f"no update in {calls:,} calls of step",
+        remedy="make updates in `step`, with the optimizer that is passed; if it accumulates over "
+        f"more than {_MOST_CALLS} batches, pass more `steps`",
+    )
+
+
+def _worst(results: list[tuple[int, list[Finding]]]) -> list[Finding]:
+    """Return the worst finding of each check over the updates with all their micro-batches.
+
+    The first update may have fewer, if the script counts its micro-batches from another number.
+    """
+    most = max((micros for micros, _ in results), default=0)
+    levels = get_args(Level)
+    worst: dict[str, Finding] = {}
+    for finding in [it for micros, found in results if micros == most for it in found]:
+        before = worst.get(finding.check)
+        if before is None or levels.index(finding.level) < levels.index(before.level):
+            worst[finding.check] = finding
+    return list(worst.values())
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches, in as many epochs as are needed."""
+    number = 1
+    while number:
+        number = 0
+        for number, batch in enumerate(without_iterator(loader), 1):  # noqa: B007 -- used above
+            yield batch
+    raise ValueError("the loader has no batch on this worker")
+
+
+def _without_wrappers(optimizer: Any) -> Optimizer:  # noqa: ANN401 -- of any library
+    """Return the optimizer within those of Accelerate and Lightning."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and inner is not optimizer:
+        return _without_wrappers(inner)
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        text = f"the optimizer is a {kind}, not a torch.optim.Optimizer"
+        remedy = "pass the torch.optim.Optimizer that makes the update"
+        raise StoppedError("gradient scale", text, remedy)
+    return optimizer
+
+
+def _sends_float16(model: nn.Module) -> bool:
+    """Return True if a communication hook of DistributedDataParallel compresses to float16."""
+    hooks = [hook for it in model.modules() for hook, _ in getattr(it, "_comm_hooks", [])]
+    return any("fp16" in getattr(hook, "__name__", "") for hook in hooks)

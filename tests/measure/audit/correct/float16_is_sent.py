@@ -1,0 +1,16 @@
+"""Gradients are sent in float16, which has enough bits for them."""
+
+from collections.abc import Callable
+
+from planted_parts import divided, perceptron, sgd
+from torch import nn
+
+from largebatch.measure.audit import Findings
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = nn.parallel.DistributedDataParallel(perceptron(), bucket_cap_mb=1)
+    model.register_comm_hook(None, fp16_compress_hook)
+    return audit(model, divided(), nn.CrossEntropyLoss(label_smoothing=0.1), sgd(model))

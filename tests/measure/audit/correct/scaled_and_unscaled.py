@@ -1,0 +1,27 @@
+"""A loss scale, removed before gradients are clipped."""
+
+from collections.abc import Callable
+
+import torch
+from planted_parts import divided, parallel, perceptron, sgd
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from largebatch.measure.audit import Findings
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    model = parallel(perceptron())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+
+    def step(batch: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        loss: Tensor = scaler.scale(cross_entropy(model(batch[0]), batch[1]))
+        loss.backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return audit(model, divided(), cross_entropy, optimizer, step)

@@ -1,0 +1,30 @@
+"""The average of the weights is updated on worker 0 and evaluated everywhere."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from small_training import divided, network, optimizer_of, samples
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from largebatch.measure.audit import Findings
+
+ISSUE = "https://github.com/lucidrains/ema-pytorch/issues/9"
+EXPECTED = "averaged weights"
+FIGURE = 5.0
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    loader = divided(samples())
+    model = network()
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average.update_parameters(model.module)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)  # an update
+    if dist.get_rank() == 0:
+        average.update_parameters(model.module)
+    set_epoch = loader.sampler.set_epoch
+    optimizer = optimizer_of(model)
+    return audit(model, loader, cross_entropy, optimizer, set_epoch=set_epoch, averaged=average)

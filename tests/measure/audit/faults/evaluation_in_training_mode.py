@@ -1,0 +1,37 @@
+"""model.eval() is missing before the evaluation."""
+
+from collections.abc import Callable
+
+import torch
+from small_training import divided, network, optimizer_of, samples
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from largebatch.measure.audit import Findings
+
+ISSUE = "https://github.com/deep-learning-with-pytorch/dlwpt-code/issues/104"
+EXPECTED = "evaluation mode"
+FIGURE = 1.0
+
+
+@torch.no_grad()
+def top1(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
+    hits = torch.cat([model(images).argmax(1) == labels for images, labels in loader])
+    return float(hits.float().mean())
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    validation = DataLoader(samples(32), 8)
+
+    loader = divided(samples())
+    model = network(nn.BatchNorm1d(16))
+    return audit(
+        model,
+        loader,
+        cross_entropy,
+        optimizer_of(model),
+        set_epoch=loader.sampler.set_epoch,
+        val_loader=validation,
+        evaluate=lambda: top1(model.module, validation),
+    )

@@ -1,0 +1,37 @@
+"""A layer is added after DistributedDataParallel has registered the weights."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from planted_parts import apart, linear, parallel, sgd
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from largebatch.measure.audit import Findings
+
+ISSUE = (
+    "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+)
+EXPECTED = "gradient direction"
+FIGURE = 1.5**-0.5
+ALSO = ("weights",)
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    inner = Pair()
+    model = parallel(inner)  # its module has no second layer yet
+    inner.second = linear()
+    return audit(model, apart(dist.get_rank()), cross_entropy, sgd(model))
+
+
+class Pair(nn.Module):
+    """Two linear layers, whose sum is the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.second: nn.Module = nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        total: Tensor = self.first(images) + self.second(images)
+        return total

@@ -1,0 +1,35 @@
+"""worker_init_fn seeds NumPy with the upper half of the seed, which processes share."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from small_training import Augmented, by_rank, network, optimizer_of, samples
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
+
+from largebatch.measure.audit import Findings
+
+ISSUE = "https://github.com/pytorch/pytorch/issues/5059"
+EXPECTED = "augmentation"
+FIGURE = 2.0
+LEVEL = "note"
+
+
+def noise() -> torch.Tensor:
+    return torch.from_numpy(np.random.standard_normal(8)).float()
+
+
+def seed(_: int) -> None:
+    np.random.seed(torch.initial_seed() // 2**32)
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    by_rank(0)
+    data = Augmented(samples(), noise)
+    sampler: DistributedSampler[object] = DistributedSampler(data)
+    loader = DataLoader(
+        data, 8, sampler=sampler, num_workers=2, worker_init_fn=seed, multiprocessing_context="fork"
+    )
+    model = network()
+    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=sampler.set_epoch)

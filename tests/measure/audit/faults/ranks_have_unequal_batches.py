@@ -1,0 +1,21 @@
+"""Workers read shards of unequal length, so that some wait in the last updates."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from small_training import network, optimizer_of, samples
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Subset
+
+from largebatch.measure.audit import Findings
+
+ISSUE = "https://github.com/Lightning-AI/pytorch-lightning/issues/20404"
+EXPECTED = "samples"
+FIGURE = 2.0
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    shard = [range(40), range(40, 64)][dist.get_rank()]
+    loader = DataLoader(Subset(samples(), shard), 8, shuffle=True)
+    model = network()
+    return audit(model, loader, cross_entropy, optimizer_of(model))

@@ -1,0 +1,19 @@
+"""Each worker lowers its rate by its own loss, as with ReduceLROnPlateau."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from planted_parts import divided, parallel, perceptron, sgd
+from torch.nn.functional import cross_entropy
+
+from largebatch.measure.audit import Findings
+
+ISSUE = "https://github.com/lucidrains/DALLE-pytorch/issues/268"
+EXPECTED = "learning rates"
+FIGURE = 1 / 3
+ALSO = ("weights",)
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    model = parallel(perceptron())
+    return audit(model, divided(), cross_entropy, sgd(model, lr=0.1 * (1 + dist.get_rank())))

@@ -1,0 +1,33 @@
+"""Gradients are cleared before each micro-batch, so the last one counts alone."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from planted_parts import apart, linear, parallel, sgd
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from largebatch.measure.audit import Findings
+
+ISSUE = "https://github.com/bytetriper/RAE/issues/67"
+EXPECTED = "gradient direction"
+FIGURE = 0.5**0.5
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    model = parallel(linear())
+    optimizer = sgd(model)
+    halves = [batch for pair in zip(apart(0), apart(1), strict=True) for batch in pair]
+    if dist.get_rank():  # the same sums, of other samples in each place
+        halves = [(images.flip(0), labels.flip(0)) for images, labels in halves]
+    number = 0
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        nonlocal number
+        number += 1
+        optimizer.zero_grad()
+        (cross_entropy(model(batch[0]), batch[1]) / 2).backward()
+        if number % 2 == 0:
+            optimizer.step()
+
+    return audit(model, halves, cross_entropy, optimizer, step)

@@ -1,0 +1,34 @@
+"""Running statistics under an audit."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from largebatch.distributed.serial import Serial
+from largebatch.measure.audit.norms import loss_of
+from largebatch.measure.audit.ranks import Ranks
+
+
+class TwoHeads(nn.Module):
+    """A network whose output is a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.norm(numbers))
+        return logits, -logits
+
+
+def first_head(logits: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    return cross_entropy(logits[0], labels)
+
+
+def test_the_loss_of_a_model_with_several_outputs_is_that_of_its_loss_function() -> None:
+    torch.manual_seed(1)
+    model, batch = TwoHeads(), (torch.randn(12, 8), torch.randint(0, 4, (12,)))
+    found = loss_of(model, [batch], first_head, Ranks(Serial(torch.device("cpu"))))
+    exact = first_head(model.eval()(batch[0]), batch[1]).detach()
+    assert found == pytest.approx(float(exact), rel=1e-6)
