@@ -1,16 +1,17 @@
 """Measure the cost of the gradient noise scale, and test its prediction of the critical batch.
 
     python benchmarks/noise.py [--rounds 15] [--batch 8] [--pixels 128]
-    python benchmarks/noise.py --critical DIR --data DIR
+    python benchmarks/noise.py --critical DIR --data DIR [--set fashion_mnist]
 
 Cost: what the reducer does more in an update is timed alone, since updates of a CPU vary by more
 than that: it reads the gradients of ResNet-50, 25.6 million numbers, twice. Their part of an update
 of two micro-batches is the cost; the smaller those are the larger it is, and a recipe's are larger
 than these. Beside it, whole updates with it and without take turns.
 
-Critical batch: LeNet-5 on CIFAR-10, `largebatch noise --measure` from the recipe noise_lenet5.yaml;
-its runs are kept in DIR and go on where they were stopped. Predicted and measured stand side by
-side, and so do the rates that were tried.
+Critical batch: LeNet-5 on CIFAR-10, `largebatch noise --measure` from the recipe noise_lenet5.yaml,
+or on 12,000 images of Fashion-MNIST, noise_lenet5_fashion_mnist.yaml; its runs are kept in DIR and
+go on where they were stopped. Predicted and measured stand side by side, and so do the rates that
+were tried.
 """
 
 import argparse
@@ -33,8 +34,17 @@ from largebatch.models import build, param_groups
 from largebatch.optim import LARS
 from largebatch.runs.options import Options
 
-RECIPE = Path(__file__).parent / "recipes" / "noise_lenet5.yaml"
-BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
+RECIPES = Path(__file__).parent / "recipes"
+CRITICAL = {
+    "cifar10": ("critical_batch", "noise_lenet5.yaml", (32, 64, 128, 256, 512, 1024, 2048)),
+    "fashion_mnist": (
+        "critical_batch_fashion_mnist",
+        "noise_lenet5_fashion_mnist.yaml",
+        (32, 64, 128, 256, 512),
+    ),
+}
+"""Name of the result, recipe and batches of each data set."""
+
 EPOCHS = 2.0
 MICRO_BATCHES = 2
 
@@ -46,16 +56,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="samples in a micro-batch")
     parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--critical", type=Path, metavar="DIR", help="measure the critical batch")
-    parser.add_argument("--data", type=Path, help="CIFAR-10 as `data import` leaves it")
+    parser.add_argument("--data", type=Path, help="the images as `data import` leaves them")
+    parser.add_argument("--set", choices=CRITICAL, default="cifar10", help="data set of --critical")
     args = parser.parse_args()
     if args.critical is None:
         words = f"--rounds {args.rounds} --batch {args.batch} --pixels {args.pixels}"
         result = cost(rounds=args.rounds, batch=args.batch, pixels=args.pixels)
         print(write("noise_cost", f"python benchmarks/noise.py {words}", result))
     else:
-        result = critical(args.critical, args.data)
-        command = "python benchmarks/noise.py --critical DIR --data DIR"
-        print(write("critical_batch", command, result))
+        name, recipe, batches = CRITICAL[args.set]
+        result = critical(RECIPES / recipe, batches, args.critical, args.data)
+        more = "" if args.set == "cifar10" else f" --set {args.set}"
+        command = f"python benchmarks/noise.py --critical DIR --data DIR{more}"
+        print(write(name, command, result))
 
 
 def cost(*, rounds: int, batch: int, pixels: int) -> dict[str, object]:
@@ -111,14 +124,14 @@ def updates(batch: int, pixels: int, *, measure: bool) -> Callable[[], object]:
     return update
 
 
-def critical(folder: Path, data: Path) -> dict[str, object]:
+def critical(path: Path, batches: tuple[int, ...], folder: Path, data: Path) -> dict[str, object]:
     """Measure the critical batch, and predict it from the noise scale."""
-    recipe = load_recipe(RECIPE)
+    recipe = load_recipe(path)
     folder.mkdir(parents=True, exist_ok=True)
-    for found in measure_critical(recipe, Options(out=folder, data=data), BATCHES, epochs=EPOCHS):
+    for found in measure_critical(recipe, Options(out=folder, data=data), batches, epochs=EPOCHS):
         if isinstance(found, Critical):
             return {
-                "recipe": RECIPE.name,
+                "recipe": path.name,
                 "epochs": EPOCHS,
                 **asdict(found),
                 "predicted": found.predicted,

@@ -4,12 +4,12 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, get_args
+from typing import TYPE_CHECKING, get_args
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 
 if TYPE_CHECKING:
-    from largebatch.runs.options import Options
+    from largebatch.runs.options import Machine, Options
 
 Call = Callable[[argparse.Namespace], int]
 """Runs a command and returns its exit code."""
@@ -176,25 +176,15 @@ def options_of(args: argparse.Namespace, *, out: Path | None = None) -> "Options
     return Options(out=out or Path(), overrides=tuple(args.set), **machine_of(args))
 
 
-class Machine(TypedDict):
-    """Values of add_machine, as keyword arguments of Options and `run`."""
-
-    data: Path | None
-    dataset: str | None
-    imports: tuple[str, ...]
-    backend: BackendName
-    timeout: float
-
-
-def machine_of(args: argparse.Namespace) -> Machine:
+def machine_of(args: argparse.Namespace) -> "Machine":
     """Return the values of add_machine."""
-    return Machine(
-        data=args.data,
-        dataset=args.dataset,
-        imports=tuple(args.imports),
-        backend=args.backend,
-        timeout=args.timeout,
-    )
+    return {
+        "data": args.data,
+        "dataset": args.dataset,
+        "imports": tuple(args.imports),
+        "backend": args.backend,
+        "timeout": args.timeout,
+    }
 
 
 def add_imports(parser: argparse.ArgumentParser) -> None:

@@ -65,14 +65,7 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
         raise LargebatchError(f"--out {out}: there is no folder {out.parent}; make it first")
     _require_writable(out)
     measured = measure(recipe, data=data)
-    cluster = Cluster(
-        name=out.stem,
-        measured=measured,
-        gpus_per_node=_places(measured.device),
-        nodes=1,
-        cpu_cores=available_cores(),
-        software="launched",
-    )
+    cluster = cluster_of(measured, name=out.stem)
     text = f"# Measured with largebatch plan --calibrate on {recipe.name}.\n" + dump_yaml(cluster)
     try:
         with out.open("x", encoding="utf-8") as file:
@@ -80,6 +73,19 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     except OSError as error:
         raise LargebatchError(f"{out}: cannot write the cluster file: {error.strerror}") from None
     return [*describe(measured), f"cluster file: {out}"]
+
+
+def cluster_of(measured: Measured, *, name: str) -> Cluster:
+    """Return this machine as a cluster; of one worker where the link was not measured."""
+    alone = measured.exchange_gigabytes_per_second is None
+    return Cluster(
+        name=name,
+        measured=measured,
+        gpus_per_node=1 if alone else _places(measured.device),
+        nodes=1,
+        cpu_cores=available_cores(),
+        software="launched",
+    )
 
 
 def _require_writable(out: Path) -> None:
@@ -111,8 +117,18 @@ def describe(measured: Measured) -> list[str]:
     ]
 
 
-def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
-    """Measure one worker, and the link between two if there is a place for the second."""
+def measure(
+    recipe: Recipe,
+    *,
+    data: Path | None = None,
+    dataset: str | None = None,
+    workers: int | None = None,
+) -> Measured:
+    """Measure one worker, and the link between two if there is a place for the second.
+
+    `workers` is the largest number that is to be predicted: the link is left out for one, and more
+    workers than cores up to the cores.
+    """
     threads = torch.get_num_threads()
     backend, plan = Serial(), make_plan(recipe, workers=1)
     if backend.device.type == "cpu":
@@ -120,14 +136,14 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
     try:
         model = build_model(recipe, backend.device)
         passes, update = _computing(recipe, plan, model, backend)
-        read = _reading(recipe, plan, backend, data)
+        read = _reading(recipe, plan, backend, data, dataset)
         sizes = _group_bytes(recipe, model)
     finally:
         torch.set_num_threads(threads)
     image, each = fit_line(passes)
     per_byte: float | None = None
     latency = 0.0
-    if backend.device.type == "cpu" or _places(backend.device.type) > 1:
+    if workers != 1 and (backend.device.type == "cpu" or _places(backend.device.type) > 1):
         per_byte, latency = fit_line(_exchanging())
     measured = Measured(
         model=recipe.model.name,
@@ -149,7 +165,8 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
         exchange_gigabytes_per_second=None if per_byte is None else 1e-9 / per_byte,
         images_per_second_read=read,
     )
-    if backend.device.type != "cpu":
+    few = workers is not None and workers <= _places(backend.device.type)
+    if few or backend.device.type != "cpu":
         return measured
     return measured.model_copy(update={"oversubscription": oversubscription(recipe, measured)})
 
@@ -260,14 +277,20 @@ class _Beside(Serial):
         self.local_size = local_size
 
 
-def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) -> float:
+def _reading(
+    recipe: Recipe, plan: Plan, backend: Backend, data: Path | None, dataset: str | None = None
+) -> float:
     """Return the images per second of the input pipeline for one worker that does nothing else.
 
     The worker has its share of the CPU cores with a worker on every device. Raises
     LargebatchError if the run is too short to be timed.
     """
     beside = _Beside(backend.device, _places(backend.device.type))
-    pipeline, seen, clock = open_pipeline(recipe, plan, beside, folder=data), 0, _clock(backend)
+    pipeline, seen, clock = (
+        open_pipeline(recipe, plan, beside, folder=data, dataset=dataset),
+        0,
+        _clock(backend),
+    )
     with closing(pipeline.training(range(plan.train_steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass

@@ -94,6 +94,38 @@ class Critical:
         return MORE_STEPS * batch / self.measured
 
 
+def at_constant_rate(recipe: Recipe, batch: int, rate: float, *, epochs: float) -> Recipe:
+    """Return the recipe at a batch and a constant rate, monitored and without polishing.
+
+    The warm-up has the same number of samples at every batch, at most a quarter of `epochs`, and
+    the end is never reached in these.
+    """
+    content, per_epoch = recipe.model_dump(), recipe.train_samples / batch
+    warmup = recipe.schedule.warmup
+    samples = 0.0
+    if warmup is not None:
+        samples = (warmup.epochs or 0) * recipe.train_samples
+        samples += (warmup.steps or 0) * recipe.batch.global_batch
+    ramp = round(min(samples / recipe.train_samples, epochs / 4) * per_epoch)
+    longest = round(2 * MOST_SAMPLES * epochs * per_epoch) + 2
+    content |= {
+        "duration": {"steps": longest},
+        "batch": {**content["batch"], "global_batch": batch, "schedule": ()},
+        "data": without_resolution(recipe.data),
+        "schedule": {
+            **content["schedule"],
+            "peak_lr": rate,
+            "warmup": {"steps": ramp} if ramp else None,
+            "start_lr": 0.0,
+            "decay": {"kind": "constant"},
+        },
+        "polish": None,
+        "evaluation": {},
+        "monitor": ("noise_scale",),
+    }
+    return Recipe.model_validate(content)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Study:
     """Runs of one recipe at several batches, which resume after an interruption."""
@@ -121,35 +153,8 @@ class _Study:
         return float(f"{factor * self.recipe.schedule.peak_lr * math.sqrt(share):.3g}")
 
     def at(self, batch: int, rate: float) -> Recipe:
-        """Return the recipe at another batch and a constant rate, monitored and without polishing.
-
-        The warm-up has the same number of samples at every batch, at most a quarter of the
-        smallest batch's run.
-        """
-        content, per_epoch = self.recipe.model_dump(), self.recipe.train_samples / batch
-        warmup = self.recipe.schedule.warmup
-        samples = 0.0
-        if warmup is not None:
-            samples = (warmup.epochs or 0) * self.recipe.train_samples
-            samples += (warmup.steps or 0) * self.recipe.batch.global_batch
-        ramp = round(min(samples / self.recipe.train_samples, self.epochs / 4) * per_epoch)
-        longest = round(2 * MOST_SAMPLES * self.epochs * per_epoch) + 2  # its end is never reached
-        content |= {
-            "duration": {"steps": longest},
-            "batch": {**content["batch"], "global_batch": batch, "schedule": ()},
-            "data": without_resolution(self.recipe.data),
-            "schedule": {
-                **content["schedule"],
-                "peak_lr": rate,
-                "warmup": {"steps": ramp} if ramp else None,
-                "start_lr": 0.0,
-                "decay": {"kind": "constant"},
-            },
-            "polish": None,
-            "evaluation": {},
-            "monitor": ("noise_scale",),
-        }
-        return Recipe.model_validate(content)
+        """Return the recipe at another batch and a constant rate, monitored."""
+        return at_constant_rate(self.recipe, batch, rate, epochs=self.epochs)
 
     def train(self, batch: int, factor: float, epochs: float) -> Run:
         """Train for some epochs, resuming what exists; a run that diverges stops earlier."""
@@ -168,13 +173,10 @@ class _Study:
                 recipe,
                 workers=self.workers,
                 out=folder,
-                data=self.options.data,
-                dataset=self.options.dataset,
-                imports=self.options.imports,
-                backend=self.options.backend,
-                timeout=self.options.timeout,
+                **self.options.machine,
                 resume="auto" if log.exists() else False,
                 max_steps=steps,
+                report=False,
             )
             if summary.status == "interrupted":
                 raise InterruptedStudyError(f"saved in {self.options.out}")

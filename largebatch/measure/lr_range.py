@@ -113,11 +113,13 @@ def range_recipe(recipe: Recipe, rates: Range, *, seed: int) -> Recipe:
         raise LargebatchError(f"{recipe.name}: has no range test: {reason}") from None
 
 
-def train_range(recipe: Recipe, options: Options, rates: Range, *, workers: int = 1) -> None:
+def train_range(
+    recipe: Recipe, options: Options, rates: Range, *, workers: int = 1, report: bool = True
+) -> None:
     """Run the test with every seed in folders of `options.out`, resuming existing runs.
 
-    A run may end by diverging. Raises LargebatchError before any run if the recipe cannot be
-    tested; InterruptedStudyError if a run is asked to stop.
+    A run may end by diverging; `report` writes a page of each. Raises LargebatchError before any
+    run if the recipe cannot be tested; InterruptedStudyError if a run is asked to stop.
     """
     if (options.out / LOG).exists():
         raise LargebatchError(f"{options.out}: holds a run; give another --out")
@@ -127,7 +129,7 @@ def train_range(recipe: Recipe, options: Options, rates: Range, *, workers: int 
     except PlanError as error:
         raise LargebatchError(f"{recipe.name}: has no range test: {error}") from None
     for run_recipe in recipes:
-        _train(run_recipe, _folder(options.out, run_recipe), options, workers)
+        _train(run_recipe, _folder(options.out, run_recipe), options, workers, report=report)
 
 
 def read_range(recipe: Recipe, out: Path, rates: Range) -> RangeTest:
@@ -148,7 +150,7 @@ def _folder(out: Path, recipe: Recipe) -> Path:
     return out / f"seed-{recipe.seed}"
 
 
-def _train(recipe: Recipe, folder: Path, options: Options, workers: int) -> None:
+def _train(recipe: Recipe, folder: Path, options: Options, workers: int, *, report: bool) -> None:
     if worker_rank() is None and _is_done(folder, recipe):  # with a launcher all have to begin
         return
     try:
@@ -156,12 +158,9 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int) -> None
             recipe,
             workers=workers,
             out=folder,
-            data=options.data,
-            dataset=options.dataset,
-            imports=options.imports,
-            backend=options.backend,
-            timeout=options.timeout,
+            **options.machine,
             resume="auto" if (folder / LOG).exists() else False,
+            report=report,
         )
     except DivergedError:
         return

@@ -68,7 +68,7 @@ def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
     axes.plot(workers, seconds, color=colour, marker="o", ms=5)
     ideal = [seconds[0] * workers[0] / each for each in workers]
     axes.plot(workers, ideal, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-    _name_times(axes, [*seconds, found.low, ideal[-1]])
+    name_times(axes, [*seconds, found.low, ideal[-1]])
     for point in best[::2]:
         axes.annotate(
             f"{point.global_batch:,}", (point.workers, point.seconds), (5, 5),
@@ -96,7 +96,7 @@ def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Predict
             textcoords="offset points", color=colour, size=10,
         )  # fmt: skip
     _draw_run(axes, found.global_batch, found, below=False)
-    _name_times(axes, times)
+    name_times(axes, times)
     name_axes(axes, y="Time by batch; the points are the best", x="Batch")
 
 
@@ -113,7 +113,7 @@ def _draw_run(axes: "Axes", place: float, found: Prediction, *, below: bool) -> 
     )  # fmt: skip
 
 
-def _name_times(axes: "Axes", seconds: list[float]) -> None:
+def name_times(axes: "Axes", seconds: list[float]) -> None:
     """Label the axis with round times between the shortest and the longest."""
     usual = {
         "1 s": 1, "2 s": 2, "5 s": 5, "10 s": 10, "20 s": 20, "30 s": 30, "1 min": 60,

@@ -2,13 +2,23 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 from largebatch.distributed.agreement import Facts
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 
 Resume = bool | Literal["auto"]
 """auto: resume if there is a checkpoint, else start."""
+
+
+class Machine(TypedDict):
+    """Settings of where a run is, as keyword arguments of Options and `run`."""
+
+    data: Path | None
+    dataset: str | None
+    imports: tuple[str, ...]
+    backend: BackendName
+    timeout: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,17 @@ class Options:
 
     timeout: float = TIMEOUT_SECONDS
     """Seconds that a worker waits for another one that does nothing."""
+
+    @property
+    def machine(self) -> Machine:
+        """The settings that runs of one study have in common."""
+        return {
+            "data": self.data,
+            "dataset": self.dataset,
+            "imports": self.imports,
+            "backend": self.backend,
+            "timeout": self.timeout,
+        }
 
     @property
     def shared(self) -> Facts:

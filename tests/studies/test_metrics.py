@@ -16,6 +16,7 @@ from short_runs import DIGITS
 
 from largebatch import load_recipe
 from largebatch.errors import CheckpointError
+from largebatch.recipe.scaling import scaled
 from largebatch.recipe.writing import dump_recipe
 from largebatch.report.run import Run, read_run
 from largebatch.studies.metrics import (
@@ -34,7 +35,6 @@ from largebatch.studies.metrics import (
     ratio_of_updates,
     robustness,
 )
-from largebatch.studies.queue.cells import scaled
 from largebatch.studies.queue.study import SCALES
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]

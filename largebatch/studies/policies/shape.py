@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from largebatch.planner.suggest import Suggestion
+from largebatch.recipe.scaling import scaled, shortened
 from largebatch.recipe.schedule import Schedule
 from largebatch.studies.metrics import Interval
 from largebatch.studies.policies.groups import Group
 from largebatch.studies.policies.recommend import Recommendation, describe_points, recommend
-from largebatch.studies.queue.cells import scaled, shortened
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,7 @@ from largebatch.errors import LargebatchError, RecipeError, nearest
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.schedule import (
-    CosineCyclesExp,
-    Exponential,
-    Inverse,
-    Restarts,
-    Sigmoid,
-    SineExp,
-    TriangleExp,
-)
-from largebatch.recipe.section import Duration, Section
+from largebatch.recipe.scaling import scaled, shortened
 from largebatch.recipe.task import IMAGES
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.queue.study import (
@@ -41,10 +32,6 @@ Values = Mapping[str, float]
 
 RUNGS = 4
 """Number of equal parts of a trial; it may be stopped early after each."""
-
-_RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
-_BY_FACTOR = (Exponential, TriangleExp, SineExp, CosineCyclesExp, Restarts)
-"""Schedules that multiply the rate by gamma at every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,63 +190,6 @@ def rungs(plan: Plan) -> list[int]:
         for part in range(1, RUNGS)
     }
     return [step for step in sorted(near) if plan.warmup_steps < step < plan.train_steps]
-
-
-def shortened(recipe: Recipe, epochs: float, *, steps: float | None = None) -> Recipe:
-    """Return the recipe with all lengths multiplied by `epochs`, and decays per step scaled to
-    match.
-
-    `steps` is the factor of lengths in updates and of decays per step, if an epoch has another
-    number of updates; None: the same as `epochs`.
-    """
-    steps = epochs if steps is None else steps
-    if epochs == steps == 1:
-        return recipe
-    tree = _shortened(recipe, epochs, steps).model_dump(mode="json")
-    every = tree["evaluation"]["every_epochs"]
-    if every is not None:
-        tree["evaluation"]["every_epochs"] = every * epochs
-        tree["evaluation"]["offset_epochs"] *= epochs
-    return validate_tree(Recipe, tree, source=recipe.name)
-
-
-def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 -- any field
-    if isinstance(value, tuple):
-        return tuple(_shortened(each, epochs, steps) for each in value)
-    if not isinstance(value, Section):
-        return value
-    changes = {
-        key: _shortened(getattr(value, key), epochs, steps) for key in type(value).model_fields
-    }
-    if isinstance(value, Duration):
-        if value.epochs is not None:
-            changes["epochs"] = value.epochs * epochs
-        elif value.steps is not None:
-            changes["steps"] = max(1, round(value.steps * steps))
-    if isinstance(value, _BY_FACTOR):
-        changes["gamma"] = value.gamma ** (1 / steps)
-    elif isinstance(value, Inverse | Sigmoid):
-        changes["gamma"] = value.gamma / steps
-    return value.model_copy(update=changes)
-
-
-def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """Return the recipe with all learning rates of its schedule multiplied by a positive factor."""
-    tree = recipe.model_dump(mode="json")
-    tree["schedule"] = _scaled(tree["schedule"], factor)
-    return validate_tree(Recipe, tree, source=recipe.name)
-
-
-def _scaled(tree: Any, factor: float) -> Any:  # noqa: ANN401 -- any JSON
-    """Multiply the rates of a schedule; gives 0.3, not 3 x 0.1 to the last bit."""
-    if isinstance(tree, list):
-        return [_scaled(each, factor) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        key: float(f"{value * factor:.12g}") if key in _RATES else _scaled(value, factor)
-        for key, value in tree.items()
-    }
 
 
 def _bound_samples(section: dict[str, Any] | None, most: int) -> None:
