@@ -13,18 +13,29 @@ from largebatch.errors import LargebatchError, MissingPackageError, StudyError, 
 from largebatch.planner.draft import draft, suggested_name, words
 from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.writing import recipe_name
 from largebatch.schedules.build import build_schedule
 
 if TYPE_CHECKING:
+    from largebatch.recipe.recipe import Recipe
     from largebatch.studies.policies.shape import Shape
+
+NUMBERS = ("samples", "val_samples", "classes", "image_size")
+"""Options that describe a data set."""
 
 
 def add_commands(command: Command) -> None:
     """Add the command `suggest`."""
     added = command("suggest", _suggest, "write a recipe for a batch between published ones")
+    added.add_argument(
+        "recipe", type=Path, nargs="?", help="a recipe whose images and network are kept"
+    )
+    added.add_argument(
+        "--data", type=Path, metavar="DIR", help="instead: images, which are measured as by `init`"
+    )
     added.add_argument("--batch", type=count, required=True, metavar="B", help="global batch")
-    added.add_argument("--model", default="resnet50", metavar="NAME", help="(resnet50)")
+    added.add_argument("--model", metavar="NAME", help="(resnet50, or the recipe's)")
     added.add_argument("--epochs", type=count, metavar="E", help="(what the epoch law takes)")
     for option, text in (
         ("samples", "training images, if not ImageNet's; then also:"),
@@ -38,14 +49,21 @@ def add_commands(command: Command) -> None:
 
 
 def _suggest(args: argparse.Namespace) -> int:
-    found = suggest(args.batch, data=_data(args), model=args.model, epochs=args.epochs)
+    if args.model is not None:
+        from largebatch.models import require_known
+
+        require_known(args.model)
+    base = _base(args)
+    data = _data(args) if base is None else _data_of(base)
+    model = args.model or (base.model.name if base else "resnet50")
+    found = suggest(args.batch, data=data, model=model, epochs=args.epochs)
     out = args.out or Path(f"{suggested_name(found)}.yaml")
     shape = _measured(found, args.storage)
-    text = draft(found, schedule=shape.schedule if shape else None)
+    text = draft(found, schedule=shape.schedule if shape else None, base=base)
     recipe = parse_recipe(text, source=str(out))
     build_schedule(recipe.schedule, make_plan(recipe, workers=1))
     write_recipe(out, text)
-    for line in words(found, has_warmup=shape is None or shape.schedule is None):
+    for line in words(found, has_warmup=shape is None or shape.schedule is None, base=base):
         print(wrapped(line))
     if shape is not None:
         print(wrapped(shape.words))
@@ -73,6 +91,40 @@ def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
     if shape is None and storages:
         print(wrapped(f"no measured policies: none is of {found.model} on these images"))
     return shape
+
+
+def _base(args: argparse.Namespace) -> "Recipe | None":
+    """Return the recipe that is given, or that of the images; None without either."""
+    if args.recipe is None and args.data is None:
+        return None
+    given = [f"--{key.replace('_', '-')}" for key in NUMBERS if getattr(args, key) is not None]
+    if args.recipe is not None and args.data is not None:
+        given.insert(0, "--data")
+    if given:
+        source = args.recipe or args.data
+        raise LargebatchError(f"{', '.join(given)}: {source} has these already; leave it out")
+    if args.recipe is not None:
+        recipe = load_recipe(args.recipe)
+    else:
+        from largebatch.cli.data import show_index
+        from largebatch.measure.initial import draft as first_draft
+        from largebatch.measure.initial import survey
+
+        name = recipe_name(args.data.resolve().name, otherwise="own-data")
+        recipe = parse_recipe(first_draft(survey(*show_index(args.data)), name=name))
+    if args.model is None:
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_validate({"name": args.model})})
+
+
+def _data_of(recipe: "Recipe") -> DataSet:
+    images = recipe.images
+    return DataSet(
+        samples=images.train_split,
+        val_samples=images.val_split,
+        classes=images.classes,
+        image_size=images.image_size,
+    )
 
 
 def _data(args: argparse.Namespace) -> DataSet:

@@ -7,6 +7,7 @@ from typing import Any
 
 from largebatch.formatting import aligned
 from largebatch.planner.suggest import (
+    IMAGENET,
     LARGEST,
     SETTINGS,
     SPANS,
@@ -24,22 +25,32 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.writing import dump_commented, recipe_name
 
+FEW = 0.5
+"""Share of the fewest updates of a reference point below which a run is warned of."""
+
 UNSURE = 0.5
 """Median error of a setting from which its interpolation is called unsure."""
 
 STATISTICS = 50_000
 """Clean images that the statistics pass measures, at most."""
 
+KEPT = ("seed", "data", "model", "loss", "precision", "reduction", "execution", "evaluation")
+"""Sections that a suggestion for a recipe keeps: what a batch does not decide."""
+
+ON_IMAGES = {"data.crop_area", "data.flip", "model.head_std"}
+
 SMALL = 64
 """Images up to this side, in pixels, are cropped less: 5 % of their area would be a few pixels."""
 
 
-def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
+def words(found: Suggestion, *, has_warmup: bool = True, base: Recipe | None = None) -> list[str]:
     """Return the sources of a suggestion, their errors, and what no point covers.
 
-    `has_warmup`: True if the warm-up is the points' too, and not that of a measured policy.
+    `has_warmup`: True if the warm-up is the points' too, and not that of a measured policy; `base`
+    is the recipe whose images are kept.
     """
     return [
+        *_few_updates(found),
         *_between(found),
         *_settings(found, has_warmup=has_warmup),
         *_epochs(found),
@@ -51,7 +62,7 @@ def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
             f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
             "on clean images, the share of Fujitsu's entry, then statistics"
         ),
-        *_elsewhere(found, has_warmup=has_warmup),
+        *_elsewhere(found, has_warmup=has_warmup, base=base),
         f"range: batches up to {LARGEST:,} on ImageNet; no run with a larger one is known here",
     ]
 
@@ -144,7 +155,27 @@ def _epochs(found: Suggestion) -> Iterator[str]:
     yield f"schedule: {found.epochs:g} epochs, {reason}"
 
 
-def _elsewhere(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
+def _few_updates(found: Suggestion) -> Iterator[str]:
+    """Yield a warning where a run has far fewer updates than that of any reference point."""
+    updates = found.epochs * found.data.samples / found.batch
+    fewest = min(
+        point.schedule_epochs * IMAGENET.samples / point.batch for point in reference_points()
+    )
+    if updates < FEW * fewest:
+        ratio = found.batch * updates / (FEW * fewest)
+        yield (
+            f"warning: {updates:,.0f} updates in all, and the reference points make {fewest:,.0f} "
+            f"or more: expect the network not to be trained to its end; with these epochs a batch "
+            f"of {ratio:,.0f} makes half as many as they do, with this batch "
+            f"{FEW * fewest * found.batch / found.data.samples:,.0f} epochs"
+        )
+
+
+def _elsewhere(found: Suggestion, *, has_warmup: bool, base: Recipe | None) -> Iterator[str]:
+    unknown = "crops, flips, mean and std, label smoothing"
+    if base is not None:
+        yield f"kept from {base.name}: images with their crops, flips, mean and std, network, loss"
+        unknown = "whether these optimizer settings suit the network"
     shares = "warm-up and polishing as shares" if has_warmup else "polishing as a share"
     if found.elsewhere:
         updates = math.ceil(found.epochs * found.data.samples / found.batch)
@@ -154,8 +185,8 @@ def _elsewhere(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
         )
         yield (
             f"not taken over, so try it out: how many epochs (these make {updates:,} updates; both "
-            "numbers of the law are ImageNet's, ResNet-50's and 75.9 %'s; --epochs E), crops, "
-            "flips, mean and std, label smoothing"
+            "numbers of the law are ImageNet's, ResNet-50's and 75.9 %'s; --epochs E), "
+            f"{unknown}"
         )
     if found.model != "resnet50":
         yield (
@@ -164,14 +195,21 @@ def _elsewhere(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
         )
 
 
-def draft(found: Suggestion, *, schedule: Schedule | None = None) -> str:
+def draft(
+    found: Suggestion, *, schedule: Schedule | None = None, base: Recipe | None = None
+) -> str:
     """Return the text of the suggested recipe, with the rule beside each number.
 
-    `schedule` is the section with a measured policy, if there is one.
+    `schedule` is the section with a measured policy, if there is one; `base` is a recipe whose
+    images, network and other sections are kept.
     """
     name = suggested_name(found)
     tree = _tree(found, name)
     comments = _comments(found)
+    if base is not None:
+        tree |= _kept(base, tree)
+        comments = {key: text for key, text in comments.items() if key not in ON_IMAGES}
+        comments["data"] = f"as in {base.name}, with network, loss and execution"
     if schedule is not None:
         tree["schedule"] = schedule.model_dump(mode="json")
         comments = {key: text for key, text in comments.items() if not key.startswith("schedule.")}
@@ -182,6 +220,20 @@ def draft(found: Suggestion, *, schedule: Schedule | None = None) -> str:
         "Where to begin, not a result. Measured here: not yet.",
     )
     return dump_commented(validate_tree(Recipe, tree, source=name), comments, header=header)
+
+
+def _kept(base: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections of a recipe that a suggestion keeps.
+
+    Without BatchNorm there are no spans and no polishing.
+    """
+    own = base.model_dump(mode="json", exclude_unset=True)
+    kept = {key: own[key] for key in KEPT if key in own}
+    if "execution" in kept:
+        kept["execution"] = {k: v for k, v in kept["execution"].items() if k != "device_batch"}
+    if base.batch.bn_span is None:
+        kept |= {"batch": {**tree["batch"], "bn_span": None}, "polish": None}
+    return kept
 
 
 def _tree(found: Suggestion, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from class_folders import write_image
 from schedules_of import schedule_of
 
 from largebatch.cli.main import DONE, USER, main
@@ -270,11 +271,9 @@ def test_what_does_not_transfer_to_another_optimizer_is_marked(
     assert marked == ["momentum", "weight_decay", "peak_lr", "warmup"]
 
 
-def test_a_strange_name_of_a_model_stays_a_name(tmp_path: Path) -> None:
-    out = tmp_path / "mine.yaml"
+def test_a_strange_name_of_a_model_stays_a_name() -> None:
     name = 'a: "b" # c'
-    assert main(["suggest", "--batch", "4096", "--model", name, "--out", str(out)]) == DONE
-    assert load_recipe(out).model.name == name
+    assert parse_recipe(draft(suggest(4096, model=name))).model.name == name
 
 
 def test_the_page_shows_what_is_printed(
@@ -299,3 +298,90 @@ def test_it_answers_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "mine.yaml")]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)  # without databases
     assert load_recipe(tmp_path / "mine.yaml").batch.global_batch == 4096
+
+
+def test_a_recipe_keeps_its_images_network_and_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, mine = tmp_path / "mine.yaml", load_recipe("digits_96")
+    assert main(["suggest", "digits_96", "--batch", "64", "--out", str(out)]) == DONE
+    found = load_recipe(out)
+    assert (found.data, found.model, found.loss) == (mine.data, mine.model, mine.loss)
+    assert found.batch.global_batch == 64
+    assert isinstance(found.optimizer, LARS)
+    assert "kept from digits-96: images with their crops, flips" in capsys.readouterr().out
+
+
+def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing(tmp_path: Path) -> None:
+    mine, out = tmp_path / "mine.yaml", tmp_path / "out.yaml"
+    mine.write_text(
+        "\n".join(
+            [
+                "name: mine\nseed: 3\nduration: {epochs: 9}",
+                "data: {source: digits, classes: 10, train_samples: 1437, val_samples: 360,",
+                "  image_size: 16, mean: [0.3, 0.3, 0.3], std: [0.4, 0.4, 0.4], crop_area: null,",
+                "  flip: false, eval_resize: 16}",
+                "model: {name: lenet5}\nbatch: {global_batch: 96, bn_span: null}",
+                "optimizer: {kind: sgd}",
+                "schedule: {peak_lr: 0.1, warmup: null, decay: {kind: constant}}",
+                "execution: {device_batch: 96, cache: memory}",
+            ]
+        )
+    )
+    assert main(["suggest", str(mine), "--batch", "64", "--out", str(out)]) == DONE
+    found = load_recipe(out)
+    assert found.batch.bn_span is None
+    assert found.polish is None
+    assert found.seed == 3
+    assert found.execution.cache == "memory"
+    assert found.execution.device_batch is None
+
+
+def test_images_are_measured_as_init_does(tmp_path: Path) -> None:
+    for split, number in (("train", 480), ("val", 8)):
+        for place in range(number):
+            name = f"{split}/{place % 2}/{place}.png"
+            write_image(tmp_path / "data" / name, height=12, width=12)
+    data, first, out = (str(tmp_path / name) for name in ("data", "init.yaml", "out.yaml"))
+    assert main(["init", data, "--out", first]) == DONE
+    assert main(["suggest", "--data", data, "--batch", "32", "--out", out]) == DONE
+    found, started = load_recipe(Path(out)), load_recipe(Path(first))
+    assert (found.data, found.model) == (started.data, started.model)
+    assert found.batch.global_batch == 32
+    assert main(["plan", out]) == DONE
+
+
+def test_far_fewer_updates_than_any_reference_point_are_warned_of() -> None:
+    fewest = min(
+        point.schedule_epochs * IMAGENET.samples / point.batch for point in reference_points()
+    )
+    few = words(suggest(2000, data=CIFAR, epochs=20))
+    expected = f"warning: 500 updates in all, and the reference points make {fewest:,.0f} or more"
+    assert few[0].startswith(expected)
+    assert f"a batch of {20 * 50_000 / (fewest / 2):,.0f} makes half as many" in few[0]
+    assert not any(line.startswith("warning") for line in words(suggest(2000, data=CIFAR)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["digits_96", "--samples", "100"], "--samples: digits_96 has these already"),
+        (["digits_96", "--data", "x"], "--data: digits_96 has these already"),
+        (["--data", "nowhere"], "nowhere"),
+        (["digits_96", "--model", "resnet5"], "timm has no model 'resnet5'; did you mean"),
+        (["ptb_lstm_20"], "data.source: text"),
+    ],
+)
+def test_what_cannot_be_suggested_is_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["suggest", *options, "--batch", "64"]) == USER
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert message in printed
+    assert not list(tmp_path.iterdir())
