@@ -26,12 +26,24 @@ _LATE = tuple(
     f"training/protocols/{name}.py" for name in ("arrivals", "exchange", "learner", "rule", "stage")
 )
 _CHECKPOINT = ("training/checkpoint.py", "training/state.py")
+_DIAGNOSIS = tuple(f"report/{name}.py" for name in ("diagnosis", "pair", "record"))
 
 MEASURED = {
+    "accuracy_fell": tuple(f"measure/audit/{it}.py" for it in ("gradient", "rates", "samples")),
+    "audit_faults": ("measure/audit",),
+    "audit_published": ("measure/audit",),
     "averaged_weights": ("models/cifar_resnet9.py", "polish"),
+    "batch_advice": (
+        "measure/batch.py",
+        "measure/batch_parts.py",
+        "measure/critical_batch.py",
+        "tracking/noise_scale.py",
+    ),
     "checkpoint": _CHECKPOINT,
     "checkpoint_busy": _CHECKPOINT,
     "critical_batch": ("measure/critical_batch.py", "tracking/noise_scale.py"),
+    "critical_batch_fashion_mnist": ("measure/critical_batch.py", "tracking/noise_scale.py"),
+    "diagnosis": _DIAGNOSIS,
     "defaults": (*_TRAINING, "studies/settings/settings.py", "studies/settings/transfer.py"),
     "false_alarms": ("studies/metrics.py",),
     "index": ("data/index",),

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 
 from largebatch import __version__
 from largebatch.cli import (
+    batch,
     bench,
     data,
+    diagnose,
     init,
     launch,
     lr,
@@ -301,7 +303,9 @@ def make_parser() -> argparse.ArgumentParser:
     exported.add_argument("--onnx", action="store_true", help="also write model.onnx")
     add_imports(exported)
 
-    for module in (polish, recipe, init, suggest, noise, referee, sweep, launch, rehearse):
+    for module in (
+        polish, recipe, init, suggest, batch, noise, diagnose, referee, sweep, launch, rehearse,
+    ):  # fmt: skip
         module.add_commands(command)
 
     bench.add_settings_commands(command)
