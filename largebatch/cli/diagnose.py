@@ -12,6 +12,7 @@ from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import MISSING, aligned, percent
+from largebatch.tracking.events import LOG
 
 if TYPE_CHECKING:
     from largebatch.report.diagnosis import Cause
@@ -48,15 +49,22 @@ def _diagnose(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.exists():
         raise LargebatchError(f"{args.out}: exists already; choose another file with --out")
     from largebatch.report.diagnosis import find_causes, unchecked
-    from largebatch.report.logs import read_record
+    from largebatch.report.logs import find_log, read_record
     from largebatch.report.pair import order
     from largebatch.report.record import read_edge
+    from largebatch.report.verdict import verdict
 
+    if args.classes is not None and all(find_log(path).name == LOG for path in args.runs):
+        raise LargebatchError("--classes: a run folder has its number of classes; leave it out")
     edge = None if args.range is None else read_edge(args.range)
     records = [read_record(path, classes=args.classes) for path in args.runs]
     run, small = order(*records) if len(records) == 2 else (records[0], None)
     run = replace(run, edge=edge)
     _print_table([run] if small is None else [small, run])
+    if small is not None and not (run.batch and small.batch) and not run.updates:
+        print(wrapped(f"judged: {run.name}; batches are not known, so give the larger batch first"))
+    if run.run is not None and not run.is_complete:
+        print(wrapped(verdict(run.run).words))
     causes = find_causes(run, small)
     _print_causes(run, causes)
     missing = unchecked(run)

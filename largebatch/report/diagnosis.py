@@ -91,11 +91,13 @@ def find_causes(run: Record, small: Record | None = None) -> list[Cause]:
     """Return the likely causes; `small` is a run of the same data in smaller batches."""
     causes = list(_diverged(run))
     if not causes:
-        causes = [*_rises(run), *_statistics(run), *_weak_classes(run)]
+        causes = [*_rises(run), *_statistics(run)]
+        if not _is_underfit(run):
+            causes += _weak_classes(run)
         explained = {cause.kind for cause in causes if cause.harms}
         if not explained & {"statistics off", "class lost"}:
             causes += _gap(run)
-        if "rate beyond the edge" not in explained:
+        if "rate beyond the edge" not in explained and run.is_complete:
             causes += _underfit(run)
     if small is not None:
         causes = _against(small, run, causes)
@@ -124,10 +126,13 @@ def _diverged(run: Record) -> Iterator[Cause]:
     lost = np.flatnonzero(~np.isfinite(run.loss))
     failed = run.run is not None and run.run.diverged
     if lost.size and (failed or not math.isfinite(run.loss[-1])):
-        row = int(lost[0])
+        row, begin = int(lost[0]), onset(run)
+        rose = ""
+        if begin is not None and begin < row:
+            rose = f"rose from {run.lows[begin]:.3g} {_place(run, begin)}{_rate(run, begin)} and "
         yield Cause(
             "diverged",
-            f"the training loss was not finite {_place(run, row)}{_rate(run, row)}",
+            f"the training loss {rose}was not finite {_place(run, row)}{_rate(run, row)}",
             lower,
         )
         return
@@ -155,6 +160,14 @@ def _is_rise(run: Record, rise: Rise) -> bool:
     return spike and rise.exceeds_noise
 
 
+def onset(run: Record, rows: slice = slice(0, None)) -> int | None:
+    """Return the first of these rows at which the smoothed loss has risen; None without a rise."""
+    lows = run.lows
+    risen = (run.trend - lows > RISE * run.unit) & (run.trend > RISEN * lows)
+    begin = np.flatnonzero((risen & np.isfinite(run.trend))[rows])
+    return int(begin[0]) + (rows.start or 0) if begin.size else None
+
+
 def _place(run: Record, row: int) -> str:
     """Return where a row is: its update, or its epoch in logs without updates."""
     if math.isfinite(run.step[row]):
@@ -164,6 +177,8 @@ def _place(run: Record, row: int) -> str:
 
 def _epoch(run: Record, epochs: float) -> str:
     """Return the epoch that ends after a number of epochs, as the log counts them."""
+    if not math.isfinite(epochs):
+        return "in one evaluation"
     return f"at epoch {epochs - 1 + run.first_epoch:.3g}"
 
 
@@ -178,7 +193,7 @@ def _statistics(run: Record) -> Iterator[Cause]:
     )
     yield from _gained(run)
     finite = np.isfinite(run.val_loss)
-    lost = np.flatnonzero(np.isinf(run.val_loss) & np.isfinite(run.val_epoch))
+    lost = np.flatnonzero(np.isinf(run.val_loss))
     if lost.size:
         where = _epoch(run, run.val_epoch[lost[0]])
         yield Cause("statistics off", f"the validation loss was not finite {where}", remedy)
@@ -191,7 +206,7 @@ def _statistics(run: Record) -> Iterator[Cause]:
     if highest > WILD_LOSS * run.chance:
         where = _epoch(run, run.val_epoch[row])
         yield Cause(kind, f"the validation loss was {highest:.3g} {where} {_guess(run)}", remedy)
-    elif end > run.chance and not _rose(run):
+    elif end > run.chance and not _rose(run) and not _is_underfit(run):
         yield Cause(kind, f"the final validation loss is {end:.3g} {_guess(run)}", remedy)
     elif run.normalised and _never_fits(run):
         yield Cause(
@@ -329,9 +344,13 @@ def _gap(run: Record) -> Iterator[Cause]:
         )
 
 
+def _is_underfit(run: Record) -> bool:
+    return run.end - run.floor > run.fit * run.chance
+
+
 def _underfit(run: Record) -> Iterator[Cause]:
     """Yield a training loss that ends close to guessing, with the number of updates."""
-    if not run.end - run.floor > run.fit * run.chance:
+    if not _is_underfit(run):
         return
     smoothing = f", {run.floor:.3g} of it from label smoothing" if run.floor else ""
     words = f"the final training loss is {run.end:.3g}{smoothing} {_guess(run)}"

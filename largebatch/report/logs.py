@@ -28,10 +28,11 @@ NAMES = {
     "step": "step global_step steps iteration iter update updates num_updates",
     "epoch": "epoch epochs train_epoch",
     "loss": "train_loss loss training_loss loss_train train_loss_epoch train_loss_step",
-    "val_loss": "val_loss eval_loss valid_loss validation_loss test_loss loss_val val_loss_epoch",
+    "val_loss": "val_loss eval_loss valid_loss validation_loss test_loss loss_val val_loss_epoch "
+    "loss_valid loss_validation loss_test",
     "top1": "val_top1 eval_top1 val_acc1 eval_acc1 val_acc val_accuracy valid_acc valid_accuracy "
     "validation_accuracy eval_acc eval_accuracy test_acc test_acc1 test_accuracy test_top1 top1 "
-    "acc1 acc accuracy",
+    "acc1 acc accuracy accuracy_val accuracy_test acc_val acc_test",
     "lr": "train_lr lr learning_rate train_learning_rate",
 }
 """Usual names of each column, the likeliest first, in lower case and with _ for other signs."""
@@ -50,8 +51,6 @@ def read_record(path: Path, *, classes: int | None = None) -> Record:
     there is no log or it has no training loss, MissingPackageError for event files without
     TensorBoard.
     """
-    if (path / LOG).exists():
-        return record_of(read_run(path))
     file = find_log(path)
     if file.name == LOG:
         return record_of(read_run(file.parent))
@@ -68,7 +67,7 @@ def find_log(path: Path) -> Path:
         return path
     if not path.exists():
         raise CheckpointError(f"{path}: not found; expected a run folder or a log")
-    for name in FILES:
+    for name in (LOG, *FILES):
         if (path / name).exists():
             return path / name
     if any(path.rglob(f"*{EVENTS}*")):
@@ -91,7 +90,13 @@ def _rows(path: Path) -> Iterator[Row]:
         yield from (_numbers(entry) for entry in history if isinstance(entry, dict))
     else:
         with path.open(encoding="utf-8", newline="") as file:
-            yield from map(_numbers, csv.DictReader(file))
+            table = csv.DictReader(file)
+            if len(table.fieldnames or ()) == 1 and ";" in (table.fieldnames or ("",))[0]:
+                raise ValueError("expected commas between columns, found semicolons")
+            rows = [_numbers(row) for row in table]
+        if not rows:
+            raise ValueError("has no rows")
+        yield from rows
 
 
 def _numbers(row: Mapping[Any, Any]) -> Row:
@@ -123,10 +128,15 @@ def _read_events(path: Path) -> Iterator[Row]:
 
     files = [path] if path.is_file() else sorted(path.rglob(f"*{EVENTS}*"))
     rows: dict[int, dict[str, float]] = {}
+    folders: dict[str, Path] = {}
     for file in files:
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
+            if folders.setdefault(tag, file.parent) != file.parent:
+                raise ValueError(
+                    f"{tag} is in {folders[tag]} and in {file.parent}; give one of the folders"
+                )
             for event in events.Scalars(tag):
                 rows.setdefault(event.step, {"step": event.step})[_plain(tag)] = event.value
     yield from (rows[step] for step in sorted(rows))
@@ -145,6 +155,7 @@ def record_of_rows(rows: Iterable[Row], *, name: str, classes: int | None) -> Re
     training = [row for row in table if found["loss"] in row]
     measured = [row for row in table if found["val_loss"] in row or found["top1"] in row]
     epoch, top1 = found["epoch"], _values(measured, found["top1"])
+    percents = np.nanmax(top1, initial=0.0) > 1 or _is_timms(found["top1"], table)
     step, epochs = (_values(training, found[kind]) for kind in ("step", "epoch"))
     first_step, first_epoch = _first(step), _first(epochs)
     per_epoch = len({row.get(epoch or "") for row in training}) == len(training)
@@ -159,7 +170,7 @@ def record_of_rows(rows: Iterable[Row], *, name: str, classes: int | None) -> Re
         by_update=not (epoch and per_epoch and not _fractional(training, epoch)),
         val_epoch=_values(measured, epoch) + 1 - first_epoch,
         val_loss=_losses(measured, found["val_loss"]),
-        top1=top1 / 100 if np.nanmax(top1, initial=0.0) > 1 else top1,
+        top1=top1 / 100 if percents else top1,
         classes=classes,
     )
 
@@ -174,6 +185,11 @@ def _column(kind: str, rows: list[Row]) -> str | None:
     if not usual and kind == "lr":
         usual = [key for key in known if key.startswith("lr_")]
     return max(usual, key=lambda name: known[name], default=None)
+
+
+def _is_timms(top1: str | None, rows: list[Row]) -> bool:
+    """Return True for timm's summary.csv, whose accuracies are per cent, however low."""
+    return top1 == "eval_top1" and any("eval_top5" in row for row in rows)
 
 
 def _values(rows: list[Row], name: str | None) -> FloatArray:

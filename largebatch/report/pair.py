@@ -19,7 +19,7 @@ twice what seeds differ by in short runs."""
 class Found(NamedTuple):
     """A difference of two runs, as the fields of a cause."""
 
-    kind: Literal["generalisation gap", "fewer updates"]
+    kind: Literal["generalisation gap", "fewer updates", "underfit"]
     figure: str
     remedy: str
 
@@ -70,6 +70,23 @@ def compare_pair(run: Record, small: Record) -> Iterator[Found]:
         )
     elif run.updates and small.updates and run.updates < small.updates:
         yield _fewer(run, small)
+    else:
+        yield Found(
+            "underfit",
+            f"{_as_many(run, small)}the training loss ends at {run.end:.3g} against {small.end:.3g}"
+            f"{_rates(run, small)}; {_ends(run, small)}",
+            "find the rate of this batch (`largebatch lr range`), then train for more epochs",
+        )
+
+
+def _as_many(run: Record, small: Record) -> str:
+    return "after as many updates " if run.updates and run.updates == small.updates else ""
+
+
+def _rates(run: Record, small: Record) -> str:
+    if not math.isfinite(run.peak + small.peak):
+        return ""
+    return f" (peak learning rates {run.peak:.3g} and {small.peak:.3g})"
 
 
 def _is_worse(run: Record, small: Record) -> bool:

@@ -121,6 +121,11 @@ class Record:
     recipe: Recipe | None = None
 
     @property
+    def is_complete(self) -> bool:
+        """False if a run folder's run did not end by itself; True for logs of other programs."""
+        return self.run is None or self.run.finished
+
+    @property
     def normalised(self) -> bool:
         """False if the recipe states that the model has no BatchNorm."""
         return self.recipe is None or self.recipe.batch.bn_span is not None
@@ -172,6 +177,11 @@ class Record:
         return np.concatenate((start[:early], rest[early:]))
 
     @property
+    def lows(self) -> FloatArray:
+        """The lowest smoothed loss before each row."""
+        return np.minimum.accumulate(np.concatenate(([self.start], self.trend)))[:-1]
+
+    @property
     def _finite(self) -> FloatArray:
         return bounded(self.loss)
 
@@ -194,12 +204,11 @@ class Record:
         """Return the largest rise of the smoothed loss whose high lies in these rows."""
         if len(self.trend) < 2:
             return None
-        lows = np.minimum.accumulate(np.concatenate(([self.start], self.trend)))[:-1]
-        rises = (self.trend - lows)[rows]
+        rises = (self.trend - self.lows)[rows]
         if not rises.size:
             return None
         row = int(np.argmax(rises)) + (rows.start or 0)
-        low, high = float(lows[row]), float(self.trend[row])
+        low, high = float(self.lows[row]), float(self.trend[row])
         peak = float(self._finite[max(0, row - SHORT // 2) : row + SHORT // 2 + 1].max())
         start = int(np.argmin(self.trend[: max(1, row)]))
         return Rise(low, high, row, peak, self._scatter(start, (low + high) / 2))
@@ -284,7 +293,10 @@ def read_edge(path: Path) -> float:
     """
     file = path / "range.json" if path.is_dir() else path
     try:
-        return float(json.loads(file.read_text(encoding="utf-8"))["upper"]["value"])
+        upper = json.loads(file.read_text(encoding="utf-8"))["upper"]
+        if upper is None:
+            raise CheckpointError(f"{file}: the range test found no upper bound of the rate")
+        return float(upper["value"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file}: has no upper bound of the rate ({type(error).__name__}: {error}); "

@@ -27,8 +27,10 @@ def test_a_run_is_shown_with_its_causes_and_what_was_not_checked(
         ["updates", "40"],
     ]
     place = shown.index("likely causes in diverged, the most likely first:")
-    assert shown[place + 1].startswith("1. diverged: the training loss was not finite at step 39")
-    assert shown[place + 2].startswith("  to change it: lower schedule.peak_lr or lengthen")
+    words = " ".join(" ".join(shown[place + 1 :]).split())
+    assert words.startswith("1. diverged: the training loss rose from 1.89 at step 33 ")
+    assert " and was not finite at step 39 " in words
+    assert " to change it: lower schedule.peak_lr or lengthen" in words
     assert shown[-2].startswith("not checked, for lack of a record: validation loss, exact Batch")
 
 
@@ -58,7 +60,9 @@ def test_two_logs_of_another_program_stand_side_by_side(
     rows = [line.split() for line in shown.splitlines()]
     assert ["top-1", "90.00", "%", "45.00", "%"] in rows
     assert ["peak", "learning", "rate", "0.5", "0.5"] in rows
-    assert "1. underfit: the final training loss is 1.7" in shown
+    assert "1. underfit: the training loss ends at 1.7 against 0.3" in shown
+    assert "top-1 ends at 45.00 % against 90.00 %" in " ".join(shown.split())
+    assert "judged: " in shown
 
 
 def test_a_repair_without_a_recipe_is_refused_after_the_causes(
@@ -71,6 +75,16 @@ def test_a_repair_without_a_recipe_is_refused_after_the_causes(
     assert "1. diverged: the training loss was not finite at epoch 2" in shown.out
     assert "has no recipe that can be read" in shown.err
     assert not (tmp_path / "new.yaml").exists()
+
+
+def test_a_run_that_did_not_finish_is_shown_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fake_runs.give_recipe(fake_runs.paused(tmp_path / "run"), "polish=null")
+    assert main(["diagnose", str(folder)]) == DONE
+    assert "The run paused at --max-steps" in capsys.readouterr().out
+    assert main(["diagnose", str(folder), "--classes", "10"]) == USER
+    assert "--classes: a run folder has its number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

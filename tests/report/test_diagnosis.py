@@ -101,6 +101,9 @@ def test_a_peak_above_the_bound_of_a_range_test_is_beyond_the_edge(tmp_path: Pat
     assert kinds(course(2.3, 0.1, edge=edge)) == ["rate beyond the edge"]
     assert kinds(course(2.3, 0.1, edge=1.25 * edge)) == []
     (tmp_path / "range.json").write_text('{"upper": null}')
+    with pytest.raises(CheckpointError, match="the range test found no upper bound"):
+        read_edge(tmp_path)
+    (tmp_path / "range.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no upper bound of the rate"):
         read_edge(tmp_path)
 
@@ -138,8 +141,14 @@ def test_a_loss_that_ends_as_no_number_is_a_divergence_and_one_skipped_update_is
     assert find_causes(lost)[0].figure == (
         "the training loss was not finite at step 300 (learning rate 1)"
     )
-    lost.loss[301:] = 0.1
-    assert kinds(lost) == []
+    risen = course(2.3, 0.1)
+    risen.loss[280:300] = 5.0
+    risen.loss[300:] = math.nan
+    assert find_causes(risen)[0].figure.startswith("the training loss rose from 0.")
+    assert " and was not finite at step 300" in find_causes(risen)[0].figure
+    skipped = course(2.3, 0.1)
+    skipped.loss[300] = math.nan
+    assert kinds(skipped) == []
 
 
 def test_statistics_are_suspected_where_only_training_data_is_ever_fitted() -> None:
@@ -148,6 +157,32 @@ def test_statistics_are_suspected_where_only_training_data_is_ever_fitted() -> N
     assert kinds(off) == ["statistics off"]
     recipe = load_recipe("digits_96", ["model={name: lenet5}", "batch.bn_span=null", "polish=null"])
     assert kinds(replace(off, recipe=recipe)) == ["generalisation gap"]
+
+
+def test_a_network_that_learned_nothing_has_no_statistics_to_suspect() -> None:
+    level = validated(course(2.28, 2.28), [2.31, 2.31], [0.1, 0.1])
+    assert kinds(level) == ["fewer updates"]
+
+
+def test_classes_are_not_lost_in_a_run_that_is_underfit(tmp_path: Path) -> None:
+    record = record_of(read_run(fake_runs.learned_nothing(tmp_path / "run")))
+    lost = replace(record, loss=np.full_like(record.loss, 2.0), val_loss=record.val_loss * 0 + 2.0)
+    assert not {"class lost", "weak classes"} & set(kinds(lost))
+
+
+def test_a_validation_loss_without_an_epoch_is_judged_too() -> None:
+    record = replace(course(2.3, 0.1), val_epoch=np.array([math.nan]))
+    lost = replace(record, val_loss=np.array([math.inf]), top1=np.array([0.1]))
+    assert find_causes(lost)[0].figure == "the validation loss was not finite in one evaluation"
+
+
+def test_a_run_that_did_not_finish_is_not_said_to_need_more_updates(tmp_path: Path) -> None:
+    folder = fake_runs.give_recipe(fake_runs.paused(tmp_path / "run"), "polish=null")
+    record = record_of(read_run(folder))
+    level = replace(record, loss=np.full_like(record.loss, 2.2), val_loss=np.array([]))
+    assert not record.is_complete
+    assert kinds(replace(level, run=None)) == ["fewer updates"]
+    assert kinds(level) == []
 
 
 def test_a_validation_loss_that_rises_while_training_falls_is_a_gap_and_not_statistics() -> None:
@@ -195,6 +230,17 @@ def test_runs_with_the_same_training_loss_and_another_top1_have_a_gap() -> None:
     small = validated(SMALL, [0.5], [0.9])
     assert kinds(large(2.3, 0.5, 0.1, top1=0.8), small) == ["generalisation gap"]
     assert kinds(large(2.3, 0.5, 0.1, top1=0.89), small) == []
+
+
+def test_a_run_with_as_many_updates_or_without_their_number_is_compared_by_its_loss() -> None:
+    small, run = course(2.3, 0.2, 0.1), course(2.3, 1.5, 1.0)
+    ends = [validated(small, [0.2], [0.9]), validated(run, [1.0], [0.6])]
+    (cause,) = find_causes(ends[1], ends[0])
+    assert cause.kind == "underfit"
+    assert cause.figure.startswith("after as many updates the training loss ends at 1")
+    unknown = [replace(it, step=np.full_like(it.step, math.nan)) for it in ends]
+    (cause,) = find_causes(unknown[1], unknown[0])
+    assert cause.figure.startswith("the training loss ends at 1")
 
 
 def test_the_epochs_of_a_large_batch_are_those_of_the_small_run_to_the_same_loss() -> None:

@@ -106,6 +106,23 @@ def test_scalars_of_tensorboard_are_rows_by_step(tmp_path: Path) -> None:
     assert (record.val_loss.tolist(), record.top1.tolist()) == ([0.75], [0.5])
 
 
+def test_event_files_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for name in ("a", "b"):
+        with SummaryWriter(str(tmp_path / name)) as writer:
+            writer.add_scalar("Loss/train", 1.0, 0)
+    with pytest.raises(CheckpointError, match=r"Loss/train is in .*a and in .*b; give one of the"):
+        read_record(tmp_path)
+    assert read_record(tmp_path / "a").loss.tolist() == [1.0]
+
+
+def test_timms_accuracies_are_per_cent_however_low(tmp_path: Path) -> None:
+    header = "epoch,train_loss,eval_loss,eval_top1,eval_top5\n"
+    (tmp_path / "summary.csv").write_text(f"{header}0,6.9,6.9,0.1,0.5\n")
+    assert read_record(tmp_path).top1.tolist() == [0.001]
+
+
 def test_what_another_log_lacks_is_not_checked_and_raises_no_cause(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("step,loss\n1,2.3\n2,1.0\n3,0.4\n")
     record = read_record(tmp_path / "log.csv")
@@ -120,7 +137,9 @@ def test_what_another_log_lacks_is_not_checked_and_raises_no_cause(tmp_path: Pat
     ("content", "words"),
     [
         ("epoch,top1\n0,0.5\n", "has no training loss; expected a column such as train_loss or"),
-        ("", "has no training loss; .* found nothing"),
+        ("", "cannot be read as a log: has no rows"),
+        ("epoch,train_loss\n", "cannot be read as a log: has no rows"),
+        ("epoch;train_loss\n1;2.3\n", "expected commas between columns, found semicolons"),
         (b"\xff\xfe\x00binary", "cannot be read as a log"),
     ],
 )
