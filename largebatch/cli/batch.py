@@ -119,6 +119,7 @@ def _show(advice: "Advice", out: Path, data: Path | None) -> None:
             "chosen_at_ends": list(advice.bounds),
             "rate": advice.rate,
             "device_batch_limit": advice.most,
+            "step_seconds": advice.step_seconds,
             "remarks": list(advice.remarks),
         },
     )

@@ -10,9 +10,9 @@ machine as measured or on a cluster.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from largebatch import accelerator
 from largebatch.errors import LargebatchError, PlanError, RecipeError
@@ -66,8 +66,9 @@ class Advice:
     bounds: tuple[int, int]
     """Batches that would be chosen at the lower and the upper end of the noise scale."""
 
-    most: int
-    """Largest device batch that memory holds, by the activations of a few samples."""
+    most: int | None
+    """Largest device batch that memory holds, by the activations of a few samples; None if the
+    memory is unknown."""
 
     edges: Edges
     """Range tests by batch; none where they were left out."""
@@ -87,10 +88,35 @@ class Advice:
         return exponent([(batch, upper.value if upper else None) for batch, upper in uppers])
 
     @property
+    def keeps(self) -> bool:
+        """True if the chosen batch is the recipe's own."""
+        return self.chosen.batch == self.recipe.batch.global_batch
+
+    @property
     def rate(self) -> float:
         """Peak learning rate of the chosen batch."""
+        own = self.recipe.schedule.peak_lr
         ratio = self.chosen.batch / self.recipe.batch.global_batch
-        return float(f"{self.recipe.schedule.peak_lr * ratio**self.exponent:.3g}")
+        return own if self.keeps else float(f"{own * ratio**self.exponent:.3g}")
+
+    @property
+    def all_above(self) -> bool:
+        """True if every batch of the table is above the critical batch."""
+        return self.rows[0].batch > self.critical[0]
+
+    @property
+    def step_seconds(self) -> dict[int, float]:
+        """Seconds of a step of one worker by device batch; empty if none was measured.
+
+        They lie on the line through the times that were measured.
+        """
+        found = self.cluster.measured
+        if found is None:
+            return {}
+        whole = make_plan(self.recipe, workers=1).device_batch
+        fixed = found.seconds_per_pass + found.seconds_per_update
+        sizes = sorted({max(1, whole // part) for part in (4, 2, 1)})
+        return {size: fixed + size * found.seconds_per_image for size in sizes}
 
 
 def exponent(edges: Sequence[tuple[int, float | None]]) -> float:
@@ -115,8 +141,7 @@ def advise(question: Question) -> Advice:
     Raises LargebatchError where the recipe or the images cannot be measured or the minutes are too
     few, InterruptedStudyError if a run is asked to stop.
     """
-    recipe = question.recipe
-    batch = recipe.batch.global_batch
+    recipe, batch = question.recipe, question.recipe.batch.global_batch
     _require_fitting(question)
     measuring = Measuring(question)
     monitored = at_constant_rate(recipe, batch, recipe.schedule.peak_lr, epochs=1)
@@ -127,7 +152,7 @@ def advise(question: Question) -> Advice:
     predict(recipe, cluster, workers=question.workers)  # before minutes have gone by
     measuring.seconds = step.step_seconds
     noise = measuring.noise()
-    rows = tuple(compare(question, cluster, noise))
+    rows, refused = compare(question, cluster, noise)
     chosen = recommend(rows, most=MORE_STEPS * noise.value, own=batch)
     others = [row.batch for row in rows if row.batch > batch] or [rows[0].batch]
     other = chosen.batch if chosen.batch != batch else others[0]
@@ -142,7 +167,7 @@ def advise(question: Question) -> Advice:
         bounds=_bounds(question, cluster, noise),
         most=largest_device_batch(step, plan.device_batch, question),
         edges=edges,
-        remarks=tuple(measuring.remarks),
+        remarks=(*_left_out(rows, refused), *measuring.remarks),
     )
 
 
@@ -160,15 +185,31 @@ def _require_fitting(question: Question) -> None:
             f"{key}: one batch is to be chosen, of updates that wait for all; give --set "
             f"{key}={value}"
         )
-    if question.options.out.exists():
-        raise LargebatchError(f"{question.options.out}: exists already; give another --out")
+    if question.cluster is not None:  # an installed one has the times of one network
+        predict(recipe, question.cluster, workers=question.workers)
+    _require_writable(question.options.out)
 
 
-def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> Iterator[Row]:
-    """Yield the recipe's batch, its halves and its doublings, as far as they can be run.
+def _require_writable(out: Path) -> None:
+    """Raise LargebatchError if the folder exists or cannot be made."""
+    try:
+        out.mkdir(parents=True)
+        out.rmdir()
+    except FileExistsError:
+        raise LargebatchError(f"{out}: exists already; give another --out") from None
+    except OSError as error:
+        raise LargebatchError(f"--out {out}: cannot be made: {error.strerror}") from None
+
+
+def compare(
+    question: Question, cluster: Cluster, noise: NoiseScale
+) -> tuple[tuple[Row, ...], dict[int, str]]:
+    """Return the recipe's batch, its halves and its doublings, and why others cannot be run.
 
     The recipe's own epochs are taken to be right for its batch.
     """
+    rows: list[Row] = []
+    refused: dict[int, str] = {}
     recipe, batch = question.recipe, question.recipe.batch.global_batch
     length = make_plan(recipe, workers=question.workers)
     epochs = length.epoch(length.steps)
@@ -181,10 +222,26 @@ def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> Iterator
         if not 1 < size <= min(recipe.train_samples, max(batch, FAR * noise.value)):
             continue
         ends = sorted(by(max(1e-9, scale), size) for scale in _ends(noise))
-        with suppress(RecipeError, PlanError):
+        try:
             there = at_batch(recipe, size, epochs=by(noise.value, size))
             found = predict(there, cluster, workers=question.workers)
-            yield Row(size, by(noise.value, size), ends[0], ends[1], found.seconds, found.cost)
+        except (RecipeError, PlanError) as error:
+            refused[size] = str(error).splitlines()[-1].strip()  # without the heading
+            continue
+        row = Row(size, by(noise.value, size), ends[0], ends[1], found.seconds, found.cost)
+        rows.append(row)
+    return tuple(rows), refused
+
+
+def _left_out(rows: Sequence[Row], refused: Mapping[int, str]) -> Iterator[str]:
+    """Yield why the table begins at its smallest batch, and why the first larger one is missing."""
+    smallest = rows[0].batch
+    below = max((size for size in refused if size < smallest), default=None)
+    above = min((size for size in refused if size > smallest), default=None)
+    if below is not None:
+        yield f"no batches below {smallest:,}: {refused[below]}"
+    if above is not None:
+        yield f"no batch of {above:,}: {refused[above]}"
 
 
 def _ends(noise: NoiseScale) -> tuple[float, float]:
@@ -208,7 +265,7 @@ def _bounds(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[in
     """Return the batches that are recommended at both ends of the noise scale."""
     low, high = (
         recommend(
-            tuple(compare(question, cluster, replace(noise, value=max(1e-9, end)))),
+            compare(question, cluster, replace(noise, value=max(1e-9, end)))[0],
             most=MORE_STEPS * end,
             own=question.recipe.batch.global_batch,
         )
@@ -217,10 +274,15 @@ def _bounds(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[in
     return low.batch, high.batch
 
 
-def largest_device_batch(step: Estimate, device_batch: int, question: Question) -> int:
-    """Return the largest device batch that memory holds; 0 if not even one sample fits."""
-    gpu = question.cluster.gpu if question.cluster else None
-    if gpu is not None:
+def largest_device_batch(step: Estimate, device_batch: int, question: Question) -> int | None:
+    """Return the largest device batch that memory holds; 0 if not even one sample fits.
+
+    None for a calibrated cluster, whose file does not contain its memory.
+    """
+    if question.cluster is not None:
+        gpu = question.cluster.gpu
+        if gpu is None:
+            return None
         available = gpu.memory_gigabytes * 1e9 - FIXED_BYTES
     elif accelerator.count():
         available = accelerator.memory_bytes() - FIXED_BYTES

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def describe(advice: Advice) -> Iterator[str]:
-    """Yield the critical batch, the table of batches, memory, the rate, and what is uncertain."""
+    """Yield the critical batch, the table of batches, the step, memory, the rate, and remarks."""
     value, low, high = advice.critical
-    noise, chosen = advice.noise, advice.chosen
+    noise, smallest = advice.noise, advice.rows[0].batch
     yield (
         f"critical batch: {samples(value)} ({samples(low)} to {samples(high)}), which takes "
         f"{MORE_STEPS:.0%} more epochs than small batches: a fifth of the noise scale, "
@@ -31,33 +31,45 @@ def describe(advice: Advice) -> Iterator[str]:
         f"{plural(noise.updates, 'update')}); the interval has a factor of {THEORY:g} more, by "
         "which runs may differ from the noise scale"
     )
+    larger = f"; the smallest of this table, {smallest:,}, is larger" if advice.all_above else ""
     yield (
-        f"efficient: batches up to {samples(value)}; one of {samples(noise.value)} takes twice the "
-        "epochs of a small one"
+        f"efficient: batches up to {samples(value)}{larger}; one of {samples(noise.value)} takes "
+        "twice the epochs of a small one"
     )
     yield from _table(advice).split("\n")
-    yield (
-        f"memory: a device batch of up to {advice.most:,} samples a worker, estimated from the "
-        "activations of a few; larger batches take several device batches an update"
-    )
-    yield f"learning rate: {advice.rate:g}, {_rate_rule(advice)}, {_rate_source(advice)}"
+    steps = [f"{1000 * each:.3g} ms for {size:,}" for size, each in advice.step_seconds.items()]
+    if steps:
+        yield (
+            f"step of one worker on {advice.cluster.name} by device batch: {', '.join(steps)}, on "
+            "the line through measured times"
+        )
+    if advice.most is not None:
+        yield (
+            f"memory: a device batch of up to {advice.most:,} samples a worker, estimated from the "
+            "activations of a few; larger batches take several device batches an update"
+        )
+    yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}, {_rate_source(advice)}"
     yield from advice.remarks
-    why = "the recipe's own," if _keeps(advice) else "the smallest batch"
-    yield (
-        f"recommended: {chosen.batch:,}, {why} within {CLOSE - 1:.0%} of the shortest time up to "
-        f"the critical batch, for {chosen.epochs:.3g} epochs"
-    )
+    yield from _recommended(advice)
+
+
+def _recommended(advice: Advice) -> Iterator[str]:
+    """Yield the recommended batch with the reason, and those at the ends of the interval."""
+    chosen, first = advice.chosen, advice.rows[0]
+    smallest = f"{first.batch:,}, the smallest of this table, which is above the critical batch"
+    why = "the recipe's own," if advice.keeps else "the smallest batch"
+    shortest = "the shortest time up to the critical batch"
+    limit = f"the time of {smallest}" if advice.all_above else shortest
+    reason = f"{chosen.batch:,}, {why} within {CLOSE - 1:.0%} of {limit}"
+    if advice.all_above and chosen == first:
+        reason = smallest
+    yield f"recommended: {reason}, for {chosen.epochs:.3g} epochs"
     if set(advice.bounds) != {chosen.batch}:
         low, high = advice.bounds
         yield (
             f"the interval does not decide: at its lower end {low:,} would be recommended, at its "
             f"upper end {high:,}"
         )
-
-
-def _keeps(advice: Advice) -> bool:
-    """Return True if the recommended batch is the recipe's own."""
-    return advice.chosen.batch == advice.recipe.batch.global_batch
 
 
 def _table(advice: Advice) -> str:
@@ -68,7 +80,7 @@ def _table(advice: Advice) -> str:
     ]
     for before, row in pairwise([None, *advice.rows]):
         assert row is not None
-        cost = [] if row.cost is None else [f"{row.cost:,.2f}"]
+        cost = [] if row.cost is None else [three_digits(row.cost)]
         changes = ["", ""] if before is None else _changes(before, row)
         ends = f"{three_digits(row.low)} to {three_digits(row.high)}"
         mark = "<- recommended" if row == advice.chosen else ""
@@ -97,7 +109,7 @@ def _changes(before: Row, row: Row) -> list[str]:
 def _rate_rule(advice: Advice) -> str:
     """Return the power law of the learning rate."""
     recipe, batch = advice.recipe, advice.recipe.batch.global_batch
-    if _keeps(advice):
+    if advice.keeps:
         return "the recipe's"
     ratio = f"({advice.chosen.batch} / {batch})"
     return f"the recipe's {recipe.schedule.peak_lr:g} x {ratio}^{advice.exponent:.2g}"
@@ -107,7 +119,7 @@ def _rate_source(advice: Advice) -> str:
     """Return the origin of the exponent of the learning rate."""
     known = [(size, test.upper.value) for size, test in advice.edges if test.upper]
     found = " and ".join(f"{three_digits(rate)} at {size:,}" for size, rate in known)
-    if _keeps(advice):
+    if advice.keeps:
         return f"with upper edges of range tests: {found}" if found else "no edge was found"
     if len(known) < 2:
         return "the square-root rule: no two edges were found"
@@ -151,7 +163,7 @@ def _draw_epochs(axes: "Axes", advice: Advice) -> None:
         color=colour, alpha=0.15, lw=0,
     )  # fmt: skip
     axes.plot(batches, epochs, color=colour, marker="o", ms=5)
-    axes.set_ylim(0, 2.2 * max(min(epochs), advice.chosen.high))
+    axes.set_ylim(0, 1.08 * max(epochs))  # the band may be cut, the points may not
     axes.axvline(advice.critical[0], color=MUTED, lw=0.8, ls=(0, (4, 3)))
     _mark(axes, advice, advice.chosen.epochs)
     name_axes(axes, y="Epochs to the same loss; dashed: critical batch", x="Batch")
@@ -173,9 +185,9 @@ def _mark(axes: "Axes", advice: Advice, height: float) -> None:
 
 def advised(advice: Advice) -> Recipe:
     """Return the recipe in the recommended batch, with its epochs and its learning rate."""
-    chosen = advice.chosen
-    epochs = None if _keeps(advice) else chosen.epochs
-    recipe = at_batch(advice.recipe, chosen.batch, epochs=epochs, rate=advice.rate)
+    chosen, recipe = advice.chosen, advice.recipe
+    if not advice.keeps:
+        recipe = at_batch(recipe, chosen.batch, epochs=chosen.epochs, rate=advice.rate)
     return recipe.model_copy(update={"name": f"{recipe.name[:80]}-{chosen.batch}"})
 
 
@@ -189,7 +201,7 @@ def draft(advice: Advice) -> str:
         "batch.global_batch": f"the critical batch is {samples(value)} ({interval})",
         "schedule.peak_lr": _rate_rule(advice),
     }
-    other = "its own batch" if _keeps(advice) else f"another than {before.batch.global_batch:,}"
+    other = "its own batch" if advice.keeps else f"another than {before.batch.global_batch:,}"
     header = (
         f"{recipe.name}: written by `largebatch batch` from {before.name}, with the same shares of",
         f"the run, in {other}.",

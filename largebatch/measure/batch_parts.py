@@ -19,7 +19,7 @@ from largebatch.planner.cluster import Cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
-from largebatch.report.noise import BOUNDED, LEAST, measured, over
+from largebatch.report.noise import BOUNDED, LEAST, measured, over, samples
 from largebatch.report.run import read_run
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
@@ -148,6 +148,12 @@ class Measuring:
     def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
         """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""
         updates, more = plural(noise.updates, "update"), math.ceil(4 * self.question.minutes)
+        if noise.value == 0 and math.isfinite(noise.high):
+            raise LargebatchError(
+                f"over {updates} the noise of the gradient is too small to be seen: the noise "
+                f"scale is at most {samples(noise.high)}; give a smaller batch, --set "
+                f"batch.global_batch=B, or --minutes {more}"
+            )
         if not noise.value > 0:
             raise LargebatchError(
                 f"over {updates} the gradient does not stand out of its noise, so no batch can be "

@@ -37,7 +37,8 @@ STATISTICS = 50_000
 KEPT = ("seed", "data", "model", "loss", "precision", "reduction", "execution", "evaluation")
 """Sections that a suggestion for a recipe keeps: what a batch does not decide."""
 
-ON_IMAGES = {"data.crop_area", "data.flip", "model.head_std"}
+WITH_SPANS = {"batch.bn_span", "polish", "polish.clean"}
+"""Keys with comments that a suggestion without BatchNorm does not have."""
 
 SMALL = 64
 """Images up to this side, in pixels, are cropped less: 5 % of their area would be a few pixels."""
@@ -49,22 +50,28 @@ def words(found: Suggestion, *, has_warmup: bool = True, base: Recipe | None = N
     `has_warmup`: True if the warm-up is the points' too, and not that of a measured policy; `base`
     is the recipe whose images are kept.
     """
+    polishing = (
+        f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
+        "on clean images, the share of Fujitsu's entry, then statistics"
+    )
     return [
         *_few_updates(found),
         *_between(found),
-        *_settings(found, has_warmup=has_warmup),
+        *_settings(found, has_warmup=has_warmup, has_spans=_has_spans(base)),
         *_epochs(found),
         (
             "specific to LARS: learning rate, warm-up, momentum and weight decay; search for "
             "others with another optimizer.kind"
         ),
-        (
-            f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
-            "on clean images, the share of Fujitsu's entry, then statistics"
-        ),
+        *([polishing] if _has_spans(base) else []),
         *_elsewhere(found, has_warmup=has_warmup, base=base),
         f"range: batches up to {LARGEST:,} on ImageNet; no run with a larger one is known here",
     ]
+
+
+def _has_spans(base: Recipe | None) -> bool:
+    """Return True if the suggestion has BatchNorm spans and polishing: unless the base has none."""
+    return base is None or base.batch.bn_span is not None
 
 
 def _between(found: Suggestion) -> Iterator[str]:
@@ -102,24 +109,25 @@ def _recipes_for(batch: int) -> list[str]:
     ]
 
 
-def _settings(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
+def _settings(found: Suggestion, *, has_warmup: bool, has_spans: bool) -> Iterator[str]:
     lower, upper = found.lower, found.upper
+    warmup = {"warm-up, share of the run": found.warmup_epochs / found.epochs}
     settings = {
         "learning rate": found.peak_lr,
-        "warm-up, share of the run": found.warmup_epochs / found.epochs,
+        **(warmup if has_warmup else {}),
         "1 - momentum": 1 - found.momentum,
         "weight decay": found.weight_decay,
-        "BatchNorm span": found.bn_span,
+        **({"BatchNorm span": found.bn_span} if has_spans else {}),
     }
     rows = [["", "here", "neighbours", "error of each point, from its own neighbours"]]
     for name, here in settings.items():
-        if has_warmup or not name.startswith("warm-up"):
-            points = dict.fromkeys(f"{SETTINGS[name](point):.4g}" for point in (lower, upper))
-            rows.append([name, f"{here:.4g}", ", ".join(points), _missed(name)])
+        points = dict.fromkeys(f"{SETTINGS[name](point):.4g}" for point in (lower, upper))
+        rows.append([name, f"{here:.4g}", ", ".join(points), _missed(name)])
     yield from aligned(rows, right=[1]).split("\n")
+    span = f"the span is a divisor of {found.batch:,} from {SPANS[0]} to {SPANS[-1]}; "
     yield (
-        f"the span is a divisor of {found.batch:,} from {SPANS[0]} to {SPANS[-1]}; what misses by "
-        f"{_percent(UNSURE)} or more is hardly a function of the batch: try others"
+        f"{span if has_spans else ''}what misses by {_percent(UNSURE)} or more is hardly a "
+        "function of the batch: try others"
     )
 
 
@@ -176,12 +184,14 @@ def _elsewhere(found: Suggestion, *, has_warmup: bool, base: Recipe | None) -> I
     if base is not None:
         yield f"kept from {base.name}: images with their crops, flips, mean and std, network, loss"
         unknown = "whether these optimizer settings suit the network"
-    shares = "warm-up and polishing as shares" if has_warmup else "polishing as a share"
+    parts = {"warm-up": has_warmup, "polishing": _has_spans(base)}
+    shares = " and ".join(name for name, is_there in parts.items() if is_there)
+    form = "shares" if all(parts.values()) else "a share"
     if found.elsewhere:
         updates = math.ceil(found.epochs * found.data.samples / found.batch)
         yield (
             "taken over: learning rate, eta, momentum and weight decay, which act in every "
-            f"update, and {shares} of the run"
+            "update" + (f", and {shares} as {form} of the run" if shares else "")
         )
         yield (
             f"not taken over, so try it out: how many epochs (these make {updates:,} updates; both "
@@ -189,10 +199,8 @@ def _elsewhere(found: Suggestion, *, has_warmup: bool, base: Recipe | None) -> I
             f"{unknown}"
         )
     if found.model != "resnet50":
-        yield (
-            f"all points are ResNet-50: none was measured with {found.model}; without "
-            "BatchNorm it needs bn_span: null and no polish"
-        )
+        needs = "; without BatchNorm it needs bn_span: null and no polish" if base is None else ""
+        yield f"all points are ResNet-50: none was measured with {found.model}{needs}"
 
 
 def draft(
@@ -206,13 +214,16 @@ def draft(
     name = suggested_name(found)
     tree = _tree(found, name)
     comments = _comments(found)
+    if not _has_spans(base):
+        comments = {key: text for key, text in comments.items() if key not in WITH_SPANS}
     if base is not None:
         tree |= _kept(base, tree)
-        comments = {key: text for key, text in comments.items() if key not in ON_IMAGES}
+        comments = {key: text for key, text in comments.items() if key.split(".")[0] not in KEPT}
         comments["data"] = f"as in {base.name}, with network, loss and execution"
     if schedule is not None:
         tree["schedule"] = schedule.model_dump(mode="json")
         comments = {key: text for key, text in comments.items() if not key.startswith("schedule.")}
+        comments["optimizer.eta"] = "MLPerf's, as eps"
         comments["schedule"] = "its shape was measured, its peak is from the points and for LARS"
     header = (
         f"{name}: written by `largebatch suggest`.",
@@ -291,9 +302,10 @@ def _comments(found: Suggestion) -> dict[str, str]:
         "batch.bn_span": f"the nearest divisor; {_points_have(found, 'bn_span')}",
         "optimizer.momentum": f"for LARS; {_points_have(found, 'momentum')}",
         "optimizer.weight_decay": f"for LARS; {_points_have(found, 'weight_decay')}",
-        "optimizer.eta": "MLPerf's, as eps, power, end_lr and label smoothing",
+        "optimizer.eta": "MLPerf's, as eps, power and end_lr",
         "schedule.peak_lr": f"for LARS; {_points_have(found, 'peak_lr')}",
         "schedule.warmup": f"for LARS; {_percent(found.warmup_epochs / found.epochs)} of the run",
+        "loss": "MLPerf's",
         "polish": "no reference point has it",
         "polish.clean": "the share of Fujitsu's entry",
     }

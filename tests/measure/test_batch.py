@@ -3,10 +3,12 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from short_runs import DIGITS, a_recipe
 
 from largebatch import load_recipe
@@ -15,8 +17,9 @@ from largebatch.errors import LargebatchError
 from largebatch.measure import batch as module
 from largebatch.measure import batch_parts as parts
 from largebatch.measure.batch import Row, advise, compare, exponent, recommend
-from largebatch.measure.batch_chart import describe, draft
+from largebatch.measure.batch_chart import _draw_epochs, describe, draft
 from largebatch.measure.batch_parts import Question
+from largebatch.measure.calibrate import cluster_of
 from largebatch.measure.estimate import Estimate
 from largebatch.planner.cluster import Measured, load_cluster
 from largebatch.planner.limits import settings
@@ -29,6 +32,8 @@ from largebatch.tracking.noise_scale import NoiseScale
 
 STEP = 0.1
 """Seconds of an update that the tests pretend to have measured."""
+
+ESTIMATE = Estimate("cpu", "fp32", 8, STEP, 100 * STEP, 2_000_000, 10_000)
 
 LENET = (
     *("model={name: lenet5}", "batch={global_batch: 96, bn_span: null}", "polish=null"),
@@ -50,24 +55,23 @@ def elapsed(folder: Path, step_seconds: float) -> float:
     return step_seconds * sum(log.read_text().count('"event":"step"') for log in folder.rglob(LOG))
 
 
+def machine(recipe: Recipe, **_: object) -> Measured:
+    """Return the times that the tests pretend to have measured on this machine."""
+    return Measured(
+        model=recipe.model.name, arguments=recipe.model.arguments, classes=10,
+        image_size=recipe.images.image_size, precision="fp32", settings=settings(recipe),
+        device="cpu", seconds_per_image=1e-3, seconds_per_pass=0.01, seconds_per_update=0.02,
+        gradient_bytes=1e6, reduction="fp32", messages=3, norm_layers=0, exchange_seconds=0.0,
+        groups=recipe.execution.groups.model_dump(mode="json"),
+        exchange_gigabytes_per_second=None, images_per_second_read=1e5,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def fixed_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixed times in place of measured ones."""
 
-    def step(_: Recipe, plan: object) -> Estimate:
-        return Estimate("cpu", "fp32", 8, STEP, 100 * STEP, 2_000_000, 10_000)
-
-    def machine(recipe: Recipe, **_: object) -> Measured:
-        return Measured(
-            model=recipe.model.name, arguments=recipe.model.arguments, classes=10,
-            image_size=recipe.images.image_size, precision="fp32", settings=settings(recipe),
-            device="cpu", seconds_per_image=1e-3, seconds_per_pass=0.01, seconds_per_update=0.02,
-            gradient_bytes=1e6, reduction="fp32", messages=3, norm_layers=0, exchange_seconds=0.0,
-            groups=recipe.execution.groups.model_dump(mode="json"),
-            exchange_gigabytes_per_second=None, images_per_second_read=1e5,
-        )  # fmt: skip
-
-    monkeypatch.setattr(module, "estimate", step)
+    monkeypatch.setattr(module, "estimate", lambda *_: ESTIMATE)
     monkeypatch.setattr(parts, "measure", machine)
     monkeypatch.setattr(parts, "monotonic", lambda: elapsed(tmp_path, STEP))
 
@@ -78,7 +82,7 @@ def test_epochs_times_and_costs_follow_the_law_and_the_planner(tmp_path: Path) -
     asked = Question(
         recipe=recipe, options=Options(out=tmp_path), minutes=1, workers=64, cluster=cluster
     )
-    rows = {row.batch: row for row in compare(asked, cluster, noise(40_000, 30_000, 60_000))}
+    rows = {row.batch: row for row in compare(asked, cluster, noise(40_000, 30_000, 60_000))[0]}
     assert rows[8192].epochs == rows[8192].low == rows[8192].high == pytest.approx(44, rel=1e-3)
     for size, row in rows.items():
         assert row.epochs == pytest.approx(44 * (1 + size / 4e4) / (1 + 8192 / 4e4), rel=1e-3)
@@ -150,13 +154,15 @@ def test_a_measurement_writes_a_recipe_with_its_sources(
 ) -> None:
     out = tmp_path / "out"
     found = measure(0.2, out)
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert found["noise"]["updates"] == 70  # in 50 / 85 of twelve seconds
     assert len((out / "noise" / LOG).read_text().split('"device_square":')) > 70
     assert found["low"] == pytest.approx(0.2 * found["noise"]["low"] / 2)
     assert found["high"] == pytest.approx(0.2 * found["noise"]["high"] * 2)
     assert "0 seeds of each range test, at batches of 96 and" in printed
     assert not list(out.glob("range-*"))
+    assert found["step_seconds"] == pytest.approx({"24": 0.054, "48": 0.078, "96": 0.126})
+    assert "on this machine by device batch: 54 ms for 24, 78 ms for 48, 126 ms for 96" in printed
     assert (out / "batch.png").read_bytes().startswith(b"\x89PNG")
     (path,) = out.glob("*.yaml")
     recipe = load_recipe(path)
@@ -198,6 +204,10 @@ def test_the_advice_says_what_is_wide_and_what_more_minutes_narrow(tmp_path: Pat
     assert "50 updates show the very beginning of a run" in early
     with pytest.raises(LargebatchError, match="does not stand out of its noise.*give --minutes 4"):
         measuring.judge(noise(math.nan, 40, math.inf), planned=1000)
+    with pytest.raises(LargebatchError, match="does not stand out of its noise"):
+        measuring.judge(noise(0, 0, math.inf), planned=1000)
+    with pytest.raises(LargebatchError, match="noise of the gradient is too small.*at most 31.4;"):
+        measuring.judge(noise(0, 0, 31.4), planned=1000)
 
 
 def test_an_advice_names_the_square_root_rule_where_no_edge_was_found(tmp_path: Path) -> None:
@@ -206,7 +216,7 @@ def test_an_advice_names_the_square_root_rule_where_no_edge_was_found(tmp_path: 
     asked = Question(
         recipe=recipe, options=Options(out=tmp_path), minutes=1, workers=64, cluster=cluster
     )
-    rows = tuple(compare(asked, cluster, noise(80_000, 60_000, 120_000)))
+    rows, _ = compare(asked, cluster, noise(80_000, 60_000, 120_000))
     other, own = (next(row for row in rows if row.batch == size) for size in (16_384, 8192))
     advice = module.Advice(
         recipe=recipe, cluster=cluster, workers=64, noise=noise(80_000, 60_000, 120_000),
@@ -227,6 +237,88 @@ def test_an_advice_names_the_square_root_rule_where_no_edge_was_found(tmp_path: 
     assert "at its lower end 4,096 would be recommended, at its upper end 32,768" in text
     named = recipe.model_copy(update={"name": "resnet50-8192-mlperf-8192"})
     assert parse_recipe(draft(kept)).mathematics == named.mathematics
+
+
+def advice_on(recipe: Recipe, found: NoiseScale, *, chosen: int) -> module.Advice:
+    """Return the advice on this machine, from fixed times and a noise scale."""
+    cluster = cluster_of(machine(recipe), name="this machine")
+    asked = Question(recipe=recipe, options=Options(out=Path("out")), minutes=1)
+    rows, refused = compare(asked, cluster, found)
+    return module.Advice(
+        recipe=recipe, cluster=cluster, workers=1, noise=found, rows=rows,
+        chosen=next(row for row in rows if row.batch == chosen), bounds=(chosen, chosen),
+        most=None, edges=(), remarks=tuple(module._left_out(rows, refused)),
+    )  # fmt: skip
+
+
+def test_where_all_batches_are_above_the_critical_one_the_smallest_is_compared_with() -> None:
+    recipe = load_recipe(DIGITS, ["data.image_size=16"])
+    advice = advice_on(recipe, noise(157, 120, 200), chosen=48)
+    text = "\n".join(describe(advice))
+    assert "efficient: batches up to 31.4; the smallest of this table, 48, is larger" in text
+    assert (
+        "no batches below 48: batch: global_batch (24) must be a multiple of bn_span (48)" in text
+    )
+    last = "48, the smallest of this table, which is above the critical batch, for"
+    assert f"recommended: {last}" in text
+    kept = "\n".join(describe(replace(advice, chosen=advice.rows[1])))
+    assert f"recommended: 96, the recipe's own, within 5% of the time of {last}" in kept
+    assert "up to the critical batch" not in text + kept
+
+
+def test_a_batch_that_cannot_be_run_is_named_where_the_table_goes_on_beyond_it() -> None:
+    rows = [Row(batch, 1, 1, 1, 1, None) for batch in (48, 96)]
+    remarks = module._left_out(rows, {12: "a", 24: "b", 192: "c", 384: "d"})
+    assert list(remarks) == ["no batches below 48: b", "no batch of 192: c"]
+
+
+def test_the_recipes_own_rate_is_written_as_it_is() -> None:
+    recipe = load_recipe(DIGITS, [*LENET, "schedule.peak_lr=0.0123456789012345"])
+    advice = advice_on(recipe, noise(500, 400, 600), chosen=96)
+    assert advice.rate == parse_recipe(draft(advice)).schedule.peak_lr == 0.0123456789012345
+
+
+def test_the_memory_of_a_calibrated_cluster_is_not_known(tmp_path: Path) -> None:
+    asked = question(tmp_path)
+    cluster = cluster_of(machine(asked.recipe), name="there")
+    most = partial(module.largest_device_batch, ESTIMATE, 96)
+    assert most(replace(asked, cluster=cluster)) is None
+    assert most(asked)
+    assert most(replace(asked, cluster=load_cluster("dgx-a100")))
+    advice = advice_on(asked.recipe, noise(500, 400, 600), chosen=96)
+    assert "memory:" not in "\n".join(describe(advice))
+    assert "memory: a device batch of up to 7 " in "\n".join(describe(replace(advice, most=7)))
+
+
+def test_the_chart_shows_every_batch_and_the_table_small_costs_in_three_digits() -> None:
+    advice = advice_on(a_recipe(changes=LENET), noise(200, 150, 300), chosen=96)
+    axes = Figure().subplots()
+    _draw_epochs(axes, advice)
+    assert axes.get_ylim()[1] > max(row.epochs for row in advice.rows)
+    priced = tuple(replace(row, cost=0.0412) for row in advice.rows)
+    assert "0.0412" in "\n".join(describe(replace(advice, rows=priced)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cluster", "dgx-a100"], "dgx-a100 is calibrated with published runs of resnet50"),
+        (["--out", "file/out"], "--out file/out: cannot be made: Not a directory"),
+    ],
+)
+def test_what_needs_no_measurement_is_refused_before_it(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "estimate", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert main(["batch", str(DIGITS), "--out", "out", *words]) == USER
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_ends_of_the_interval_have_recommendations_of_their_own(tmp_path: Path) -> None:

@@ -267,6 +267,8 @@ def test_what_does_not_transfer_to_another_optimizer_is_marked(
     printed = " ".join(capsys.readouterr().out.split())
     assert "specific to LARS: learning rate, warm-up, momentum and weight decay; " in printed
     lines = out.read_text().splitlines()
+    measured = load_recipe("digits_96").schedule
+    assert "# MLPerf's, as eps\n" in draft(suggest(4096), schedule=measured)
     marked = [line.split(":")[0].strip() for line in lines if "# for LARS" in line]
     assert marked == ["momentum", "weight_decay", "peak_lr", "warmup"]
 
@@ -309,10 +311,17 @@ def test_a_recipe_keeps_its_images_network_and_loss(
     assert (found.data, found.model, found.loss) == (mine.data, mine.model, mine.loss)
     assert found.batch.global_batch == 64
     assert isinstance(found.optimizer, LARS)
-    assert "kept from digits-96: images with their crops, flips" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "kept from digits-96: images with their crops, flips" in printed
+    assert "BatchNorm span " in printed
+    assert "without BatchNorm" not in printed
+    assert "# MLPerf's, as eps, power and end_lr\n" in out.read_text()
+    assert "loss:\n" in out.read_text()  # without MLPerf's name
 
 
-def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing(tmp_path: Path) -> None:
+def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine, out = tmp_path / "mine.yaml", tmp_path / "out.yaml"
     mine.write_text(
         "\n".join(
@@ -335,6 +344,10 @@ def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing(tmp_path: Pa
     assert found.seed == 3
     assert found.execution.cache == "memory"
     assert found.execution.device_batch is None
+    printed, text = capsys.readouterr().out, out.read_text()
+    assert not [word for word in ("BatchNorm", "span", "polish") if word in printed]
+    assert "  bn_span: null\n" in text
+    assert "polish: null\n" in text
 
 
 def test_images_are_measured_as_init_does(tmp_path: Path) -> None:
