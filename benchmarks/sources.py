@@ -30,6 +30,7 @@ _DIAGNOSIS = tuple(f"report/{name}.py" for name in ("diagnosis", "pair", "record
 
 MEASURED = {
     "accuracy_fell": tuple(f"measure/audit/{it}.py" for it in ("gradient", "rates", "samples")),
+    "audit_cost": ("measure/audit",),
     "audit_faults": ("measure/audit",),
     "audit_published": ("measure/audit",),
     "averaged_weights": ("models/cifar_resnet9.py", "polish"),

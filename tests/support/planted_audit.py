@@ -11,6 +11,7 @@ group of its own, which it finds open; it seeds its own generators. In faults/ i
 """
 
 import contextlib
+import gc
 import importlib.util
 import io
 import os
@@ -71,6 +72,7 @@ def run_all(folder: str, names: Sequence[str]) -> dict[str, Findings | str]:
         torch.manual_seed(0)
         results[name] = run_one(folder, name)
         if dist.is_initialized():
+            gc.collect()  # models must not outlive their process group
             dist.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)

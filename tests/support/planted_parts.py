@@ -1,32 +1,50 @@
-"""Small models and data of the scripts that an audit is held against.
+"""Data, networks and an optimizer of the small scripts that an audit is tested on.
 
 `apart` divides the features between workers (or micro-batches): gradients of a linear model are
 then of equal length and orthogonal, so figures follow from Pythagoras.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 FEATURES, CLASSES = 8, 4
 
 
-def random_data(num: int = 96) -> TensorDataset:
-    """Return samples that are equal on all workers."""
-    draw = torch.Generator().manual_seed(0)
+def random_data(num: int = 96, *, seed: int = 0) -> TensorDataset:
+    """Return random samples with labels, the same on every worker."""
+    draw = torch.Generator().manual_seed(seed)
     images = torch.randn(num, FEATURES, generator=draw)
     return TensorDataset(images, torch.randint(0, CLASSES, (num,), generator=draw))
 
 
-def divided(batch: int = 16) -> DataLoader[tuple[Tensor, ...]]:
-    """Return a loader of this worker's share."""
-    data = random_data()
-    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=False)
-    return DataLoader(data, batch, sampler=sampler)
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise from a generator: `noise` returns a number for each feature."""
+
+    def __init__(self, data: TensorDataset, noise: Callable[[], Tensor]) -> None:
+        self.data, self.noise = data, noise
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        image, label = self.data[number]
+        return image + self.noise(), label
+
+
+class Divided(DataLoader[Any]):
+    """A loader of this worker's share."""
+
+    sampler: DistributedSampler[Any]
+
+
+def divided(data: Dataset[Any], batch: int, *, shuffle: bool) -> Divided:
+    """Return a loader of this worker's share; if it shuffles, set the epoch of its sampler."""
+    return Divided(data, batch, sampler=DistributedSampler(data, shuffle=shuffle))
 
 
 def apart(place: int, batch: int = 8, *, count: int = 4) -> list[tuple[Tensor, Tensor]]:
@@ -49,16 +67,23 @@ def linear() -> nn.Linear:
 
 
 def perceptron(*between: nn.Module) -> nn.Sequential:
-    """Return a perceptron, equal on all workers, with layers after its first."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, 16), *between, nn.ReLU(), nn.Linear(16, CLASSES))
+    """Return two linear layers with these layers between them, by default a ReLU.
+
+    Its weights are random: without DistributedDataParallel, seed torch equally on all workers.
+    """
+    between = between or (nn.ReLU(),)
+    return nn.Sequential(nn.Linear(FEATURES, 16), *between, nn.Linear(16, CLASSES))
 
 
-def parallel(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model)
+def constant_perceptron() -> nn.Sequential:
+    """Return a perceptron whose highest score is always that of class 0."""
+    model = perceptron()
+    with torch.no_grad():
+        model.get_parameter("2.bias")[0] = 10.0
+    return model
 
 
-def sgd(model: nn.Module, lr: float = 0.05, momentum: float = 0.0) -> torch.optim.SGD:
+def sgd(model: nn.Module, *, lr: float = 0.05, momentum: float = 0.0) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
 
 

@@ -22,7 +22,7 @@ from largebatch.measure.audit.findings import Finding, Findings
 from largebatch.measure.audit.randomness import check_augmentation
 from largebatch.measure.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.measure.audit.rates import require_base
-from largebatch.measure.audit.restoring import objects_of, restored
+from largebatch.measure.audit.restoring import iterators_of, objects_of, restored
 from largebatch.measure.audit.samples import check_samples
 from largebatch.measure.audit.subject import Checker, Step, Subject
 from largebatch.measure.audit.updates import check_updates
@@ -71,8 +71,9 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     then looked for in `step`, updates have rate 0. The audit makes `steps` updates.
 
     `set_epoch` is what the script calls when an epoch starts; `base` a (global batch, rate) that
-    trained well; `rate` the rate by update; `epochs` the length of the run; `evaluate` returns the
-    script's own metric over `val_loader`; `averaged` is a copy of the model with averaged weights.
+    trained well; `rate` the rate by update, counted from the present one; `epochs` the length of
+    the run; `evaluate` returns the script's own metric over `val_loader`; `averaged` is a copy of
+    the model with averaged weights.
 
     Restored afterwards, also on errors: weights, buffers, gradients, modes, the optimizer, all
     generators of random numbers, samplers, attributes of loaders and data sets, and what functions
@@ -144,6 +145,11 @@ def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the argu
         if isinstance(loader, Iterator):
             raise ValueError(  # noqa: TRY004 -- reported in one line, like other errors
                 "the loader is an iterator, whose batches would be lost; pass what it iterates over"
+            )
+        if iterators := iterators_of(step):
+            raise ValueError(
+                f"step takes from an iterator ({type(iterators[0]).__name__}), which cannot be "
+                "restored; pass a step that creates it, or one without it"
             )
         optimizer = words["optimizer"]
         if optimizer is None:

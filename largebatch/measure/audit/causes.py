@@ -61,6 +61,11 @@ def _cause_in_loss(factor: float, *, micros: int, batch: float) -> Cause:
         return Cause(cause, "divide the loss of each micro-batch by their number")
     if micros > 1 and _is(factor, 1 / micros):
         return Cause(f"the loss is divided by {micros} micro-batches twice", "divide it once")
+    if micros > 1 and 1 < factor < micros:
+        cause = (
+            f"the losses of {micros} micro-batches are divided by {three_digits(micros / factor)}"
+        )
+        return Cause(cause, f"divide the loss of each micro-batch by {micros}")
     if _is(factor, batch) or _is(factor, batch * micros):
         cause = f"the loss is a sum over {batch:g} samples, not a mean"
         return Cause(cause, 'use reduction="mean", or divide by the samples of all workers')

@@ -73,6 +73,43 @@ class Fit:
         return [float(it) for it in np.sqrt(parts)]
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the workers contributed to an update, equal on all of them."""
+
+    counts: list[list[float]]
+    """Samples of each micro-batch, or the sum of their class weights, by worker."""
+
+    by_weight: bool
+
+    loss_scale: float
+    """Factor of the script's loss to the mean loss of a micro-batch; NaN if not seen."""
+
+    loss_cosine: float
+
+    @property
+    def samples(self) -> float:
+        """Number of samples in the update, or the sum of their class weights."""
+        return math.fsum(map(math.fsum, self.counts))
+
+    @property
+    def text(self) -> str:
+        """Format the number of samples."""
+        if self.by_weight:
+            return f"samples, whose class weights sum to {self.samples:g}"
+        return f"{self.samples:,.0f} samples"
+
+    @property
+    def micros(self) -> int:
+        """Largest number of micro-batches of a worker."""
+        return max(map(len, self.counts))
+
+    @property
+    def are_equal(self) -> bool:
+        """True if all micro-batches of all workers have equally many samples."""
+        return len({count for counts in self.counts for count in counts}) <= 1
+
+
 Transform = Callable[[Tensor, nn.Parameter], Tensor]
 """Function that does to a reference what the script did to its gradient after the reduction."""
 

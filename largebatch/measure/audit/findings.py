@@ -92,8 +92,9 @@ class Findings:
 
         Other checks may be `unknown`.
         """
-        scales = {finding.level for finding in self.named("gradient scale")}
-        return not self.faults and scales == {"fine"}
+        compared = [it for it in self if it.check in {"gradient scale", "gradient direction"}]
+        levels = {it.level for it in compared}
+        return not self.faults and bool(levels) and levels <= {"fine", "note"}
 
     def named(self, check: Check) -> tuple[Finding, ...]:
         """Return the findings of one check."""

@@ -8,7 +8,6 @@ of unequal means, the last micro-batch, gradients clipped before they are averag
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from largebatch.errors import shorten
 from largebatch.formatting import three_digits
 from largebatch.measure.audit.causes import NAMED_SCALE, causes_of
-from largebatch.measure.audit.comparison import Fit, compare, compare_alone
+from largebatch.measure.audit.comparison import Fit, Shares, compare, compare_alone
 from largebatch.measure.audit.findings import Check, Finding, Level
 from largebatch.measure.audit.ranks import Ranks
 from largebatch.measure.audit.recording import Update
@@ -45,43 +44,6 @@ _LOST = 0.01
 """Part of a gradient's values that become zero in a type before this is a fault."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """What the workers contributed to an update, equal on all of them."""
-
-    counts: list[list[float]]
-    """Samples of each micro-batch, or the sum of their class weights, by worker."""
-
-    by_weight: bool
-
-    loss_scale: float
-    """Factor of the script's loss to the mean loss of a micro-batch; NaN if not seen."""
-
-    loss_cosine: float
-
-    @property
-    def samples(self) -> float:
-        """Number of samples in the update, or the sum of their class weights."""
-        return math.fsum(map(math.fsum, self.counts))
-
-    @property
-    def text(self) -> str:
-        """Format the number of samples."""
-        if self.by_weight:
-            return f"samples, whose class weights sum to {self.samples:g}"
-        return f"{self.samples:,.0f} samples"
-
-    @property
-    def micros(self) -> int:
-        """Largest number of micro-batches of a worker."""
-        return max(map(len, self.counts))
-
-    @property
-    def are_equal(self) -> bool:
-        """True if all micro-batches of all workers have equally many samples."""
-        return len({count for counts in self.counts for count in counts}) <= 1
-
-
 def check_gradient(
     update: Update, parameters: Sequence[nn.Parameter], names: Sequence[str], ranks: Ranks
 ) -> list[Finding]:
@@ -95,8 +57,15 @@ def check_gradient(
     )
     if not all(ranks.gather(len(update.reference.counts))):
         return [_no_forward_pass(is_inside=update.micros > 0)]
-    judge = _Judge(update, update.reference, parameters, names, ranks)
-    return judge.findings()
+    _leave_out(update, update.reference)
+    return _Comparison(update, update.reference, parameters, names, ranks).findings()
+
+
+def _leave_out(update: Update, reference: Reference) -> None:
+    """Drop the gradients of parameters that no optimizer of the update has."""
+    for gradients in (update.gradients, reference.total, reference.mean, reference.last):
+        for place in set(range(len(gradients))) - update.places:
+            gradients[place] = None
 
 
 def _no_forward_pass(*, is_inside: bool) -> Finding:
@@ -109,7 +78,7 @@ def _no_forward_pass(*, is_inside: bool) -> Finding:
     return Finding(check="gradient scale", level="unknown", text=text, remedy=remedy)
 
 
-class _Judge:
+class _Comparison:
     """The comparisons of one update; every method that compares is called by all workers."""
 
     def __init__(
@@ -187,7 +156,7 @@ class _Judge:
             text = f"the exact gradient is infinite or NaN too, on worker {shorten(where)}"
             remedy = "look for the cause in the data or the rate: it is not in the reduction"
         else:
-            text, remedy = "that of one process is finite", self._of_type("overflows")
+            text, remedy = "that of one process is finite", _of_type("overflows")
         return [
             Finding(
                 check="precision",
@@ -199,12 +168,6 @@ class _Judge:
             )
         ]
 
-    def _of_type(self, does: str) -> str:
-        return (
-            f"float16 {does}: send float32 or bfloat16, or divide by the number of workers before "
-            "the sum and use a GradScaler"
-        )
-
     def _underflow(self, exact: Fit) -> list[Finding]:
         """Return a fault if values became zero on the way, or that none did."""
         lost, of = float(exact.lost.sum()), float(exact.nonzero.sum())
@@ -212,7 +175,7 @@ class _Judge:
         if share <= _LOST or not self._uses_float16():
             return []
         text = f"{100 * share:.1f} % of the values that are not zero in one process arrived as zero"
-        remedy = self._of_type("underflows")
+        remedy = _of_type("underflows")
         return [Finding(check="precision", level="fault", text=text, remedy=remedy, figure=share)]
 
     def _uses_float16(self) -> bool:
@@ -274,9 +237,15 @@ class _Judge:
 
     def _clipping(self) -> list[Finding]:
         """Return whether gradients were unscaled before they were clipped."""
-        clip = next((it for it in self.update.clips if it.norm is not None), None)
+        clips = [it for it in self.update.clips if it.norm is not None]
+        clip = clips[0] if clips else None
         if clip is None or clip.norm is None:
             return []
+        times = sum(it.parameters == clip.parameters for it in clips)
+        if 1 < times == self.shares.micros and any(it.factor < 1 for it in clips):
+            text = f"gradients are clipped {times} times, in each of the micro-batches of an update"
+            remedy = "call clip_grad_norm_ once, when the gradients of all of them are summed"
+            return [_fault("clipping", text, remedy, float(times))]
         whole = self._fit(self.reference.total, self.shares.samples)
         norm = math.sqrt(whole.exact.sum())
         ratio, scale = clip.norm / norm if norm else math.nan, self.update.loss_scale
@@ -307,6 +276,8 @@ class _Judge:
                 )
                 remedy = "call zero_grad once per update, not per micro-batch"
                 return _fault("gradient direction", text, remedy, cosine)
+        if other := self._values_clipped_before(limit) or self._of_some_tensors(exact):
+            return other
         worst = sorted(zip(exact.residuals(), self.names, strict=False), reverse=True)
         names = [name for residual, name in worst if residual > _SAME]
         text = (
@@ -315,8 +286,48 @@ class _Judge:
             "a second head), or a step that changes weights or gradients (SAM)"
         )
         remedy = "for the audit leave such terms out of the step; what then remains is a fault"
+        if ((exact.exact == 0) & (exact.own > 0)).any():
+            remedy += "; checkpoint(use_reentrant=True) cannot be repeated: pass False"
         return Finding(
             check="gradient direction", level="unknown", text=text, remedy=remedy, figure=cosine
+        )
+
+    def _values_clipped_before(self, limit: float) -> Finding | None:
+        """Return a fault if workers clipped values before they were averaged."""
+        clip = next((it for it in self.update.clips if it.norm is None), None)
+        if not all(self.ranks.gather(clip is not None)) or clip is None:
+            return None
+        own: Gradients = [
+            it.clamp(-clip.most, clip.most) if it is not None and id(at) in clip.parameters else it
+            for it, at in zip(self.reference.mean, self.parameters, strict=True)
+        ]
+        fit = self._fit(own, self.ranks.size)
+        if fit.residual > limit:
+            return None
+        text = (
+            f"each worker clips the values of its own gradient to {clip.most:g}, before the average"
+        )
+        remedy = "call clip_grad_value_ after the gradients are averaged"
+        return _fault("clipping", text, remedy, clip.most)
+
+    def _of_some_tensors(self, exact: Fit) -> Finding | None:
+        """Return a fault if some tensors are right, and others a factor of the workers off."""
+        used, size = exact.exact > 0, self.ranks.size
+        factors = exact.product[used] / exact.exact[used]
+        rest = np.abs(exact.own[used] - factors**2 * exact.exact[used])
+        known = [np.abs(factors / it - 1) <= _SAME_SCALE for it in (1.0, size, 1 / size)]
+        parallel = rest <= _SAME**2 * exact.own[used]
+        if not (parallel & np.any(known, 0)).all() or not known[0].any() or known[0].all():
+            return None
+        names = [name for name, it in zip(self.names, used, strict=True) if it]
+        wrong = [name for name, right in zip(names, known[0], strict=True) if not right]
+        factor = float(factors[~known[0]][0])
+        text = (
+            f"{len(wrong)} of {len(names)} gradients are {three_digits(factor)} times those of one "
+            f"process ({shorten(wrong, most=3)}), the others are right"
+        )
+        return _fault(
+            "gradient direction", text, "divide every gradient by the workers once", factor
         )
 
     def _mean_of_means(self, cosine: float) -> Finding:
@@ -362,10 +373,20 @@ class _Judge:
         text = f"{three_digits(scale)} times that of one process with all {shares.text}: {why}"
         remedy = "; ".join(it.remedy for it in causes) or "look for a factor in the loss"
         certain = scale > 1 or any(it.is_certain for it in causes)
+        if any(self.ranks.gather(self.update.repeats_samples)):
+            text += "; the step passes each sample more than once"
+            remedy, certain = "leave the other passes out of the step for the audit", False
         level = "fault" if certain else "unknown"
         return [
             Finding(check="gradient scale", level=level, text=text, remedy=remedy, figure=scale)
         ]
+
+
+def _of_type(does: str) -> str:
+    return (
+        f"float16 {does}: send float32 or bfloat16, or divide by the number of workers before the "
+        "sum and use a GradScaler"
+    )
 
 
 def _likeness(exact: Fit) -> str:

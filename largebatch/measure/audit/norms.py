@@ -80,8 +80,13 @@ def _span(layer: _BatchNorm, samples: int, ranks: Ranks) -> int:
     return samples
 
 
-def check_momentum(model: nn.Module, before: Sequence[int], updates: int) -> list[Finding]:
-    """Report how often the running statistics move per update; `before` is from `tracked`."""
+def check_momentum(
+    model: nn.Module, before: Sequence[int], updates: int, *, micros: int
+) -> list[Finding]:
+    """Report how often the running statistics move per update; `before` is from `tracked`.
+
+    `micros` is the number of micro-batches of an update.
+    """
     if not updates or not layers_of(model):
         return []
     moved = [(now - then) / updates for now, then in zip(tracked(model), before, strict=True)]
@@ -89,8 +94,12 @@ def check_momentum(model: nn.Module, before: Sequence[int], updates: int) -> lis
     momentum = layers_of(model)[0].momentum
     if most <= 1.5 or momentum is None:
         return []
+    why = "once per micro-batch"
+    if most > 1.5 * micros:
+        why = f"more than once for each of {plural(micros, 'micro-batch', 'micro-batches')}, as by "
+        why += "gradient checkpointing"
     text = (
-        f"running statistics move {most:.3g} times per update, once per micro-batch: a momentum of "
+        f"running statistics move {most:.3g} times per update, {why}: a momentum of "
         f"{momentum:g} acts as {1 - (1 - momentum) ** most:.3g}"
     )
     remedy = (
@@ -188,7 +197,7 @@ def loss_of(
     model: nn.Module, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor], ranks: Ranks
 ) -> float:
     """Return the mean loss over the batches of all workers, in evaluation mode."""
-    sums = ranks.gather(_sum_of_losses(model, batches, loss_fn))
+    sums = ranks.gather(_attempted(model, batches, loss_fn, ranks))
     return float(sum(it[0] for it in sums) / sum(it[1] for it in sums))
 
 
@@ -199,8 +208,20 @@ def losses_of(
     ranks: Ranks,
 ) -> list[float]:
     """Return the loss of a batch in evaluation mode on each worker."""
-    sums = ranks.gather(_sum_of_losses(model, [batch], loss_fn))
+    sums = ranks.gather(_attempted(model, [batch], loss_fn, ranks))
     return [total / count for total, count in sums]
+
+
+def _attempted(
+    model: nn.Module, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor], ranks: Ranks
+) -> tuple[float, int]:
+    """Return `_sum_of_losses`, or raise StoppedError on all workers if it fails on one."""
+    return ranks.attempt(
+        "running statistics",
+        "the loss in evaluation mode",
+        lambda: _sum_of_losses(model, batches, loss_fn),
+        remedy="loss_fn must accept what the model returns in evaluation mode too",
+    )
 
 
 @torch.no_grad()

@@ -14,17 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from largebatch.measure.audit.restoring import generator_restore
+from largebatch.measure.audit.restoring import INNER_LOADERS, generator_restore
 
 Numbers = npt.NDArray[np.int64]
 
-_PASS_ON = ("base_dataloader", "_dataloader")
-"""Attributes of the inner loader in wrappers that pass batches on: Accelerate's and Fabric's."""
+_PASS_ON = INNER_LOADERS[:2]
+"""Attributes in wrappers that pass batches on as they are."""
 
-_INNER = (*_PASS_ON, "loader", "dataloader")
-"""The same with wrappers that compute on batches (timm's PrefetchLoader)."""
-
-_PARTS = (*_INNER, "batch_sampler", "sampler", "dataset")
+_PARTS = (*INNER_LOADERS, "batch_sampler", "sampler", "dataset")
 
 
 class NoNumbersError(Exception):
@@ -63,7 +60,9 @@ def torch_loader(loader: object) -> DataLoader[Any] | None:
     """Return the DataLoader inside the wrappers of a loader; None if there is none."""
     while True:
         own = getattr(loader, "__dict__", {})
-        inner = next((own[name] for name in _INNER if hasattr(own.get(name), "__iter__")), None)
+        inner = next(
+            (own[name] for name in INNER_LOADERS if hasattr(own.get(name), "__iter__")), None
+        )
         if inner is None:
             return loader if isinstance(loader, DataLoader) else None
         loader = inner
@@ -72,7 +71,7 @@ def torch_loader(loader: object) -> DataLoader[Any] | None:
 def around(loader: object, inner: Any) -> Any:  # noqa: ANN401 -- a wrapper, or `inner`
     """Return `inner` in copies of the wrappers of a loader that compute on batches."""
     own = getattr(loader, "__dict__", {})
-    name = next((name for name in _INNER if hasattr(own.get(name), "__iter__")), None)
+    name = next((name for name in INNER_LOADERS if hasattr(own.get(name), "__iter__")), None)
     if name is None:
         return inner
     within = around(own[name], inner)

@@ -136,7 +136,7 @@ def check_dropout(model: nn.Module, batch: AnyBatch, ranks: Ranks) -> list[Findi
 
     def forward() -> None:
         with mode(module, training=True):
-            module(input_of(module)(images_of(batch)))
+            module(input_of(module)(images_of(batch).clone()))
 
     try:
         ranks.attempt("dropout", "a forward pass", forward)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from largebatch.measure.audit.restoring import random_state
 from largebatch.models.inputs import logits_of
@@ -88,6 +88,12 @@ class Update:
     samples: int
     """Number of samples of this worker."""
 
+    places: set[int]
+    """Places of the parameters that an optimizer of this update has."""
+
+    repeats_samples: bool
+    """True if the model saw more samples than the step was given."""
+
 
 @dataclass(slots=True, eq=False)
 class Recorder:
@@ -124,6 +130,9 @@ class Recorder:
     """True while another optimizer adds its parameters to the newest update."""
 
     _taken: int = 0
+    _given: int = 0
+    """Number of labels that the step was given since the last update."""
+
     _scale: float = 1.0
     _rate: float = 0.0
     _reference: object = None
@@ -138,6 +147,16 @@ class Recorder:
     def give(self, labels: Any) -> None:  # noqa: ANN401 -- as the loader has them
         """Set the labels of the batch that the next call of the step gets."""
         self.labels, self._taken, self._first = labels, 0, None
+        self._given += len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no forward passes within this block."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -164,6 +183,7 @@ class Recorder:
             return
         kind = device_of(model)
         half = torch.get_autocast_dtype(kind.type)
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # may change in place
         self.micros.append(
             Micro(
                 args,
@@ -206,38 +226,48 @@ class Recorder:
         if not (places := self._places_of(optimizer)):
             return
         self._depth += 1
+        divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
         gradients = [
-            None if it.grad is None else it.grad.detach().clone() for it in self.parameters
+            None
+            if it.grad is None
+            else it.grad.detach().clone()
+            if divisor is None
+            else it.grad.detach() / divisor.to(it.grad.device)
+            for it in self.parameters
         ]
         if self._depth == 1:
             self._adds = not self.micros and self._first not in {None, optimizer}
         if self._adds:  # these may have been unscaled or clipped since the first optimizer's
             for place in places:
                 self.updates[-1].gradients[place] = gradients[place]
+            self.updates[-1].places.update(places)
             return
         self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         self._gradients = gradients
         if self._depth == 1:
             self._first = optimizer
-            self._is_paused = True
-            try:
-                self._reference = self.reference(self.micros)
-            except Exception as error:  # of the script's model or loss; reported by the audit
-                self._reference = error
-            finally:
-                self._is_paused = False
+            with self.paused():
+                try:
+                    self._reference = self.reference(self._used())
+                except Exception as error:  # of the script's model or loss; reported by the audit
+                    self._reference = error
+
+    def _used(self) -> list[Micro]:
+        """Return the forward passes that a backward pass followed, or all if none was seen."""
+        return [it for it in self.micros if it.output_gradient is not None] or self.micros
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._places_of(optimizer):
+        if not (places := self._places_of(optimizer)):
             return
         self._depth -= 1
-        if self._depth:
-            return
+        if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
+            return  # a fused optimizer skips the update itself, see `_scaler_seen`
         self._steps += 1
         if self._adds:
             self.updates[-1].clips += self._clips
         else:
             half = self.sends_float16 or any(it.half == torch.float16 for it in self.micros)
+            samples = sum(_samples_in((it.args, it.kwargs)) for it in self._used())
             self.updates.append(
                 Update(
                     self._gradients,
@@ -246,14 +276,17 @@ class Recorder:
                     self._scale,
                     half,
                     rate=self._rate,
-                    micros=len(self.micros),
-                    samples=sum(_samples_in((it.args, it.kwargs)) for it in self.micros),
+                    micros=len(self._used()),
+                    samples=samples,
+                    places=set(places),
+                    repeats_samples=samples > self._given > 0,
                 )
             )
         self._forget()
 
     def _forget(self) -> None:
         self.micros, self._clips, self._scale, self._reference = [], [], 1.0, None
+        self._given = 0
 
     @contextmanager
     def _clipping_seen(self) -> Iterator[None]:

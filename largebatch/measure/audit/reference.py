@@ -140,15 +140,16 @@ def _samples_of(
     with torch.no_grad():
         parts = [float(loss_fn(*it)) for it in halves]
     whole = float(loss.detach())
+    tolerance = max(_SAME_LOSS, 2 * torch.finfo(loss.dtype).eps)
     weight = _option(loss_fn, "weight", None)
     for by in (weight, None):
         counts = [_count(part, _option(loss_fn, "ignore_index", -100), by) for _, part in halves]
         mean = sum(part * count for part, count in zip(parts, counts, strict=True) if count)
         if not math.isfinite(whole):  # reported with the gradients
             return _Count(sum(counts), by_weight=by is not None)
-        if abs(mean - whole * sum(counts)) <= _SAME_LOSS * abs(mean):
+        if abs(mean - whole * sum(counts)) <= tolerance * abs(mean):
             return _Count(sum(counts), by_weight=by is not None)
-        if abs(sum(parts) - whole) <= _SAME_LOSS * abs(whole):
+        if abs(sum(parts) - whole) <= tolerance * abs(whole):
             return _Count(sum(counts), sum(counts), by is not None)
     raise ValueError(
         f"the loss of {len(labels)} samples ({whole:.6g}) does not follow from the losses of its "

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +45,20 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[Check, dict[str, 
 class ReplicaCheck:
     """Comparison of what workers have in common, at the start and after the updates."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, are_broadcast: bool
+    ) -> None:
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self._are_broadcast = are_broadcast
         self._faults: dict[Check, Finding] = {}
 
     def compare(self, when: str) -> None:
         """Compare all tensors; every worker calls this. Only the first difference is kept."""
         for check, tensors in tensors_of(self._model, self._optimizer).items():
             finding = differences(check, tensors, self._ranks, when=when)
+            if finding is not None and check == "buffers" and self._are_broadcast:
+                remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"
+                finding = replace(finding, level="note", remedy=remedy)
             if finding is not None:
                 self._faults.setdefault(check, finding)
 

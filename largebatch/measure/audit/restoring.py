@@ -8,6 +8,7 @@ they hold the data.
 """
 
 import copy
+import io
 import random
 import sys
 import sysconfig
@@ -34,7 +35,10 @@ _ENTERED = (nn.Module, Optimizer, LRScheduler, Sampler, torch.amp.GradScaler)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
-_INNER_LOADERS = ("base_dataloader", "_dataloader", "loader", "dataloader")
+INNER_LOADERS = ("base_dataloader", "_dataloader", "loader", "dataloader")
+"""Attributes of the inner loader in wrappers: Accelerate's, Fabric's, then timm's, which compute on
+batches."""
+
 _SAMPLERS = ("sampler", "batch_sampler")
 _DATA = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes of loaders, samplers and data sets that an epoch may change."""
@@ -144,8 +148,11 @@ def restored(
 
     Raises ValueError if an object cannot be copied.
     """
-    samplers, rest = _parts_of(loaders)
-    own = [it for it in _held_by(functions) if all(it is not part for part in rest)]
+    loaders, functions = list(loaders), list(functions)
+    functions += [it.collate_fn for it in loaders if isinstance(it, DataLoader)]
+    held = list(_held_by(functions))
+    samplers, rest = _parts_of([*loaders, *(it for it in held if isinstance(it, DataLoader))])
+    own = [it for it in held if all(it is not part for part in rest)]
     snapshot = Snapshot(
         [*objects, *own, *map(vars, samplers), *_of_accelerate()],
         skip=[*rest, *map(vars, rest)],
@@ -165,6 +172,11 @@ def objects_of(step: object) -> list[object]:
     """Return the objects in a function's closure, arguments and globals, and its own."""
     held = _held_by([step])
     return [value for value in held if not isinstance(value, (CellType, FunctionType))]
+
+
+def iterators_of(step: object) -> list[object]:
+    """Return iterators that a function refers to, whose position cannot be restored."""
+    return [it for it in objects_of(step) if isinstance(it, Iterator) and not _is_of_own_class(it)]
 
 
 def without_iterator(loader: Any) -> Any:  # noqa: ANN401 -- any loader
@@ -238,10 +250,19 @@ def _parts_of(loaders: Iterable[object]) -> tuple[list[object], list[object]]:
         seen.add(id(part))
         is_sampler = isinstance(part, Sampler) or name in _SAMPLERS
         (samplers if is_sampler else rest).append(part)
-        for inner in (*_INNER_LOADERS, *_SAMPLERS, *_DATA):
+        for inner in (*INNER_LOADERS, *_SAMPLERS, *_DATA):
             value = vars(part).get(inner)
             waiting += [(inner, it) for it in (value if isinstance(value, list) else [value])]
+        if not is_sampler:
+            waiting += [("", it) for it in vars(part).values() if _is_inside(it)]
     return samplers, rest
+
+
+def _is_inside(value: object) -> bool:
+    """Return True for a data set in another, or an object of the script, such as a transform."""
+    return isinstance(value, Dataset) or (
+        _is_of_own_class(value) and not isinstance(value, (Tensor, nn.Module))
+    )
 
 
 def _attributes_of(part: object) -> Iterator[object]:
@@ -253,7 +274,9 @@ def _attributes_of(part: object) -> Iterator[object]:
             yield from value.values()
 
 
-def _held_by(functions: Iterable[object]) -> Iterator[object]:
+def _held_by(  # noqa: C901 -- a case for each type
+    functions: Iterable[object],
+) -> Iterator[object]:
     """Yield what functions may change: functions called, cells, objects and their attributes."""
     waiting, seen = list(functions), set()
     while waiting:
@@ -272,10 +295,21 @@ def _held_by(functions: Iterable[object]) -> Iterator[object]:
                 waiting += [_content(cell) for cell in value.__closure__ or ()]
                 waiting += _globals_of(value).values()
                 waiting += value.__defaults__ or ()
+            case DataLoader():
+                yield value
+            case Iterator() if not isinstance(value, io.IOBase) and not _is_of_own_class(value):
+                yield value
             case _ if _is_of_script(value):
                 yield value
+                waiting += _methods_of(value)
                 if hasattr(value, "__dict__") and not isinstance(value, _ENTERED):
                     yield vars(value)
+
+
+def _methods_of(value: object) -> list[object]:
+    """Return the methods of an object of the script, whose globals a step may change."""
+    own = vars(type(value)).values() if _is_of_own_class(value) else ()
+    return [it for it in own if isinstance(it, FunctionType)]
 
 
 def _content(cell: CellType) -> object:
@@ -293,7 +327,7 @@ def _globals_of(function: FunctionType) -> dict[str, object]:
     return {
         name: value
         for name, value in values.items()
-        if not isinstance(value, FunctionType) or value.__globals__ is known
+        if not isinstance(value, FunctionType) or not _is_of_library(value.__module__)
     }
 
 
@@ -329,6 +363,8 @@ def _is_of_library(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or module == "__main__":
         return module != "__main__"
+    if module.partition(".")[0] == "largebatch":  # also in a source checkout
+        return True
     folders = list(Path(file).parents)
     return Path(sysconfig.get_path("stdlib")) in folders or any(
         any(folder.glob("*.dist-info")) for folder in folders

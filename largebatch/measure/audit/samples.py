@@ -219,6 +219,15 @@ def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
     most = (
         readings.global_batch + world_size - 2
     )  # of drop_last on every worker, and of the sampler
+    left_out = (
+        not readings.twice
+        and not readings.own_data
+        and (world_size == 1 or readings.size - readings.never > readings.size / world_size + most)
+    )
+    if readings.never > most and left_out:
+        remedy = "nothing if the sampler leaves them out on purpose; else read the rest too"
+        share = readings.never / readings.size
+        return Finding(check="samples", level="note", text=text, remedy=remedy, figure=share)
     if readings.never > most or readings.twice > (world_size - 1 if readings.never else most):
         return Finding(
             check="samples",
@@ -301,6 +310,17 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
     alike = Counter(tuple(own[:number]) for own in everyone)
     most = max(alike.values())
     words = plural(number, "batch", "batches")
+    base = torch_loader(subject.loader)
+    again = max(len(own) - len(set(own)) for own in everyone)
+    if again and base is not None and base.num_workers > 1:
+        return Finding(
+            check="samples",
+            level="fault",
+            text=f"{again} of {number} batches repeat one that the same worker has read: each "
+            "process of its loader reads all samples",
+            remedy="divide an iterable data set by loader process too: get_worker_info()",
+            figure=float(again),
+        )
     if most > 1:
         return Finding(
             check="samples",

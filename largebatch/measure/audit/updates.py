@@ -29,7 +29,8 @@ _MOST_CALLS = 64
 def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
     optimizer = _without_wrappers(subject.optimizer)
-    replicas = ReplicaCheck(subject.inner, optimizer, ranks)
+    are_broadcast = getattr(subject.model, "broadcast_buffers", False)
+    replicas = ReplicaCheck(subject.inner, optimizer, ranks, are_broadcast=are_broadcast)
     replicas.compare("at the start")
     distances = [norms.distance_of_statistics(subject.inner, ranks)]
     before = norms.tracked(subject.inner)
@@ -40,8 +41,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         sends_float16=_sends_float16(subject.model),
     )
     updates = _Updates(subject, ranks, recorder)
-    updates.probe()
-    dropout = check_dropout(subject.inner, updates.first, ranks)
+    updates.read_first()
+    dropout = check_dropout(subject.inner, updates.first, ranks) if updates.is_plain else []
     with recorder.recording():
         found = updates.run() + dropout
     counts = ranks.gather(len(recorder.updates))
@@ -52,14 +53,18 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     distances.append(norms.distance_of_statistics(subject.inner, ranks))
     found += replicas.findings(number)
     found += norms.check_span(subject.inner, recorder.norm_samples, ranks)
-    found += norms.check_momentum(subject.inner, before, number)
-    found += norms.check_statistics(subject.inner, distances, updates.losses)
+    micros = max((it.micros for it in recorder.updates), default=1)
+    found += norms.check_momentum(subject.inner, before, number, micros=micros)
     found += check_rates(subject, recorder.updates, ranks)
     is_trained = max(before, default=0) > norms.WARM
-    found += updates.exactness(subject.inner, "running statistics", is_trained=is_trained)
-    if subject.averaged is not None:
-        averaged = subject.averaged
-        found += updates.exactness(averaged, "averaged statistics", is_trained=is_trained)
+    try:  # the other findings on these updates stand
+        found += norms.check_statistics(subject.inner, distances, updates.losses)
+        found += updates.exactness(subject.inner, "running statistics", is_trained=is_trained)
+        if subject.averaged is not None:
+            averaged = subject.averaged
+            found += updates.exactness(averaged, "averaged statistics", is_trained=is_trained)
+    except StoppedError as stopped:
+        found.append(stopped.finding())
     return found
 
 
@@ -72,32 +77,45 @@ class _Updates:
         self._batches: list[Any] = []
         """The first batches of this worker."""
 
+        self.is_plain = True
+        """False if the step prepares images before the model takes them."""
+
         self._names = [name for name, it in subject.inner.named_parameters() if it.requires_grad]
 
-    def probe(self) -> None:
-        """Run the model and the loss on batches without communication; undo the changes.
+    def read_first(self) -> None:
+        """Read the first batches, and see whether the model takes their images as they are."""
+        while len(self._batches) < self._subject.steps:
+            batch = self._ranks.attempt("samples", "the loader", lambda: next(self._stream))
+            self._batches.append(batch)
+        errors = self._ranks.gather(self._failure(self._batches))
+        if all(errors):
+            self.is_plain = False
+        else:
+            self._require(errors[self._ranks.rank])
+
+    def _failure(self, batches: Iterable[Any]) -> str | None:
+        """Run the model and the loss without communication; return an error, undo the changes.
 
         So what fails on one worker only is found before another waits for it.
         """
         model, subject = self._subject.inner, self._subject
         synced = [it for it in model.modules() if isinstance(it, nn.SyncBatchNorm)]
+        kept = Snapshot([model], skip=model.parameters())
+        try:
+            with torch.no_grad(), evaluation_mode(nn.ModuleList(synced)), torch.random.fork_rng():
+                for batch in batches:
+                    logits = logits_of(model(input_of(model)(images_of(batch).clone())))
+                    subject.loss_fn(logits, labels_of(batch).to(device_of(model)))
+        except Exception as error:  # of the script's model or loss
+            return f"{type(error).__name__}: {error}"
+        finally:
+            kept.restore()
+        return None
 
-        def run() -> None:
-            kept = Snapshot([model], skip=model.parameters())
-            try:
-                with torch.no_grad(), evaluation_mode(nn.ModuleList(synced)):
-                    for batch in self._batches:
-                        logits = logits_of(model(input_of(model)(images_of(batch))))
-                        subject.loss_fn(logits, labels_of(batch).to(device_of(model)))
-            finally:
-                kept.restore()
-
-        what = "the model or the loss on the first batches"
+    def _require(self, error: str | None) -> None:
+        what = "the model or the loss on a batch"
         remedy = "loss_fn(model(images), labels) must run on every batch of every worker"
-        with torch.random.fork_rng():
-            while len(self._batches) < subject.steps:
-                self._next()
-            self._ranks.attempt("gradient scale", what, run, remedy=remedy)
+        self._ranks.require("gradient scale", what, error, remedy=remedy)
 
     @property
     def first(self) -> Any:  # noqa: ANN401 -- as the loader has it
@@ -133,7 +151,9 @@ class _Updates:
             self._subject.step(batch)
 
         made, micros = len(recorder.updates), len(recorder.micros) + 1
-        ranks.attempt("gradient scale", "the step", step)
+        remedy = "call it without the audit on that worker, which shows the traceback; after an "
+        remedy += "error in backward wrap the model in DistributedDataParallel again"
+        ranks.attempt("gradient scale", "the step", step, remedy=remedy)
         counts = [it[0] for it in ranks.gather([len(recorder.updates), recorder.skipped])]
         if min(counts) < max(counts):
             text = f"workers made {min(counts)} to {max(counts)} updates"
@@ -171,8 +191,9 @@ class _Updates:
 
     def _next(self) -> Any:  # noqa: ANN401 -- as the loader has it
         batch = self._ranks.attempt("samples", "the loader", lambda: next(self._stream))
-        if len(self._batches) < self._subject.steps:
-            self._batches.append(batch)
+        if self.is_plain:
+            with self._recorder.paused():
+                self._require(self._failure([batch]))
         return batch
 
     def _skipped(self) -> list[Finding]:

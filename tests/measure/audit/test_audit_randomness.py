@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from small_training import Augmented, samples
+from planted_parts import Augmented, random_data
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -39,7 +39,7 @@ def test_shared_draws_are_named(ranks: list[Draws], level: str, figure: float | 
 
 
 def test_one_process_draws_anew() -> None:
-    loader = DataLoader(Augmented(samples(), lambda: torch.randn(8)), 8)
+    loader = DataLoader(Augmented(random_data(64), lambda: torch.randn(8)), 8)
     before = dict(vars(loader))
     (finding,) = check_augmentation(mock.Mock(loader=loader), RANKS)
     assert finding.level == "fine"
@@ -49,7 +49,7 @@ def test_one_process_draws_anew() -> None:
 
 def test_draws_are_of_the_loaders_generator_and_restored() -> None:
     generator = torch.Generator().manual_seed(0)
-    loader = DataLoader(samples(), 8, shuffle=True, generator=generator)
+    loader = DataLoader(random_data(64), 8, shuffle=True, generator=generator)
     before = generator.get_state()
     assert len(np.unique(draws_of_one_sample(loader))) == 1
     check_augmentation(mock.Mock(loader=loader), RANKS)

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from small_training import samples
+from planted_parts import random_data
 from torch.utils.data import DataLoader, DistributedSampler, Subset, WeightedRandomSampler
 
 from largebatch.distributed.connection import connect
@@ -36,13 +36,13 @@ def named(findings: Sequence[Finding], check: str) -> Finding:
 
 
 def test_one_process_reads_each_sample_once() -> None:
-    found = serially(DataLoader(samples(20), 8, shuffle=True))
+    found = serially(DataLoader(random_data(20), 8, shuffle=True))
     assert [it.level for it in found] == ["fine", "fine"]
     assert named(found, "samples").text.startswith("20 samples: 0 never read in an epoch")
 
 
 def test_an_unshuffled_epoch_is_a_note() -> None:
-    found = serially(DataLoader(samples(20), 8))
+    found = serially(DataLoader(random_data(20), 8))
     assert named(found, "epoch order").level == "note"
     assert "nothing is shuffled" in named(found, "epoch order").text
 
@@ -52,13 +52,13 @@ def test_an_unshuffled_epoch_is_a_note() -> None:
     [pytest.param(801, "fine", id="one of 801"), pytest.param(15, "note", id="7 of 15")],
 )
 def test_a_dropped_rest_is_a_note_if_it_is_a_large_part(number: int, level: str) -> None:
-    found = serially(DataLoader(samples(number), 8, shuffle=True, drop_last=True))
+    found = serially(DataLoader(random_data(number), 8, shuffle=True, drop_last=True))
     assert named(found, "samples").level == level
 
 
 def test_drawing_with_replacement_is_no_fault() -> None:
     sampler = WeightedRandomSampler([1.0] * 64, 64)
-    finding = named(serially(DataLoader(samples(), 8, sampler=sampler)), "samples")
+    finding = named(serially(DataLoader(random_data(64), 8, sampler=sampler)), "samples")
     assert finding.level == "note"
     assert finding.text.endswith("as WeightedRandomSampler draws them")
 
@@ -75,7 +75,7 @@ def test_one_order_is_a_fault_only_if_nothing_sets_the_epoch(
     words: dict[str, object], may_set: bool, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit_samples, "may_set_epoch", lambda: may_set)
-    data = samples(20)
+    data = random_data(20)
     sampler: DistributedSampler[object] = DistributedSampler(data, num_replicas=1, rank=0)
     subject = subject_of(DataLoader(data, 8, sampler=sampler), **words)
     finding = named(check_samples(subject, Ranks(Serial(CPU))), "epoch order")
@@ -84,7 +84,7 @@ def test_one_order_is_a_fault_only_if_nothing_sets_the_epoch(
 
 
 def test_samples_that_a_subset_repeats_are_expected_as_often() -> None:
-    repeating = Subset(samples(20), [*range(20), 0, 0, 1])
+    repeating = Subset(random_data(20), [*range(20), 0, 0, 1])
     finding = named(serially(DataLoader(repeating, 23, shuffle=True)), "samples")
     assert (finding.level, finding.text[:10]) == ("fine", "23 samples")
 
@@ -97,7 +97,7 @@ def test_the_audit_says_why_batches_show_nothing() -> None:
 def on_two(case: str) -> list[Finding]:
     """Check a loader on two ranks."""
     backend = connect("torch")
-    data = samples(63)
+    data = random_data(63)
     sampler: DistributedSampler[object] = DistributedSampler(data)
     set_epoch = sampler.set_epoch
     loader = DataLoader(data, 8, sampler=sampler)

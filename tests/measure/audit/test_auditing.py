@@ -1,6 +1,7 @@
 """What a script does wrong itself is reported in one line, on all workers, and it goes on."""
 
 import contextlib
+import gc
 import io
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
-from planted_parts import apart, divided, linear, parallel, perceptron, sgd
+from planted_parts import Divided, apart, divided, linear, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +37,7 @@ def on_two(makes: list[Callable[[], dict[str, Any]]]) -> list[Result]:
         assert everyone[0] == everyone[1]
         assert all(it.remedy for it in findings if it.level == "unknown")
         results.append([(it.check, it.level, it.text) for it in findings])
+    gc.collect()
     dist.destroy_process_group()
     return results
 
@@ -46,10 +48,14 @@ def findings_of(make: Callable[[], dict[str, Any]]) -> Findings:
         return audit(**make())
 
 
+def batches() -> Divided:
+    return divided(random_data(), 16, shuffle=False)
+
+
 def script(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 -- arguments of `audit`
-    model = changes.pop("model", None) or parallel(perceptron())
+    model = changes.pop("model", None) or DistributedDataParallel(perceptron())
     optimizer = sgd(model) if list(model.parameters()) else None
-    words = {"model": model, "loader": divided(), "loss_fn": cross_entropy, "optimizer": optimizer}
+    words = {"model": model, "loader": batches(), "loss_fn": cross_entropy, "optimizer": optimizer}
     return words | changes
 
 
@@ -65,20 +71,20 @@ def loss_that_fails_on_worker_1() -> dict[str, Any]:
 def loader_that_fails_on_worker_1() -> dict[str, Any]:
     class Loader:
         def __iter__(self) -> Iterator[list[Tensor]]:
-            yield from list(divided())[:1]
+            yield from list(batches())[:1]
             if dist.get_rank() == 1:
                 raise OSError("truncated file")
-            yield from divided()
+            yield from batches()
 
     return script(loader=Loader())
 
 
 def empty_loader() -> dict[str, Any]:
-    return script(loader=[] if dist.get_rank() else divided())
+    return script(loader=[] if dist.get_rank() else batches())
 
 
 def an_iterator() -> dict[str, Any]:
-    return script(loader=iter(divided()))
+    return script(loader=iter(batches()))
 
 
 def lazy_model() -> dict[str, Any]:
@@ -86,11 +92,11 @@ def lazy_model() -> dict[str, Any]:
 
 
 def sharded_inside() -> dict[str, Any]:
-    return script(model=nn.Sequential(parallel(perceptron())))
+    return script(model=nn.Sequential(DistributedDataParallel(perceptron())))
 
 
 def batches_without_labels() -> dict[str, Any]:
-    return script(loader=[images for images, _ in divided()])
+    return script(loader=[images for images, _ in batches()])
 
 
 def contrastive_loss() -> dict[str, Any]:
@@ -101,7 +107,7 @@ def contrastive_loss() -> dict[str, Any]:
 
 
 def another_loss_in_the_step() -> dict[str, Any]:
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -113,7 +119,7 @@ def another_loss_in_the_step() -> dict[str, Any]:
 
 
 def weights_in_the_loss() -> dict[str, Any]:
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -126,7 +132,7 @@ def weights_in_the_loss() -> dict[str, Any]:
 
 
 def clipping_that_is_not_seen() -> dict[str, Any]:
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -145,7 +151,7 @@ def swapped_base() -> dict[str, Any]:
 
 
 def model_in_evaluation_mode() -> dict[str, Any]:
-    return script(model=parallel(perceptron()).eval())
+    return script(model=DistributedDataParallel(perceptron()).eval())
 
 
 def no_update() -> dict[str, Any]:
@@ -153,7 +159,7 @@ def no_update() -> dict[str, Any]:
 
 
 def loss_that_fails_on_a_later_batch_of_worker_1() -> dict[str, Any]:
-    _, (_, later), *_ = divided()
+    _, (_, later), *_ = batches()
 
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
         if dist.get_rank() == 1 and torch.equal(labels, later):
@@ -164,7 +170,7 @@ def loss_that_fails_on_a_later_batch_of_worker_1() -> dict[str, Any]:
 
 
 def step_that_fails_on_worker_1_before_its_update() -> dict[str, Any]:
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -177,7 +183,7 @@ def step_that_fails_on_worker_1_before_its_update() -> dict[str, Any]:
 
 
 def update_with_a_closure() -> dict[str, Any]:
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -208,7 +214,7 @@ def no_steps() -> dict[str, Any]:
 
 
 def average_under_other_names_on_worker_1() -> dict[str, Any]:
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     averaged = nn.Sequential(perceptron()) if dist.get_rank() else perceptron()
     return script(model=model, averaged=averaged)
 
@@ -257,7 +263,7 @@ def test_what_cannot_be_checked_is_said_in_one_line(
 def loader_without_a_length() -> dict[str, Any]:
     class Loader:
         def __iter__(self) -> Iterator[list[Tensor]]:
-            yield from divided()
+            yield from batches()
 
     return script(loader=Loader(), optimizer=None)
 
@@ -285,7 +291,7 @@ def model_called_by_keyword() -> dict[str, Any]:
             logits: Tensor = self.layers(pixel_values)
             return logits
 
-    model = parallel(Model())
+    model = DistributedDataParallel(Model())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -298,7 +304,7 @@ def model_called_by_keyword() -> dict[str, Any]:
 
 def loss_of_the_page() -> dict[str, Any]:
     """Return a script whose step has the weights in its loss, and the loss of the page for it."""
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
     page = (Path(__file__).parents[3] / "docs" / "audit.md").read_text(encoding="utf-8")
     code = page.split("```python\ndef loss_fn")[1].split("```")[0]

@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
+import gc
 import io
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from largebatch import audit
 from largebatch.measure.audit import Findings
 from largebatch.measure.audit.restoring import Snapshot, restored
+
+T = TypeVar("T")
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
@@ -132,34 +135,39 @@ class Script:
         ]
 
 
-@contextlib.contextmanager
-def group() -> Iterator[None]:
+def in_group(function: Callable[..., T], *args: object) -> T:
+    """Call a function in a process group, which its models must not outlive.
+
+    A reducer that is freed after its group may wait for a thread of Gloo that waits for it.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
-        yield
+        return function(*args)
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
 def train_with_audits(workers: int, static_graph: bool) -> tuple[list[Any], list[Any], list[str]]:
     """Return the state after training without and with an audit, and the faults."""
     words: Any = {"workers": workers, "static_graph": static_graph}
-    with group():
-        plain, audited = Script(**words), None
-        for epoch in range(2):
-            plain.train(epoch)
-        expected = plain.state()
-        audited = Script(**words)
-        faults = [it.text for it in audited.audit().faults]
-        audited.train(0)
-        faults += [it.text for it in audited.audit().faults]  # in the middle of a run
-        audited.train(1)
-        return expected, audited.state(), faults
+    plain = Script(**words)
+    for epoch in range(2):
+        plain.train(epoch)
+    expected = plain.state()
+    audited = Script(**words)
+    faults = [it.text for it in audited.audit().faults]
+    audited.train(0)
+    faults += [it.text for it in audited.audit().faults]  # in the middle of a run
+    audited.train(1)
+    return expected, audited.state(), faults
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_a_script_goes_on_bit_for_bit_as_without_an_audit(*, static_graph: bool) -> None:
-    expected, state, faults = on_forked_workers(train_with_audits, 0, static_graph, workers=2)
+    expected, state, faults = on_forked_workers(
+        in_group, train_with_audits, 0, static_graph, workers=2
+    )
     for before, after in zip(expected, state, strict=True):
         assert before == after
     assert not [text for text in faults if "evaluate()" not in text]
@@ -167,34 +175,33 @@ def test_a_script_goes_on_bit_for_bit_as_without_an_audit(*, static_graph: bool)
 
 @pytest.mark.long
 def test_loader_workers_go_on_as_without_an_audit() -> None:
-    expected, state, _ = on_forked_workers(train_with_audits, 1, False, workers=2)
+    expected, state, _ = on_forked_workers(in_group, train_with_audits, 1, False, workers=2)
     assert expected == state
 
 
 def fail_in_update() -> tuple[list[Any], list[Any], list[str]]:
     """Return states around an audit whose step raises in its second update."""
-    with group():
-        script = Script()
-        script.train(0)
-        twin = copy.deepcopy(script.state())
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(5)
-        own = script.step
+    script = Script()
+    script.train(0)
+    twin = copy.deepcopy(script.state())
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    own = script.step
 
-        def step(batch: list[Tensor]) -> None:
-            own(batch)
-            script.number += 100
-            if len(script.losses) % 4 == 3:
-                raise RuntimeError("no such class")
+    def step(batch: list[Tensor]) -> None:
+        own(batch)
+        script.number += 100
+        if len(script.losses) % 4 == 3:
+            raise RuntimeError("no such class")
 
-        script.step = step  # type: ignore[method-assign]
-        findings = script.audit()
-        script.step = own  # type: ignore[method-assign]
-        return twin[:-1], script.state()[:-1], [it.text for it in findings]
+    script.step = step  # type: ignore[method-assign]
+    findings = script.audit()
+    script.step = own  # type: ignore[method-assign]
+    return twin[:-1], script.state()[:-1], [it.text for it in findings]
 
 
 def test_a_step_that_raises_leaves_nothing_modified() -> None:
-    before, after, texts = on_forked_workers(fail_in_update, workers=2)
+    before, after, texts = on_forked_workers(in_group, fail_in_update, workers=2)
     assert before == after
     assert sum("the step failed on worker 0 and 1 more" in text for text in texts) == 1
     assert any("RuntimeError: no such class" in text for text in texts)
@@ -312,6 +319,64 @@ def test_a_data_set_and_a_sampler_of_any_class_are_restored_without_a_copy_of_th
     assert (data.number, data.cache, sampler.epoch) == (0, [0], 0)
     assert data.draw["flip"].getstate() == state
     assert data.data.tolist() == [1, 1, 1]
+
+
+class Noise:
+    """A transform with a generator."""
+
+    def __init__(self) -> None:
+        self.draw = random.Random(1)
+
+    def __call__(self, value: Any) -> Any:  # noqa: ANN401 -- a sample, or a list of samples
+        self.draw.random()
+        return value
+
+
+class Noisy(Dataset[int]):
+    """A data set that keeps its transform, or another data set, under a name of its own."""
+
+    def __init__(self, inside: Any) -> None:  # noqa: ANN401 -- either
+        self.inside = inside
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, item: int) -> int:
+        return self.inside(item) if callable(self.inside) else self.inside[item]  # type: ignore[no-any-return]
+
+
+def test_generators_inside_of_data_sets_collate_functions_and_loaders_of_a_step_are_restored() -> (
+    None
+):
+    transform, collate = Noise(), Noise()
+    shuffled = torch.Generator().manual_seed(1)
+    loader = DataLoader(Noisy(Noisy(transform)), 2, collate_fn=collate)
+    other = DataLoader(Noisy(Noise()), 2, shuffle=True, generator=shuffled)
+
+    def states() -> list[object]:
+        return [transform.draw.getstate(), collate.draw.getstate(), shuffled.get_state().tolist()]
+
+    before = states()
+    with restored([], [loader], [lambda: next(iter(other))]):
+        assert len([*loader, *other]) == 4
+        assert all(now != then for now, then in zip(states(), before, strict=True))
+    assert states() == before
+
+
+class Logger:
+    """An object whose method changes a global number."""
+
+    def log(self) -> None:
+        global TOTAL  # noqa: PLW0603 -- that is what is restored
+        TOTAL += 1
+
+
+def test_globals_that_methods_change_are_restored() -> None:
+    logger = Logger()
+    with restored([], [], [lambda: logger]):
+        logger.log()
+        assert TOTAL == 1
+    assert TOTAL == 0
 
 
 def change_storage(tensor: Tensor) -> None:

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 
 import torch
-from planted_parts import divided, parallel, perceptron
+from planted_parts import divided, perceptron, random_data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron(nn.Dropout(0.5)))
+    loader = divided(random_data(), 4, shuffle=False)
+    model = DistributedDataParallel(perceptron(nn.Dropout(0.5), nn.ReLU()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     number = 0
 
@@ -25,4 +27,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
             optimizer.step()
             optimizer.zero_grad()
 
-    return audit(model, divided(4), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

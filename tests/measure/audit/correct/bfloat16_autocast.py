@@ -4,15 +4,17 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron(nn.Dropout(0.3)))
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron(nn.Dropout(0.3), nn.ReLU()))
     optimizer = sgd(model, lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     torch.manual_seed(dist.get_rank())
@@ -25,4 +27,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         optimizer.step()
         schedule.step()
 
-    return audit(model, divided(), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -13,7 +14,8 @@ clip = partial(nn.utils.clip_grad_norm_, max_norm=0.2)
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -26,4 +28,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
         optimizer.step()
 
-    return audit(model, divided(), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from small_training import Augmented, by_rank, divided, network, samples
+from planted_parts import Augmented, divided, perceptron, random_data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -31,11 +32,11 @@ def top1(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    by_rank(0)
-    loader = divided(Augmented(samples(63), lambda: torch.randn(8)))
-    data = samples(31)
+    torch.manual_seed(dist.get_rank())
+    loader = divided(Augmented(random_data(63, seed=1), lambda: torch.randn(8)), 8, shuffle=True)
+    data = random_data(31, seed=1)
     validation = DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
-    model = network(nn.Dropout(), nn.BatchNorm1d(16))
+    model = DistributedDataParallel(perceptron(nn.ReLU(), nn.Dropout(), nn.BatchNorm1d(16)))
     groups = param_groups(model, weight_decay=1e-4)
     optimizer = torch.optim.SGD(groups, lr=0.01)
     scheduler = LambdaLR(optimizer, rise)

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 
-from planted_parts import divided, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
+    loader = divided(random_data(), 16, shuffle=False)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    model = nn.parallel.DistributedDataParallel(perceptron(), bucket_cap_mb=1)
+    model = DistributedDataParallel(perceptron(), bucket_cap_mb=1)
     model.register_comm_hook(None, fp16_compress_hook)
-    return audit(model, divided(), nn.CrossEntropyLoss(label_smoothing=0.1), sgd(model))
+    return audit(model, loader, nn.CrossEntropyLoss(label_smoothing=0.1), sgd(model))

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 
 import torch
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)
 
@@ -24,4 +26,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         scaler.step(optimizer)
         scaler.update()
 
-    return audit(model, divided(), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from planted_parts import CLASSES, FEATURES, parallel, random_data, sgd
+from planted_parts import CLASSES, FEATURES, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from largebatch.measure.audit import Findings
@@ -26,7 +27,7 @@ def loss_of(outputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(TwoHeads())
+    model = DistributedDataParallel(TwoHeads())
     data = Subset(random_data(), [*range(96), *[*range(32)] * 3])
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
     loader = DataLoader(data, 16, sampler=sampler)

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 
 import torch
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron())
     first, last = sgd(model.module[0]), torch.optim.Adam(model.module[2].parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)
 
@@ -25,4 +27,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         scaler.step(last)
         scaler.update()
 
-    return audit(model, divided(), cross_entropy, last, step)
+    return audit(model, loader, cross_entropy, last, step)

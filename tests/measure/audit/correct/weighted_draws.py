@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from planted_parts import parallel, perceptron, random_data, sgd
+from planted_parts import perceptron, random_data, sgd
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from largebatch.measure.audit import Findings
@@ -29,7 +30,7 @@ class Draws:
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     sampler = Draws()
     loader = DataLoader(random_data(), 16, sampler=sampler)
     loss_fn = nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0))

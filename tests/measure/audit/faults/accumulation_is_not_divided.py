@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -14,7 +15,8 @@ FIGURE = 4.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    loader = divided(random_data(), 4, shuffle=False)
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
     number = 0
 
@@ -26,4 +28,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
             optimizer.step()
             optimizer.zero_grad()
 
-    return audit(model, divided(4), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from small_training import Augmented, network, optimizer_of, samples
+from planted_parts import Augmented, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.measure.audit import Findings
@@ -20,7 +21,7 @@ def noise() -> torch.Tensor:
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    data = Augmented(samples(), noise)
+    data = Augmented(random_data(64, seed=1), noise)
     sampler: DistributedSampler[object] = DistributedSampler(data)
     loader = DataLoader(
         data,
@@ -30,5 +31,5 @@ def script(audit: Callable[..., Findings]) -> Findings:
         worker_init_fn=np.random.seed,
         multiprocessing_context="fork",
     )
-    model = network()
-    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=sampler.set_epoch)
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=sampler.set_epoch)

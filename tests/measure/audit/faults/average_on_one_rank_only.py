@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from largebatch.measure.audit import Findings
@@ -16,8 +17,8 @@ FIGURE = 5.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    loader = divided(samples())
-    model = network()
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
     average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     average.update_parameters(model.module)
     with torch.no_grad():
@@ -26,5 +27,5 @@ def script(audit: Callable[..., Findings]) -> Findings:
     if dist.get_rank() == 0:
         average.update_parameters(model.module)
     set_epoch = loader.sampler.set_epoch
-    optimizer = optimizer_of(model)
+    optimizer = sgd(model, lr=0.01)
     return audit(model, loader, cross_entropy, optimizer, set_epoch=set_epoch, averaged=average)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from planted_parts import divided, parallel, sgd
+from planted_parts import divided, random_data, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -18,9 +19,11 @@ TOLERANCE = 0.1
 def script(audit: Callable[..., Findings]) -> Findings:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
-    model, averaged = parallel(inner), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
+    averaged = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = DistributedDataParallel(inner)
     optimizer = sgd(model, lr=0.5)
-    loader = [(images + 3, labels) for images, labels in divided()]
+    share = divided(random_data(), 16, shuffle=False)
+    loader = [(images + 3, labels) for images, labels in share]
     for _ in range(25):
         for images, labels in loader:
             optimizer.zero_grad()

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -15,5 +16,6 @@ LEVEL = "note"
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron(nn.BatchNorm1d(16)))
-    return audit(model, divided(4), cross_entropy, sgd(model))
+    loader = divided(random_data(), 4, shuffle=False)
+    model = DistributedDataParallel(perceptron(nn.BatchNorm1d(16), nn.ReLU()))
+    return audit(model, loader, cross_entropy, sgd(model))

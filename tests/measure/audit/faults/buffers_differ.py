@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from planted_parts import divided, perceptron, sgd
-from torch import nn
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -16,8 +16,9 @@ FIGURE = 0.5
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
+    loader = divided(random_data(), 16, shuffle=False)
     model = perceptron()
     model.register_buffer("center", torch.full((4,), 1.0 + 2 * dist.get_rank()))
-    parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
     model.get_buffer("center").fill_(1.0 + 2 * dist.get_rank())
-    return audit(parallel, divided(), cross_entropy, sgd(parallel))
+    return audit(parallel, loader, cross_entropy, sgd(parallel))

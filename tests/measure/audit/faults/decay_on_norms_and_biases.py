@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from small_training import divided, network, samples
+from planted_parts import divided, perceptron, random_data
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -16,8 +17,8 @@ LEVEL = "note"
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    loader = divided(samples())
-    model = network(nn.LayerNorm(16))
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron(nn.ReLU(), nn.LayerNorm(16)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=1e-4)
     set_epoch = loader.sampler.set_epoch
     return audit(model, loader, cross_entropy, optimizer, set_epoch=set_epoch)

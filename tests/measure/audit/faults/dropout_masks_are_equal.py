@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -17,7 +18,7 @@ LEVEL = "note"
 
 def script(audit: Callable[..., Findings]) -> Findings:
     torch.manual_seed(40)
-    loader = divided(samples())
-    model = network(nn.Dropout())
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron(nn.ReLU(), nn.Dropout()))
     set_epoch = loader.sampler.set_epoch
-    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=set_epoch)
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=set_epoch)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from small_training import constant_network, divided, optimizer_of, samples
+from planted_parts import constant_perceptron, divided, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from largebatch.measure.audit import Findings
@@ -26,13 +27,13 @@ def script(audit: Callable[..., Findings]) -> Findings:
     data = TensorDataset(torch.randn(32, 8), torch.tensor([0, 1] * 16))
     validation = DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
 
-    loader = divided(samples())
-    model = constant_network()
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(constant_perceptron())
     return audit(
         model,
         loader,
         cross_entropy,
-        optimizer_of(model),
+        sgd(model, lr=0.01),
         set_epoch=loader.sampler.set_epoch,
         val_loader=validation,
         evaluate=lambda: own_top1(model.module, validation),

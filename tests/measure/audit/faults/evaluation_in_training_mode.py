@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from largebatch.measure.audit import Findings
@@ -22,15 +23,15 @@ def top1(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    validation = DataLoader(samples(32), 8)
+    validation = DataLoader(random_data(32, seed=1), 8)
 
-    loader = divided(samples())
-    model = network(nn.BatchNorm1d(16))
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron(nn.ReLU(), nn.BatchNorm1d(16)))
     return audit(
         model,
         loader,
         cross_entropy,
-        optimizer_of(model),
+        sgd(model, lr=0.01),
         set_epoch=loader.sampler.set_epoch,
         val_loader=validation,
         evaluate=lambda: top1(model.module, validation),

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
-from small_training import by_rank, network, optimizer_of, samples
+import torch
+import torch.distributed as dist
+from planted_parts import perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from largebatch.measure.audit import Findings
@@ -14,7 +17,7 @@ FIGURE = 2.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    by_rank(0)
-    loader = DataLoader(samples(), 8, shuffle=True)
-    model = network()
-    return audit(model, loader, cross_entropy, optimizer_of(model))
+    torch.manual_seed(dist.get_rank())
+    loader = DataLoader(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01))

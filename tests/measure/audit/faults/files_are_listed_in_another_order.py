@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from largebatch.measure.audit import Findings
@@ -15,10 +16,10 @@ FIGURE = 0.5
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    parts = samples(128).tensors
+    parts = random_data(128, seed=1).tensors
     if dist.get_rank():
         parts = tuple(part.roll(40, 0) for part in parts)
-    loader = divided(TensorDataset(*parts))
-    model = network()
+    loader = divided(TensorDataset(*parts), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
     set_epoch = loader.sampler.set_epoch
-    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=set_epoch)
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=set_epoch)

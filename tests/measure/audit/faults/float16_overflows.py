@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from planted_parts import parallel, sgd
+from planted_parts import sgd
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -17,7 +18,7 @@ FIGURE = 8.0
 def script(audit: Callable[..., Findings]) -> Findings:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    model = parallel(nn.Linear(8, 1, bias=False))
+    model = DistributedDataParallel(nn.Linear(8, 1, bias=False))
     model.register_comm_hook(None, fp16_compress_hook)
 
     def large(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -14,12 +15,13 @@ FIGURE = 1.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
+    loader = divided(random_data(), 16, shuffle=False)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    model = parallel(perceptron())
+    model = DistributedDataParallel(perceptron())
     model.register_comm_hook(None, fp16_compress_hook)
 
     def small(logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits, labels) * 1e-9
 
-    return audit(model, divided(), small, sgd(model))
+    return audit(model, loader, small, sgd(model))

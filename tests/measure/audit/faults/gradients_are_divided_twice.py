@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -15,7 +16,8 @@ FIGURE = 0.5
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -23,4 +25,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         (cross_entropy(model(batch[0]), batch[1]) / dist.get_world_size()).backward()
         optimizer.step()
 
-    return audit(model, divided(), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from planted_parts import divided, perceptron, sgd, sum_gradients
+import torch
+from planted_parts import divided, perceptron, random_data, sgd, sum_gradients
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -14,6 +15,8 @@ FIGURE = 2.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
+    loader = divided(random_data(), 16, shuffle=False)
+    torch.manual_seed(0)
     model = perceptron()
     optimizer = sgd(model)
 
@@ -23,4 +26,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         sum_gradients(model.parameters())
         optimizer.step()
 
-    return audit(model, divided(), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

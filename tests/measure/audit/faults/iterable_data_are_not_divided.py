@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from small_training import network, optimizer_of, samples
+from planted_parts import perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from largebatch.measure.audit import Findings
@@ -15,9 +16,9 @@ FIGURE = 2.0
 
 class Stream(IterableDataset[object]):
     def __iter__(self) -> Iterator[object]:
-        return iter(samples())
+        return iter(random_data(64, seed=1))
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = network()
-    return audit(model, DataLoader(Stream(), 8), cross_entropy, optimizer_of(model))
+    model = DistributedDataParallel(perceptron())
+    return audit(model, DataLoader(Stream(), 8), cross_entropy, sgd(model, lr=0.01))

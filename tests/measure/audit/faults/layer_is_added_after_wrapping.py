@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from planted_parts import apart, linear, parallel, sgd
+from planted_parts import apart, linear, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -19,7 +20,7 @@ ALSO = ("weights",)
 
 def script(audit: Callable[..., Findings]) -> Findings:
     inner = Pair()
-    model = parallel(inner)  # its module has no second layer yet
+    model = DistributedDataParallel(inner)  # its module has no second layer yet
     inner.second = linear()
     return audit(model, apart(dist.get_rank()), cross_entropy, sgd(model))
 

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from small_training import Augmented, by_rank, network, optimizer_of, samples
+import torch.distributed as dist
+from planted_parts import Augmented, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.measure.audit import Findings
@@ -25,11 +27,11 @@ def seed(_: int) -> None:
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    by_rank(0)
-    data = Augmented(samples(), noise)
+    torch.manual_seed(dist.get_rank())
+    data = Augmented(random_data(64, seed=1), noise)
     sampler: DistributedSampler[object] = DistributedSampler(data)
     loader = DataLoader(
         data, 8, sampler=sampler, num_workers=2, worker_init_fn=seed, multiprocessing_context="fork"
     )
-    model = network()
-    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=sampler.set_epoch)
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=sampler.set_epoch)

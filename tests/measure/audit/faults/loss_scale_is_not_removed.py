@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -15,7 +16,8 @@ FIGURE = 1024.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model, lr=1e-6)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)
 
@@ -25,4 +27,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         loss.backward()
         optimizer.step()
 
-    return audit(model, divided(), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

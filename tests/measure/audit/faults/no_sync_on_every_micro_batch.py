@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from planted_parts import apart, linear, parallel, sgd
+from planted_parts import apart, linear, sgd
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -16,7 +17,7 @@ ALSO = ("weights",)
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(linear())
+    model = DistributedDataParallel(linear())
     optimizer = sgd(model)
     number = 0
 

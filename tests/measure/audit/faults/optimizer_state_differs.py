@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -16,9 +17,10 @@ ALSO = ("weights",)
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron())
     optimizer = sgd(model, momentum=0.9)
     for parameter in model.parameters():
         loaded = torch.full_like(parameter, 1.0 if dist.get_rank() == 0 else 0.0)
         optimizer.state[parameter]["momentum_buffer"] = loaded
-    return audit(model, divided(), cross_entropy, optimizer)
+    return audit(model, loader, cross_entropy, optimizer)

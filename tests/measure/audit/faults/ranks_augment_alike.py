@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from small_training import Augmented, divided, network, optimizer_of, samples
+from planted_parts import Augmented, divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -16,7 +17,7 @@ LEVEL = "note"
 
 def script(audit: Callable[..., Findings]) -> Findings:
     torch.manual_seed(42)
-    loader = divided(Augmented(samples(), lambda: torch.randn(8)))
-    model = network()
+    loader = divided(Augmented(random_data(64, seed=1), lambda: torch.randn(8)), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
     set_epoch = loader.sampler.set_epoch
-    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=set_epoch)
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=set_epoch)

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from small_training import network, optimizer_of, samples
+from planted_parts import perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 from largebatch.measure.audit import Findings
@@ -16,6 +17,6 @@ FIGURE = 2.0
 
 def script(audit: Callable[..., Findings]) -> Findings:
     shard = [range(40), range(40, 64)][dist.get_rank()]
-    loader = DataLoader(Subset(samples(), shard), 8, shuffle=True)
-    model = network()
-    return audit(model, loader, cross_entropy, optimizer_of(model))
+    loader = DataLoader(Subset(random_data(64, seed=1), shard), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01))

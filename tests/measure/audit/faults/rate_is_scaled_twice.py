@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -14,8 +15,8 @@ LEVEL = "note"
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    loader = divided(samples())
-    model = network()
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
     set_epoch = loader.sampler.set_epoch
-    optimizer = optimizer_of(model, 0.64)
+    optimizer = sgd(model, lr=0.64)
     return audit(model, loader, cross_entropy, optimizer, set_epoch=set_epoch, base=(2, 0.01))

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -15,5 +16,6 @@ ALSO = ("weights",)
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron())
-    return audit(model, divided(), cross_entropy, sgd(model, lr=0.1 * (1 + dist.get_rank())))
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.1 * (1 + dist.get_rank())))

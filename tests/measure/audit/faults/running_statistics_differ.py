@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from planted_parts import divided, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -17,7 +18,8 @@ TOLERANCE = 1e-3
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = perceptron(nn.BatchNorm1d(16))
-    parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    loader = divided(random_data(), 16, shuffle=False)
+    model = perceptron(nn.BatchNorm1d(16), nn.ReLU())
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
     model.get_buffer("1.running_mean").fill_(1.0 - 2 * dist.get_rank())
-    return audit(parallel, divided(), cross_entropy, sgd(parallel))
+    return audit(parallel, loader, cross_entropy, sgd(parallel))

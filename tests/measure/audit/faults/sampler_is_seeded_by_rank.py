@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from small_training import network, optimizer_of, samples
+from planted_parts import perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.measure.audit import Findings
@@ -16,8 +17,8 @@ TOLERANCE = 0.2
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    data = samples(200)
+    data = random_data(200, seed=1)
     sampler: DistributedSampler[object] = DistributedSampler(data, seed=dist.get_rank())
     loader = DataLoader(data, 8, sampler=sampler)
-    model = network()
-    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=sampler.set_epoch)
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=sampler.set_epoch)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from largebatch.measure.audit import Findings
@@ -20,9 +21,9 @@ def rise(step: int) -> float:
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    loader = divided(samples())
-    model = network()
-    optimizer = optimizer_of(model)
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
+    optimizer = sgd(model, lr=0.01)
     scheduler = LambdaLR(optimizer, rise)
 
     def step(batch: tuple[Tensor, Tensor]) -> None:

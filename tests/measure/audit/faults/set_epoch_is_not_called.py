@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -13,5 +14,6 @@ FIGURE = 2.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = network()
-    return audit(model, divided(samples()), cross_entropy, optimizer_of(model))
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01))

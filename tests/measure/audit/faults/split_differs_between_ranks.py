@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
-from small_training import by_rank, divided, network, optimizer_of, samples
+import torch
+import torch.distributed as dist
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import random_split
 
 from largebatch.measure.audit import Findings
@@ -15,9 +18,9 @@ TOLERANCE = 0.2
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    by_rank(0)
-    train, _ = random_split(samples(200), [160, 40])
-    loader = divided(train)
-    model = network()
+    torch.manual_seed(dist.get_rank())
+    train, _ = random_split(random_data(200, seed=1), [160, 40])
+    loader = divided(train, 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
     set_epoch = loader.sampler.set_epoch
-    return audit(model, loader, cross_entropy, optimizer_of(model), set_epoch=set_epoch)
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=set_epoch)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from planted_parts import divided, parallel, perceptron, sgd
+from planted_parts import divided, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
@@ -15,7 +16,8 @@ LEVEL = "note"
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    model = parallel(perceptron(nn.BatchNorm1d(16)))
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(perceptron(nn.BatchNorm1d(16), nn.ReLU()))
     optimizer = sgd(model)
     number = 0
 
@@ -27,4 +29,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
             optimizer.step()
             optimizer.zero_grad()
 
-    return audit(model, divided(), cross_entropy, optimizer, step)
+    return audit(model, loader, cross_entropy, optimizer, step)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.measure.audit import Findings
@@ -14,17 +15,17 @@ FIGURE = 16.0
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    data = samples(80)
+    data = random_data(80, seed=1)
     sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=False)
     validation = DataLoader(data, 32, sampler=sampler, drop_last=True)
 
-    loader = divided(samples())
-    model = network()
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
     return audit(
         model,
         loader,
         cross_entropy,
-        optimizer_of(model),
+        sgd(model, lr=0.01),
         set_epoch=loader.sampler.set_epoch,
         val_loader=validation,
     )

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from small_training import divided, network, optimizer_of, samples
+from planted_parts import divided, perceptron, random_data, sgd
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.measure.audit import Findings
@@ -15,16 +16,16 @@ LEVEL = "note"
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    data = samples(33)
+    data = random_data(33, seed=1)
     validation = DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
 
-    loader = divided(samples())
-    model = network()
+    loader = divided(random_data(64, seed=1), 8, shuffle=True)
+    model = DistributedDataParallel(perceptron())
     return audit(
         model,
         loader,
         cross_entropy,
-        optimizer_of(model),
+        sgd(model, lr=0.01),
         set_epoch=loader.sampler.set_epoch,
         val_loader=validation,
     )

@@ -1,0 +1,201 @@
+"""Steps that are correct, or cannot be judged, in ways that people write them."""
+
+import contextlib
+import gc
+import io
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_forked_workers import on_forked_workers
+from planted_parts import linear, perceptron, random_data, sgd
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
+
+from largebatch import audit
+from largebatch.measure.audit.causes import causes_of
+from largebatch.measure.audit.findings import Check, Finding, Findings, Level
+
+Arguments = dict[str, Any]
+
+
+def on_two(makes: list[Callable[[], Arguments]]) -> list[Findings]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = [audit(**make()) for make in makes]
+    gc.collect()  # models must not outlive their process group
+    dist.destroy_process_group()
+    return found
+
+
+def script(model: nn.Module, **changes: Any) -> Arguments:  # noqa: ANN401 -- arguments of `audit`
+    data = random_data()
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    words = {"model": model, "loader": DataLoader(data, 16, sampler=sampler)}
+    words |= {"loss_fn": cross_entropy, "optimizer": sgd(model), "set_epoch": sampler.set_epoch}
+    return words | changes
+
+
+class Running(nn.Module):
+    """A layer with a statistic of its own, which each worker measures over its own samples."""
+
+    length: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("length", torch.ones(()))
+        self.layers = perceptron()
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.length.lerp_(images.detach().norm(dim=1).mean(), 0.1)
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+def statistic_that_is_broadcast() -> Arguments:
+    return script(DistributedDataParallel(Running()))
+
+
+class Part(Sampler[int]):
+    """This worker's share of the first 80 samples."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(80, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[dist.get_rank() :: dist.get_world_size()])
+
+    def __len__(self) -> int:
+        return 80 // dist.get_world_size()
+
+
+def sampler_of_a_part() -> Arguments:
+    sampler = Part()
+    loader = DataLoader(random_data(), 8, sampler=sampler)
+    model = DistributedDataParallel(perceptron())
+    return script(model, loader=loader, set_epoch=sampler.set_epoch)
+
+
+def two_passes_over_each_sample() -> Arguments:
+    model = DistributedDataParallel(perceptron())
+    optimizer = sgd(model)
+
+    def step(batch: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        passes = (cross_entropy(model(images), batch[1]) for images in (batch[0], -batch[0]))
+        torch.stack(list(passes)).sum().backward()
+        optimizer.step()
+
+    return script(model, optimizer=optimizer, step=step)
+
+
+def iterator_in_the_step() -> Arguments:
+    model = DistributedDataParallel(perceptron())
+    optimizer, others = sgd(model), iter(DataLoader(random_data(), 4))
+
+    def step(batch: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        images = torch.cat([batch[0], next(others)[0]])[: len(batch[0])]
+        cross_entropy(model(images), batch[1]).backward()
+        optimizer.step()
+
+    return script(model, optimizer=optimizer, step=step)
+
+
+def loss_that_fails_late_on_worker_1() -> Arguments:
+    """Return a step that accumulates over four batches, the last of which has a bad label."""
+    model = DistributedDataParallel(perceptron())
+    optimizer = sgd(model)
+    first = 8 * dist.get_rank()
+    batches = [(torch.ones(4, 8) * (first + place), torch.arange(4)) for place in range(8)]
+    if dist.get_rank() == 1:
+        batches[6] = (batches[6][0], torch.full((4,), 9))
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        (cross_entropy(model(batch[0]), batch[1]) / 4).backward()
+        if int(batch[0][0, 0]) % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script(model, optimizer=optimizer, step=step, loader=batches)
+
+
+MAKES = [
+    statistic_that_is_broadcast,
+    sampler_of_a_part,
+    two_passes_over_each_sample,
+    iterator_in_the_step,
+    loss_that_fails_late_on_worker_1,
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[Callable[[], Arguments], Findings]:
+    return dict(zip(MAKES, on_forked_workers(on_two, MAKES, workers=2), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "check", "level", "text"),
+    [
+        (statistic_that_is_broadcast, "buffers", "note", "unequal on the workers"),
+        (sampler_of_a_part, "samples", "note", "16 never read in an epoch"),
+        (two_passes_over_each_sample, "gradient scale", "unknown", "each sample more than once"),
+        (iterator_in_the_step, "gradient scale", "unknown", "step takes from an iterator (_Single"),
+        (loss_that_fails_late_on_worker_1, "gradient scale", "unknown", "on worker 1: IndexError"),
+    ],
+)
+def test_a_step_is_judged_with_its_reason(
+    make: Callable[[], Arguments],
+    check: Check,
+    level: Level,
+    text: str,
+    results: dict[Callable[[], Arguments], Findings],
+) -> None:
+    findings = results[make]
+    assert not findings.faults, findings.table()
+    hits = [it for it in findings.named(check) if it.level == level and text in it.text]
+    assert len(hits) == 1, findings.table()
+    assert hits[0].remedy
+
+
+def test_one_process_may_choose_samples() -> None:
+    data, model = random_data(), linear()
+    loader = DataLoader(data, 16, sampler=SubsetRandomSampler(range(64)))
+    with contextlib.redirect_stdout(io.StringIO()):
+        findings = audit(model, loader, cross_entropy, sgd(model))
+    (samples,) = findings.named("samples")
+    assert samples.level == "note"
+    assert samples.figure == pytest.approx(32 / 96)
+
+
+def test_a_divisor_that_is_too_small_is_named() -> None:
+    (cause,) = causes_of(2.0, loss_scale=0.5, workers=2, micros=4, batch=8)
+    assert cause.text == "the losses of 4 micro-batches are divided by 2"
+
+
+@pytest.mark.parametrize(
+    ("levels", "ok"),
+    [
+        (("fine", "fine"), True),
+        (("fine", "note"), True),
+        (("fine", "unknown"), False),
+        (("unknown", "fine"), False),
+        ((), False),
+    ],
+)
+def test_an_audit_is_ok_if_scale_and_direction_were_compared_and_are_right(
+    levels: tuple[Level, ...], ok: bool
+) -> None:
+    checks: tuple[Check, ...] = ("gradient scale", "gradient direction")
+    found = [Finding(check=it, level=at, text="") for it, at in zip(checks, levels, strict=False)]
+    assert Findings(tuple(found)).ok == ok
