@@ -70,10 +70,10 @@ would be `unknown`. A factor of 1.8 % stays below what the audit calls a fault.
 
 A second reader tried 31 correct loops and 16 faulty ones more. Six correct loops had a false alarm
 (fused optimizers under a GradScaler, accuracy logged in training mode, a sampler of a part, buffers
-that are broadcast, two passes over each sample), three ended with an error of the audit, fifteen did not
-go on bit for bit as without it, and six faults were missed or named wrongly. These are mended, and
-the tables above have such scripts; of the fifteen nine go on alike now, two are refused, and four
-change what is [not restored](audit.md#what-it-leaves-behind).
+that are broadcast, two passes over each sample), three ended with an error of the audit, fifteen
+did not go on bit for bit as without it, and six faults were missed or named wrongly. These are
+mended, and the tables above have such scripts; of the fifteen nine go on alike now, two are
+refused, and four change what is [not restored](audit.md#what-it-leaves-behind).
 """
 
 
