@@ -19,7 +19,7 @@ from largebatch.report.mistakes import by_class
 from largebatch.report.noise import has_course, latest, samples
 from largebatch.report.numbers import INPUT_BOUND, shares
 from largebatch.report.pair import compare_pair
-from largebatch.report.record import Record, Rise
+from largebatch.report.record import RISE, RISEN, Record, Rise
 
 Kind = Literal[
     "diverged",
@@ -43,12 +43,8 @@ A few times that loss is usual in the first epochs of large batches, because the
 BatchNorm lag behind the weights; ten times is not.
 """
 
-RISE = 0.25
-"""Rise of the smoothed training loss that is a spike, as a part of the loss of guessing: a quarter
-of all that can be learned is lost again."""
-
-RISEN = 1.25
-"""Least factor of such a rise, and of a rise of the validation loss."""
+RECOVERED = 0.9
+"""Part of the loss of guessing below which a run recovered: it has learned something since."""
 
 WEAK_CLASS = 1 / 3
 """Fraction of the run's top-1 below which a class is weak."""
@@ -126,7 +122,7 @@ def _diverged(run: Record) -> Iterator[Cause]:
     lost = np.flatnonzero(~np.isfinite(run.loss))
     failed = run.run is not None and run.run.diverged
     if lost.size and (failed or not math.isfinite(run.loss[-1])):
-        row, begin = int(lost[0]), onset(run)
+        row, begin = int(lost[0]), run.onset()
         rose = ""
         if begin is not None and begin < row:
             rose = f"rose from {run.lows[begin]:.3g} {_place(run, begin)}{_rate(run, begin)} and "
@@ -140,7 +136,7 @@ def _diverged(run: Record) -> Iterator[Cause]:
         yield Cause("diverged", "a loss or gradient was not finite, which ended the run", lower)
         return
     peak = run.rise(slice(0, None))
-    if peak and _is_rise(run, peak) and run.end > _recovered(run):
+    if peak and _is_rise(run, peak) and run.end > RECOVERED * run.unit:
         yield Cause(
             "diverged",
             f"the training loss rose from {peak.low:.3g} to {peak.high:.3g} {_place(run, peak.row)}"
@@ -149,23 +145,10 @@ def _diverged(run: Record) -> Iterator[Cause]:
         )
 
 
-def _recovered(run: Record) -> float:
-    """Return the training loss below which a run recovered: it has learned something since."""
-    return 0.9 * run.unit
-
-
 def _is_rise(run: Record, rise: Rise) -> bool:
     """Return True if a rise of the smoothed loss is a spike."""
     spike = rise.high - rise.low > RISE * run.unit and rise.high > RISEN * rise.low
     return spike and rise.exceeds_noise
-
-
-def onset(run: Record, rows: slice = slice(0, None)) -> int | None:
-    """Return the first of these rows at which the smoothed loss has risen; None without a rise."""
-    lows = run.lows
-    risen = (run.trend - lows > RISE * run.unit) & (run.trend > RISEN * lows)
-    begin = np.flatnonzero((risen & np.isfinite(run.trend))[rows])
-    return int(begin[0]) + (rows.start or 0) if begin.size else None
 
 
 def _place(run: Record, row: int) -> str:

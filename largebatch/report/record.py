@@ -28,6 +28,13 @@ EARLY = 0.15
 SHORT = 5
 """Updates of the shortest running median: a spike of two of them does not count."""
 
+RISE = 0.25
+"""Rise of the smoothed training loss that is a spike, as a part of the loss of guessing: a quarter
+of all that can be learned is lost again."""
+
+RISEN = 1.25
+"""Least factor of such a rise, and of a rise of the validation loss."""
+
 NEAR = 20
 """Least number of rows in which the scatter of losses is estimated."""
 
@@ -212,6 +219,13 @@ class Record:
         peak = float(self._finite[max(0, row - SHORT // 2) : row + SHORT // 2 + 1].max())
         start = int(np.argmin(self.trend[: max(1, row)]))
         return Rise(low, high, row, peak, self._scatter(start, (low + high) / 2))
+
+    def onset(self, rows: slice = slice(0, None)) -> int | None:
+        """Return the first of these rows at which the smoothed loss has risen; None without."""
+        lows = self.lows
+        risen = (self.trend - lows > RISE * self.unit) & (self.trend > RISEN * lows)
+        begin = np.flatnonzero((risen & np.isfinite(self.trend))[rows])
+        return int(begin[0]) + (rows.start or 0) if begin.size else None
 
     def _scatter(self, start: int, middle: float) -> float:
         """Return the standard deviation of losses before a rise from a row; 0 for means of epochs.

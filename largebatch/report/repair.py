@@ -13,7 +13,7 @@ from largebatch.recipe.data import Data
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import WIDTH, dump_commented, recipe_name
-from largebatch.report.diagnosis import Cause, onset
+from largebatch.report.diagnosis import Cause
 from largebatch.report.pair import epochs_factor
 from largebatch.report.record import Record
 
@@ -107,7 +107,7 @@ def _lower(run: Record, recipe: Recipe, rows: slice) -> Changes:
     was = f"was {recipe.schedule.peak_lr:g}"
     if run.edge is not None and run.edge < recipe.schedule.peak_lr:
         return {"schedule.peak_lr": (run.edge, f"{was}; the range test's upper bound")}
-    row, lost = onset(run, rows), np.flatnonzero(~np.isfinite(run.loss))
+    row, lost = run.onset(rows), np.flatnonzero(~np.isfinite(run.loss))
     if row is None and lost.size:  # without a rise before
         row = int(lost[0])
     if row is None or not run.lr[row] > 0 or recipe.schedule.decay.kind == "piecewise":

@@ -13,10 +13,10 @@ from fake_runs import FakeRun
 
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.report.diagnosis import RISE, Cause, find_causes
+from largebatch.report.diagnosis import Cause, find_causes
 from largebatch.report.logs import read_record
 from largebatch.report.pair import epochs_factor, order
-from largebatch.report.record import Record, read_edge, record_of
+from largebatch.report.record import RISE, Record, read_edge, record_of
 from largebatch.report.repair import repair
 from largebatch.report.run import read_run
 from largebatch.report.verdict import verdict

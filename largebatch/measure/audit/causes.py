@@ -54,6 +54,14 @@ def causes_of(
     return causes
 
 
+def float16_remedy(does: str) -> str:
+    """Return what to change where float16 overflows or underflows."""
+    return (
+        f"float16 {does}: send float32 or bfloat16, or divide by the number of workers before the "
+        "sum and use a GradScaler"
+    )
+
+
 def _cause_in_loss(factor: float, *, micros: int, batch: float) -> Cause:
     """Return the cause of a loss that is too large by a factor, over an update."""
     if micros > 1 and _is(factor, micros):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from largebatch.errors import shorten
 from largebatch.formatting import three_digits
-from largebatch.measure.audit.causes import NAMED_SCALE, causes_of
+from largebatch.measure.audit.causes import NAMED_SCALE, causes_of, float16_remedy
 from largebatch.measure.audit.comparison import Fit, Shares, compare, compare_alone
 from largebatch.measure.audit.findings import Check, Finding, Level
 from largebatch.measure.audit.ranks import Ranks
@@ -156,7 +156,7 @@ class _Comparison:
             text = f"the exact gradient is infinite or NaN too, on worker {shorten(where)}"
             remedy = "look for the cause in the data or the rate: it is not in the reduction"
         else:
-            text, remedy = "that of one process is finite", _of_type("overflows")
+            text, remedy = "that of one process is finite", float16_remedy("overflows")
         return [
             Finding(
                 check="precision",
@@ -175,7 +175,7 @@ class _Comparison:
         if share <= _LOST or not self._uses_float16():
             return []
         text = f"{100 * share:.1f} % of the values that are not zero in one process arrived as zero"
-        remedy = _of_type("underflows")
+        remedy = float16_remedy("underflows")
         return [Finding(check="precision", level="fault", text=text, remedy=remedy, figure=share)]
 
     def _uses_float16(self) -> bool:
@@ -341,11 +341,15 @@ class _Comparison:
             "samples"
         )
         remedy = f"sum the losses, and divide by the {unit} of all workers and micro-batches"
+        level: Level = "fault"
         if self.shares.by_weight:
-            remedy = f"nothing, it is usual with class weights; to be exact, {remedy}"
-        level: Level = "note" if self.shares.by_weight else "fault"
-        check: Check = "gradient direction"
-        return Finding(check=check, level=level, text=text, remedy=remedy, figure=cosine)
+            level, remedy = (
+                "note",
+                f"nothing, it is usual with class weights; to be exact, {remedy}",
+            )
+        return Finding(
+            check="gradient direction", level=level, text=text, remedy=remedy, figure=cosine
+        )
 
     def _scale(self, exact: Fit) -> list[Finding]:
         scale, shares = exact.scale, self.shares
@@ -380,13 +384,6 @@ class _Comparison:
         return [
             Finding(check="gradient scale", level=level, text=text, remedy=remedy, figure=scale)
         ]
-
-
-def _of_type(does: str) -> str:
-    return (
-        f"float16 {does}: send float32 or bfloat16, or divide by the number of workers before the "
-        "sum and use a GradScaler"
-    )
 
 
 def _likeness(exact: Fit) -> str:
