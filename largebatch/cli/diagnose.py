@@ -48,7 +48,7 @@ def _diagnose(args: argparse.Namespace) -> int:
         )
     if args.out is not None and args.out.exists():
         raise LargebatchError(f"{args.out}: exists already; choose another file with --out")
-    from largebatch.report.diagnosis import find_causes, unchecked
+    from largebatch.report.diagnosis import find_causes
     from largebatch.report.logs import find_log, read_record
     from largebatch.report.pair import order
     from largebatch.report.record import read_edge
@@ -61,13 +61,14 @@ def _diagnose(args: argparse.Namespace) -> int:
     run, small = order(*records) if len(records) == 2 else (records[0], None)
     run = replace(run, edge=edge)
     _print_table([run] if small is None else [small, run])
-    if small is not None and not (run.batch and small.batch) and not run.updates:
-        print(wrapped(f"judged: {run.name}; batches are not known, so give the larger batch first"))
+    if small is not None and not (run.batch and small.batch):
+        why = "updates are fewer" if run.updates and small.updates else "the first that is given"
+        print(wrapped(f"judged, on the right: {run.name}: not both batches are known, {why}"))
     if run.run is not None and not run.is_complete:
         print(wrapped(verdict(run.run).words))
     causes = find_causes(run, small)
     _print_causes(run, causes)
-    missing = unchecked(run)
+    missing = run.unchecked
     if missing:
         print(wrapped(f"not checked, for lack of a record: {', '.join(missing)}"))
     if args.out is not None:

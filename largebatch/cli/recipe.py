@@ -297,4 +297,5 @@ def write_recipe(out: Path, text: str) -> None:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}") from None
+        other = "; choose another file with --out" if isinstance(error, FileExistsError) else ""
+        raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}{other}") from None

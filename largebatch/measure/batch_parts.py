@@ -163,7 +163,8 @@ class Measuring:
         if wide > THEORY and noise.updates < planned:
             self.remarks.append(
                 f"the noise scale is wide: {updates} leave a factor of {wide:.2g} between its "
-                f"ends; --minutes {more} make four times the updates, and about the root of it"
+                f"ends; --minutes {more} make four times the updates, and leave about "
+                f"{math.sqrt(wide):.2g}"
             )
         if noise.updates < min(BOUNDED, planned):
             self.remarks.append(

@@ -28,6 +28,12 @@ from largebatch.recipe.writing import dump_commented, recipe_name
 FEW = 0.5
 """Share of the fewest updates of a reference point below which a run is warned of."""
 
+LONGER = 1.5
+"""Factor to the length of a step of the recipe that is kept from which one is warned of."""
+
+ETA = 1e-3
+"""Trust coefficient of MLPerf's reference points."""
+
 UNSURE = 0.5
 """Median error of a setting from which its interpolation is called unsure."""
 
@@ -56,6 +62,7 @@ def words(found: Suggestion, *, has_warmup: bool = True, base: Recipe | None = N
     )
     return [
         *_few_updates(found),
+        *_longer_steps(found, base),
         *_between(found),
         *_settings(found, has_warmup=has_warmup, has_spans=_has_spans(base)),
         *_epochs(found),
@@ -179,6 +186,19 @@ def _few_updates(found: Suggestion) -> Iterator[str]:
         )
 
 
+def _longer_steps(found: Suggestion, base: Recipe | None) -> Iterator[str]:
+    """Yield a warning where steps are much longer than those of the recipe that is kept."""
+    if base is None or base.optimizer.kind != "lars":
+        return
+    own = base.schedule.peak_lr * base.optimizer.eta / (1 - base.optimizer.momentum)
+    factor = found.peak_lr * ETA / (1 - found.momentum) / own
+    if factor > LONGER:
+        yield (
+            f"warning: rate x eta / (1 - momentum) is {factor:.2g} times that of {base.name}, and "
+            "training may diverge: look for the edge with `largebatch lr range` first"
+        )
+
+
 def _elsewhere(found: Suggestion, *, has_warmup: bool, base: Recipe | None) -> Iterator[str]:
     unknown = "crops, flips, mean and std, label smoothing"
     if base is not None:
@@ -274,7 +294,7 @@ def _tree(found: Suggestion, name: str) -> dict[str, Any]:
             "convention": "reference",
             "momentum": found.momentum,
             "weight_decay": found.weight_decay,
-            "eta": 1e-3,
+            "eta": ETA,
             "eps": 0.0,
         },
         "schedule": {

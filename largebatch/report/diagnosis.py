@@ -63,6 +63,9 @@ GAP = 0.25
 GAINED = 0.01
 """Least gain of top-1 by exact statistics that is worth a remark, beyond its noise."""
 
+LARGE = 1_000_000
+"""Number of training images from which updates are compared with ImageNet's."""
+
 FEWEST_TIMED = 20
 """Fewest updates whose waits are judged: the first ones fill queues."""
 
@@ -117,15 +120,18 @@ def _guess(run: Record) -> str:
 def _diverged(run: Record) -> Iterator[Cause]:
     """Yield a training loss that is no number at the end, or never came back from a rise."""
     lower = (
-        "lower schedule.peak_lr or lengthen schedule.warmup; `largebatch lr range` finds the edge"
+        "lower schedule.peak_lr or lengthen schedule.warmup; `largebatch lr range` finds the edge, "
+        "and half of a rate is often not enough"
     )
+    if run.run is None:
+        lower = "lower the peak learning rate, by more than half if it helps, or warm up longer"
     lost = np.flatnonzero(~np.isfinite(run.loss))
     failed = run.run is not None and run.run.diverged
     if lost.size and (failed or not math.isfinite(run.loss[-1])):
         row, begin = int(lost[0]), run.onset()
         rose = ""
         if begin is not None and begin < row:
-            rose = f"rose from {run.lows[begin]:.3g} {_place(run, begin)}{_rate(run, begin)} and "
+            rose = f"rose from {run.lows[begin]:.3g}{_begin(run)} and "
         yield Cause(
             "diverged",
             f"the training loss {rose}was not finite {_place(run, row)}{_rate(run, row)}",
@@ -139,8 +145,8 @@ def _diverged(run: Record) -> Iterator[Cause]:
     if peak and _is_rise(run, peak) and run.end > RECOVERED * run.unit:
         yield Cause(
             "diverged",
-            f"the training loss rose from {peak.low:.3g} to {peak.high:.3g} {_place(run, peak.row)}"
-            f"{_rate(run, peak.row)} and ended at {run.end:.3g}",
+            f"the training loss rose from {peak.low:.3g}{_begin(run)} to {peak.high:.3g} "
+            f"{_place(run, peak.row)}{_rate(run, peak.row)} and ended at {run.end:.3g}",
             lower,
         )
 
@@ -156,6 +162,12 @@ def _place(run: Record, row: int) -> str:
     if math.isfinite(run.step[row]):
         return f"at step {run.step[row] - 1 + run.first_step:,.0f}"
     return _epoch(run, run.epoch[row])
+
+
+def _begin(run: Record) -> str:
+    """Return where the training loss began to rise; nothing if it did not."""
+    begin = run.onset()
+    return "" if begin is None else f" {_place(run, begin)}{_rate(run, begin)}"
 
 
 def _epoch(run: Record, epochs: float) -> str:
@@ -191,7 +203,7 @@ def _statistics(run: Record) -> Iterator[Cause]:
         yield Cause(kind, f"the validation loss was {highest:.3g} {where} {_guess(run)}", remedy)
     elif end > run.chance and not _rose(run) and not _is_underfit(run):
         yield Cause(kind, f"the final validation loss is {end:.3g} {_guess(run)}", remedy)
-    elif run.normalised and _never_fits(run):
+    elif run.normalised and _never_fits(run) and not _rose(run):
         yield Cause(
             kind,
             f"the validation loss is never below {np.nanmin(run.val_loss):.3g}, while the training "
@@ -339,10 +351,9 @@ def _underfit(run: Record) -> Iterator[Cause]:
     words = f"the final training loss is {run.end:.3g}{smoothing} {_guess(run)}"
     few = run.updates is not None and run.updates < FEWEST_UPDATES
     if few:
-        words += (
-            f" after {plural(run.updates or 0, 'update')}; the fewest published for ImageNet are "
-            f"{FEWEST_UPDATES:,}"
-        )
+        words += f" after {plural(run.updates or 0, 'update')}"
+        if run.recipe is None or run.recipe.train_samples >= LARGE:
+            words += f"; the fewest published for ImageNet are {FEWEST_UPDATES:,}"
     yield Cause(
         "fewer updates" if few else "underfit",
         words,
@@ -382,18 +393,3 @@ def _waits(run: Record) -> Iterator[Cause]:
             f"{task.input_settings or 'faster storage'}, or more cores for each worker",
             harms=False,
         )
-
-
-def unchecked(run: Record) -> list[str]:
-    """Return what could not be checked for lack of a record."""
-    folder = run.run
-    missing = {
-        "learning rate": not np.isfinite(run.lr).any(),
-        "losses against guessing": run.classes is None,
-        "validation loss": np.isnan(run.val_loss).all(),
-        "exact BatchNorm statistics": folder is None or folder.drift is None,
-        "accuracy by class": folder is None or folder.final_mistakes is None,
-        "noise scale": folder is None or not has_course(folder),
-        "waits for samples": folder is None or not folder.timed,
-    }
-    return [name for name, absent in missing.items() if absent]

@@ -56,6 +56,10 @@ def read_record(path: Path, *, classes: int | None = None) -> Record:
         return record_of(read_run(file.parent))
     try:
         rows = list(_rows(file))
+    except UnicodeDecodeError:
+        raise CheckpointError(
+            f"{file}: cannot be read as a log: is not text; expected a CSV with commas"
+        ) from None
     except (OSError, ValueError, csv.Error) as error:
         raise CheckpointError(f"{file}: cannot be read as a log: {error}") from None
     return record_of_rows(rows, name=str(path), classes=classes)

@@ -32,8 +32,9 @@ def order(one: Record, other: Record) -> tuple[Record, Record]:
     """
     _require_same_data(one, other)
     sizes = [(run.batch or 0, -(run.updates or 0)) for run in (one, other)]
-    known = bool(one.batch and other.batch)
-    place = 0 if known else 1
+    place = 0 if one.batch and other.batch else 1
+    if place and not (one.updates and other.updates):
+        return one, other
     smaller = sizes[0][place] < sizes[1][place] if sizes[0][place] != sizes[1][place] else False
     return (other, one) if smaller else (one, other)
 

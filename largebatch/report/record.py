@@ -18,6 +18,7 @@ from largebatch.errors import CheckpointError, RecipeError
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.report.noise import has_course
 from largebatch.report.run import FloatArray, Run, median
 
 _SCHEDULE = {"train", "clean"}
@@ -141,6 +142,21 @@ class Record:
     def chance(self) -> float:
         """Loss of equal probabilities for all classes, ln K; NaN if their number is not known."""
         return math.log(self.classes) if self.classes else math.nan
+
+    @property
+    def unchecked(self) -> list[str]:
+        """What cannot be checked for lack of a record."""
+        folder = self.run
+        missing = {
+            "learning rate": not np.isfinite(self.lr).any(),
+            "losses against guessing": self.classes is None,
+            "validation loss": np.isnan(self.val_loss).all(),
+            "exact BatchNorm statistics": folder is None or folder.drift is None,
+            "accuracy by class": folder is None or folder.final_mistakes is None,
+            "noise scale": folder is None or not has_course(folder),
+            "waits for samples": folder is None or not folder.timed,
+        }
+        return [name for name, absent in missing.items() if absent]
 
     @property
     def updates(self) -> int | None:
@@ -306,6 +322,10 @@ def read_edge(path: Path) -> float:
     Raises CheckpointError if it cannot be read or has no upper bound.
     """
     file = path / "range.json" if path.is_dir() else path
+    if not file.exists():
+        raise CheckpointError(
+            f"{file}: not found; `largebatch lr range RECIPE --out DIR` writes it"
+        )
     try:
         upper = json.loads(file.read_text(encoding="utf-8"))["upper"]
         if upper is None:

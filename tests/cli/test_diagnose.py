@@ -62,7 +62,7 @@ def test_two_logs_of_another_program_stand_side_by_side(
     assert ["peak", "learning", "rate", "0.5", "0.5"] in rows
     assert "1. underfit: the training loss ends at 1.7 against 0.3" in shown
     assert "top-1 ends at 45.00 % against 90.00 %" in " ".join(shown.split())
-    assert "judged: " in shown
+    assert "judged, on the right: " in " ".join(shown.split())
 
 
 def test_a_repair_without_a_recipe_is_refused_after_the_causes(

@@ -313,6 +313,7 @@ def test_a_recipe_keeps_its_images_network_and_loss(
     assert isinstance(found.optimizer, LARS)
     printed = capsys.readouterr().out
     assert "kept from digits-96: images with their crops, flips" in printed
+    assert printed.startswith("warning: rate x eta / (1 - momentum) is 4.7 times that of digits-96")
     assert "BatchNorm span " in printed
     assert "without BatchNorm" not in printed
     assert "# MLPerf's, as eps, power and end_lr\n" in out.read_text()

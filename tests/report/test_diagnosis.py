@@ -159,6 +159,19 @@ def test_statistics_are_suspected_where_only_training_data_is_ever_fitted() -> N
     assert kinds(replace(off, recipe=recipe)) == ["generalisation gap"]
 
 
+def test_overfitting_that_stays_above_half_of_guessing_is_a_gap_and_not_statistics() -> None:
+    record = course(2.2, 0.2, 0.02)
+    overfit = validated(record, [2.1, 1.3, 1.2, 1.5, 2.0], [0.4, 0.5, 0.6, 0.6, 0.61])
+    assert kinds(overfit) == ["generalisation gap"]
+
+
+def test_where_one_batch_and_number_of_updates_is_unknown_the_first_is_judged() -> None:
+    run = replace(course(2.3, 0.1), batch=96)
+    log = replace(course(2.3, 0.1), step=np.full(400, math.nan))
+    assert [it.batch for it in order(run, log)] == [96, None]
+    assert [it.batch for it in order(log, run)] == [None, 96]
+
+
 def test_a_network_that_learned_nothing_has_no_statistics_to_suspect() -> None:
     level = validated(course(2.28, 2.28), [2.31, 2.31], [0.1, 0.1])
     assert kinds(level) == ["fewer updates"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from largebatch.errors import CheckpointError
-from largebatch.report.diagnosis import find_causes, unchecked
+from largebatch.report.diagnosis import find_causes
 from largebatch.report.logs import read_record
 
 TIMM = """epoch,train_loss,eval_loss,eval_top1,eval_top5,lr
@@ -84,7 +84,7 @@ def test_an_evaluation_without_a_loss_is_not_one_whose_loss_was_not_finite(tmp_p
         columns = zip(rows, words.split(","), strict=True)
         path.write_text("\n".join([head, *map(",".join, columns)]))
         found[words] = read_record(path, classes=10)
-    assert "validation loss" in unchecked(found[",,"])
+    assert "validation loss" in found[",,"].unchecked
     assert find_causes(found[",,"]) == find_causes(found["2.2,,0.3"]) == []
     (cause,) = find_causes(found["2.2,nan,0.3"])
     assert cause.figure == "the validation loss was not finite at epoch 1"
@@ -127,7 +127,7 @@ def test_what_another_log_lacks_is_not_checked_and_raises_no_cause(tmp_path: Pat
     (tmp_path / "log.csv").write_text("step,loss\n1,2.3\n2,1.0\n3,0.4\n")
     record = read_record(tmp_path / "log.csv")
     assert find_causes(record) == []
-    assert unchecked(record) == [
+    assert record.unchecked == [
         *("learning rate", "losses against guessing", "validation loss"),
         *("exact BatchNorm statistics", "accuracy by class", "noise scale", "waits for samples"),
     ]

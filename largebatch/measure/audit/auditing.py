@@ -80,6 +80,11 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     that are passed refer to. An error in the script's own code becomes a finding. Worker 0 prints
     the table.
     """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(
+            f"model is a {kind}; expected audit(model, loader, loss_fn, optimizer, step)"
+        )
     began = time.monotonic()
     ranks = Ranks(_backend(model))
     found: list[Finding] = []

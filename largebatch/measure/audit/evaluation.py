@@ -65,6 +65,10 @@ def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
     found.append(_mode(reported))
     if not np.allclose(reported.values, reported.values[0], _EQUAL, 0, equal_nan=True):
         found.append(_disagreement(reported.values))
+    elif subject.val_loader is None:
+        text = f"evaluate() gives {reported.values[0]:.5g}, which was not compared"
+        remedy = "give the audit val_loader too"
+        found.append(Finding(check="evaluation mean", level="unknown", text=text, remedy=remedy))
     elif epoch is not None and not reported.training:
         figure = _figure(models, subject.val_loader, epoch, reported.values[0], ranks)
         found = [_of_no_effect(it) if figure.level == "fine" else it for it in found]

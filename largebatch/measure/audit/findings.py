@@ -92,9 +92,13 @@ class Findings:
 
         Other checks may be `unknown`.
         """
+        return not self.faults and self.is_compared
+
+    @property
+    def is_compared(self) -> bool:
+        """True if the gradients of all updates that were made could be compared."""
         compared = [it for it in self if it.check in {"gradient scale", "gradient direction"}]
-        levels = {it.level for it in compared}
-        return not self.faults and bool(levels) and levels <= {"fine", "note"}
+        return bool(compared) and all(it.level != "unknown" for it in compared)
 
     def named(self, check: Check) -> tuple[Finding, ...]:
         """Return the findings of one check."""
@@ -105,13 +109,15 @@ class Findings:
 
         >>> seen = Finding(check="clipping", level="fine", text="none was seen")
         >>> print(Findings((seen,)).table())
-        audit: no fault, 1 fine
+        audit: gradients not compared, 1 fine
         fine     clipping            none was seen
         """
         levels, checks = get_args(Level), get_args(Check)
         order = sorted(self, key=lambda it: (levels.index(it.level), checks.index(it.check)))
         counts = Counter(finding.level for finding in self)
         parts = [plural(counts["fault"], "fault") if counts["fault"] else "no fault"]
+        if not counts["fault"] and not self.is_compared:
+            parts = ["gradients not compared"]
         parts += [plural(counts["note"], "note")] * bool(counts["note"])
         parts += [f"{counts[level]} {level}" for level in ("unknown", "fine") if counts[level]]
         lines = ["audit: " + ", ".join(parts)]

@@ -56,8 +56,11 @@ def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> li
     """Check learning rates and the plan of the run; `updates` are the first of the script."""
     if not updates:
         return []
-    last, measured = updates[-1], [update.rate for update in updates]
-    counts = Counts(sum(ranks.gather(last.samples)), last.micros, ranks.size)
+    measured = [update.rate for update in updates]
+    samples, micros = (
+        max(it) for it in zip(*((u.samples, u.micros) for u in updates), strict=True)
+    )
+    counts = Counts(sum(ranks.gather(samples)), micros, ranks.size)  # not of an epoch's last batch
     remedy = "`rate` must return a number for each update of the run, counted from 0"
     try:
         return ranks.attempt(
@@ -102,6 +105,8 @@ def _planned(rate: Rate, updates: int | None) -> list[float]:
 
 def require_base(base: tuple[float, float]) -> None:
     """Raise ValueError unless `base` is a global batch and a rate, in this order."""
+    if not isinstance(base, tuple | list) or len(base) != 2:
+        raise ValueError(f"base is {base}; expected (global batch, rate), such as (256, 0.1)")
     batch, rate = base
     if not batch >= 1 or batch % 1 or not 0 < rate < math.inf:
         raise ValueError(

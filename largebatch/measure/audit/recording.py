@@ -118,7 +118,8 @@ class Recorder:
     """Number of updates that a GradScaler skipped."""
 
     norm_samples: int = 0
-    """Smallest number of samples that a BatchNorm layer has normalised over; 0 if none."""
+    """Largest number of samples that a BatchNorm layer has normalised over; 0 if none. The last
+    batch of an epoch may have fewer."""
 
     _clips: list[Clip] = field(default_factory=list)
     _depth: int = 0
@@ -214,7 +215,7 @@ class Recorder:
     def _in_norm(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         if layer.training and not self._is_paused and args:
             samples = len(args[0])
-            self.norm_samples = min(self.norm_samples or samples, samples)
+            self.norm_samples = max(self.norm_samples, samples)
 
     def _places_of(self, optimizer: Optimizer) -> list[int]:
         """Return the places of the parameters that an optimizer updates."""

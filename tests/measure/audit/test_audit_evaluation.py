@@ -56,11 +56,11 @@ def test_a_figure_is_named(value: float, level: str, text: str) -> None:
 def test_figures_that_differ_by_rounding_are_equal() -> None:
     ranks = mock.Mock(size=2)
     ranks.attempt = lambda _check, _what, function, **_: function()
-    for other, checks in ((0.5 * (1 + 1e-6), {"evaluation mode"}), (0.50001, None)):
+    for other, level in ((0.5 * (1 + 1e-6), "unknown"), (0.50001, "fault")):  # without a loader
         ranks.gather = lambda own, other=other: [own, [other, own[1]]]
         subject = mock.Mock(inner=First(), averaged=None, val_loader=None, evaluate=lambda: 0.5)
-        found = {it.check for it in check_evaluation(subject, ranks)}
-        assert found == (checks or {"evaluation mode", "evaluation mean"})
+        found = {it.check: it.level for it in check_evaluation(subject, ranks)}
+        assert found == {"evaluation mode": "fine", "evaluation mean": level}
 
 
 def test_a_loss_is_compared_with_the_exact_loss() -> None:
@@ -114,8 +114,11 @@ def test_hooks_are_removed_and_an_error_is_raised_for_all() -> None:
     assert not model[0]._forward_pre_hooks
 
 
-def test_an_evaluation_without_its_loader_is_checked_for_its_mode() -> None:
-    assert set(checked(lambda: 0.5, val_loader=None)) == {"evaluation mode"}
+def test_an_evaluation_without_its_loader_is_checked_for_its_mode_alone() -> None:
+    found = checked(lambda: 0.5, val_loader=None)
+    assert found["evaluation mode"].level == "fine"
+    assert found["evaluation mean"].level == "unknown"
+    assert "was not compared" in found["evaluation mean"].text
 
 
 def test_no_average_is_no_finding() -> None:

@@ -183,6 +183,39 @@ def test_one_process_may_choose_samples() -> None:
     assert samples.figure == pytest.approx(32 / 96)
 
 
+def test_a_shorter_last_batch_is_not_taken_for_the_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    loader = DataLoader(random_data(69), 32, shuffle=True)  # batches of 32, 32 and 5
+    with contextlib.redirect_stdout(io.StringIO()):
+        findings = audit(model, loader, cross_entropy, sgd(model), base=(32, 0.05), epochs=30)
+    (span,), (rate,) = findings.named("batch norm span"), findings.named("rate for the batch")
+    assert "over 32 samples" in span.text
+    assert " at a batch of 32, " in rate.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        ({"loader": iter([])}, "audit: gradients not compared, "),
+        ({"base": 64}, "audit: gradients not compared, "),
+        ({}, "audit: no fault, "),
+    ],
+)
+def test_the_first_line_says_if_gradients_were_not_compared(
+    arguments: Arguments, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = linear()
+    words: Arguments = {"model": model, "loader": DataLoader(random_data(), 16, shuffle=True)}
+    audit(**words | {"loss_fn": cross_entropy, "optimizer": sgd(model)} | arguments)
+    assert capsys.readouterr().out.startswith(first)
+
+
+def test_another_object_than_a_model_is_an_error_of_the_caller() -> None:
+    with pytest.raises(TypeError, match=r"model is a list; expected audit\(model, loader,"):
+        audit([], linear(), cross_entropy)  # type: ignore[arg-type]
+
+
 def test_a_divisor_that_is_too_small_is_named() -> None:
     (cause,) = causes_of(2.0, loss_scale=0.5, workers=2, micros=4, batch=8)
     assert cause.text == "the losses of 4 micro-batches are divided by 2"
