@@ -4,32 +4,29 @@
 
 Needs LARGEBATCH_DATA, the folder of CIFAR-10. Writes
 benchmarks/results/optimizers_<machine>_<date>.json after every run, which optimizers_figure.py
-draws. Started again it goes on where it was stopped: runs go on from their last checkpoint, and
-what the newest such file has is not done again.
+draws. Started again it goes on where it was stopped: what the newest such file has is not
+done again.
 
 CIFAR-10 at 16 x 16 pixels, two networks (optimizers_runs.py): a ResNet-9 of an eighth of the
 original's width with BatchNorm over 125 images at every batch, and a vision transformer with
-LayerNorm. Batches of BATCHES; EPOCHS epochs for all.
+LayerNorm. Batches of BATCHES; EPOCHS epochs for all. Networks with BatchNorm are evaluated as they
+are and polished; polished top-1 judges the search, since at a batch of 16,000 running statistics
+are three epochs old.
 
-The search of a cell (a network, an optimizer and a batch) has TRIALS trials for every optimizer,
-each as long as a run, with a seed that no result has. They train on 45,000 images and are judged on
-the other 5,000: the trial that reaches TARGETS in the fewest epochs is the best, or the one with
-the higher top-1 at the end. The first RATES trials change the peak rate by factors of STRIDE, with
-one beyond the end where the best is the highest or lowest, else one between the best and its
-better neighbour; the rest change the weight decay at the best rate, by factors of DECAY_STRIDE.
-Momenta are those of the recipe's defaults.
+The search of a cell (a network, an optimizer and a batch) has TRIALS trials for every optimizer
+with a seed that no result has. They train on 45,000 images and are judged on the other 5,000: the
+trial that reaches TARGETS in the fewest epochs is the best, or the one with the higher top-1 at the
+end. A trial ends when it has reached the target, or another one has reached it in fewer epochs. The
+first RATES trials change the peak rate by factors of STRIDE, with one beyond the end where the best
+is the highest or lowest, else one between the best and its better neighbour; the rest change the
+weight decay at the best rate, by factors of DECAY_STRIDE. Momenta are those of the recipe's
+defaults.
 
 Then SEEDS seeds are trained with the best setting on all images and evaluated on the test images,
-which choose nothing. Those with BatchNorm are polished too: the last CLEAN_EPOCHS epochs on clean
-images, then exact statistics.
+which choose nothing.
 
 The order: searches and two seeds at 2,000 and 8,000, then at 16,000 and 500, then the other seeds,
 so that a study which is stopped has the most useful part.
-
-Cost of the whole: 40 cells x (6 trials of 0.9 + 5 seeds of 1.1) x 16 epochs of 50,000 images, 175
-million images of each network. One core of a CPU with AVX-512 trains about 6,500 images a second of
-the ResNet-9 and 5,000 of the transformer, evaluations and input included: 17 hours of one core, 9
-hours of two.
 
 Without SOAP, which the package does not offer (docs/optimizers.md), and without Shampoo, whose
 inverse roots take about 0.3 seconds an update of the ResNet-9: three times the rest of an update at
@@ -38,6 +35,7 @@ a batch of 500.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -57,6 +55,7 @@ from optimizers_runs import (
     Setup,
     carry_out,
     epochs_to,
+    judged,
     offered,
 )
 from polishing_data import prepare
@@ -65,8 +64,7 @@ NAME = "optimizers"
 RECIPE = Path(__file__).parent / "recipes" / "optimizers_cifar10.yaml"
 
 BATCHES = (500, 2_000, 8_000, 16_000)
-EPOCHS = 16
-CLEAN_EPOCHS = 1
+EPOCHS = 10
 TARGETS = {RESNET: 0.55, VIT: 0.4}
 """Top-1 that the epochs are counted to."""
 
@@ -75,6 +73,9 @@ RATES, TRIALS = 4, 6
 SEEDS, FIRST_SEEDS = 5, 2
 STAGES = (((2_000, 8_000), FIRST_SEEDS), ((16_000, 500), FIRST_SEEDS), (BATCHES, SEEDS))
 """Order of the work: batches, and how many seeds of them."""
+
+NEVER = -1e6
+"""Score of a trial that does not reach the target, less its top-1."""
 
 Runs = dict[str, dict[str, Any]]
 """Results by the name of the run."""
@@ -110,10 +111,12 @@ def _next_rate(rates: list[Setting], best: int, tried: Mapping[Setting, float]) 
 
 
 def score(run: Mapping[str, Any]) -> float:
-    """Return the rank of a trial: fewer epochs to the target, then higher top-1, are better."""
-    epochs = epochs_to(TARGETS[run["network"]], run["curve"])
-    reached = -float(epochs) if epochs is not None and not run["diverged"] else -1e6
-    return reached + 1e-3 * float(run["top1"])
+    """Return the rank of a trial: fewer epochs to the target, else higher top-1, are better."""
+    curve = [(row[0], judged(row)) for row in run["curve"]]
+    epochs = epochs_to(TARGETS[run["network"]], curve)
+    if run["diverged"] or not curve:
+        return NEVER
+    return NEVER + curve[-1][1] if epochs is None else -epochs
 
 
 class Study:
@@ -146,8 +149,12 @@ class Study:
             searched: list[tuple[Cell, Setting]] = []
             for cell in cells:
                 tried = self.tried(cell)
+                target = TARGETS[cell.network]
                 if settings := proposals(cell.start, tried):
-                    yield from (Job(cell, setting) for setting in settings)
+                    bound = -min(0.0, max(tried.values(), default=NEVER))
+                    yield from (
+                        Job(cell, setting, target=target, bound=bound) for setting in settings
+                    )
                 else:
                     searched.append((cell, max(tried, key=lambda setting: tried[setting])))
             for seed, (cell, setting) in product(range(1, seeds + 1), searched):
@@ -192,8 +199,8 @@ def train(study: Study, setup: Setup, *, processes: int) -> None:
             for each in done:
                 job, result = jobs.pop(each), each.result()
                 study.take(job, result)
-                epochs = epochs_to(TARGETS[job.cell.network], result["curve"])
-                print(f"{job.key}: top-1 {result['top1']:.2%}, target at {epochs}", flush=True)
+                polished = result["polished"] or math.nan
+                print(f"{job.key}: {result['top1']:.2%}, polished {polished:.2%}", flush=True)
 
 
 def every_cell(words: list[str]) -> list[Cell]:
@@ -220,10 +227,7 @@ def main() -> None:
         data=prepare(args.work / "data", "cifar10", train=50_000),
         epochs=EPOCHS,
         held_out=5_000,
-        every_epochs=0.5,
-        clean_epochs=CLEAN_EPOCHS,
-        statistics=10_000,
-        work=args.work,
+        statistics=5_000,
     )
     train(Study(path, every_cell(args.only)), setup, processes=args.processes)
 

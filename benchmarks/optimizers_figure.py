@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from measuring import RESULTS, newest, with_ends
 from optimizers import BATCHES, NAME, Study, every_cell
-from optimizers_runs import NETWORKS, RESNET, SECTIONS, VIT, Cell, epochs_to
+from optimizers_runs import AS_IS, POLISHED, RESNET, SECTIONS, VIT, Cell, epochs_to
 
 from largebatch.report.noise import MORE_STEPS
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
@@ -31,7 +31,13 @@ from largebatch.studies.metrics import Interval, interval
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
 
-TITLES = {RESNET: "ResNet-9 with BatchNorm", VIT: "Vision transformer, LayerNorm"}
+PANELS = {
+    "ResNet-9 with BatchNorm, polished": (RESNET, POLISHED),
+    "The same, as it is": (RESNET, AS_IS),
+    "Vision transformer, LayerNorm": (VIT, AS_IS),
+}
+"""Network and column of the curves of each panel."""
+
 LABELS = dict(zip(SECTIONS, ("Nesterov SGD", "LARS", "LAMB", "AdamW", "Muon"), strict=True))
 SHADES = dict(
     zip(
@@ -72,9 +78,11 @@ def _name(cell: Cell) -> tuple[str, str, int]:
     return cell.network, cell.optimizer, cell.batch
 
 
-def epochs_by_seed(runs: Runs, target: float) -> dict[int, float]:
+def epochs_by_seed(runs: Runs, target: float, column: int = AS_IS) -> dict[int, float]:
     """Return the epochs to the target of the seeds that reached it."""
-    epochs = {run["seed"]: epochs_to(target, run["curve"]) for run in runs if not run["diverged"]}
+    epochs = {
+        run["seed"]: epochs_to(target, run["curve"], column) for run in runs if not run["diverged"]
+    }
     return {seed: value for seed, value in epochs.items() if value is not None}
 
 
@@ -101,9 +109,11 @@ def critical_batch(epochs: Mapping[int, float]) -> float | None:
     return MORE_STEPS * math.exp(fit.x)
 
 
-def critical_batches(by_batch: Mapping[int, Runs], target: float) -> Interval | None:
+def critical_batches(
+    by_batch: Mapping[int, Runs], target: float, column: int = AS_IS
+) -> Interval | None:
     """Return the geometric mean of the critical batches of the seeds, with its interval."""
-    reached = {batch: epochs_by_seed(runs, target) for batch, runs in by_batch.items()}
+    reached = {batch: epochs_by_seed(runs, target, column) for batch, runs in by_batch.items()}
     seeds = sorted({seed for epochs in reached.values() for seed in epochs})
     fits = [
         critical_batch({batch: one[seed] for batch, one in reached.items() if seed in one})
@@ -129,54 +139,54 @@ def draw(figure: "Figure", *, seeds: Seeds, targets: Mapping[str, float], epochs
         "batches, where the fit has one.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
-    panels = figure.subplots(1, len(NETWORKS))
-    for axes, network in zip(panels, NETWORKS, strict=True):
+    panels = figure.subplots(1, len(PANELS), sharey=True)
+    for axes, (title, (network, column)) in zip(panels, PANELS.items(), strict=True):
         for place, optimizer in enumerate(SECTIONS):
-            by_batch = {
-                cell.batch: runs for cell, runs in seeds.items()
-                if (cell.network, cell.optimizer) == (network, optimizer) and runs
-            }  # fmt: skip
-            if by_batch:
-                _draw_line(axes, by_batch, optimizer, place, targets[network], epochs)
+            if by_batch := runs_by_batch(seeds, network, optimizer):
+                _draw_line(axes, by_batch, optimizer, place, targets[network], column, epochs)
         axes.set_xscale("log")
         axes.set_yscale("log", base=2)
         axes.minorticks_off()
         axes.set_xlim(BATCHES[0] / 1.6, BATCHES[-1] * 1.6)
         axes.set_xticks(BATCHES, [f"{batch:,}" for batch in BATCHES])
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_title(TITLES[network], color=INK, weight="bold", size=12.5)
+        axes.set_title(title, color=INK, weight="bold", size=12)
         axes.set_xlabel("Batch →", loc="right")
         axes.set_ylabel(f"Epochs to {targets[network]:.0%} top-1")
         if axes.lines:
-            axes.legend(frameon=False, fontsize=9.5, loc="upper left")
+            axes.legend(frameon=False, fontsize=9, loc="upper left")
 
 
-def _draw_line(
+def runs_by_batch(seeds: Seeds, network: str, optimizer: str) -> dict[int, Runs]:
+    """Return the runs of an optimizer on a network by batch."""
+    return {
+        cell.batch: runs for cell, runs in sorted(seeds.items(), key=lambda one: one[0].batch)
+        if (cell.network, cell.optimizer) == (network, optimizer) and runs
+    }  # fmt: skip
+
+
+def _draw_line(  # noqa: PLR0913 -- what one line needs
     axes: "Axes",
     by_batch: Mapping[int, Runs],
     optimizer: str,
     place: int,
     target: float,
+    column: int,
     epochs: float,
 ) -> None:
     """Draw one optimizer; a batch with a seed that did not reach the target has no mean."""
     colour, means = SHADES[optimizer], {}
-    for batch, runs in sorted(by_batch.items()):
-        x, reached = batch * 1.03 ** (place - 2), list(epochs_by_seed(runs, target).values())
-        axes.plot([x] * len(reached), reached, color=colour, alpha=0.35, marker="o", ms=4, lw=0)
+    for batch, runs in by_batch.items():
+        x, reached = batch * 1.03 ** (place - 2), epochs_by_seed(runs, target, column).values()
+        axes.plot(
+            [x] * len(reached), list(reached), color=colour, alpha=0.35, marker="o", ms=4, lw=0
+        )
         if len(reached) == len(runs):
             means[batch] = statistics.fmean(reached)
         else:
-            axes.plot(
-                [batch * 1.12 ** (place - 2)],
-                [epochs * 1.15],
-                color=colour,
-                marker="x",
-                mec=colour,
-                mew=2,
-                lw=0,
-            )
-    critical = critical_batches(by_batch, target)
+            x = batch * 1.12 ** (place - 2)
+            axes.plot([x], [epochs * 1.15], color=colour, marker="x", mec=colour, mew=2, lw=0)
+    critical = critical_batches(by_batch, target, column)
     label = LABELS[optimizer] + (f": {_rounded(critical.mean):,}" if critical else "")
     axes.plot(list(means), list(means.values()), color=colour, lw=2, label=label)
     if critical and means and min(means) <= critical.mean <= max(means):
@@ -198,34 +208,32 @@ def _rounded(value: float) -> int:
 
 def tables(seeds: Seeds, targets: Mapping[str, float]) -> Iterator[str]:
     """Yield the lines of the tables in Markdown."""
-    for network in NETWORKS:
+    for title, (network, column) in PANELS.items():
         target = targets[network]
         yield (
-            f"| {TITLES[network]} | batch | rate | decay | epochs to {target:.0%} | reached | "
-            "top-1, % | polished, % | noise scale |"
+            f"| {title} | batch | rate | decay | epochs to {target:.0%} | reached | "
+            "top-1 at the end, % | noise scale |"
         )
-        yield "|---" * 9 + "|"
+        yield "|---" * 8 + "|"
         for cell, runs in seeds.items():
             if cell.network == network and runs:
-                yield _row(cell, runs, target)
+                yield _row(cell, runs, target, column)
         yield ""
-    yield "| network | optimizer | critical batch |"
-    yield "|---|---|---|"
-    for network in NETWORKS:
-        for optimizer in SECTIONS:
-            by_batch = {
-                cell.batch: runs for cell, runs in seeds.items()
-                if (cell.network, cell.optimizer) == (network, optimizer) and runs
-            }  # fmt: skip
-            found = critical_batches(by_batch, targets[network])
-            text = with_ends(found, ",.0f") if found else "not found"
-            yield f"| {TITLES[network]} | {LABELS[optimizer]} | {text} |"
+    yield f"| critical batch | {' | '.join(PANELS)} |"
+    yield "|---" * (1 + len(PANELS)) + "|"
+    for optimizer in SECTIONS:
+        texts = []
+        for network, column in PANELS.values():
+            by_batch = runs_by_batch(seeds, network, optimizer)
+            found = critical_batches(by_batch, targets[network], column)
+            texts.append(with_ends(found, ",.0f") if found else "not found")
+        yield f"| {LABELS[optimizer]} | {' | '.join(texts)} |"
 
 
-def _row(cell: Cell, runs: Runs, target: float) -> str:
-    reached = list(epochs_by_seed(runs, target).values())
-    polished = [run["polished"] for run in runs if run["polished"] is not None]
+def _row(cell: Cell, runs: Runs, target: float, column: int) -> str:
+    reached = list(epochs_by_seed(runs, target, column).values())
     noise = [run["noise"]["value"] for run in runs if run["noise"] and run["noise"]["value"]]
+    top1 = [run["polished" if column == POLISHED else "top1"] for run in runs]
     texts = [
         LABELS[cell.optimizer],
         f"{cell.batch:,}",
@@ -233,8 +241,7 @@ def _row(cell: Cell, runs: Runs, target: float) -> str:
         f"{runs[0]['decay']:g}",
         with_ends(interval(reached), ".1f") if reached else "",
         f"{len(reached)} of {len(runs)}",
-        _percent([run["top1"] for run in runs]),
-        _percent(polished),
+        _percent([value for value in top1 if value is not None]),
         f"{statistics.median(noise):,.0f}" if noise else "",
     ]
     return f"| {' | '.join(texts)} |"
@@ -257,7 +264,7 @@ def show(study: Study, targets: Mapping[str, float], picture: Path) -> None:
     """Draw the figure and print the tables."""
     seeds = seeds_of(study)
     drawn = partial(draw, seeds=seeds, targets=targets, epochs=study.epochs)
-    save_png(picture, drawn, size=(900, 430), pixels=1800)
+    save_png(picture, drawn, size=(1200, 430), pixels=1800)
     print("\n".join(tables(seeds, targets)))
 
 

@@ -1,32 +1,38 @@
 """One run of the study of optimizers: its recipe, and what is kept of it.
 
 The rate rises over WARMUP_PART of a run, stays at its peak up to PEAK_PART and falls straight to
-zero, so most of a run does not depend on its length. The polished arm shares the updates up to its
-clean epochs.
+zero, so most of a run does not depend on its length. A network with BatchNorm is evaluated twice
+each time: as it is, and with statistics that one `polish` pass measures on clean images. Running
+statistics remember about ten updates, which are three epochs at a batch of 16,000.
 """
 
-import contextlib
 import json
 import math
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polishing_cells import part
-
-from largebatch import load_recipe, run
-from largebatch.errors import DivergedError
-from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.polish import Polish, Statistics
+from largebatch import load_recipe
+from largebatch.errors import DataError, DivergedError
+from largebatch.optional import require_torchvision
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.section import Duration, kinds_of, sections_of
-from largebatch.report.noise import measured, over
-from largebatch.report.run import Run, read_run
-from largebatch.tracking.events import RECIPE, Summary
+from largebatch.recipe.section import kinds_of, sections_of
+from largebatch.runs.build import open_trainer
+from largebatch.runs.options import Options
+from largebatch.tracking.events import Event, Step
+from largebatch.tracking.noise_scale import Squares, estimate
+from largebatch.training.trainer import Trainer
+from largebatch.training.updates import make_updates
 
 WARMUP_PART, PEAK_PART = 1 / 12, 3 / 4
+POINTS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+"""Epochs after which a network is evaluated, besides at the end."""
+
+AS_IS, POLISHED = 1, 2
+"""Columns of a curve; the first one has the epochs."""
 
 RESNET, VIT = "resnet9", "vit"
 TRANSFORMER = {
@@ -81,16 +87,8 @@ class Setup:
     held_out: int
     """Number of training images that judge a search."""
 
-    every_epochs: float
-    """Epochs between evaluations."""
-
-    clean_epochs: float
-    """Last epochs of the polished arm, on clean images."""
-
     statistics: int
-    """Number of images of the statistics pass of the polished arm."""
-
-    work: Path
+    """Number of images of a statistics pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +135,12 @@ class Job:
     seed: int | None = None
     """None for a trial."""
 
+    target: float = field(default=math.inf, compare=False)
+    """Top-1 at which a trial ends."""
+
+    bound: float = field(default=math.inf, compare=False)
+    """Epochs after which a trial ends, because another one has reached the target sooner."""
+
     @property
     def key(self) -> str:
         """Name in the results."""
@@ -170,7 +174,6 @@ def recipe_of(job: Job, setup: Setup) -> Recipe:
         f"execution.device_batch={min(500, job.cell.batch // 2)}",  # the noise scale compares two
         f"optimizer={json.dumps(optimizer)}",
         f"schedule={json.dumps(schedule)}",
-        f"evaluation.every_epochs={setup.every_epochs}",
     ]
     if job.seed is None:
         changes.append(f"data.held_out={{samples: {setup.held_out}}}")
@@ -178,40 +181,75 @@ def recipe_of(job: Job, setup: Setup) -> Recipe:
 
 
 def carry_out(job: Job, setup: Setup) -> dict[str, Any]:
-    """Train a run, and the polished arm of a seed with BatchNorm; return what is kept of it."""
-    folder = setup.work / job.key.replace(", ", "/").replace(" ", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe, polished = recipe_of(job, setup), None
+    """Train a run, and return what is kept of it."""
+    require_torchvision()
+    from timm.layers import set_fused_attn
+
+    set_fused_attn(enable=False)  # for 17 tokens it takes twice as long on a CPU
+    recipe, steps, curve = recipe_of(job, setup), _Steps(), []
     with (
-        (folder / "output.log").open("a", encoding="utf-8") as log,
-        contextlib.redirect_stdout(log),
+        tempfile.TemporaryDirectory() as folder,
+        open_trainer(recipe, Options(out=Path(folder), data=setup.data), {}) as trainer,
     ):
+        trainer.trackers.append(steps)
+        diverged = False
         try:
-            if job.seed is not None and recipe.batch.bn_span is not None:
-                polished = train_polished(recipe, setup, folder)
-            _train(recipe, setup, folder / "run")
-        except DivergedError:
-            polished = None
-    result = {**about(job), **record(read_run(folder / "run"), recipe), "polished": polished}
-    shutil.rmtree(folder)
-    return result
+            for row in evaluations(trainer, statistics=setup.statistics):
+                curve.append(row)
+                if judged(row) >= job.target or row[0] >= job.bound:
+                    break
+        except (DivergedError, DataError):  # DataError: statistics that are not finite
+            diverged = True
+        noise = noise_at_peak(steps.made, trainer.plan)
+    last = [None, 1 / recipe.data.classes, None] if diverged else curve[-1]
+    return {
+        **about(job),
+        "top1": last[AS_IS],
+        "polished": last[POLISHED],
+        "diverged": diverged,
+        "curve": curve,
+        "noise": noise,
+        "update_seconds": round(sum(step.step_seconds for step in steps.made), 1),
+    }
 
 
-def train_polished(recipe: Recipe, setup: Setup, folder: Path) -> float:
-    """Train up to the clean epochs, then the polished arm; return its top-1."""
-    statistics = Statistics(samples=setup.statistics)
-    polish = Polish(clean=Duration(epochs=setup.clean_epochs), statistics=statistics)
-    own = Recipe.model_validate(recipe.model_dump() | {"polish": polish.model_dump()})
-    out = folder / "polished"
-    if not (out / RECIPE).exists():
-        _train(recipe, setup, folder / "run", until=make_plan(own, workers=1).train_steps)
-        part(folder / "run", own, out)
-    return _train(own, setup, out).stages[-1].top1
+def evaluations(trainer: Trainer, *, statistics: int) -> Iterator[list[Any]]:
+    """Train; yield the epoch, top-1 as is and top-1 polished (or None) after each of POINTS."""
+    plan = trainer.plan
+    updates = {round(epoch * plan.train_samples / plan.global_batch) for epoch in POINTS}
+    done = 0
+    for until in sorted({*updates, plan.steps} - {0}):
+        if until > plan.steps:
+            break
+        make_updates(trainer, "train", range(done, plan.steps), until=until)
+        done = until
+        top1 = trainer.measure().top1
+        yield [round(plan.epoch(done), 3), round(top1, 5), _polished(trainer, statistics)]
 
 
-def _train(recipe: Recipe, setup: Setup, out: Path, until: int | None = None) -> Summary:
-    """Train a run, or go on with it, without the report, which takes seconds."""
-    return run(recipe, out=out, data=setup.data, resume="auto", max_steps=until, report=False)
+def _polished(trainer: Trainer, statistics: int) -> float | None:
+    """Return top-1 after a statistics pass, which is undone; None for a network without any."""
+    if trainer.recipe.batch.bn_span is None:
+        return None
+    buffers = dict(trainer.state.model.named_buffers())
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    trainer.measure_statistics(statistics)
+    top1 = trainer.measure().top1
+    for name, buffer in buffers.items():
+        buffer.copy_(before[name])
+    return round(top1, 5)
+
+
+class _Steps:
+    """A tracker that keeps the updates."""
+
+    def __init__(self) -> None:
+        self.made: list[Step] = []
+
+    def record(self, event: Event) -> None:
+        """Record an event."""
+        if isinstance(event, Step):
+            self.made.append(event)
 
 
 def about(job: Job) -> dict[str, Any]:
@@ -223,41 +261,38 @@ def about(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record(found: Run, recipe: Recipe) -> dict[str, Any]:
-    """Return the evaluations, the final top-1, the noise scale at the peak rate and the seconds.
-
-    A run that diverged has the top-1 of chance, and the evaluations before.
-    """
-    curve = [[round(one.epoch, 3), round(one.top1, 5)] for one in found.evaluations]
-    diverged = found.summary is None or found.summary.status != "finished"
-    seconds = sum(step.step_seconds for step in found.steps)
-    return {
-        "top1": 1 / recipe.data.classes if diverged else curve[-1][1],
-        "diverged": diverged,
-        "curve": curve,
-        "noise": noise_at_peak(found),
-        "update_seconds": round(seconds, 1),
-    }
-
-
-def noise_at_peak(found: Run) -> dict[str, float | None] | None:
+def noise_at_peak(steps: Sequence[Step], plan: Plan) -> dict[str, float | None] | None:
     """Return the noise scale over the updates at the peak rate; None for an unbounded number."""
-    first, last = found.plan.warmup_steps, PEAK_PART * found.plan.steps
-    steps = [step for step in measured(found) if first < step.step <= last]
-    if len(steps) < 2:
+    squares = [
+        Squares(step.device_square, step.global_square, plan.device_batch, plan.global_batch)
+        for step in steps
+        if plan.warmup_steps < step.step <= PEAK_PART * plan.steps
+        and math.isfinite(step.device_square + step.global_square)
+    ]
+    if len(squares) < 2:
         return None
-    noise = over(found, steps)
+    noise = estimate(squares)
     values = {"value": noise.value, "low": noise.low, "high": noise.high}
     return {key: round(one, 1) if math.isfinite(one) else None for key, one in values.items()}
 
 
-def epochs_to(target: float, curve: Sequence[Sequence[float]]) -> float | None:
-    """Return the epoch of the first evaluation at or above a top-1; None without one.
+def judged(row: Sequence[Any]) -> float:
+    """Return the top-1 that counts in a search: polished if the network has BatchNorm."""
+    return float(row[AS_IS] if row[POLISHED] is None else row[POLISHED])
 
-    >>> epochs_to(0.5, [(1.0, 0.4), (2.0, 0.5), (3.0, 0.45)])
-    2.0
+
+def epochs_to(target: float, curve: Sequence[Sequence[float]], column: int = AS_IS) -> float | None:
+    """Return the epochs to a top-1, straight between evaluations; None if it is not reached.
+
+    >>> epochs_to(0.5, [(1.0, 0.4), (2.0, 0.6), (3.0, 0.45)])
+    1.5
     """
-    return next((epoch for epoch, top1 in curve if top1 >= target), None)
+    epoch, top1 = 0.0, 0.1
+    for row in curve:
+        if row[column] >= target:
+            return epoch + (row[0] - epoch) * (target - top1) / (row[column] - top1)
+        epoch, top1 = row[0], row[column]
+    return None
 
 
 def _rounded(value: float) -> float:

@@ -1,6 +1,7 @@
 """The study of optimizers: equal searches, order, resumption, critical batches and tables."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,17 @@ from optimizers_runs import (  # noqa: E402
 DIGITS = ("data.source=digits", "data.train_samples=1437", "data.val_samples=360")
 
 
-def setup_in(folder: Path, recipe: Path = RECIPE) -> Setup:
-    return Setup(
-        recipe=recipe, data=None, epochs=2, held_out=300, every_epochs=1, clean_epochs=1,
-        statistics=250, work=folder,
-    )  # fmt: skip
+def setup_of(recipe: Path = RECIPE) -> Setup:
+    return Setup(recipe=recipe, data=None, epochs=2, held_out=300, statistics=250)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("optimizer", offered())
 @pytest.mark.parametrize("batch", optimizers.BATCHES)
-def test_every_cell_can_be_planned(
-    network: str, optimizer: str, batch: int, tmp_path: Path
-) -> None:
+def test_every_cell_can_be_planned(network: str, optimizer: str, batch: int) -> None:
     cell = Cell(network, optimizer, batch)
     for seed in (None, 3):
-        recipe = recipe_of(Job(cell, cell.start, seed), setup_in(tmp_path))
+        recipe = recipe_of(Job(cell, cell.start, seed), setup_of())
         plan = make_plan(recipe, workers=1)
         assert plan.global_batch == batch
         assert recipe.optimizer.weight_decay == cell.start.decay
@@ -80,7 +76,8 @@ def fake(job: Job, *, epochs: float, top1: float = 0.7, polished: float | None =
     return {
         "network": job.cell.network, "optimizer": job.cell.optimizer, "batch": job.cell.batch,
         "rate": job.setting.rate, "decay": job.setting.decay, "seed": job.seed,
-        "top1": top1, "diverged": False, "curve": [[epochs / 2, 0.2], [epochs, top1]],
+        "top1": top1, "diverged": False,
+        "curve": [[epochs - 1e-3, 0.2, polished and 0.2], [epochs, top1, polished]],
         "noise": {"value": 900.0, "low": 800.0, "high": None}, "update_seconds": 60.0,
         "polished": polished,
     }  # fmt: skip
@@ -91,9 +88,11 @@ def test_a_trial_that_reaches_the_target_sooner_is_better() -> None:
     soon, late = fake(job, epochs=3), fake(job, epochs=4, top1=0.9)
     never, worse = fake(job, epochs=2, top1=0.5), fake(job, epochs=2, top1=0.4)
     diverged = soon | {"diverged": True, "top1": 0.1}
-    order = [soon, fake(job, epochs=3, top1=0.65), late, never, worse, diverged]
+    order = [soon, late, never, worse, diverged]
     assert sorted(order, key=score, reverse=True) == order
     assert epochs_to(0.95, soon["curve"]) is None
+    polished = fake(job, epochs=3.5, top1=0.3, polished=0.7)
+    assert score(soon) > score(polished) > score(late)
 
 
 def test_the_most_useful_part_comes_first(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_a_small_study_resumes_and_has_a_figure(
     monkeypatch.setattr(optimizers, "STAGES", (((500,), 2),))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_recipe(load_recipe(RECIPE, DIGITS)), encoding="utf-8")
-    setup, path = setup_in(tmp_path / "work", recipe), tmp_path / "results.json"
+    setup, path = setup_of(recipe), tmp_path / "results.json"
     cells = [Cell(RESNET, "muon", 500)]
     study = Study(path, cells, epochs=2)
     for _ in range(2):
@@ -142,7 +141,6 @@ def test_a_small_study_resumes_and_has_a_figure(
         assert (run["rate"], run["decay"]) == (best.rate, best.decay)
         assert run["curve"][-1][1] == run["top1"]
         assert 0 <= run["polished"] <= 1
-    assert not list((tmp_path / "work").rglob("*.safetensors"))
     with pytest.raises(SystemExit, match="holds runs of 2 epochs, not 5"):
         Study(path, cells, epochs=5)
     show(Study(path, cells, epochs=2), {RESNET: 0.1, VIT: 0.1}, tmp_path / "figure.png")
@@ -154,9 +152,23 @@ def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_recipe(load_recipe(RECIPE, DIGITS)), encoding="utf-8")
     job = Job(Cell(VIT, "nesterov", 500), Setting(1e30, 0.0))
-    result = carry_out(job, setup_in(tmp_path / "work", recipe))
+    result = carry_out(job, setup_of(recipe))
     assert result["diverged"]
     assert (result["top1"], result["polished"]) == (0.1, None)
+
+
+def test_polishing_is_undone_and_a_trial_ends_at_its_target_or_bound(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(load_recipe(RECIPE, DIGITS)), encoding="utf-8")
+    cell = Cell(RESNET, "adamw", 500)
+    job = Job(cell, cell.start)
+    whole = carry_out(job, setup_of(recipe))["curve"]
+    assert whole[-1][0] == pytest.approx(2, abs=0.3)
+    fewer = carry_out(job, replace(setup_of(recipe), statistics=100))["curve"]
+    assert [row[:2] for row in fewer] == [row[:2] for row in whole]
+    assert [row[2] for row in fewer] != [row[2] for row in whole]
+    for limit in ({"bound": whole[1][0]}, {"target": whole[1][2]}):
+        assert carry_out(replace(job, **limit), setup_of(recipe))["curve"] == whole[:2]
 
 
 @pytest.mark.parametrize("scale", [2_000, 20_000])

@@ -166,6 +166,7 @@ def _training_rules(recipe: Recipe) -> Iterator[_Checked]:
     yield "evaluation.every_epochs", evaluation.every_epochs == 4, every
     offset = f"{every}, at an offset of 0, 1, 2 or 3"
     yield "evaluation.offset_epochs", evaluation.offset_epochs in {0, 1, 2, 3}, offset
+    yield "evaluation.views", evaluation.views == 1, "one view of each image is evaluated"
 
 
 def _is_whole(number: float) -> bool:

@@ -208,15 +208,16 @@ def _measures_last(polish: Polish) -> bool:
 def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) -> float:
     """Return the seconds of evaluations, also of training images, statistics, and decisions."""
     pixels = _pixels(cluster, recipe.images.image_size)
-    polish, passes = recipe.polish, [(plan.val_samples, count_evaluations(recipe, plan))]
+    polish, views = recipe.polish, recipe.evaluation.views
+    passes = [(plan.val_samples, views * count_evaluations(recipe, plan))]
     if polish is not None and polish.statistics is not None:
         judged = polish.keep == "better" and polish.swa is not None
         times = _measures_last(polish) + judged
         passes.append((polish.statistics.samples, times * _statistics_passes(polish, cluster)))
     if polish is not None and polish.held_out is not None:
-        passes.append((polish.held_out, _count_stages(recipe, plan)))
+        passes.append((polish.held_out, views * _count_stages(recipe, plan)))
     if "generalization_gap" in recipe.monitor:
-        passes.append((recipe.train_samples, _count_stages(recipe, plan)))
+        passes.append((recipe.train_samples, views * _count_stages(recipe, plan)))
     return sum(
         number * evaluation_seconds(on, workers=plan.workers, samples=samples, pixels=pixels)
         for samples, number in passes

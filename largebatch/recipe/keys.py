@@ -156,6 +156,11 @@ class Evaluation(Section):
     offset_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 0.0
     """Shifts the measurements; MLPerf allows every 4 epochs at an offset of 0 to 3."""
 
+    views: Literal[1, 2, 6] = 1
+    """Views of each image whose logits are averaged (test-time augmentation). 2: the image and its
+    mirror image. 6: these also moved by a pixel up and left, and down and right, as in airbench
+    (arXiv:2404.00498, section 3.5)."""
+
     @model_validator(mode="after")
     def _offset_is_used(self) -> Self:
         if self.every_epochs is None and self.offset_epochs:

@@ -50,6 +50,7 @@ def _text(recipe: Keys) -> Iterator[str]:
         "execution.reads": execution.reads,
         "execution.cache": execution.cache,
         "execution.memory_format": execution.memory_format,
+        "evaluation.views": recipe.evaluation.views if recipe.evaluation.views > 1 else None,
         "tracking: mlperf": "mlperf" in recipe.tracking or None,
     }
     for key, value in for_images.items():

@@ -289,11 +289,12 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:
-    """Return the recipe of a checkpoint with other settings of its execution."""
+    """Return the recipe of a checkpoint with other settings of its execution and evaluation."""
     for override in overrides:
-        if not override.startswith("execution"):
+        if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
-                f"--set {override}: a checkpoint has its own recipe; only execution can be changed"
+                f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
+                "can be changed"
             )
     return parse_recipe(dump_recipe(recipe), overrides, source=str(path)) if overrides else recipe
 

@@ -17,6 +17,7 @@ from largebatch.data.batches import CleanSamples, Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.models.batchnorm import Spans
+from largebatch.models.views import MeanOfViews
 from largebatch.models.wrappers import uncompiled
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift, polish
@@ -123,8 +124,11 @@ class Trainer:
         expected: int | None = None,
         each: Callable[[Tensor, Tensor], object] = lambda *_: None,
     ) -> Metrics:
+        model, views = self.state.model, self.recipe.evaluation.views
+        if views > 1:
+            model = MeanOfViews(model, views=views)
         with self._measurable():
-            return evaluate(self.state.model, batches, self.backend, expected=expected, each=each)
+            return evaluate(model, batches, self.backend, expected=expected, each=each)
 
     def measure_statistics(self, samples: int, *, sequential: bool = False) -> Drift:
         """Polish the statistics of the model over the first samples of the training order."""

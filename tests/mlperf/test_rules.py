@@ -127,6 +127,7 @@ def test_nvidias_and_googles_entries_break_none_and_fujitsus_breaks_these() -> N
         ("evaluation.offset_epochs=0", None),
         ("evaluation.offset_epochs=3.5", "evaluation.offset_epochs"),
         ("evaluation.every_epochs=1", "evaluation.every_epochs"),
+        ("evaluation.views=6", "evaluation.views"),
         ("execution={cache: memory}", "execution.cache"),
         ("execution.device_batch=64", None),
     ],
