@@ -10,8 +10,9 @@
 #                   all of them, in half an hour: make bench BENCH_ARGS=--all
 # make study        measure the gain of polishing, on Fashion-MNIST and CIFAR-10 (an hour and a half);
 #                   resumes after an interruption
-# make measure      train the recipes that fit two cores to their end, measure averaged weights, and
-#                   compare optimizers at large batches (days); resumes after an interruption
+# make measure      train the recipes that fit two cores to their end, measure averaged weights,
+#                   airbench's network, and optimizers at large batches (days); resumes after an
+#                   interruption
 # make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
 #                   hour)
 # make bench-gpu    run the GPU tests and the GPU benchmarks, in 25 minutes; with another Python:
@@ -110,6 +111,7 @@ measure: $(VENV)/.installed-for-tests
 	$(BENCH_PYTHON) benchmarks/measure.py
 	$(BENCH_PYTHON) benchmarks/averaged_weights.py
 	$(BENCH_PYTHON) benchmarks/averaged_figure.py
+	$(BENCH_PYTHON) benchmarks/airbench.py
 	$(BENCH_PYTHON) benchmarks/optimizers.py
 
 soak: $(VENV)/.horovod

@@ -30,6 +30,13 @@ _DIAGNOSIS = tuple(f"report/{name}.py" for name in ("diagnosis", "pair", "record
 
 MEASURED = {
     "accuracy_fell": tuple(f"measure/audit/{it}.py" for it in ("gradient", "rates", "samples")),
+    "airbench": (
+        *_TRAINING,
+        "models/airbench.py",
+        "models/views.py",
+        "optim/muon.py",
+        "optim/sgd.py",
+    ),
     "audit_cost": ("measure/audit",),
     "audit_faults": ("measure/audit",),
     "audit_published": ("measure/audit",),
