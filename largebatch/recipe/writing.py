@@ -36,7 +36,7 @@ def dump_commented(recipe: Recipe, comments: Mapping[str, str], *, header: Seque
     """
     blocks = [[f"# {line}" for line in header], []]
     for key, value in recipe.model_dump(mode="json", exclude_unset=True).items():
-        if not isinstance(value, dict) or len(value) == 1:
+        if not isinstance(value, dict) or len(value) <= 1:
             own = [f"{key}.{below}" for below in value] if isinstance(value, dict) else []
             comment = next(filter(None, map(comments.get, [key, *own])), None)
             blocks[-1].append(_line(key, value, comment))

@@ -22,6 +22,7 @@ LAST = "{length: null, peak_lr: 0.5, decay: {kind: constant}}"
             [f"schedule.decay={{kind: piecewise, pieces: [{PIECES}, {LAST}]}}"], id="long value"
         ),
         pytest.param(["data.resolution=[{until: null, image_size: 4}]"], id="lists"),
+        pytest.param(["evaluation={}", "execution={}"], id="empty sections"),
     ],
 )
 def test_a_commented_recipe_is_read_as_it_was(changes: list[str]) -> None:
