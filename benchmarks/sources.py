@@ -60,6 +60,7 @@ MEASURED = {
     "norm": _BATCHNORM,
     "optimizers": (*_TRAINING, "optim", "polish", "tracking/noise_scale.py", "training/stages.py"),
     "planner": (*_PLANNER, "planner/published.py"),
+    "planner_logs": ("planner/published.py",),
     "planner_here": (*_PLANNER, "measure/calibrate.py"),
     "polish": (*_BATCHNORM, "polish"),
     "polishing_study": (*_TRAINING, "polish", "training/stages.py"),

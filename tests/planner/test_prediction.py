@@ -335,7 +335,7 @@ def test_energy_without_a_nodes_watts_is_of_the_gpus_alone() -> None:
     [
         pytest.param(["precision=bf16", "reduction.dtype=bf16"], 2048, "fp16", id="bf16"),
         pytest.param(["data.image_size=128"], 2048, "224 x 224", id="images"),
-        pytest.param(["execution.device_batch=21"], 2048, "at least 39", id="small"),
+        pytest.param(["execution.device_batch=21"], 2048, "at least 28", id="small"),
         pytest.param([], 64, "one micro-batch", id="accumulation"),
         pytest.param(["optimizer={kind: lamb, weight_decay: 0.1}"], 2048, "of lamb", id="LAMB"),
         pytest.param(
