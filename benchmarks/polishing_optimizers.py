@@ -5,8 +5,8 @@
 Needs the extra `shampoo`. One process, one thread; goes on where it was stopped. With --write it
 trains nothing. Writes benchmarks/results/polishing_optimizers_<machine>_<date>.json.
 
-The network and the batch of recipes/quickstart/digits_96.yaml at 16 pixels, crops from 8 % of the area,
-EPOCHS epochs and a rate that falls to zero. The arms are those of the polishing study
+The network and the batch of recipes/quickstart/digits_96.yaml at 16 pixels, with crops from 8 % of
+the area, EPOCHS epochs and a rate that falls to zero. The arms are those of the polishing study
 (polishing_cells.py): the whole schedule on augmented images (control); the same, then exact
 statistics; its last 2 epochs clean, without and with exact statistics.
 
