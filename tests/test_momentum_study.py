@@ -1,5 +1,7 @@
-"""The study of benchmarks/momentum_by_tau.py: its cells, its search and its differences."""
+"""The studies of momentum: the cells, search and differences of benchmarks/momentum_by_tau.py, and
+the quadratic of momentum_quadratic.py against what is known in closed form."""
 
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import momentum_by_tau as momentum  # noqa: E402
+import momentum_quadratic as quadratic  # noqa: E402
 
 from largebatch.recipe.loading import validate_tree  # noqa: E402
 from largebatch.studies.staleness.study import StalenessStudy, cells_of  # noqa: E402
@@ -90,3 +93,32 @@ def test_differences_leave_the_seed_of_the_search_out() -> None:
     assert gain["mean"] == pytest.approx(9 - 1 / 3)
     assert gain["number"] == 3
     assert gain["low"] < gain["mean"] < gain["high"]
+
+
+@pytest.mark.parametrize("of", [0.0, 0.5, 0.9])
+def test_the_stable_range_is_the_known_one_in_time_and_one_update_late(of: float) -> None:
+    assert quadratic.largest_stable(0, of) == pytest.approx(2 * (1 + of))
+    assert quadratic.largest_stable(1, of) == pytest.approx(1 - of)
+
+
+@pytest.mark.parametrize("tau", [2, 6, 27])
+def test_the_stable_range_without_momentum_is_that_of_a_delay(tau: int) -> None:
+    """Levin and May 1976 (from memory): 2 sin(pi / (2 (2 tau + 1)))."""
+    known = 2 * math.sin(math.pi / (2 * (2 * tau + 1)))
+    assert quadratic.largest_stable(tau, 0.0) == pytest.approx(known)
+
+
+@pytest.mark.parametrize(
+    ("of", "factor"),
+    [(0.9, math.sqrt(0.9)), (0.0, (quadratic.CONDITION - 1) / (quadratic.CONDITION + 1))],
+)
+def test_the_best_rate_in_time_is_polyaks(of: float, factor: float) -> None:
+    found = quadratic.row(0, of)["updates"]
+    assert found == pytest.approx(-1 / math.log(factor), rel=2e-3)
+
+
+def test_the_document_has_the_computed_updates() -> None:
+    page = (ROOT / "docs" / "studies" / "staleness.md").read_text(encoding="utf-8")
+    for tau in (0, 6):
+        cells = (f"{quadratic.row(tau, of)['updates']:,.0f}" for of in (-0.5, 0.0, 0.5, 0.9))
+        assert f"| {tau} | {' | '.join(cells)} |" in page.replace("**", "")
