@@ -61,7 +61,7 @@ MEASURED = {
     "optimizers": (*_TRAINING, "optim", "polish", "tracking/noise_scale.py", "training/stages.py"),
     "planner": (*_PLANNER, "planner/published.py"),
     "momentum_by_tau": (*_LATE, "training/loss.py"),
-    "momentum_quadratic": (),
+    "momentum_quadratic": ("training/protocols/rule.py",),
     "planner_logs": ("planner/published.py",),
     "planner_here": (*_PLANNER, "measure/calibrate.py"),
     "polish": (*_BATCHNORM, "polish"),
