@@ -32,15 +32,17 @@ PRIOR: dict[str, tuple[float, float]] = {
     "launch launched": (0.006, 0.7),
     "launch graphs": (0.002, 0.7),
     "level": (0.0003, 0.7),
-    "start": (1.0, 0.7),
-    "evaluation": (0.03, 0.7),
+    "start launched": (4.2, 0.3),
+    "start graphs": (0.63, 0.2),
+    "evaluation": (0.039, 0.15),
 }
 """The size of each constant, and the standard deviation of its logarithm.
 
 scale: PyTorch on one A100 makes 2,470 images a second (NVIDIA DeepLearningExamples), 3.1 in these
-units. launch: about 1,000 kernels at 6 microseconds from the CPU, at 2 in a graph. The others are
-assumptions, chosen after looking at the runs: runs determine the level only with A100s among them,
-and do not determine start and evaluation, which are at most a tenth of a run each.
+units. launch: about 1,000 kernels at 6 microseconds from the CPU, at 2 in a graph. start and
+evaluation: geometric means in the logs of systems of 32 nodes or more, and their standard errors
+(benchmarks/planner_logs.py). The level is an assumption, chosen after looking at the runs, which
+determine it only with A100s among them.
 """
 
 Vector = NDArray[np.float64]
@@ -141,7 +143,7 @@ def _constants(logs: Vector) -> Constants:
         deviations={name: values[f"deviation {name}"] for name in GENERATIONS},
         launch={"launched": values["launch launched"], "graphs": values["launch graphs"]},
         level=values["level"],
-        start=values["start"],
+        start={"launched": values["start launched"], "graphs": values["start graphs"]},
         evaluation=values["evaluation"],
     )
 

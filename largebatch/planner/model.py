@@ -57,7 +57,7 @@ class Constants:
     level: float
     """Seconds of every step, for each doubling of the nodes; 0 where switches sum."""
 
-    start: float
+    start: dict[Software, float]
     """Seconds from the start of a run until its steps have full speed."""
 
     evaluation: float
@@ -169,7 +169,7 @@ def machine(cluster: Cluster, constants: Constants, *, software: Software | None
         workers_per_node=cluster.gpus_per_node,
         level=constants.level,
         sharp=cluster.sharp,
-        start=constants.start,
+        start=constants.start[software or cluster.software],
         evaluation=constants.evaluation,
     )
 

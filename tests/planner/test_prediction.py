@@ -335,7 +335,7 @@ def test_energy_without_a_nodes_watts_is_of_the_gpus_alone() -> None:
     [
         pytest.param(["precision=bf16", "reduction.dtype=bf16"], 2048, "fp16", id="bf16"),
         pytest.param(["data.image_size=128"], 2048, "224 x 224", id="images"),
-        pytest.param(["execution.device_batch=21"], 2048, "at least 39", id="small"),
+        pytest.param(["execution.device_batch=21"], 2048, "at least 28", id="small"),
         pytest.param([], 64, "one micro-batch", id="accumulation"),
         pytest.param(["optimizer={kind: lamb, weight_decay: 0.1}"], 2048, "of lamb", id="LAMB"),
         pytest.param(
@@ -415,6 +415,7 @@ def test_images_cached_on_the_device_take_its_memory() -> None:
 @pytest.mark.long
 def test_polishing_resnet50_in_sequence_takes_as_many_passes_as_are_counted() -> None:
     """A few fewer where a layer's last changes are below the tolerance."""
+    torch.manual_seed(0)
     model = build("resnet50", num_classes=10, arguments={"channels": [4, 4, 4, 4]})
     with torch.no_grad():
         for name, weight in model.named_parameters():

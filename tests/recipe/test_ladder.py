@@ -222,23 +222,22 @@ FUJITSU = IMAGENET | {
 }
 """Code and logs of MLPerf Training v0.6, open division; 15 steps are its epoch."""
 
-IN_EPOCHS: dict[str, object] = {
-    "duration.epochs": 90.0,
-    "schedule.warmup.epochs": 36.0,
-    "schedule.decay.over.epochs": 52.0,
-    "polish.clean.epochs": 5.0,
-}
 
-
-def of_hpdc(batch: int, gpus: int, published: str) -> Row:
-    """Kasagi et al., HPDC 2020, gives batch, GPUs, accuracy and time."""
-    lengths = [key for key in FUJITSU if key.endswith("steps")]
-    settings = {key: value for key, value in FUJITSU.items() if key not in lengths} | IN_EPOCHS
+def of_hpdc(batch: int, gpus: int, published: str, given: frozenset[str] = frozenset()) -> Row:
+    """Kasagi et al., HPDC 2020, gives batch, GPUs, accuracy and time; `given` is from elsewhere."""
+    updates = -(-1_281_167 // batch)
+    settings = {
+        key: value * updates // 15 if isinstance(value, int) and key.endswith("steps") else value
+        for key, value in FUJITSU.items()
+    }
     settings |= {"batch.global_batch": batch, "polish.statistics.samples": batch}
     settings |= {"batch.bn_span": batch // gpus}
-    given = {*IMAGENET, "batch.global_batch"} - {"data.crop_area", "data.crop_aspect"}
+    given |= {*IMAGENET, "batch.global_batch"} - {"data.crop_area", "data.crop_aspect"}
     return Row(settings=settings, published=published, unsourced=frozenset(settings.keys() - given))
 
+
+YAMAZAKI = frozenset({"optimizer.kind", "batch.bn_span"})
+"""Given by arXiv:1903.12650, besides warm-up and label smoothing, whose values it does not give."""
 
 STEPS: dict[str, object] = {
     "duration.epochs": 90.0,
@@ -254,7 +253,7 @@ LADDER = {
     **{row[0]: entry(row) for row in cells(ENTRIES)},
     **{f"resnet50_{row[0]}_nus": of_nus(row) for row in cells(NUS)},
     "resnet50_86016_fujitsu": Row(settings=FUJITSU, published="75.93 to 76.11 % top-1"),
-    "resnet50_81920_hpdc": of_hpdc(81_920, 2_048, "75.08 % top-1 in 74.7 s"),
+    "resnet50_81920_hpdc": of_hpdc(81_920, 2_048, "75.08 % top-1 in 74.7 s", YAMAZAKI),
     "resnet50_86016_hpdc": of_hpdc(86_016, 3_072, "75.97 % top-1 in 62.1 s"),
     # arXiv:1706.02677: the abstract, and programs that follow the paper
     "resnet50_8192_goyal": Row(

@@ -1,0 +1,259 @@
+"""Measure which momentum late gradients need: LeNet-5 on the digits, 30 simulated learners.
+
+    python benchmarks/momentum_by_tau.py [--processes N] [--write]
+
+Needs the extra `studies`. Trains by `largebatch study staleness` and goes on where it was stopped;
+with --write it trains nothing. Writes benchmarks/results/momentum_by_tau_<machine>_<date>.json.
+
+A momentum of m makes an update of gradients that are m / (1 - m) updates old on average; staleness
+tau adds to it. The rule that is tested holds this age at that of a momentum of 0.9 without
+staleness, 9 updates: m / (1 - m) = max(0, 9 - tau).
+
+Every momentum of a condition (CONDITIONS) has a rate of its own: the peak is e (1 - m), and seed 1
+tries e from GRID, and one beyond the end as long as the best is the highest or the lowest. The best
+has the highest top-1, then the lowest loss. The seeds after the first are the result. They share
+the images of the search, the 360 of the digits' validation split.
+
+Decided before: the differences between the rule's momentum and the others of its condition hold
+together, with 95 %, by the noise of all cells of which no run fails (contrasts.py); a run fails if
+it diverges or ends below FAILS.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from contrasts import contrast, noise_of
+from measuring import run_largebatch, write
+
+from largebatch.studies.metrics import interval
+from largebatch.studies.staleness.run import Row, rows_of, runs_of
+from largebatch.studies.staleness.study import cells_of, load_study
+
+NAME = "momentum_by_tau"
+LEARNERS, MU, EPOCHS = 30, 4, 5
+USUAL = 0.9
+CONDITIONS: dict[str, tuple[int, str, tuple[float, ...]]] = {
+    "hardsync": (0, "staleness", (0.0, USUAL)),
+    "6-softsync, over tau": (6, "staleness", (0.0, 0.8, USUAL)),
+    "asynchronous, over tau": (30, "staleness", (0.0, 0.5, USUAL)),
+    "asynchronous, fixed rate": (30, "none", (0.0, USUAL)),
+}
+"""Sigma, the modulation of the rate, which hardsync does not have, and the momenta that are tried,
+the rule's among them."""
+
+GRID = (0.0125, 0.05, 0.2)
+STRIDE = 4.0
+SEEDS = 4
+"""Number of seeds with that of the search, which is the first and no result."""
+
+FAILS = 0.15
+TOGETHER = sum(len(momenta) - 1 for _, _, momenta in CONDITIONS.values())
+"""Number of differences whose intervals hold together."""
+
+
+class Point(NamedTuple):
+    """A condition, a momentum, and the rate of SGD without momentum that goes as far (e)."""
+
+    condition: str
+    momentum: float
+    far: float
+
+    @property
+    def recipe(self) -> str:
+        """Name of its recipe."""
+        return f"m{self.momentum:g}-e{self.far:g}"
+
+    @property
+    def rate(self) -> float:
+        """Peak learning rate."""
+        return float(f"{self.far * (1 - self.momentum):.4g}")
+
+    @property
+    def cell(self) -> str:
+        """Name of its cell in the study."""
+        sigma, modulation, _ = CONDITIONS[self.condition]
+        tail = f"-{modulation}" if sigma else ""
+        return f"{self.recipe}-usual-sigma{sigma}-mu{MU}-lambda{LEARNERS}{tail}"
+
+
+Found = Mapping[Point, Row]
+
+
+def main() -> None:
+    """Search the rates, train the seeds and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument("--work", type=Path, default=Path("runs") / NAME, metavar="DIR")
+    parser.add_argument("--write", action="store_true", help="train nothing, write what is there")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    points = [
+        Point(condition, *each)
+        for condition, (_, _, momenta) in CONDITIONS.items()
+        for each in product(momenta, GRID)
+    ]
+    search = carry_out("search", points, args, seeds=1)
+    while missing := beyond(search):
+        search = carry_out("search", [*search, *missing], args, seeds=1)
+    chosen = best(search)
+    rows = carry_out("main", chosen, args, seeds=SEEDS)
+    print(write(NAME, f"python benchmarks/{NAME}.py", result(search, rows)))
+
+
+def carry_out(name: str, points: Sequence[Point], args: argparse.Namespace, *, seeds: int) -> Found:
+    """Train what has no record yet, unless `args.write`; return the recorded cells."""
+    file, out = args.work / f"{name}.yaml", args.work / name
+    file.write_text(json.dumps(study(points, seeds=seeds), indent=1), encoding="utf-8")
+    if not args.write:
+        words = ["study", "staleness", str(file), "--out", str(out)]
+        run_largebatch([*words, "--processes", str(args.processes)])
+    found = load_study(str(file))
+    rows = rows_of(runs_of(cells_of(found, args.work), seeds=seeds, out=out))
+    by_name = {row.cell.name: row for row in rows}
+    return {point: by_name[point.cell] for point in points if point.cell in by_name}
+
+
+def study(points: Sequence[Point], *, seeds: int) -> dict[str, Any]:
+    """Return the file of a study of some points."""
+    grids = []
+    for condition, (sigma, modulation, _) in CONDITIONS.items():
+        names = sorted({point.recipe for point in points if point.condition == condition})
+        grids.append({
+            "recipes": names, "times": ["usual"], "sigma": [sigma], "mu": [MU],
+            "learners": [LEARNERS], "modulation": [modulation],
+        })  # fmt: skip
+    return {
+        "name": NAME.replace("_", "-"),
+        "seeds": seeds,
+        "recipes": {point.recipe: recipe(point) for point in points},
+        "machines": {"overhead": 0.002, "sample": 0.0005},
+        "times": {"usual": {"factor": {"kind": "lognormal", "median": 1.0, "sigma": 0.1}}},
+        "grids": grids,
+    }
+
+
+def recipe(point: Point) -> dict[str, Any]:
+    """Return the recipe of a point: LeNet-5 on the digits at a constant rate, without polishing."""
+    changes = {
+        "duration.epochs": EPOCHS,
+        "data.image_size": 16,
+        "model": {"name": "lenet5", "arguments": {}},
+        "batch": {"global_batch": MU * LEARNERS, "bn_span": None},
+        "polish": None,
+        "optimizer": {"kind": "sgd", "momentum": point.momentum, "weight_decay": 5e-4},
+        "schedule": {"peak_lr": point.rate, "warmup": None, "decay": {"kind": "constant"}},
+        "loss.label_smoothing": 0.0,
+        "evaluation": {},
+        "execution.cache": "memory",
+    }
+    return {"recipe": "digits_96", "set": changes}
+
+
+def score(row: Row) -> tuple[float, float]:
+    """Return the rank of a trial: higher top-1, then lower loss, are better."""
+    loss = row.found[0]["loss"]
+    return row.found[0]["top1"], -float("inf") if loss is None else -loss
+
+
+def best(search: Found) -> list[Point]:
+    """Return the best point of every condition and momentum."""
+    groups = {point[:2] for point in search}
+    return [
+        max((it for it in search if it[:2] == group), key=lambda it: score(search[it]))
+        for group in sorted(groups)
+    ]
+
+
+def beyond(search: Found) -> list[Point]:
+    """Return the points to try next, where the best rate is the highest or the lowest."""
+    found = []
+    for point in best(search):
+        tried = [it.far for it in search if it[:2] == point[:2]]
+        if point.far == max(tried):
+            found.append(point._replace(far=point.far * STRIDE))
+        elif point.far == min(tried):
+            found.append(point._replace(far=point.far / STRIDE))
+    return found
+
+
+def rule(tau: float) -> float:
+    """Return the momentum with which gradients are as old as by USUAL without staleness.
+
+    >>> round(rule(0.0), 3), rule(9.0), rule(27.0)
+    (0.9, 0.0, 0.0)
+    """
+    age = max(0.0, USUAL / (1 - USUAL) - tau)
+    return age / (1 + age)
+
+
+def result(search: Found, rows: Found) -> dict[str, Any]:
+    """Return the cells, the differences between momenta, and the rates that were tried."""
+    kept = {point: _by_seed(row) for point, row in rows.items()}
+    whole = len({frozenset(each) for each in kept.values()}) == 1
+    noise = noise_of([each for each in kept.values() if min(each.values()) >= FAILS])
+    return {
+        "noise": noise._asdict(),
+        "cells": [_cell(point, row, kept[point]) for point, row in rows.items()],
+        "differences": dict(differences(rows)) if whole else {},
+        "search": [
+            {**point._asdict(), "top-1": row.found[0]["top1"], "loss": row.found[0]["loss"]}
+            for point, row in search.items()
+        ],
+    }
+
+
+def _by_seed(row: Row) -> dict[int, float]:
+    return {one["seed"]: one["top1"] for one in row.found if one["seed"] > 1}
+
+
+def _cell(point: Point, row: Row, top1: Mapping[int, float]) -> dict[str, Any]:
+    return {
+        **point._asdict(),
+        "rate": point.rate,
+        "tau": row.tau,
+        "rule": rule(row.tau),
+        "top-1": interval(top1.values()).scaled(100)._asdict(),
+        "loss": [one["loss"] for one in row.found if one["seed"] > 1],
+        "by seed": top1,
+    }
+
+
+def differences(rows: Found) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield by condition the momentum nearest to the rule's, and what it gains over each other."""
+    kept = {point: _by_seed(row) for point, row in rows.items()}
+    noise = noise_of([each for each in kept.values() if min(each.values()) >= FAILS])
+    for condition, (_, _, momenta) in CONDITIONS.items():
+        own = {point.momentum: point for point in rows if point.condition == condition}
+        tau = rows[own[USUAL]].tau
+        chosen = min(momenta, key=lambda momentum: abs(momentum - rule(tau)))
+        others = [momentum for momentum in momenta if momentum != chosen]
+        yield (
+            condition,
+            {
+                "tau": tau,
+                "rule": rule(tau),
+                "nearest": chosen,
+                "minus": {
+                    f"{other:g}": contrast(
+                        [(1.0, kept[own[chosen]]), (-1.0, kept[own[other]])],
+                        noise,
+                        together=TOGETHER,
+                    )
+                    .scaled(100)
+                    ._asdict()
+                    for other in others
+                },
+            },
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command continues from here")
