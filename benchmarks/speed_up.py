@@ -40,7 +40,7 @@ STUDIES = {"rudra": (4, 16, 32, 128), "rudra-imagenette": (2, 4, 8, 16)}
 """Installed studies, and the mini-batches whose gradients are timed."""
 
 SEEDS = 5
-GRADIENTS = 12_000
+GRADIENTS = 6_000
 ROUNDS = 30
 FIGURE = Path(__file__).parents[1] / "docs" / "staleness-speed-up.png"
 
