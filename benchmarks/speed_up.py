@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ STUDIES = {"rudra": (4, 16, 32, 128), "rudra-imagenette": (2, 4, 8, 16)}
 SEEDS = 5
 GRADIENTS = 6_000
 ROUNDS = 30
+Panels = dict[str, dict[str, dict[int, dict[str, float]]]]
 FIGURE = Path(__file__).parents[1] / "docs" / "staleness-speed-up.png"
 
 
@@ -74,6 +75,21 @@ def main() -> None:
         return
     found = {"seeds": SEEDS, "gradients": GRADIENTS, "measured": measured, "studies": simulated}
     print(write("speed_up", "python benchmarks/speed_up.py", found))
+    for name, each in simulated.items():
+        print(name, *table(each["speed-up"]), sep="\n")
+
+
+def table(panels: Panels) -> Iterator[str]:
+    """Yield the rows of the tables of docs/studies/staleness.md."""
+    learners = list(
+        dict.fromkeys(n for lines in panels.values() for line in lines.values() for n in line)
+    )
+    yield f"| times, mini-batch | protocol | {' | '.join(map(str, learners))} |"
+    yield "|---" * (len(learners) + 2) + "|"
+    for panel, lines in panels.items():
+        for protocol, line in lines.items():
+            means = (f"{line[number]['mean']:.1f}" for number in learners)
+            yield f"| {panel} | {protocol} | {' | '.join(means)} |"
 
 
 def seconds_of_gradients(recipe: Recipe, mini_batches: tuple[int, ...]) -> dict[str, Any]:
@@ -161,9 +177,9 @@ def without_serving(study: StalenessStudy) -> StalenessStudy:
     return study.model_copy(update={"machines": machines, "speed_up": section})
 
 
-def by_panel(found: list[SpeedUp]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
+def by_panel(found: list[SpeedUp]) -> Panels:
     """Return the intervals by times and mini-batch, protocol and learners."""
-    result: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+    result: Panels = {}
     for one in found:
         line = result.setdefault(one.panel, {}).setdefault(one.protocol, {})
         line[one.cell.learners] = one.over_alone._asdict()
