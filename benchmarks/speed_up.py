@@ -73,8 +73,8 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measured, indent=1))
         return
-    found = {"seeds": SEEDS, "gradients": GRADIENTS, "measured": measured, "studies": simulated}
-    print(write("speed_up", "python benchmarks/speed_up.py", found))
+    result = {"seeds": SEEDS, "gradients": GRADIENTS, "measured": measured, "studies": simulated}
+    print(write("speed_up", "python benchmarks/speed_up.py", result))
     for name, each in simulated.items():
         print(name, *table(each["speed-up"]), sep="\n")
 

@@ -206,13 +206,17 @@ def speed_up_cells(study: StalenessStudy, folder: Path) -> dict[str, list[Cell]]
     if section is None:
         return {}
     names = {0: "hardsync", "lambda": "asynchronous"}
-    every = {"recipes": (section.recipe,), "times": tuple(study.times), "modulation": ("n",)}
-    learners = sorted({1, *section.learners})
+    every = Grid(
+        recipes=(section.recipe,),
+        sigma=section.sigma,
+        mu=section.mu,
+        learners=tuple(sorted({1, *section.learners})),
+        modulation=("n",),
+        times=tuple(study.times),
+    )
     return {
         names.get(sigma, f"{sigma}-softsync"): _cells(
-            study,
-            folder,
-            _points(Grid(sigma=(sigma,), mu=section.mu, learners=tuple(learners), **every)),
+            study, folder, _points(every.model_copy(update={"sigma": (sigma,)}))
         )
         for sigma in section.sigma
     }
