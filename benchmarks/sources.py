@@ -89,6 +89,7 @@ MEASURED = {
     "servers": ("studies/servers/rows.py", "training/protocols/service.py"),
     "simulator": ("training/protocols/simulator.py",),
     "soak": (*_CHECKPOINT, "runs/interrupts.py", "runs/launch.py", "training/loop.py"),
+    "speed_up": tuple(f"training/protocols/{name}.py" for name in ("rule", "server", "simulator")),
     "staleness": (*_LATE, "training/loss.py"),
     "staleness_times": ("training/protocols/simulator.py",),
 }

@@ -23,18 +23,34 @@ from largebatch.recipe.recipe import Recipe, require_backend
 
 KINDS = {
     "slurm": "slurm.sh",
+    "slurm-servers": "slurm.sh",
     "slurm-horovod": "slurm_horovod.sh",
     "pbs": "pbs.sh",
     "mpijob": "mpijob.yaml",
     "pytorchjob": "pytorchjob.yaml",
+    "indexedjob": "indexedjob.yaml",
     "torchrun": "torchrun.sh",
     "horovodrun": "horovodrun.sh",
     "mpirun": "mpirun.sh",
 }
 """Templates in launch/, by kind of job."""
 
-BY_TORCH = ("slurm", "pytorchjob", "torchrun")
+BY_TORCH = ("slurm", "slurm-servers", "pytorchjob", "indexedjob", "torchrun")
 """Kinds of jobs whose workers torch.distributed connects; Horovod connects the others."""
+
+SERVERS = "slurm-servers"
+"""Kind of job in which dedicated servers have hosts of their own."""
+
+_BEFORE, _SERVERS = (
+    "#SBATCH --output=",
+    """
+#SBATCH hetjob
+#SBATCH --nodes={servers}
+#SBATCH --gpus-per-node=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8""",
+)
+"""Directives of the servers, and the line of slurm.sh that they follow."""
 
 
 def add_commands(command: Command) -> None:
@@ -58,13 +74,15 @@ def _launch(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     if args.kind not in BY_TORCH:
         _require_horovod_trains(recipe, args.kind)
-    workers = args.nodes * args.gpus_per_node
+    servers = _servers(recipe) if args.kind == SERVERS else 0
+    workers = args.nodes * args.gpus_per_node + servers
     try:
         require_workers(recipe, workers=workers)
         make_plan(recipe, workers=workers)
     except PlanError as error:
         raise PlanError(
-            f"--nodes {args.nodes} with {args.gpus_per_node} GPUs each: {error}"
+            f"--nodes {args.nodes} with {args.gpus_per_node} GPUs each"
+            f"{f' and {servers} of servers' * bool(servers)}: {error}"
         ) from None
     options = ["--resume", "auto", *(word for override in args.set for word in ("--set", override))]
     if args.data is not None:
@@ -73,26 +91,39 @@ def _launch(args: argparse.Namespace) -> int:
         _require_utf8(word)
     text = (files("largebatch") / "launch" / KINDS[args.kind]).read_text(encoding="utf-8")
     fill = fill_manifest if KINDS[args.kind].endswith(".yaml") else fill_script
-    sys.stdout.write(
-        fill(
-            text,
-            name=recipe.name,
-            recipe=str(args.recipe),
-            options=options,
-            nodes=args.nodes,
-            gpus=args.gpus_per_node,
-        )
+    job = fill(
+        text,
+        name=recipe.name,
+        recipe=str(args.recipe),
+        options=options,
+        nodes=args.nodes,
+        gpus=args.gpus_per_node,
     )
+    if servers:
+        directives = _SERVERS.format(servers=servers)
+        job = re.sub(rf"^{_BEFORE}.*$", rf"\g<0>{directives}", job, flags=re.MULTILINE)
+    sys.stdout.write(job)
     return 0
 
 
 def _require_horovod_trains(recipe: Recipe, kind: str) -> None:
     """Raise RecipeError if Horovod cannot train a recipe, with the kinds of jobs that can."""
-    *others, last = BY_TORCH
+    has_servers = recipe.protocol is not None and recipe.protocol.dedicated
+    *others, last = (other for other in BY_TORCH if other != SERVERS or has_servers)
     try:
         require_backend(recipe, "horovod", use=f"launch {', '.join(others)} or {last}")
     except RecipeError as error:
         raise RecipeError(f"launch {kind}: {error}") from None
+
+
+def _servers(recipe: Recipe) -> int:
+    """Return the number of dedicated servers; raise RecipeError if there are none."""
+    if recipe.protocol is None or not recipe.protocol.dedicated:
+        raise RecipeError(
+            f"launch {SERVERS}: the recipe has no servers of their own; use launch slurm, or set "
+            "protocol.servers to {centralised: 1}"
+        )
+    return recipe.protocol.dedicated
 
 
 def _require_utf8(word: str) -> None:

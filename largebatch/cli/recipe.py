@@ -19,7 +19,7 @@ from largebatch.cli.arguments import (
     count,
 )
 from largebatch.cli.printing import print_rows
-from largebatch.errors import LargebatchError, printable
+from largebatch.errors import LargebatchError, RecipeError, printable
 from largebatch.formatting import aligned, duration, plural, three_digits
 from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.describe import (
@@ -34,7 +34,7 @@ from largebatch.recipe.installed import by_data_set, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.polish import Polish
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.recipe import Recipe, require_backend
 from largebatch.schedules.build import build_schedule, follow
 
 BREAKS_RULES = 1
@@ -214,11 +214,20 @@ def _check(args: argparse.Namespace) -> int:
         else:
             rules = broken_rules(recipe) if args.mlperf_closed else []
             broken = broken or bool(rules)
-            verdict = _closed(recipe, rules) if args.mlperf_closed else "ok"
+            verdict = _closed(recipe, rules) if args.mlperf_closed else f"ok{_hint(recipe)}"
             print(printable(f"{path}: {verdict}"))
     if problems:
         raise LargebatchError("\n".join(problems))
     return BREAKS_RULES if broken else 0
+
+
+def _hint(recipe: Recipe) -> str:
+    """Return why Horovod cannot train a valid recipe, and what can; empty if it can."""
+    try:
+        require_backend(recipe, "horovod")
+    except RecipeError as error:
+        return f"; {error}"
+    return ""
 
 
 def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:

@@ -17,6 +17,7 @@ from largebatch.cli.arguments import (
 from largebatch.cli.printing import print_unfinished, show_page
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
+from largebatch.formatting import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +44,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     staleness.add_argument(
         "--processes", type=count, default=1, dest="parallel", metavar="N", help="runs at a time"
     )
-    staleness.add_argument("--dry-run", action="store_true", help="print the runs that are left")
+    staleness.add_argument(
+        "--dry-run", action="store_true", help="print the runs that are left and an estimate"
+    )
     add_machine(staleness)
     text = "compare central servers, servers beside workers, and all-reduce"
     servers = command("servers", _servers, text)
@@ -62,7 +65,9 @@ def _add_hosts(study: argparse.ArgumentParser, *, suite: str) -> None:
         "--data", type=_named_folder, action="append", default=[], metavar="RECIPE=DIR",
         help="the data of a recipe of the study; several times",
     )  # fmt: skip
-    study.add_argument("--dry-run", action="store_true", help="print the starts that are left")
+    study.add_argument(
+        "--dry-run", action="store_true", help="print the starts that are left and an estimate"
+    )
 
 
 def _named_folder(text: str) -> tuple[str, Path]:
@@ -86,14 +91,19 @@ def _staleness(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / study.name
     runs = runs_of(cells, seeds=study.seeds, out=out)
     if args.dry_run:
-        for run in runs:
-            if run.read() is None:
-                print(printable(f"{run.cell.name} seed {run.seed}"))
+        from largebatch.studies.budget import describe_total, seconds_of_runs
+
+        left = [run for run in runs if run.read() is None]
+        for run in left:
+            print(printable(f"{run.cell.name} seed {run.seed}"))
+        seconds = seconds_of_runs(left)
+        print(describe_total(plural(len(left), "run"), seconds, processes=args.parallel))
         return 0
     from largebatch.runs.interrupts import InterruptedStudyError
     from largebatch.runs.options import Options
     from largebatch.studies.staleness.page import PAGE, make_page
-    from largebatch.studies.staleness.pictures import write_pictures
+    from largebatch.studies.staleness.pictures import SPEED_UP, write_pictures, write_speed_up
+    from largebatch.studies.staleness.speed_up import speed_ups
 
     options = Options(out=out, **machine_of(args))
     try:
@@ -103,8 +113,12 @@ def _staleness(args: argparse.Namespace) -> int:
         print_unfinished(done, len(runs), "runs")
         return INTERRUPTED
     rows = rows_of(runs)
-    show_page(make_page(rows, title=study.name), out / PAGE)
-    for path in write_pictures(rows, out):
+    simulated = speed_ups(study, Path(args.study).parent)
+    show_page(make_page(rows, title=study.name, speed_ups=simulated), out / PAGE)
+    pictures = write_pictures(rows, out)
+    if simulated:
+        pictures.append(write_speed_up(simulated, out / SPEED_UP))
+    for path in pictures:
         print(printable(str(path)))
     return 0
 
@@ -152,8 +166,11 @@ def _on_hosts(
     starts = starts_of(cells, repeats=study.repeats, data=dict(args.data), out=out)
     left = [start for start in starts if start.read() is None]
     if args.dry_run:
+        from largebatch.studies.budget import STARTING, describe_total, seconds_of_starts
+
         for start in left:
             print(printable(f"{start.cell} seed {start.seed}"))
+        print(describe_total(plural(len(left), "start"), seconds_of_starts(left), of=STARTING))
         return 0
     if left:
         require_hosts()

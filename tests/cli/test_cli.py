@@ -303,6 +303,16 @@ def test_a_file_s_name_makes_no_folder(
     assert not list(tmp_path.iterdir())
 
 
+def test_check_names_what_starts_a_recipe_that_horovod_cannot_train(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "digits_96_softsync"]) == DONE
+    assert capsys.readouterr().out == (
+        "digits_96_softsync: ok; protocol: Horovod cannot send to one worker alone; use "
+        "--workers N, torchrun or srun, and --backend torch, or leave protocol out\n"
+    )
+
+
 def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", DIGITS, FUJITSU]) == DONE
     assert capsys.readouterr().out == f"{DIGITS}: ok\n{FUJITSU}: ok\n"

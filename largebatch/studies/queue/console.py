@@ -4,9 +4,9 @@ import sys
 from datetime import timedelta
 
 from largebatch.errors import printable
-from largebatch.formatting import plural
 from largebatch.measure.estimate import estimate
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.studies.budget import describe_total
 from largebatch.studies.queue.cells import Values
 from largebatch.studies.queue.database import Claim
 from largebatch.studies.queue.phases import Bench, Phase, Progress, seed_slots, trial_updates
@@ -59,9 +59,5 @@ def describe_budget(bench: Bench, *, processes: int) -> str:
         lines.append(f"{cell.name}: {searched}{seeds} runs of {plan.updates:,} updates")
         each = estimate(cell.recipe, plan).run_seconds / plan.updates
         total += each * (trials + seeds * plan.updates)
-    time = timedelta(seconds=round(total / processes))
-    lines.append(
-        f"{bench.num_runs} runs; about {time} of forward, backward and update in "
-        f"{plural(processes, 'process', 'processes')} on this machine"
-    )
+    lines.append(describe_total(f"{bench.num_runs} runs", total, processes=processes))
     return "\n".join(lines)

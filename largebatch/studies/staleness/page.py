@@ -4,7 +4,7 @@ A protocol has one colour in all charts; filters choose the recipe with its time
 of an update of all learners.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from largebatch.errors import StudyError
@@ -13,6 +13,7 @@ from largebatch.report.interactive import Filter, Page, Section, Table, columns_
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
 from largebatch.studies.staleness.pictures import diagonals, panels
 from largebatch.studies.staleness.run import Row
+from largebatch.studies.staleness.speed_up import SpeedUp, lines_of
 
 PAGE = "study.html"
 """Name of the page in the folder of a study."""
@@ -36,6 +37,11 @@ _TABLE = (
     "the paper expects at most 2 sigma (arXiv:1509.04210). Seconds are those of the simulated "
     "cluster, for a whole run without its evaluations."
 )
+_SPEED_UP = (
+    "Samples per second of the simulated cluster over those of one learner alone, for the same "
+    "mini-batches and times, without any training: how much sooner the same samples are done, not "
+    "how much sooner an accuracy is reached."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class _Drawn:
         return f"mu {self.row.cell.mu}, lambda {self.row.cell.learners}"
 
 
-def make_page(rows: Sequence[Row], *, title: str) -> Page:
+def make_page(rows: Sequence[Row], *, title: str, speed_ups: Sequence[SpeedUp] = ()) -> Page:
     """Return the page of the cells that have records; raise StudyError if there are none."""
     if not rows:
         raise StudyError("no run of the study has ended: there is nothing to show yet")
@@ -71,13 +77,19 @@ def make_page(rows: Sequence[Row], *, title: str) -> Page:
     names = {f"panel {place}": name for place, name in enumerate(found)}
     products = {f"product {n}": f"{n:,}" for n in sorted({one.product for one in drawn})}
     late = [one for one in drawn if one.row.cell.sigma]
+    legend = [series(*each) for each in enumerate(protocols)]
+    looks = {look.label.partition(",")[0]: look for look in reversed(legend)}
+    for protocol in dict.fromkeys(one.protocol for one in speed_ups):
+        if protocol not in looks:
+            looks[protocol] = series(len(legend), protocol)
+            legend.append(looks[protocol])
     return Page(
         title=title,
         subtitle="; ".join(found),
         findings=[text for name, inside in found.items() for text in describe(name, inside)],
         is_sound=not any(row.diverged for row in rows),
         note=_NOTE,
-        legend=("Protocols", [series(*each) for each in enumerate(protocols)]),
+        legend=("Protocols", legend),
         filters=[
             Filter("Recipe and times", names),
             Filter("mu x lambda", products, "several"),
@@ -90,6 +102,7 @@ def make_page(rows: Sequence[Row], *, title: str) -> Page:
                 filters=[Filter("Against", AXES, "axis")],
             ),
             Section(title="How late gradients were", parts=[_staleness(late)] if late else []),
+            *([_speed_up(speed_ups, looks)] if speed_ups else []),
         ],
         source="the records of a study",
     )
@@ -225,4 +238,47 @@ def _staleness(drawn: Sequence[_Drawn]) -> Chart:
         x_title="tau, updates", y_title="Gradients, %", curves=curves,
         caption="The share of all gradients of a cell by the number of updates that they were "
         "late. A dotted line stands at 2 sigma.",
+    )  # fmt: skip
+
+
+def _speed_up(found: Sequence[SpeedUp], looks: Mapping[str, Series]) -> Section:
+    """Return the speed-up by learners: a table and a chart of the chosen times and mini-batch."""
+    tags = {name: f"speed-up {place}" for place, name in enumerate(lines_of(found))}
+
+    def look(one: SpeedUp) -> Series:
+        return replace(looks[one.protocol], tags=(tags[one.panel],))
+
+    hover = ("lambda", "@learners"), ("speed-up", "@value{0.00}")
+    curves = [
+        Curve(series=look(line[0]), hover=hover, data=by_column([
+            {"learners": one.cell.learners, "value": one.over_alone.mean, **one.over_alone.ends}
+            for one in line
+        ]))
+        for lines in lines_of(found).values()
+        for line in lines.values()
+    ]  # fmt: skip
+    column = columns_over(found)
+    columns = [
+        column("Protocol", lambda one: one.protocol, None),
+        column("Times", lambda one: one.cell.times, None),
+        column("mu", lambda one: one.cell.mu, ",d"),
+        column("lambda", lambda one: one.cell.learners, ",d"),
+        column("Speed-up", lambda one: one.over_alone.mean, ".2f"),
+        column("±", lambda one: one.over_alone.reach, ".2f"),
+        column("Seeds", lambda one: len(one.seconds), "d"),
+    ]
+    return Section(
+        title="Speed-up",
+        parts=[
+            Table(name="speed_up", columns=columns, series=[look(one) for one in found]),
+            Chart(
+                name="speed_up_by_learners", x="learners", y="value", x_title="lambda, learners",
+                y_title="Speed-up", ticks=sorted({one.cell.learners for one in found}),
+                from_zero=True, curves=curves,
+            ),
+        ],
+        filters=[
+            Filter("Times and mu", {tag: name for name, tag in tags.items()}),
+        ],
+        notes=[_SPEED_UP],
     )  # fmt: skip

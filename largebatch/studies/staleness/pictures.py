@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from largebatch.report.figures import name_axes
 from largebatch.report.style import COLOURS, INK, MUTED, write_chart
 from largebatch.studies.staleness.run import Row
+from largebatch.studies.staleness.speed_up import SpeedUp, lines_of
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
 
-TRADE_OFF, HISTOGRAMS = "trade_off.png", "staleness.png"
+TRADE_OFF, HISTOGRAMS, SPEED_UP = "trade_off.png", "staleness.png", "speed_up.png"
 COLUMNS = 3
 """Panels side by side."""
 
@@ -95,6 +96,41 @@ def draw_histograms(figure: "Figure", rows: Sequence[Row]) -> None:
     charts[len(rows) - 1].set_xlabel("Updates late; the line is at 2 sigma →", loc="right", size=9)
     for axes in charts[len(rows) :]:
         axes.set_axis_off()
+
+
+def write_speed_up(found: Sequence[SpeedUp], path: Path) -> Path:
+    """Draw the speed-up by learners; return the file."""
+    size = (960, 70 + 300 * math.ceil(len(lines_of(found)) / 2))
+    write_chart(path, lambda figure: draw_speed_up(figure, found), size=size)
+    return path
+
+
+def draw_speed_up(figure: "Figure", found: Sequence[SpeedUp]) -> None:
+    """Draw the speed-up by learners, a panel for each mini-batch under the same times."""
+    groups = lines_of(found)
+    columns = min(2, len(groups))
+    lines = math.ceil(len(groups) / columns)
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    most = max(one.cell.learners for one in found)
+    for axes, (name, group) in zip(grid.ravel(), groups.items(), strict=False):
+        ideal = axes.plot([1, most], [1, most], color=MUTED, lw=0.8, ls=":", label="ideal")
+        marks = [
+            axes.errorbar(
+                [one.cell.learners for one in line], [one.over_alone.mean for one in line],
+                yerr=[one.over_alone.reach or 0.0 for one in line], color=colour,
+                marker="o", ms=5, elinewidth=1, label=protocol,
+            )
+            for (protocol, line), colour in zip(group.items(), COLOURS.values(), strict=False)
+        ]  # fmt: skip
+        axes.set_xticks(sorted({one.cell.learners for line in group.values() for one in line}))
+        axes.set_ylim(bottom=0)
+        name_axes(axes, y=f"Speed-up: {name}")
+    for axes in grid.ravel()[len(groups) :]:
+        axes.set_axis_off()
+    grid[-1, 0].set_xlabel("Learners →", loc="left")
+    figure.legend(
+        handles=[*ideal, *marks], loc="outside lower left", frameon=False, ncols=4, borderpad=0
+    )
 
 
 def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:

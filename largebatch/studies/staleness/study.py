@@ -7,7 +7,7 @@ time, are those of a simulated cluster.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import product
@@ -24,7 +24,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Batch, NonNegative, Positive, Section
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.queue.study import Configuration, Name, base_recipe, read_study
-from largebatch.training.protocols.cluster import Cluster, Link
+from largebatch.training.protocols.cluster import Cluster, Link, Serving
 from largebatch.training.protocols.compute_times import ComputeTime
 from largebatch.training.protocols.rule import Rule
 
@@ -33,6 +33,7 @@ SUITE = files("largebatch") / "studies" / "staleness" / "presets"
 
 Learners = Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
 Modulation = Literal["none", "n", "staleness"]
+Sigma = Annotated[int, Field(ge=0)] | Literal["lambda"]
 
 
 class Machines(Section):
@@ -45,6 +46,9 @@ class Machines(Section):
     link: Link = Link()
     server_link: Link | None = None
     """As of a simulated cluster; the weights are on one server of its own."""
+
+    serving: Serving | None = None
+    """Seconds of this server by bytes; null: it takes no time."""
 
 
 class Times(Section):
@@ -61,9 +65,7 @@ class Grid(Section):
     """Cells: every combination of what is listed."""
 
     recipes: Annotated[tuple[Name, ...], Field(min_length=1)]
-    sigma: Annotated[
-        tuple[Annotated[int, Field(ge=0)] | Literal["lambda"], ...], Field(min_length=1)
-    ]
+    sigma: Annotated[tuple[Sigma, ...], Field(min_length=1)]
     """0: hardsync, its rate times sqrt(lambda mu / B), B the global batch of the recipe. n:
     n-softsync. lambda: as many as there are learners, which is asynchronous."""
 
@@ -79,6 +81,25 @@ class Grid(Section):
     times: Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
+class SpeedUps(Section):
+    """Speed-up by learners at all `times`, simulated without gradients when the page is written."""
+
+    recipe: Name
+    """The recipe whose weights are sent."""
+
+    sigma: Annotated[tuple[Sigma, ...], Field(min_length=1)] = (0, 1, "lambda")
+    """As in `grids`."""
+
+    mu: Annotated[tuple[Batch, ...], Field(min_length=1)]
+    """Samples of a gradient."""
+
+    learners: Annotated[tuple[Learners, ...], Field(min_length=1)] = (1, 4, 10, 18, 30)
+    """lambda; one learner is simulated in any case."""
+
+    gradients: Annotated[int, Field(ge=1, le=10_000_000)] = 3_000
+    """Number of gradients of each simulation; every seed has one."""
+
+
 class StalenessStudy(Section):
     """Cells x seeds: what each costs in accuracy and what it saves in time."""
 
@@ -91,6 +112,7 @@ class StalenessStudy(Section):
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
     """A cell that several have is one."""
 
+    speed_up: SpeedUps | None = None
     seeds: Annotated[int, Field(ge=1, le=1000)] = 3
     """Runs with seeds 1, 2, 3 ... of every cell: of the weights, of the samples' order, and of
     the times."""
@@ -104,6 +126,11 @@ class StalenessStudy(Section):
                         raise ValueError(
                             f"grids.{place}.{key}: there is no {name}; {key} has {', '.join(known)}"
                         )
+        if self.speed_up is not None and self.speed_up.recipe not in self.recipes:
+            raise ValueError(
+                f"speed_up.recipe: there is no {self.speed_up.recipe}; recipes has "
+                f"{', '.join(self.recipes)}"
+            )
         return self
 
 
@@ -145,7 +172,9 @@ class Cell:
     @property
     def machines(self) -> dict[str, Any]:
         """The cluster as a record has it."""
-        found: dict[str, Any] = json.loads(self.cluster.model_dump_json())  # keys become words
+        left_out = {"serving"} if self.cluster.serving is None else None  # older records lack it
+        text = self.cluster.model_dump_json(exclude=left_out)  # keys become words
+        found: dict[str, Any] = json.loads(text)
         return found
 
     @property
@@ -167,16 +196,41 @@ def cells_of(study: StalenessStudy, folder: Path) -> list[Cell]:
 
     Raises LargebatchError naming the cell whose recipe and protocol do not fit each other.
     """
+    points = {point.name: point for grid in study.grids for point in _points(grid)}
+    return _cells(study, folder, points.values())
+
+
+def speed_up_cells(study: StalenessStudy, folder: Path) -> dict[str, list[Cell]]:
+    """Return the cells of the speed-up by protocol, each checked as cells_of does."""
+    section = study.speed_up
+    if section is None:
+        return {}
+    names = {0: "hardsync", "lambda": "asynchronous"}
+    every = Grid(
+        recipes=(section.recipe,),
+        sigma=section.sigma,
+        mu=section.mu,
+        learners=tuple(sorted({1, *section.learners})),
+        modulation=("n",),
+        times=tuple(study.times),
+    )
+    return {
+        names.get(sigma, f"{sigma}-softsync"): _cells(
+            study, folder, _points(every.model_copy(update={"sigma": (sigma,)}))
+        )
+        for sigma in section.sigma
+    }
+
+
+def _cells(study: StalenessStudy, folder: Path, points: Iterable["_Point"]) -> list[Cell]:
     bases = {name: base_recipe(one, folder) for name, one in study.recipes.items()}
-    cells: dict[str, Cell] = {}
-    for grid in study.grids:
-        for point in _points(grid):
-            if point.name not in cells:
-                try:
-                    cells[point.name] = _cell(study, bases[point.recipe], point)
-                except LargebatchError as error:
-                    raise RecipeError(f"{point.name}: {error}") from None
-    return list(cells.values())
+    cells = []
+    for point in points:
+        try:
+            cells.append(_cell(study, bases[point.recipe], point))
+        except LargebatchError as error:
+            raise RecipeError(f"{point.name}: {error}") from None
+    return cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +273,7 @@ def _cell(study: StalenessStudy, base: Recipe, point: _Point) -> Cell:
         slow={n: seconds * times.slow.get(n, 1.0) for n in range(point.learners)},
         link=machines.link,
         server_link=machines.server_link,
+        serving=machines.serving,
     )
     return Cell(
         name=point.name,

@@ -20,6 +20,19 @@ class Link(Section):
     """Seconds that this link adds to every message."""
 
 
+class Serving(Section):
+    """Time of a server, which does one of these after the other."""
+
+    pull: NonNegative = 0.0
+    """Seconds to copy a byte of the weights for a learner."""
+
+    gradient: NonNegative = 0.0
+    """Seconds to add a byte of one gradient to the mean of an update."""
+
+    update: NonNegative = 0.0
+    """Seconds to update a byte of the weights."""
+
+
 class Cluster(Section):
     """Learners, the servers that hold the weights, and the times of computation and links."""
 
@@ -35,6 +48,9 @@ class Cluster(Section):
 
     server_link: Link | None = None
     """Link of every server on a host of its own; null: the same as of a learner."""
+
+    serving: Serving | None = None
+    """Seconds of the servers by bytes; null: they take no time."""
 
     model_bytes: NonNegative = 0.0
     """Bytes of the weights, or of a gradient, over all servers."""

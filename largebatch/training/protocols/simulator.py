@@ -9,6 +9,9 @@ The messages are those of `learner`: a pull asks the first server, then all othe
 goes to all at once; both wait for the answers. A link carries one message after the other at its
 bandwidth. A message arrives when both ends have transferred it, so the link of a server, which all
 learners share, saturates first. The latencies of both links are added.
+
+A server copies weights and makes updates one after the other, in the order of requests. It adds the
+gradients of an update when the last of them has arrived.
 """
 
 from array import array
@@ -21,7 +24,7 @@ import numpy as np
 
 from largebatch.optional import require_simpy
 from largebatch.training.protocols.arrivals import Arrivals
-from largebatch.training.protocols.cluster import Cluster, Link
+from largebatch.training.protocols.cluster import Cluster, Link, Serving
 from largebatch.training.protocols.compute_times import FloatArray, compute_times
 from largebatch.training.protocols.rule import MiniBatches, Rule
 
@@ -60,12 +63,15 @@ def simulate(
     (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
 
     Raises ValueError if rule and cluster have different numbers of learners, and for `restarts`
-    with more than one server, since servers could cancel different computations.
+    with more than one server, since servers could cancel different computations, or with servers
+    that take time, since they could cancel what a server has begun.
     """
     if rule.learners != cluster.learners:
         raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
     if restarts and servers != 1:
         raise ValueError(f"restarts needs one server, got {servers}")
+    if restarts and cluster.serving is not None:
+        raise ValueError("restarts needs servers that take no time; leave `serving` out")
     engine = _Engine(rule, cluster, servers=servers, seed=seed, restarts=restarts)
     engine.run(updates)
     takes = rule.gradients
@@ -106,10 +112,14 @@ class _Host:
 class _Server:
     """The clock of one server, and the record of its gradients."""
 
-    __slots__ = ("_columns", "clock", "host", "pushed", "seconds")
+    __slots__ = ("_columns", "_free_at", "arrived", "clock", "host", "pushed", "seconds")
 
     def __init__(self, host: _Host) -> None:
         self.host = host
+        self._free_at = 0.0
+        self.arrived = 0
+        """Number of gradients received, with those that wait for the server."""
+
         self.clock = 0
         """Number of updates made."""
 
@@ -117,9 +127,14 @@ class _Server:
         """Connections whose gradients the next update has so far."""
 
         self.seconds = array("d")
-        """Times at which gradients arrived."""
+        """Times at which gradients were taken."""
 
         self._columns = tuple(array("q") for _ in range(4))
+
+    def serve(self, now: float, seconds: float) -> float:
+        """Take some seconds once the server is free; return the time of the end."""
+        self._free_at = max(now, self._free_at) + seconds
+        return self._free_at
 
     def record(self, connection: "_Connection", now: float) -> None:
         """Record a gradient that arrives."""
@@ -212,7 +227,13 @@ class _Connection:
         self.latency = 0.0 if host is server.host else host.latency + server.host.latency
 
     def read(self) -> None:
-        """Send the server's current weights, if there is anything left to do."""
+        """Read the server's current weights once it is free."""
+        engine = self._engine
+        end = self.server.serve(engine.env.now, engine.pull_seconds)
+        engine.at(end, self.learner, self._answer)
+
+    def _answer(self) -> None:
+        """Send the weights, if there is anything left to do."""
         engine, learner = self._engine, self.learner
         if self.server is engine.servers[0]:
             number = engine.mini_batches.next(learner.number)
@@ -227,7 +248,15 @@ class _Connection:
         self._send(self._host, self.server.host, self._arrive)
 
     def _arrive(self, at: float) -> None:
-        self._engine.at(at, self.learner, partial(self._engine.take, self))
+        self._engine.at(at, self.learner, self._receive)
+
+    def _receive(self) -> None:
+        """Push the gradient once the server is free and has made the update it completes."""
+        engine, server = self._engine, self.server
+        server.arrived += 1
+        completes = server.arrived % engine.rule.gradients == 0
+        end = server.serve(engine.env.now, engine.update_seconds if completes else 0.0)
+        engine.at(end, self.learner, partial(engine.take, self))
 
     def _send(self, source: _Host, target: _Host, arrive: Callable[[float], None]) -> None:
         """Send one server's share of the weights; call `arrive` with the time of arrival."""
@@ -258,6 +287,9 @@ class _Engine:
         own = hosts if servers is None else [_Host(link) for _ in range(servers)]
         self.servers = [_Server(host) for host in own]
         self.share = cluster.model_bytes / len(own)
+        serving = cluster.serving or Serving()
+        self.pull_seconds = serving.pull * self.share
+        self.update_seconds = (rule.gradients * serving.gradient + serving.update) * self.share
         self.learners = []
         for number, host in enumerate(hosts):
             factor = cluster.slow.get(number, 1.0)

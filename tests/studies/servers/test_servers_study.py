@@ -80,8 +80,12 @@ def test_what_is_left_is_listed_without_horovod_where_it_is_not_installed(
     path = write_study(tmp_path, repeats=2)
     words = ["study", "servers", str(path), "--out", str(tmp_path / "out"), "--dry-run"]
     assert main(words) == DONE
-    first, *rest = capsys.readouterr().out.splitlines()
+    first, *rest, total = capsys.readouterr().out.splitlines()
     assert first == "horovod is not installed: ring-horovod is left out"
+    assert total.startswith("8 starts; about 0:")
+    assert total.endswith(
+        " of starting workers, gradients and messages in 1 process on this machine"
+    )
     cells = ["alone-1", "central-2", "beside-2", "ring-2"]
     assert rest == [f"lenet5-{cell} seed {seed}" for seed in (1, 2) for cell in cells]
     assert main([*words, "--data", "resnet=x"]) == USER

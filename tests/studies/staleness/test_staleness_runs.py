@@ -150,10 +150,13 @@ def test_what_is_left_is_listed_and_records_of_another_study_are_refused(
     out = str(done / "out")
     more = str(write_study(tmp_path, seeds=3))
     assert main(["study", "staleness", more, "--out", out, "--dry-run"]) == DONE
-    assert capsys.readouterr().out.splitlines() == [
+    *rest, total = capsys.readouterr().out.splitlines()
+    assert rest == [
         "plain-usual-sigma0-mu8-lambda4 seed 3",
         "plain-usual-sigma4-mu8-lambda4-staleness seed 3",
     ]
+    assert total.startswith("2 runs; about 0:00:0")
+    assert total.endswith(" of forward, backward and update in 1 process on this machine")
     other = str(write_study(tmp_path, machines={"overhead": 0.02, "sample": 0.001}))
     assert main(["study", "staleness", other, "--out", out]) == USER
     assert "seed-1.json: was recorded with other settings" in capsys.readouterr().err

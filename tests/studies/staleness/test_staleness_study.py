@@ -89,3 +89,34 @@ def test_mistakes_are_named(tmp_path: Path, grid: dict[str, object], message: st
 def test_a_name_that_is_no_study_is_answered_with_those_that_are() -> None:
     with pytest.raises(RecipeError, match="rudr: neither a file nor an installed .* are rudra"):
         load_study("rudr")
+
+
+def test_the_small_study_has_the_rates_that_were_found_without_staleness() -> None:
+    newest = max(RESULTS.glob("staleness_cpu*.json"))
+    rates = json.loads(newest.read_text())["rates"]
+    for name in ("rudra", "rudra-small"):
+        for cell in cells_of(load_study(name), Path()):
+            if cell.configuration != "sgd":
+                found = rates["lars" if cell.configuration == "lars" else "norm"]["found"]
+                assert cell.recipe.schedule.peak_lr == found, cell.name
+
+
+def test_imagenette_stands_for_imagenet_with_one_run_of_each_protocol() -> None:
+    study = load_study("rudra-imagenette")
+    found = cells_of(study, Path())
+    assert study.seeds == 1
+    assert [cell.sigma for cell in found] == [0, 1, 18]
+    assert {(cell.learners, cell.mu, cell.recipe.images.image_size) for cell in found} == {
+        (18, 16, 64)
+    }
+    assert found[0].rule.rate == 1.0  # its batch is that of hardsync
+
+
+def test_the_machines_of_the_installed_studies_are_about_what_was_measured() -> None:
+    newest = max(RESULTS.glob("speed_up_*.json"))
+    measured = json.loads(newest.read_text())["measured"]
+    for name in ("rudra", "rudra-small", "rudra-imagenette"):
+        serving = load_study(name).machines.serving
+        assert serving is not None
+        found = measured["rudra" if name == "rudra-small" else name]["serving"]
+        assert serving.model_dump() == pytest.approx(found, rel=0.15)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import simpy
 
-from largebatch.training.protocols.cluster import Cluster, Link
+from largebatch.training.protocols.cluster import Cluster, Link, Serving
 from largebatch.training.protocols.compute_times import Constant, Exponential, Lognormal
 from largebatch.training.protocols.rule import Rule
 from largebatch.training.protocols.simulator import Direction, Simulation, simulate
@@ -182,3 +182,32 @@ def test_restarts_with_several_servers_and_other_numbers_of_learners_are_refused
         simulate(Rule.hardsync(4), cluster, servers=2, updates=1, seed=1, restarts=True)
     with pytest.raises(ValueError, match="the rule has 3 learners, the cluster 4"):
         simulate(Rule.hardsync(3), cluster, servers=1, updates=1, seed=1)
+
+
+def test_a_server_that_takes_time_makes_one_update_after_the_other() -> None:
+    """A pull waits for the updates before it, so all 8 learners start again after 8 of 0.5 s."""
+    serving = Serving(pull=0.0, gradient=0.02, update=0.03)
+    cluster = Cluster(learners=8, compute=SECOND, serving=serving, model_bytes=10.0)
+    free = simulate(softsync(8, 8), cluster, servers=1, updates=800, seed=1)
+    assert free.seconds_per_update == pytest.approx((1.0 + 8 * 0.5) / 8, rel=0.01)
+    assert sorted(free.arrivals[0].staleness[-8:].tolist()) == [*range(8)]
+    waiting = simulate(Rule.hardsync(8), cluster, servers=1, updates=10, seed=1)
+    assert waiting.seconds_per_update == pytest.approx(1.0 + 8 * 0.2 + 0.3)
+    two = simulate(Rule.hardsync(8), cluster, servers=2, updates=10, seed=1)
+    assert two.seconds_per_update == pytest.approx(1.0 + (8 * 0.2 + 0.3) / 2)
+
+
+def test_a_pull_waits_for_the_pulls_before_it() -> None:
+    cluster = Cluster(learners=4, compute=SECOND, serving=Serving(pull=0.01), model_bytes=10.0)
+    found = simulate(Rule.hardsync(4), cluster, servers=1, updates=3, seed=1)
+    assert found.ends.tolist() == pytest.approx([1.4, 2.8, 4.2])
+
+
+def test_a_server_that_takes_no_time_changes_nothing() -> None:
+    cluster = Cluster(learners=5, compute=NARROW, link=Link(bandwidth=1e3), model_bytes=100.0)
+    same = cluster.model_copy(update={"serving": Serving()})
+    one, other = (simulate(softsync(5, 2), each, servers=2, updates=50, seed=1)
+                  for each in (cluster, same))  # fmt: skip
+    assert one.ends.tolist() == other.ends.tolist()
+    with pytest.raises(ValueError, match="restarts needs servers that take no time"):
+        simulate(Rule.hardsync(5), same, servers=1, updates=1, seed=1, restarts=True)
