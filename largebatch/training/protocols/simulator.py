@@ -7,8 +7,9 @@ of arrivals.
 
 The messages are those of `learner`: a pull asks the first server, then all others at once; a push
 goes to all at once; both wait for the answers. A link carries one message after the other at its
-bandwidth. A message arrives when both ends have transferred it, so the link of a server, which all
-learners share, saturates first. The latencies of both links are added.
+bandwidth, or all at once at fair rates. A message arrives when both ends have transferred it, so
+the link of a server, which all learners share, saturates first. The latencies of both links are
+added.
 """
 
 from array import array
@@ -23,6 +24,7 @@ from largebatch.optional import require_simpy
 from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.cluster import Cluster, Link
 from largebatch.training.protocols.compute_times import FloatArray, compute_times
+from largebatch.training.protocols.fair_links import End, FairLinks
 from largebatch.training.protocols.rule import MiniBatches, Rule
 
 
@@ -53,19 +55,20 @@ def simulate(
 ) -> Simulation:
     """Simulate a number of updates of a cluster, in which each server makes its part of every one.
 
-    `servers` is the number of hosts with equal shares of the weights; None: every learner's host
-    holds an equal share, which that learner reaches without a link. An update of local steps is an
-    average. With `restarts` an update cancels the computations under way, and their learners start
-    again with the new weights: with fewer gradients than learners that is K-sync
-    (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
+    `servers` is the number of hosts with shares of the weights, equal ones unless the cluster has
+    others; None: every learner's host holds a share, which that learner reaches without a link. An
+    update of local steps is an average. With `restarts` an update cancels the computations under
+    way, and their learners start again with the new weights: with fewer gradients than learners
+    that is K-sync (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
 
-    Raises ValueError if rule and cluster have different numbers of learners, and for `restarts`
-    with more than one server, since servers could cancel different computations.
+    Raises ValueError if rule and cluster have different numbers of learners, for shares of another
+    number of servers, and for `restarts` with more than one server, since servers could cancel
+    different computations.
     """
     if rule.learners != cluster.learners:
         raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
-    if restarts and servers != 1:
-        raise ValueError(f"restarts needs one server, got {servers}")
+    if restarts and (servers != 1 or cluster.sharing == "fair"):
+        raise ValueError(f"restarts needs one server, got {servers}, and messages in a queue")
     engine = _Engine(rule, cluster, servers=servers, seed=seed, restarts=restarts)
     engine.run(updates)
     takes = rule.gradients
@@ -96,20 +99,22 @@ class Direction:
 class _Host:
     """A machine and its link."""
 
-    __slots__ = ("inward", "latency", "outward")
+    __slots__ = ("fair_inward", "fair_outward", "inward", "latency", "outward")
 
     def __init__(self, link: Link) -> None:
         self.inward, self.outward = Direction(link.bandwidth), Direction(link.bandwidth)
+        ends = [[End(link.bandwidth)] if link.bandwidth else [] for _ in range(2)]
+        self.fair_inward, self.fair_outward = ends
         self.latency = link.latency
 
 
 class _Server:
     """The clock of one server, and the record of its gradients."""
 
-    __slots__ = ("_columns", "clock", "host", "pushed", "seconds")
+    __slots__ = ("_columns", "clock", "host", "pushed", "seconds", "share")
 
-    def __init__(self, host: _Host) -> None:
-        self.host = host
+    def __init__(self, host: _Host, share: float) -> None:
+        self.host, self.share = host, share
         self.clock = 0
         """Number of updates made."""
 
@@ -235,11 +240,16 @@ class _Connection:
         if source is target:
             arrive(now)
             return
+        share = self.server.share
+        if engine.fair is not None:
+            ends = [*source.fair_outward, *target.fair_inward]
+            engine.fair.send(ends, share, lambda at: arrive(at + self.latency))
+            return
         begin = source.outward.free_at
-        sent = source.outward.send(now, engine.share)
+        sent = source.outward.send(now, share)
 
         def receive() -> None:
-            received = target.inward.send(engine.env.now, engine.share)
+            received = target.inward.send(engine.env.now, share)
             arrive(max(sent, received) + self.latency)
 
         engine.at(begin, self.learner, receive)
@@ -256,8 +266,9 @@ class _Engine:
         hosts = [_Host(cluster.link) for _ in range(cluster.learners)]
         link = cluster.server_link or cluster.link
         own = hosts if servers is None else [_Host(link) for _ in range(servers)]
-        self.servers = [_Server(host) for host in own]
-        self.share = cluster.model_bytes / len(own)
+        shares = cluster.shares or [cluster.model_bytes / len(own)] * len(own)
+        self.servers = [_Server(host, share) for host, share in zip(own, shares, strict=True)]
+        self.fair = FairLinks(self.env) if cluster.sharing == "fair" else None
         self.learners = []
         for number, host in enumerate(hosts):
             factor = cluster.slow.get(number, 1.0)
