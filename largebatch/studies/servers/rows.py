@@ -80,7 +80,11 @@ def row_of(cell: Cell, found: Mapping[int, Found], alone: Mapping[int, Found]) -
 
 def slower(rows: Sequence[Row], how: str) -> Iterator[str]:
     """Yield in words on how many workers each layout is slower than one worker."""
-    slow = [row for row in rows if row.cell.workers > 1 and row.speed_up and row.speed_up.mean < 1]
+    slow = [
+        row
+        for row in rows
+        if row.cell.workers > 1 and row.speed_up and round(row.speed_up.mean, 2) < 1
+    ]
     for recipe in dict.fromkeys(row.cell.configuration for row in slow):
         own = [row for row in slow if row.cell.configuration == recipe]
         layouts = dict.fromkeys(row.cell.layout for row in own)
