@@ -46,7 +46,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from largebatch import load_recipe, run
 from largebatch.errors import DesynchronizedError
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.style import COLOURS, INK, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, save_png
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
 from largebatch.studies.hosts.measure import Placement, environment
@@ -101,9 +101,10 @@ def main() -> None:
     if args.worker:
         be_worker(args.runs, args.worker, recipe(args.epochs))
         return
-    command = " ".join(["python", *sys.argv])
+    command = "python benchmarks/rate_drops.py RUNS"
     if args.throughput:
-        print(write("batch_throughput", command, throughput(args.runs, args.rounds)))
+        words = f"{command} --throughput --rounds {args.rounds}"
+        print(write("batch_throughput", words, throughput(args.runs, args.rounds)))
         return
     cells = [
         name for name, (backend, _) in CELLS.items() if backend == "torch" or find_spec(backend)
@@ -114,9 +115,10 @@ def main() -> None:
             print(f"{name}: done", flush=True)
     found = {name: course(args.runs / name) for name in cells}
     print("\n".join(result := list(findings(found))))
-    print(write(NAME, command, {"epochs": args.epochs, "findings": result, "cells": found}))
+    words = f"{command} --epochs {args.epochs}"
+    print(write(NAME, words, {"epochs": args.epochs, "findings": result, "cells": found}))
     path = RESULTS / f"{NAME}.png"
-    save_png(path, lambda figure: draw(figure, found), size=(540, 420), pixels=1080)
+    save_png(path, lambda figure: draw(figure, found), size=(560, 420), pixels=1120)
 
 
 def start(folder: Path, name: str, *, epochs: int) -> None:
@@ -256,8 +258,12 @@ def draw(figure: "Figure", found: dict[str, Any]) -> None:
             row.plot(epochs, values, label=name, color=looks[name], linewidth=width,
                      alpha=0.35 if place == 0 else 1.0)  # fmt: skip
         row.set_ylabel(title)
-    axes[1].set_yscale("log")
-    axes[1].set_xlabel("epochs; the rate is 0.4, from 10 on 0.04, from 60 on 0.004")
+    epochs = round(found["one host"]["curve"][-1]["epoch"])
+    for row in axes:
+        for drop in DROPS:
+            row.axvline(epochs * drop / EPOCHS, color=MUTED, linewidth=0.8, linestyle=":")
+    axes[1].set_ylim(0, 2.5)
+    axes[1].set_xlabel("epochs; dotted: the rate falls to a tenth")
     axes[0].legend(loc="lower right", frameon=False)
 
 
