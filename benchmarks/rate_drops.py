@@ -258,10 +258,10 @@ def draw(figure: "Figure", found: dict[str, Any]) -> None:
             row.plot(epochs, values, label=name, color=looks[name], linewidth=width,
                      alpha=0.35 if place == 0 else 1.0)  # fmt: skip
         row.set_ylabel(title)
-    epochs = round(found["one host"]["curve"][-1]["epoch"])
+    last = round(found["one host"]["curve"][-1]["epoch"])
     for row in axes:
         for drop in DROPS:
-            row.axvline(epochs * drop / EPOCHS, color=MUTED, linewidth=0.8, linestyle=":")
+            row.axvline(last * drop / EPOCHS, color=MUTED, linewidth=0.8, linestyle=":")
     axes[1].set_ylim(0, 2.5)
     axes[1].set_xlabel("epochs; dotted: the rate falls to a tenth")
     axes[0].legend(loc="lower right", frameon=False)

@@ -24,13 +24,14 @@ def trained(change: rate_drops.Change) -> float:
     """Return a weight after SGD with a change before each step."""
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = SGD([weight], lr=1.0, momentum=MOMENTUM)
-    with rate_drops.before_each_step(change, weights := []):
+    weights: list[torch.Tensor] = []
+    with rate_drops.before_each_step(change, weights):
         for step, rate in enumerate(RATES):
             optimizer.param_groups[0]["lr"] = rate
             weight.grad = torch.full_like(weight, gradient(step))
             optimizer.step()
     assert weights[0] is weight
-    return weight.item()
+    return float(weight)
 
 
 def by_hand(*, corrected: bool) -> float:

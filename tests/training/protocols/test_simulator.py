@@ -1,5 +1,7 @@
 """Simulated times against queueing theory, simpy's own resources, and what the papers state."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import simpy
@@ -148,10 +150,10 @@ def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
 
 def test_messages_that_share_a_link_fairly_all_arrive_when_a_queue_has_sent_the_last() -> None:
     """Learners that start together: a queue serves one after the other, TCP all at once."""
-    link = {"learners": 4, "compute": SECOND, "link": Link(bandwidth=100.0), "model_bytes": 50.0}
+    cluster = Cluster(learners=4, compute=SECOND, link=Link(bandwidth=100.0), model_bytes=50.0)
     queue, fair = (
-        simulate(Rule.hardsync(4), Cluster(**link, sharing=how), servers=1, updates=3, seed=1)
-        for how in ("queue", "fair")
+        simulate(Rule.hardsync(4), one, servers=1, updates=3, seed=1)
+        for one in (cluster, cluster.model_copy(update={"sharing": "fair"}))
     )
     assert np.diff(fair.ends, prepend=0.0).tolist() == pytest.approx([2.0 + 1.0 + 2.0] * 3)
     assert np.diff(queue.ends, prepend=0.0).tolist() == pytest.approx([0.5 + 1.0 + 2.0] * 3)
@@ -165,7 +167,7 @@ def test_fair_rates_are_those_of_the_fullest_link_first() -> None:
     for name, over, size in (
         ("alone", [slow], 50.0), ("both", [slow, shared], 50.0), ("last", [fast, shared], 275.0),
     ):  # fmt: skip
-        links.send(over, size, lambda at, name=name: ends.setdefault(name, at))
+        links.send(over, size, partial(ends.setdefault, name))
     env.run()
     assert ends == pytest.approx({"alone": 10.0, "both": 10.0, "last": 10.0 + 25.0 / 30.0})
 
