@@ -31,7 +31,7 @@ def trained(change: rate_drops.Change) -> float:
             weight.grad = torch.full_like(weight, gradient(step))
             optimizer.step()
     assert weights[0] is weight
-    return float(weight)
+    return float(weight.detach())
 
 
 def by_hand(*, corrected: bool) -> float:

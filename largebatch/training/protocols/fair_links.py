@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import simpy
 
-Arrive = Callable[[float], None]
+Arrive = Callable[[float], object]
 """Called with the time at which the last byte arrives."""
 
 _ROUNDING = 1e-9
