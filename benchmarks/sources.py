@@ -41,6 +41,7 @@ MEASURED = {
     "audit_faults": ("measure/audit",),
     "audit_published": ("measure/audit",),
     "averaged_weights": ("models/cifar_resnet9.py", "polish"),
+    "batch_throughput": ("training/loop.py", "models/lenet5.py"),
     "batch_advice": (
         "measure/batch.py",
         "measure/batch_parts.py",
@@ -77,6 +78,11 @@ MEASURED = {
     "ptb_lstm": ("data/text/pipeline.py", "models/lstm.py", "training/loop.py", "training/loss.py"),
     "quickstart": (*_TRAINING, "polish", "training/stages.py"),
     "range_test": (*_TRAINING, "measure/lr_range.py", "measure/lr_range_bounds.py"),
+    "rate_drops": (
+        "distributed/torch_distributed.py",
+        "schedules/functions.py",
+        "training/loop.py",
+    ),
     "recipes": (*_TRAINING, "polish", "training/stages.py"),
     "reduction": (
         "distributed/horovod.py",
@@ -87,6 +93,12 @@ MEASURED = {
     "roofline": (*_BATCHNORM, *_LARS),
     "scaling": (*_LATE, "studies/scaling/rows.py"),
     "servers": ("studies/servers/rows.py", "training/protocols/service.py"),
+    "servers_digits": ("studies/servers/rows.py", "training/protocols/service.py"),
+    "servers_simulated": (
+        "studies/servers/simulated.py",
+        "training/protocols/fair_links.py",
+        "training/protocols/simulator.py",
+    ),
     "simulator": ("training/protocols/simulator.py",),
     "soak": (*_CHECKPOINT, "runs/interrupts.py", "runs/launch.py", "training/loop.py"),
     "speed_up": tuple(f"training/protocols/{name}.py" for name in ("rule", "server", "simulator")),

@@ -21,6 +21,7 @@ from largebatch.studies.scaling import rows as scaling_rows
 from largebatch.studies.scaling import study as scaling
 from largebatch.studies.servers import rows as servers_rows
 from largebatch.studies.servers import study as servers
+from largebatch.studies.servers.simulated import findings, sweeps
 
 
 def main() -> None:
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("kind", choices=["servers", "scaling"])
     parser.add_argument("study", help="a file, or the name of an installed study")
     parser.add_argument("records", type=Path, help="the folder of its records")
+    parser.add_argument("--name", help="name of the result, as sources.py has it (KIND)")
     args = parser.parse_args()
     read = _servers if args.kind == "servers" else _scaling
     starts, rows, found = read(args.study, args.records)
@@ -41,7 +43,8 @@ def main() -> None:
         "rows": rows,
         "found": found,
     }
-    print(write(args.kind, f"largebatch study {args.kind} {args.study}", result))
+    command = f"largebatch study {args.kind} {args.study}"
+    print(write(args.name or args.kind, command, result))
 
 
 def _servers(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]], list[str]]:
@@ -49,12 +52,13 @@ def _servers(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]
     cells = servers.cells_of(study, Path(name).parent)
     starts = starts_of(cells, repeats=study.repeats, data={}, out=out)
     rows = servers_rows.rows_of(cells, starts)
+    swept = sweeps(study, Path(name).parent, rows)
     found = [
         {
             "cell": row.cell.name,
             "model_bytes": row.model_bytes,
-            "batches_per_second": _interval(row.throughput),
-            "speed_up": _interval(row.speed_up),
+            "batches_per_second": as_interval(row.throughput),
+            "speed_up": as_interval(row.speed_up),
             "seconds": [start.seconds for start in row.found.values()],
             "late": row.late,
             "links": [
@@ -64,7 +68,12 @@ def _servers(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]
         }
         for row in rows
     ]
-    return starts, found, list(servers_rows.findings(rows))
+    words = [
+        *servers_rows.slower(rows, "measured"),
+        *servers_rows.findings(rows),
+        *findings(swept, rows),
+    ]
+    return starts, found, words
 
 
 def _scaling(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]], list[str]]:
@@ -76,10 +85,10 @@ def _scaling(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]
         {
             "cell": row.cell.name,
             "scaling": row.scaling,
-            "samples_per_second": _interval(row.throughput),
+            "samples_per_second": as_interval(row.throughput),
             "ideal": row.ideal,
-            "speed_up": _interval(row.speed_up),
-            "seconds": _interval(row.seconds),
+            "speed_up": as_interval(row.speed_up),
+            "seconds": as_interval(row.seconds),
             "predicted_seconds": row.predicted,
             "learning_rates": [start.rates for start in row.found.values()][:1],
         }
@@ -88,7 +97,7 @@ def _scaling(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]
     return starts, found, list(scaling_rows.findings(rows))
 
 
-def _interval(found: Interval | None) -> dict[str, float | None] | None:
+def as_interval(found: Interval | None) -> dict[str, float | None] | None:
     """Return a mean and its ends for JSON; one value has no ends."""
     if found is None:
         return None

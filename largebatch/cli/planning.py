@@ -86,7 +86,8 @@ def _rows(prediction: "Prediction") -> dict[str, str]:
         f"{_shares(prediction.step, step)}",
         "the run": _shares(prediction.parts, prediction.seconds),
         "included": "getting up to speed, updates, waits for input, evaluations, statistics",
-        "not included": "the job's own start (a minute or two), queues, checkpoints, the report",
+        "not included": "the job's own start (a minute or two), queues, checkpoints, the report, "
+        "slower software",
         "throughput": f"{prediction.images_per_second:,.0f} images/s, "
         f"{prediction.images_per_second / prediction.workers:,.0f} a worker, efficiency "
         f"{prediction.efficiency:.0%}",

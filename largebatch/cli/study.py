@@ -51,6 +51,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     text = "compare central servers, servers beside workers, and all-reduce"
     servers = command("servers", _servers, text)
     _add_hosts(servers, suite="jaeger")
+    servers.add_argument(
+        "--simulated", action="store_true",
+        help="start nothing: write the page of what is simulated, and of starts that have a record",
+    )  # fmt: skip
     text = "measure the speed-up by workers on one host and on several"
     _add_hosts(command("scaling", _scaling, text), suite="dell")
 
@@ -124,15 +128,30 @@ def _staleness(args: argparse.Namespace) -> int:
 
 
 def _servers(args: argparse.Namespace) -> int:
+    from largebatch.studies.hosts.starts import starts_of
     from largebatch.studies.servers.page import make_page
     from largebatch.studies.servers.rows import rows_of
+    from largebatch.studies.servers.simulated import sweeps
     from largebatch.studies.servers.study import cells_of, layouts_here, load_study
 
     study = load_study(args.study)
     for layout in study.layouts.keys() - layouts_here(study).keys():
         print(f"horovod is not installed: {layout} is left out")
-    cells = cells_of(study, Path(args.study).parent)
-    return _on_hosts(args, study, cells, lambda starts: make_page(study, rows_of(cells, starts)))
+    folder = Path(args.study).parent
+    cells = cells_of(study, folder)
+
+    def page(starts: "Sequence[Start]") -> "Page":
+        rows = rows_of(cells, starts)
+        return make_page(study, rows, sweeps(study, folder, rows))
+
+    if args.simulated:
+        if study.simulated is None:
+            raise StudyError(f"{args.study}: has no section `simulated`")
+        out = args.out or Path("runs") / study.name
+        starts = starts_of(cells, repeats=study.repeats, data=dict(args.data), out=out)
+        show_page(page(starts), out / "study.html")
+        return 0
+    return _on_hosts(args, study, cells, page)
 
 
 def _scaling(args: argparse.Namespace) -> int:

@@ -56,7 +56,8 @@ class Model(Section):
 
     arguments: dict[str, JsonValue] = Field(default={})
     """Passed to the network's constructor in timm or torchvision as they are: numbers, true or
-    false, words, and lists of them. Arguments that make the libraries download or load weights are
+    false, words, and lists of them. `lenet5` takes {layers: 5} for LeCun's five layers with
+    weights in place of Caffe's four. Arguments that make the libraries download or load weights are
     refused."""
 
     weights: Annotated[str, Field(min_length=1)] | None = None

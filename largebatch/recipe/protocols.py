@@ -22,8 +22,9 @@ class Centralised(Section):
     """Servers that train nothing."""
 
     centralised: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    """Number of servers. Each holds whole tensors of the model, about as many bytes as the others.
-    With softsync and asynchronous, a lost learner does not end the run."""
+    """Number of servers. Each holds whole tensors of the model, about as many bytes as the others,
+    or with protocol.split a part of each. With softsync and asynchronous, a lost learner does not
+    end the run."""
 
 
 class _Protocol(Section):
@@ -36,6 +37,11 @@ class _Protocol(Section):
     """Where the weights are. `decentralised`: a server beside every learner, in its process, with a
     part of the weights; --workers is the number of learners. `{centralised: S}`: in S processes of
     their own, which --workers counts too: it is learners + S."""
+
+    split: bool = False
+    """True: every server has an equal part of each tensor, so that one large tensor does not fill
+    one server's link. The updates are the same bits. Refused for LARS, which needs the norms of
+    whole tensors."""
 
     def mini_batch(self, global_batch: int) -> int:
         """Return the samples of one gradient (mu)."""

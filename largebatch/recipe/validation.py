@@ -103,6 +103,11 @@ def _protocol(recipe: Keys) -> Iterator[str]:
             f"{protocol.gradients} gradients that an update of protocol.kind: {protocol.kind} takes"
         )
         return
+    if protocol.split and recipe.optimizer.kind == "lars":
+        yield (
+            "protocol.split: LARS needs the norms of whole tensors, which no server would have; "
+            "leave it out, or use optimizer.kind: sgd"
+        )
     size = protocol.mini_batch(batch.global_batch)
     if size % (batch.bn_span or 1):
         yield (

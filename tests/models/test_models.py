@@ -63,6 +63,16 @@ def test_lenet5_takes_images_of_mnists_and_cifars_size(size: int) -> None:
     assert sum(p.numel() for p in model.parameters()) == 432_080
 
 
+def test_lenet5_has_lecuns_five_layers_where_they_are_asked_for() -> None:
+    """61,706 parameters for one colour, as usual, and 300 more for the first layer's others."""
+    model = build("lenet5", num_classes=10, arguments={"layers": 5})
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert sum(p.numel() for p in model.parameters()) == 61_706 + 2 * 6 * 25
+    assert sum(p.ndim > 1 for p in model.parameters()) == 5
+    with pytest.raises(RecipeError, match=r"layers \(3\) must be 4, as Caffe has it, or 5"):
+        build("lenet5", num_classes=10, arguments={"layers": 3})
+
+
 def test_both_layers_of_a_classifier_of_two_are_trained() -> None:
     model = build("levit_128s", num_classes=10)
     heads = model.get_classifier()  # type: ignore[operator]  # timm's

@@ -7,7 +7,7 @@ from typing import Any
 from short_staleness import SETTINGS
 
 RECIPE: dict[str, Any] = {
-    "size": "small",
+    "paper": "faster",
     "recipe": "digits_96",
     "set": {**SETTINGS, "duration": {"steps": 40}},
     "workers": [2],

@@ -55,7 +55,7 @@ def measure_on_hosts(job: Job, placement: Placement) -> list[dict[str, Any]]:
         words = [sys.executable, "-m", "largebatch.studies.hosts.worker"]
         words += [str(folder / "job.json"), str(folder)]
         commands = [
-            Command(host, words, _environment(rank, hosts), folder / f"output-{rank}")
+            Command(host, words, environment(rank, hosts), folder / f"output-{rank}")
             for rank, host in enumerate(hosts)
         ]
         codes = run_on_hosts(
@@ -88,7 +88,7 @@ def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
     raise WorkerFailedError(f"worker {rank} exited without reporting: {how}\n{last}".rstrip())
 
 
-def _environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
+def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
     """Return the variables that torchrun and horovodrun would set, and the network interface."""
     here = hosts[rank]
     local, each = hosts[:rank].count(here), hosts.count(here)

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError
-from largebatch.recipe.protocols import Hardsync
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
@@ -30,8 +29,7 @@ from largebatch.storage import write_whole
 from largebatch.studies.hosts.compute import Compute, PacedCriterion
 from largebatch.studies.hosts.namespaces import Counters, read_counters
 from largebatch.tracking.events import Event, Step
-from largebatch.training.protocols.exchange import Layout
-from largebatch.training.protocols.server import divide
+from largebatch.training.protocols.split import server_bytes
 from largebatch.training.saving import finish_saving
 from largebatch.training.stages import STAGES
 from largebatch.training.trainer import Trainer
@@ -147,12 +145,10 @@ def _read_counters(trainer: Trainer) -> Counters:
 def _shards(trainer: Trainer) -> list[int]:
     """Return the bytes of the weights on each parameter server; without servers, of all weights."""
     groups = trainer.state.updater.optimizer.param_groups
-    sizes = [weight.nbytes for group in groups for weight in group["params"]]
+    weights = [weight for group in groups for weight in group["params"]]
     protocol = trainer.recipe.protocol
-    if not isinstance(protocol, Hardsync):
-        return [sum(sizes)]
-    parts = divide(sizes, len(Layout.of(protocol).servers))
-    return [sum(sizes[number] for number in part) for part in parts]
+    servers = 1 if protocol is None else protocol.num_servers
+    return server_bytes(weights, servers, split=protocol is not None and protocol.split)
 
 
 def main(job: str, folder: str) -> int:

@@ -4,7 +4,7 @@ A layout has one colour in all charts; of several recipes one is shown at a time
 throughputs lie far apart.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over
@@ -12,7 +12,9 @@ from largebatch.report.interactive_charts import Chart, Curve, Series, by_column
 from largebatch.report.style import INK
 from largebatch.studies.hosts.starts import chart_by_workers
 from largebatch.studies.metrics import Interval
-from largebatch.studies.servers.rows import NEAR, Row, findings
+from largebatch.studies.servers import simulated as simulator
+from largebatch.studies.servers.rows import NEAR, Row, findings, slower
+from largebatch.studies.servers.simulated import UNITS, Sweep, value_of
 from largebatch.studies.servers.study import ALONE, ServersStudy
 
 _MEGABYTE = 1e-6
@@ -40,31 +42,60 @@ _BYTES = (
     "M bytes of λ workers receives and sends λ M; a worker of a ring 2 M (λ − 1) / λ; a worker "
     "beside a server with Mₖ of the M bytes M − Mₖ + (λ − 1) Mₖ."
 )
+_SIMULATED = (
+    "Simulated from the bytes of the formulas, the times of gradients, and what an update of one "
+    "worker alone takes besides its gradient; messages share links at fair rates. Servers update "
+    "in no time. Links and mini-batches are changed at the most workers that are started."
+)
 
 
-def make_page(study: ServersStudy, rows: Sequence[Row]) -> Page:
-    """Return the page of a study."""
-    layouts = dict.fromkeys(row.cell.layout for row in rows if row.cell.layout != ALONE)
+def make_page(
+    study: ServersStudy, rows: Sequence[Row], simulated: Mapping[Sweep, Sequence[Row]]
+) -> Page:
+    """Return the page of a study; `simulated` has the rows of each sweep."""
+    both = [*rows, *simulated["workers"]]
+    layouts = dict.fromkeys(row.cell.layout for row in both if row.cell.layout != ALONE)
     looks = [series(place, name) for place, name in enumerate(layouts)]
-    recipes = dict.fromkeys(row.cell.configuration for row in rows)
+    recipes = dict.fromkeys(row.cell.configuration for row in both)
+    points = [row for sweep in UNITS for row in simulated[sweep]]
     return Page(
         title=study.name,
         subtitle=", ".join(
             f"{name} over links of {one.megabits or study.megabits:,g} Mbit/s"
             for name, one in study.recipes.items()
         ),
-        findings=list(findings(rows)),
+        findings=[
+            *slower(rows, "measured"),
+            *slower(simulated["workers"], "simulated"),
+            *findings(rows),
+            *simulator.findings(simulated, rows),
+        ],
         is_sound=all(row.deviation <= NEAR for row in rows),
         note=_NOTE,
         legend=("Layouts", looks),
         filters=[Filter("Model", {f"recipe {name}": name for name in recipes})],
         sections=[
-            Section(title="Speed", parts=[_cells(rows, looks)], notes=[_SPEED]),
-            Section(title="Speed by workers", parts=list(_speed_charts(rows, looks))),
+            Section(
+                title="Speed",
+                parts=[_cells(rows, looks)] if rows else [],
+                notes=[_SPEED] if rows else [],
+            ),
+            Section(
+                title="Speed by workers",
+                parts=[
+                    *([_by_workers(simulated["workers"], looks)] if points else []),
+                    *_speed_charts(rows, simulated["workers"], looks),
+                ],
+            ),
+            Section(
+                title="Other links and mini-batches, simulated",
+                parts=[*_sweep_charts(simulated, looks), _points(points, looks)] if points else [],
+                notes=[_SIMULATED] if points else [],
+            ),
             Section(
                 title="Bytes",
-                parts=[_traffic_chart(rows, looks), _links(rows, looks)],
-                notes=[_BYTES],
+                parts=[_traffic_chart(rows, looks), _links(rows, looks)] if rows else [],
+                notes=[_BYTES] if rows else [],
             ),
         ],
         source="the records of a study",
@@ -79,34 +110,59 @@ def _link(row: Row) -> tuple[float | None, float | None]:
     return _MEGABYTE * sum(counted), _MEGABYTE * sum(formula)
 
 
-def _speed_charts(rows: Sequence[Row], looks: Sequence[Series]) -> Iterator[Chart]:
-    yield _chart(
-        rows, looks, "throughput", "Mini-batches a second", lambda row: row.throughput,
-        caption="Mini-batches a second of all workers together, each with its interval, which may "
-        "leave the chart.",
-    )  # fmt: skip
-    yield _chart(
-        rows, looks, "efficiency", "Efficiency, %", lambda row: row.efficiency,
-        caption="100 % is as many times one worker alone as there are workers.",
-    )  # fmt: skip
+def _speed_charts(
+    rows: Sequence[Row], simulated: Sequence[Row], looks: Sequence[Series]
+) -> Iterator[Chart]:
+    drawn = "Points are measured, lines simulated." if simulated else "Means over the starts."
+    for name, title, value, caption in (
+        ("throughput", "Mini-batches a second", lambda row: row.throughput,
+         f"{drawn} All workers together, each with its interval, which may leave the chart."),
+        ("speed-up", "Speed-up", lambda row: row.speed_up,
+         f"{drawn} Below 1 the workers are together slower than one alone."),
+        ("efficiency", "Efficiency, %", lambda row: row.efficiency,
+         f"{drawn} 100 % is as many times one worker alone as there are workers."),
+    ):  # fmt: skip
+        curves = [
+            *_curves(simulated, looks, title, value, points=False),
+            *_curves(rows, looks, title, value, line=not simulated),
+        ]
+        both = [*rows, *simulated]
+        yield chart_by_workers(both, curves, name=name, y_title=title, caption=caption)
 
 
-def _chart(
-    rows: Sequence[Row], looks: Sequence[Series], name: str, title: str,
-    value: Callable[[Row], Interval | None], *, caption: str,
-) -> Chart:  # fmt: skip
-    """Return a metric of every layout by its workers, from that of one worker alone on."""
+def _sweep_charts(
+    simulated: Mapping[Sweep, Sequence[Row]], looks: Sequence[Series]
+) -> Iterator[Chart]:
+    titles: dict[Sweep, str] = {
+        "megabits": "Mbit/s of every link", "mini_batch": "Samples of a mini-batch"
+    }  # fmt: skip
+    for sweep, x_title in titles.items():
+        rows = [row for row in simulated[sweep] if row.cell.layout != ALONE]
+        if rows:
+            yield Chart(
+                name=sweep, x=sweep, y="value", x_title=x_title, y_title="Speed-up", log="x",
+                caption="Simulated. Below 1 the workers are together slower than one alone.",
+                from_zero=True, curves=_curves(rows, looks, "Speed-up", lambda row: row.speed_up),
+            )  # fmt: skip
+
+
+def _curves(
+    rows: Sequence[Row], looks: Sequence[Series], title: str,
+    value: Callable[[Row], Interval | None], *, line: bool = True, points: bool = True,
+) -> list[Curve]:  # fmt: skip
+    """Return a metric of every layout by all that may change, from one worker alone on."""
     curves = []
-    for look, line in _lines(rows, looks):
-        points = [
-            {"workers": row.cell.workers, "value": found.mean, **found.ends,
-             "text": found.text(".4g"), "cell": row.cell.name}
-            for row in line
+    for look, each in _lines(rows, looks):
+        data = [
+            {"value": found.mean, **found.ends, "text": found.text(".4g"), "cell": row.cell.name,
+             **{sweep: value_of(row, sweep) for sweep in UNITS}}
+            for row in each
             if (found := value(row)) is not None
         ]  # fmt: skip
         hover = ("cell", "@cell"), (title.lower(), "@text")
-        curves.append(Curve(series=look, data=by_column(points), hover=hover))
-    return chart_by_workers(rows, curves, name=name, y_title=title, caption=caption)
+        own = Curve(series=look, data=by_column(data), hover=hover, line=line, points=points)
+        curves.append(own)
+    return curves
 
 
 def _traffic_chart(rows: Sequence[Row], looks: Sequence[Series]) -> Chart:
@@ -142,7 +198,11 @@ def _lines(rows: Sequence[Row], looks: Sequence[Series]) -> Iterator[tuple[Serie
                 for row in rows
                 if row.cell.configuration == recipe and row.cell.layout in {ALONE, look.label}
             ]
-            yield _tagged(look, recipe), sorted(line, key=lambda row: row.cell.workers)
+            yield _tagged(look, recipe), sorted(line, key=_changed)
+
+
+def _changed(row: Row) -> tuple[float, ...]:
+    return tuple(value_of(row, sweep) for sweep in UNITS)
 
 
 def _tagged(look: Series, recipe: str) -> Series:
@@ -180,6 +240,46 @@ def _cells(rows: Sequence[Row], looks: Sequence[Series]) -> Table:
         column("Starts", lambda row: len(row.found), "d"),
     ]
     return Table(name="cells", columns=columns, series=_series(rows, looks), printed=_PRINTED)
+
+
+def _by_workers(rows: Sequence[Row], looks: Sequence[Series]) -> Table:
+    """Return the simulated speed-up of each recipe and layout, a column for each number."""
+    found = {
+        (row.cell.configuration, row.cell.layout, row.cell.workers): row.speed_up for row in rows
+    }
+    lines = [row for row in rows if row.cell.layout != ALONE]
+    firsts = {(row.cell.configuration, row.cell.layout): row for row in reversed(lines)}
+    columns = [Column("Simulated speed-up", [" ".join(key) for key in reversed(firsts)])]
+    for number in sorted({row.cell.workers for row in lines}):
+        own = [found.get((*key, number)) for key in reversed(firsts)]
+        columns.append(
+            Column(
+                f"{number} worker{'s' if number > 1 else ''}",
+                [one and one.mean for one in own],
+                ".2f",
+                details=[f"± {one.reach:.2f}" if one and one.reach else "" for one in own],
+            )
+        )
+    series = _series(list(reversed(firsts.values())), looks)
+    return Table(name="by-workers", columns=columns, series=series)
+
+
+def _points(rows: Sequence[Row], looks: Sequence[Series]) -> Table:
+    """Return a row for each simulated point."""
+    column = columns_over(rows)
+    columns = [
+        column("Simulated cell", lambda row: row.cell.name, None),
+        column("Workers", lambda row: row.cell.workers, "d"),
+        column("Link, Mbit/s", lambda row: row.cell.placement.megabits, ",g"),
+        column("Mini-batch", lambda row: row.cell.samples, "d"),
+        column("An update, s", lambda row: row.seconds.mean, ",.4f"),
+        column("Batches/s", lambda row: row.throughput.mean, ",.3f"),
+        column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
+        column("± speed-up", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
+        column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
+        column("Simulations", lambda row: len(row.found), "d"),
+    ]
+    return Table(name="points", columns=columns, series=_series(rows, looks))
 
 
 def _links(rows: Sequence[Row], looks: Sequence[Series]) -> Table:

@@ -7,7 +7,7 @@ from statistics import fmean
 from largebatch.studies.hosts import starts
 from largebatch.studies.hosts.starts import Found, Start, read_by_cell
 from largebatch.studies.metrics import Interval, ratio
-from largebatch.studies.servers.study import ALONE, Cell
+from largebatch.studies.servers.study import ALONE, Cell, Claim
 from largebatch.studies.servers.traffic import Traffic
 
 NEAR = 0.05
@@ -78,19 +78,39 @@ def row_of(cell: Cell, found: Mapping[int, Found], alone: Mapping[int, Found]) -
     return Row(cell, found, alone, work=cell.workers, work_alone=1)
 
 
-def findings(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield in words what was found about the statement of Jaeger et al. (DIDL 2018).
+def slower(rows: Sequence[Row], how: str) -> Iterator[str]:
+    """Yield in words on how many workers each layout is slower than one worker."""
+    slow = [
+        row
+        for row in rows
+        if row.cell.workers > 1 and row.speed_up and round(row.speed_up.mean, 2) < 1
+    ]
+    for recipe in dict.fromkeys(row.cell.configuration for row in slow):
+        own = [row for row in slow if row.cell.configuration == recipe]
+        layouts = dict.fromkeys(row.cell.layout for row in own)
+        listed = (_slow([row for row in own if row.cell.layout == layout]) for layout in layouts)
+        yield f"SLOWER THAN ONE WORKER: {recipe}, {how}: {'; '.join(listed)}."
 
-    Servers beside the workers are faster than central ones for small models, and there is no
-    significant difference for large ones.
+
+def _slow(rows: Sequence[Row]) -> str:
+    """Return a layout with its numbers of workers, and its speed-ups there."""
+    means = [row.speed_up.mean for row in rows if row.speed_up]
+    ends = " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(means), max(means))))
+    workers = ", ".join(str(row.cell.workers) for row in rows)
+    return f"{rows[0].cell.layout} on {workers} workers ({ends})"
+
+
+def findings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield in words what became of the paper's statements, and how far the formulas are off.
+
+    Jaeger et al. (DIDL 2018) found servers beside the workers faster than central ones for their
+    smaller model, and no significant difference for their larger one.
     """
-    for place, row in enumerate(rows):
-        protocol = row.cell.recipe.protocol
-        if protocol is None or not protocol.dedicated:
-            continue
-        for other in (*rows[:place], *rows[place + 1 :]):
-            if _is_beside(other.cell) and _same_point(row.cell, other.cell):
-                yield _compared(row, other)
+    for row in rows:
+        if row.cell.is_central:
+            for other in rows:
+                if other.cell.is_beside and _same_point(row.cell, other.cell):
+                    yield _compared(row, other)
     if rows:
         worst = max(row.deviation for row in rows)
         verdict = "within" if worst <= NEAR else "NOT within"
@@ -100,28 +120,34 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _is_beside(cell: Cell) -> bool:
-    return cell.recipe.protocol is not None and not cell.recipe.protocol.dedicated
-
-
 def _same_point(one: Cell, other: Cell) -> bool:
-    return (one.configuration, one.workers) == (other.configuration, other.workers)
+    return (one.configuration, one.workers, one.is_split) == (
+        *(other.configuration, other.workers, other.is_split),
+    )
 
 
 def _compared(central: Row, beside: Row) -> str:
-    """Return what a pair of rows has to do with the statement."""
-    cell, size = central.cell, central.cell.size
+    """Return how a pair of rows compares, and the verdict on the paper's statement."""
+    cell = central.cell
     times = beside.times(central)
     head = (
-        f"{cell.configuration} ({size}, {central.model_bytes / 1e6:.1f} MB) on {cell.workers} "
-        f"workers, {beside.cell.layout} against {cell.layout}"
+        f"{cell.configuration} ({central.model_bytes / 1e6:.1f} MB) on {cell.workers} workers, "
+        f"{beside.cell.layout} against {cell.layout}"
     )
     if times is None or times.number == 1:
         measured = "" if times is None else f" {times.mean:.2f} times as fast,"
         return f"{head}:{measured} too few starts to judge."
-    shown = f"{head}: {times.with_ends('.2f', ' times as fast')}"
-    if size == "large":
-        verdict = "not refuted" if times.low <= 1 <= times.high else "refuted"
-        return f"{shown}; the paper has no difference for large ones: {verdict}."
-    verdict = "confirmed" if times.low > 1 else "refuted" if times.high < 1 else "not decided"
-    return f"{shown}; the paper has faster for small models: {verdict}."
+    shown = times.with_ends(".2f", " times as fast")
+    return f"{head}: {shown}; {verdict(cell.trained.paper, [times])}."
+
+
+def verdict(paper: Claim | None, times: Sequence[Interval]) -> str:
+    """Return the paper's statement on a model, and how ratios of speed bear it out, in words."""
+    if paper is None:
+        return "the paper does not have this model"
+    low, high = min(one.low for one in times), max(one.high for one in times)
+    if paper == "no difference":
+        differ = low > 1 or high < 1
+        return f"the paper has no difference for this model: {'' if differ else 'not '}refuted"
+    found = "confirmed" if low > 1 else "refuted" if high < 1 else "not decided"
+    return f"the paper has faster for this model: {found}"

@@ -3,6 +3,9 @@
 Every layout makes the same update: its workers compute gradients of equal mini-batches, and nobody
 goes on before the mean of all of them is in the weights (hardsync). Only where the weights are
 differs, and so what is sent to whom (Jaeger et al., DIDL 2018, compare layouts of two frameworks).
+
+What more workers, other links and other mini-batches change is simulated, from the same bytes and
+the same times of gradients: workers of a real start take turns on the cores of this machine.
 """
 
 from collections.abc import Mapping
@@ -34,14 +37,25 @@ ALONE = "alone"
 """The layout of one worker, which sends nothing: what speed-up is measured against."""
 
 Megabits = Annotated[float, Field(ge=1, le=1e6)]
-Layout = Literal["decentralised", "torch", "horovod"] | Centralised
+Claim = Literal["faster", "no difference"]
+
+
+class Split(Section):
+    """Servers that hold a part of each tensor, in place of whole ones."""
+
+    split: Literal["decentralised"] | Centralised
+    """Where they are, as protocol.servers has it."""
+
+
+Layout = Literal["decentralised", "torch", "horovod"] | Centralised | Split
 
 
 class Trained(Timed):
     """A recipe, and what a worker of it does in an update."""
 
-    size: Literal["small", "large"]
-    """What the model counts as where small and large ones are compared."""
+    paper: Claim | None = None
+    """What Jaeger et al. (DIDL 2018) found of servers beside the workers against central ones for
+    this model, by which it is judged; null: the model is not in the paper."""
 
     workers: Annotated[tuple[Annotated[int, Field(ge=2, le=100)], ...], Field(min_length=1)]
     """How many compute gradients, each on a host of its own; dedicated servers have further ones.
@@ -72,6 +86,28 @@ class Trained(Timed):
         return self
 
 
+class Simulated(Section):
+    """What is simulated besides what is started, with every recipe and layout but `horovod`.
+
+    The sweeps of links and mini-batches are at the most workers that are started.
+    """
+
+    workers: Annotated[tuple[Annotated[int, Field(ge=1, le=100)], ...], Field(min_length=1)]
+    """Numbers of workers."""
+
+    megabits: tuple[Megabits, ...] = ()
+    """Megabits per second of every host's link."""
+
+    mini_batches: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
+    """Multiples of a recipe's mini_batch."""
+
+    updates: Annotated[int, Field(ge=1, le=10_000)] = 20
+    """Updates of a simulation."""
+
+    repeats: Annotated[int, Field(ge=1, le=1000)] = 5
+    """Simulations of every point, each with other draws of `compute`."""
+
+
 class ServersStudy(Section):
     """Cells x starts: how fast each layout is, and what it sends."""
 
@@ -80,8 +116,8 @@ class ServersStudy(Section):
     """Short names, and what is trained: recipes without a protocol."""
 
     layouts: Annotated[dict[Name, Layout], Field(min_length=1)]
-    """Short names, and where the weights are: as protocol.servers has it, or `torch` or `horovod`,
-    whose workers sum gradients by all-reduce."""
+    """Short names, and where the weights are: as protocol.servers has it, the same below `split`
+    for parts of each tensor, or `torch` or `horovod`, whose workers sum gradients by all-reduce."""
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
@@ -89,6 +125,16 @@ class ServersStudy(Section):
     repeats: Annotated[int, Field(ge=1, le=1000)] = 3
     """Starts of every cell, with seeds 1, 2, 3 ...: of the weights, of the samples, and of what
     `compute` draws."""
+
+    simulated: Simulated | None = None
+    """What is simulated; null: nothing. Needs `compute` in every recipe."""
+
+    @model_validator(mode="after")
+    def _simulations_have_times(self) -> Self:
+        for name, trained in self.recipes.items():
+            if self.simulated is not None and trained.compute is None:
+                raise ValueError(f"recipes.{name}.compute: simulated needs the time of a gradient")
+        return self
 
     @model_validator(mode="after")
     def _alone_is_taken(self) -> Self:
@@ -104,17 +150,30 @@ class Cell(starts.Cell):
     layout: str
     """Name of the layout in the study."""
 
-    size: Literal["small", "large"]
-    """As in Trained."""
+    trained: Trained
+
+    @property
+    def is_central(self) -> bool:
+        """True if servers have hosts of their own."""
+        return self.recipe.protocol is not None and self.recipe.protocol.dedicated > 0
+
+    @property
+    def is_split(self) -> bool:
+        """True if servers hold a part of each tensor."""
+        return self.recipe.protocol is not None and self.recipe.protocol.split
+
+    @property
+    def is_beside(self) -> bool:
+        """True if each worker's host has a server."""
+        return self.recipe.protocol is not None and not self.recipe.protocol.dedicated
 
     def expected(self, found: Found) -> list[Traffic]:
         """Return what the formulas have for the link of each host."""
-        protocol = self.recipe.protocol
-        if protocol is None:
-            return ring(sum(found.shards), workers=self.workers)
-        if protocol.dedicated:
+        if self.is_central:
             return central(found.shards, learners=self.workers)
-        return beside(found.shards)
+        if self.is_beside:
+            return beside(found.shards)
+        return ring(sum(found.shards), workers=self.workers)
 
 
 def load_study(name: str) -> ServersStudy:
@@ -137,32 +196,39 @@ def cells_of(study: ServersStudy, folder: Path) -> list[Cell]:
             for layout, where in layouts_here(study).items()
             for workers in trained.workers
         ]
-        for layout, where, workers in points:
-            try:
-                recipe = _recipe(base, trained, where, workers=workers)
-            except LargebatchError as error:
-                raise RecipeError(f"{name}-{layout}-{workers}: {error}") from None
-            dedicated = recipe.protocol.dedicated if recipe.protocol else 0
-            placement = Placement(
-                workers_per_host=(1,) * (workers + dedicated),
-                megabits=trained.megabits or study.megabits,
-                backend="horovod" if where == "horovod" else "torch",
-            )
-            cells.append(
-                Cell(
-                    name=f"{name}-{layout}-{workers}",
-                    configuration=name,
-                    workers=workers,
-                    samples=trained.mini_batch,
-                    recipe=recipe,
-                    placement=placement,
-                    timed=trained,
-                    compute=trained.compute,
-                    layout=layout,
-                    size=trained.size,
-                )
-            )
+        cells += [
+            make_cell(study, name, base, layout=layout, where=where, workers=workers)
+            for layout, where, workers in points
+        ]
     return cells
+
+
+def make_cell(
+    study: ServersStudy, name: str, base: Recipe, *, layout: str, where: Layout, workers: int
+) -> Cell:
+    """Return the cell of a study's recipe with a layout; `base` is the recipe of that name."""
+    trained = study.recipes[name]
+    try:
+        recipe = _recipe(base, trained, where, workers=workers)
+    except LargebatchError as error:
+        raise RecipeError(f"{name}-{layout}-{workers}: {error}") from None
+    dedicated = recipe.protocol.dedicated if recipe.protocol else 0
+    return Cell(
+        name=f"{name}-{layout}-{workers}",
+        configuration=name,
+        workers=workers,
+        samples=trained.mini_batch,
+        recipe=recipe,
+        placement=Placement(
+            workers_per_host=(1,) * (workers + dedicated),
+            megabits=trained.megabits or study.megabits,
+            backend="horovod" if where == "horovod" else "torch",
+        ),
+        timed=trained,
+        compute=trained.compute,
+        layout=layout,
+        trained=trained,
+    )
 
 
 def layouts_here(study: ServersStudy) -> Mapping[str, Layout]:
@@ -177,9 +243,14 @@ def _recipe(base: Recipe, trained: Trained, where: Layout, *, workers: int) -> R
     tree = base.model_dump(mode="json")
     tree["batch"]["global_batch"] = workers * (trained.computed or trained.mini_batch)
     tree["polish"], tree["evaluation"] = None, {}
-    if where == "decentralised" or isinstance(where, Centralised):
-        servers = where if isinstance(where, str) else where.model_dump()
-        tree["protocol"] = {"kind": "hardsync", "learners": workers, "servers": servers}
+    servers = where.split if isinstance(where, Split) else where
+    if servers == "decentralised" or isinstance(servers, Centralised):
+        tree["protocol"] = {
+            "kind": "hardsync",
+            "learners": workers,
+            "servers": servers if isinstance(servers, str) else servers.model_dump(),
+            "split": isinstance(where, Split),
+        }
     recipe = validate_tree(Recipe, tree, source=base.name)
     steps = make_plan(recipe, workers=recipe.protocol.workers if recipe.protocol else workers).steps
     trained.require_length(steps)

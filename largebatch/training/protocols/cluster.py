@@ -1,6 +1,6 @@
 """The machines of a simulation: learners, servers, and the links between them."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -54,6 +54,13 @@ class Cluster(Section):
 
     model_bytes: NonNegative = 0.0
     """Bytes of the weights, or of a gradient, over all servers."""
+
+    shares: tuple[NonNegative, ...] = ()
+    """Bytes on each server; empty: equal parts of model_bytes."""
+
+    sharing: Literal["queue", "fair"] = "queue"
+    """How messages share a link: one after the other, or all at once at fair rates, as TCP
+    connections do. Fair rates take longer to simulate."""
 
     @model_validator(mode="after")
     def _slow_ones_are_there(self) -> Self:

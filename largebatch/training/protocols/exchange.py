@@ -25,7 +25,13 @@ from largebatch.recipe.protocols import Protocol
 from largebatch.schedules.functions import Schedule
 from largebatch.training.protocols.learner import Gradient, Shard, learn
 from largebatch.training.protocols.rule import MiniBatches, Rule
-from largebatch.training.protocols.server import Applied, Arrival, ParameterServer, divide
+from largebatch.training.protocols.server import (
+    MOMENTUM,
+    Applied,
+    Arrival,
+    ParameterServer,
+    divide,
+)
 from largebatch.training.protocols.service import (
     Endpoint,
     LocalServer,
@@ -33,9 +39,6 @@ from largebatch.training.protocols.service import (
     Service,
 )
 from largebatch.training.protocols.state import LostLearner
-
-MOMENTUM = "momentum_buffer"
-"""Name of the momentum in the state of SGD and LARS."""
 
 
 class Layout(NamedTuple):

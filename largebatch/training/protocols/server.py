@@ -17,6 +17,9 @@ from largebatch.optim.rates import set_rates
 from largebatch.schedules.functions import Schedule
 from largebatch.training.protocols.rule import Rule
 
+MOMENTUM = "momentum_buffer"
+"""Name of the momentum in the state of SGD and LARS."""
+
 
 class Arrival(NamedTuple):
     """The record of a gradient that a server received."""

@@ -7,8 +7,9 @@ of arrivals.
 
 The messages are those of `learner`: a pull asks the first server, then all others at once; a push
 goes to all at once; both wait for the answers. A link carries one message after the other at its
-bandwidth. A message arrives when both ends have transferred it, so the link of a server, which all
-learners share, saturates first. The latencies of both links are added.
+bandwidth, or all at once at fair rates. A message arrives when both ends have transferred it, so
+the link of a server, which all learners share, saturates first. The latencies of both links are
+added.
 
 A server copies weights and makes updates one after the other, in the order of requests. It adds the
 gradients of an update when the last of them has arrived.
@@ -26,6 +27,7 @@ from largebatch.optional import require_simpy
 from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.cluster import Cluster, Link, Serving
 from largebatch.training.protocols.compute_times import FloatArray, compute_times
+from largebatch.training.protocols.fair_links import End, FairLinks
 from largebatch.training.protocols.rule import MiniBatches, Rule
 
 
@@ -56,20 +58,21 @@ def simulate(
 ) -> Simulation:
     """Simulate a number of updates of a cluster, in which each server makes its part of every one.
 
-    `servers` is the number of hosts with equal shares of the weights; None: every learner's host
-    holds an equal share, which that learner reaches without a link. An update of local steps is an
-    average. With `restarts` an update cancels the computations under way, and their learners start
-    again with the new weights: with fewer gradients than learners that is K-sync
-    (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
+    `servers` is the number of hosts with shares of the weights, equal ones unless the cluster has
+    others; None: every learner's host holds a share, which that learner reaches without a link. An
+    update of local steps is an average. With `restarts` an update cancels the computations under
+    way, and their learners start again with the new weights: with fewer gradients than learners
+    that is K-sync (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
 
-    Raises ValueError if rule and cluster have different numbers of learners, and for `restarts`
-    with more than one server, since servers could cancel different computations, or with servers
-    that take time, since they could cancel what a server has begun.
+    Raises ValueError if rule and cluster have different numbers of learners, for shares of another
+    number of servers, and for `restarts` with more than one server, since servers could cancel
+    different computations, or with servers that take time, since they could cancel what a server
+    has begun.
     """
     if rule.learners != cluster.learners:
         raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
-    if restarts and servers != 1:
-        raise ValueError(f"restarts needs one server, got {servers}")
+    if restarts and (servers != 1 or cluster.sharing == "fair"):
+        raise ValueError(f"restarts needs one server, got {servers}, and messages in a queue")
     if restarts and cluster.serving is not None:
         raise ValueError("restarts needs servers that take no time; leave `serving` out")
     engine = _Engine(rule, cluster, servers=servers, seed=seed, restarts=restarts)
@@ -102,20 +105,22 @@ class Direction:
 class _Host:
     """A machine and its link."""
 
-    __slots__ = ("inward", "latency", "outward")
+    __slots__ = ("fair_inward", "fair_outward", "inward", "latency", "outward")
 
     def __init__(self, link: Link) -> None:
         self.inward, self.outward = Direction(link.bandwidth), Direction(link.bandwidth)
+        ends = [[End(link.bandwidth)] if link.bandwidth else [] for _ in range(2)]
+        self.fair_inward, self.fair_outward = ends
         self.latency = link.latency
 
 
 class _Server:
     """The clock of one server, and the record of its gradients."""
 
-    __slots__ = ("_columns", "_free_at", "arrived", "clock", "host", "pushed", "seconds")
+    __slots__ = ("_columns", "_free_at", "arrived", "clock", "host", "pushed", "seconds", "share")
 
-    def __init__(self, host: _Host) -> None:
-        self.host = host
+    def __init__(self, host: _Host, share: float) -> None:
+        self.host, self.share = host, share
         self._free_at = 0.0
         self.arrived = 0
         """Number of gradients received, with those that wait for the server."""
@@ -229,7 +234,7 @@ class _Connection:
     def read(self) -> None:
         """Read the server's current weights once it is free."""
         engine = self._engine
-        end = self.server.serve(engine.env.now, engine.pull_seconds)
+        end = self.server.serve(engine.env.now, engine.pull_seconds * self.server.share)
         engine.at(end, self.learner, self._answer)
 
     def _answer(self) -> None:
@@ -255,7 +260,8 @@ class _Connection:
         engine, server = self._engine, self.server
         server.arrived += 1
         completes = server.arrived % engine.rule.gradients == 0
-        end = server.serve(engine.env.now, engine.update_seconds if completes else 0.0)
+        seconds = engine.update_seconds * server.share if completes else 0.0
+        end = server.serve(engine.env.now, seconds)
         engine.at(end, self.learner, partial(engine.take, self))
 
     def _send(self, source: _Host, target: _Host, arrive: Callable[[float], None]) -> None:
@@ -264,11 +270,16 @@ class _Connection:
         if source is target:
             arrive(now)
             return
+        share = self.server.share
+        if engine.fair is not None:
+            ends = [*source.fair_outward, *target.fair_inward]
+            engine.fair.send(ends, share, lambda at: arrive(at + self.latency))
+            return
         begin = source.outward.free_at
-        sent = source.outward.send(now, engine.share)
+        sent = source.outward.send(now, share)
 
         def receive() -> None:
-            received = target.inward.send(engine.env.now, engine.share)
+            received = target.inward.send(engine.env.now, share)
             arrive(max(sent, received) + self.latency)
 
         engine.at(begin, self.learner, receive)
@@ -285,11 +296,14 @@ class _Engine:
         hosts = [_Host(cluster.link) for _ in range(cluster.learners)]
         link = cluster.server_link or cluster.link
         own = hosts if servers is None else [_Host(link) for _ in range(servers)]
-        self.servers = [_Server(host) for host in own]
-        self.share = cluster.model_bytes / len(own)
+        shares = cluster.shares or [cluster.model_bytes / len(own)] * len(own)
+        self.servers = [_Server(host, share) for host, share in zip(own, shares, strict=True)]
+        self.fair = FairLinks(self.env) if cluster.sharing == "fair" else None
         serving = cluster.serving or Serving()
-        self.pull_seconds = serving.pull * self.share
-        self.update_seconds = (rule.gradients * serving.gradient + serving.update) * self.share
+        self.pull_seconds = serving.pull
+        """Seconds per byte to copy weights, and to make an update of all its gradients."""
+
+        self.update_seconds = rule.gradients * serving.gradient + serving.update
         self.learners = []
         for number, host in enumerate(hosts):
             factor = cluster.slow.get(number, 1.0)

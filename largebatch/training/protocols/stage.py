@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,9 +26,12 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
 from largebatch.tracking.events import StageName, Step
 from largebatch.training.protocols.arrivals import ARRIVALS
-from largebatch.training.protocols.exchange import MOMENTUM, Exchange, Record
+from largebatch.training.protocols.exchange import Exchange, Record
 from largebatch.training.protocols.gradients import Gradients, average_statistics
+from largebatch.training.protocols.learner import Gradient
 from largebatch.training.protocols.rule import MiniBatches, Rule
+from largebatch.training.protocols.server import MOMENTUM
+from largebatch.training.protocols.split import split_over
 from largebatch.training.protocols.state import LostLearner, ProtocolState
 from largebatch.training.trainer import Trainer
 
@@ -158,16 +161,26 @@ class _Stretch:
         return None
 
     def _run_by_gradients(self, rule: Rule, updates: range) -> Record:
-        return self._exchange.run(
-            self._gradients.weights,
-            self._optimizer,
-            self._trainer.state.updater.schedule,
-            rule,
-            MiniBatches(rule, updates),
-            clock=updates.start,
-            gradient=self._gradients.of,
-            asks=lambda: self._trainer.step_log.is_interrupted,
-        )
+        with self._held(self._optimizer, self._gradients.of) as (weights, optimizer, gradient):
+            return self._exchange.run(
+                weights,
+                optimizer,
+                self._trainer.state.updater.schedule,
+                rule,
+                MiniBatches(rule, updates),
+                clock=updates.start,
+                gradient=gradient,
+                asks=lambda: self._trainer.step_log.is_interrupted,
+            )
+
+    def _held(
+        self, optimizer: Optimizer, gradient: Gradient
+    ) -> AbstractContextManager[tuple[Sequence[Tensor], Optimizer, Gradient]]:
+        """Return the weights as servers hold them, with their optimizer and gradients."""
+        weights, section = self._gradients.weights, self._section
+        if section.split:
+            return split_over(section.num_servers, weights, optimizer, gradient)
+        return nullcontext((weights, optimizer, gradient))
 
     def _run_locally(self, updates: range) -> Record:
         """Make local updates on learners, whose changes the servers average."""
@@ -187,16 +200,17 @@ class _Stretch:
             optimizer=self._optimizer,
             schedule=trainer.state.updater.schedule,
         )
-        record = self._exchange.run(
-            weights,
-            mean,
-            lambda _: outer.lr,
-            self._rule,
-            MiniBatches(self._rule, updates),
-            clock=-(-(updates.start - _begin(trainer)) // section.steps),
-            gradient=local,
-            asks=lambda: trainer.step_log.is_interrupted,
-        )
+        with self._held(mean, local) as (held, outer_optimizer, change):
+            record = self._exchange.run(
+                held,
+                outer_optimizer,
+                lambda _: outer.lr,
+                self._rule,
+                MiniBatches(self._rule, updates),
+                clock=-(-(updates.start - _begin(trainer)) // section.steps),
+                gradient=change,
+                asks=lambda: trainer.step_log.is_interrupted,
+            )
         inner = trainer.backend.all_gather(_momentum(self._optimizer, weights))
         self._state.momentum = {
             "outer": _momentum(mean, weights),
@@ -309,8 +323,9 @@ def require_tensors(model: nn.Module, recipe: Recipe) -> None:
     if recipe.polish is not None and recipe.polish.affine is not None:
         trained = affine_parameters(model)
     servers = recipe.protocol.num_servers
-    if servers > len(trained):
+    if servers > len(trained) and not recipe.protocol.split:
         raise RecipeError(
             f"protocol.servers: {servers} servers hold whole tensors, and a stage of this recipe "
-            f"trains {len(trained)}: give at most that many, as in {{centralised: {len(trained)}}}"
+            f"trains {len(trained)}: give at most that many, as in {{centralised: "
+            f"{len(trained)}}}, or set protocol.split: true"
         )

@@ -10,7 +10,8 @@ from short_servers import with_recipe, write_study
 
 from largebatch.studies.hosts.starts import Found
 from largebatch.studies.servers.page import make_page
-from largebatch.studies.servers.rows import Row, findings, row_of
+from largebatch.studies.servers.rows import Row, findings, row_of, slower
+from largebatch.studies.servers.simulated import Sweep
 from largebatch.studies.servers.study import Cell, cells_of, load_study
 
 SECONDS = {
@@ -19,6 +20,7 @@ SECONDS = {
     "beside": (0.15, 0.14, 0.15),
     "ring": (0.125, 0.125, 0.13),
 }
+NONE: dict[Sweep, list[Row]] = {"workers": [], "megabits": [], "mini_batch": []}
 PARTS = {"central": [1000], "beside": [600, 400], "ring": [1000], "alone": [1000]}
 
 
@@ -44,11 +46,11 @@ def found(cell: Cell, seconds: float, *, excess: float) -> Found:
 def made(
     folder: Path,
     *,
-    size: str = "small",
+    paper: str | None = "faster",
     excess: float = 1.01,
     beside: Sequence[float] = SECONDS["beside"],
 ) -> list[Row]:
-    path = write_study(folder, recipes=with_recipe(size=size), repeats=3)
+    path = write_study(folder, recipes=with_recipe(paper=paper), repeats=3)
     cells = {cell.layout: cell for cell in cells_of(load_study(str(path)), folder)}
     starts = {
         name: {
@@ -81,21 +83,37 @@ def test_the_statement_of_the_paper_is_judged_by_the_interval(tmp_path: Path) ->
     assert low > 1
     small, links = findings(made(tmp_path))
     assert f"{mean:.2f} times as fast ({low:.2f} to {high:.2f})" in small
-    assert small.endswith("faster for small models: confirmed.")
+    assert small.endswith("the paper has faster for this model: confirmed.")
     assert links == "The counters of all links are within 5% of the formulas: at most 1.0% off."
     undecided, _ = findings(made(tmp_path, beside=(0.19, 0.15, 0.12)))
-    assert undecided.endswith("faster for small models: not decided.")
+    assert undecided.endswith("has faster for this model: not decided.")
     slower, _ = findings(made(tmp_path, beside=(0.30, 0.32, 0.30)))
-    assert slower.endswith("faster for small models: refuted.")
-    large, links = findings(made(tmp_path, size="large", excess=1.06))
-    assert large.endswith("no difference for large ones: refuted.")
+    assert slower.endswith("has faster for this model: refuted.")
+    large, links = findings(made(tmp_path, paper="no difference", excess=1.06))
+    assert large.endswith("has no difference for this model: refuted.")
+    same, _ = findings(made(tmp_path, paper="no difference", beside=(0.19, 0.22, 0.20)))
+    assert same.endswith("has no difference for this model: not refuted.")
+    ours, _ = findings(made(tmp_path, paper=None))
+    assert ours.endswith("the paper does not have this model.")
     assert "NOT within 5% of the formulas: at most 6.0% off" in links
+
+
+def test_what_is_slower_than_one_worker_is_said_with_its_speed_up(tmp_path: Path) -> None:
+    rows = made(tmp_path, beside=(0.30, 0.32, 0.30))
+    mean = ratio((0.30, 0.32, 0.30), SECONDS["alone"])[0] * 2
+    assert mean < 1
+    central = ratio(SECONDS["central"], SECONDS["alone"])[0] * 2
+    assert central > 1
+    assert list(slower(rows, "measured")) == [
+        f"SLOWER THAN ONE WORKER: lenet5, measured: beside on 2 workers ({mean:.2f})."
+    ]
+    assert list(slower(made(tmp_path), "measured")) == []
 
 
 def test_the_page_has_every_cell_and_link_and_its_charts_answer(tmp_path: Path) -> None:
     rows = made(tmp_path)
     study = load_study(str(tmp_path / "study.yaml"))
-    path = make_page(study, rows).write(tmp_path / "study.html")
+    path = make_page(study, rows, NONE).write(tmp_path / "study.html")
     with started_browser() as browser, opened(browser, path) as page:
         assert "confirmed" in page.locator(".verdict").inner_text()
         cells = rows_of(page, "cells")

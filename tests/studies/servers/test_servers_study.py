@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 from on_hosts import needs_hosts
 from short_servers import with_recipe, write_study
+from short_staleness import SETTINGS
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.recipe.protocols import Hardsync
 from largebatch.studies.servers import study as files
 from largebatch.studies.servers.study import cells_of, load_study
+
+LARS = {name: value for name, value in SETTINGS.items() if name != "optimizer"}
+"""The settings of the study with the optimizer of the recipe."""
 
 
 def test_every_layout_makes_the_same_update_of_the_same_samples(tmp_path: Path) -> None:
@@ -29,10 +33,12 @@ def test_every_layout_makes_the_same_update_of_the_same_samples(tmp_path: Path) 
     assert cells["ring-horovod"].placement.backend == "horovod"
 
 
-def test_the_installed_study_has_the_larger_model_of_the_paper_as_large() -> None:
-    """LeNet-5 and an LSTM, of which the paper calls the LSTM the bigger one; ResNet-50 is ours."""
-    sizes = {name: trained.size for name, trained in load_study("jaeger").recipes.items()}
-    assert sizes == {"lenet5": "small", "lstm": "large", "resnet50": "large"}
+def test_the_installed_study_judges_the_papers_two_models_by_what_it_found_of_each() -> None:
+    """LeNet-5 of five layers and an LSTM; Caffe's LeNet-5 and ResNet-50 are ours."""
+    claims = {name: trained.paper for name, trained in load_study("jaeger").recipes.items()}
+    assert claims == {
+        "lenet5-lecun": "faster", "lenet5": None, "lstm": "no difference", "resnet50": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,15 @@ def test_the_installed_study_has_the_larger_model_of_the_paper_as_large() -> Non
         pytest.param(
             {"recipes": with_recipe(computed=17)},
             "computed (17) must be at most mini_batch (16)", id="computed-too-many",
+        ),
+        pytest.param(
+            {"recipes": with_recipe(compute=None, computed=None), "simulated": {"workers": [2]}},
+            "recipes.lenet5.compute: simulated needs the time", id="simulated-without-times",
+        ),
+        pytest.param(
+            {"recipes": with_recipe(set={**LARS, "duration": {"steps": 40}}),
+             "layouts": {"parts": {"split": "decentralised"}}},
+            "lenet5-parts-2: digits-96: 1 problem\n  protocol.split: LARS needs", id="split-lars",
         ),
         pytest.param(
             {"recipes": with_recipe(updates=40)}, "the recipe ends after 40 updates, and 43",

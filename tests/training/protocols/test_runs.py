@@ -13,13 +13,14 @@ from short_runs import DIGITS, content, log, weights
 
 from largebatch import load_recipe, run
 from largebatch.errors import CheckpointError, RecipeError
-from largebatch.models import affine_parameters
+from largebatch.models import affine_parameters, build
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import time_limit
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Step
 from largebatch.training.protocols.exchange import Record
+from largebatch.training.protocols.split import server_bytes
 from largebatch.training.protocols.stage import _Stretch, require_tensors
 from largebatch.training.step_log import StepLog
 
@@ -30,6 +31,17 @@ LOCAL = (
     "{kind: local_steps, learners: 2, servers: {centralised: 1}, steps: 2, begin: {steps: 1}, "
     "outer: {lr: 0.7, momentum: 0.9, nesterov: true}}"
 )
+
+
+WHOLE = "{kind: hardsync, learners: 3}"
+SPLIT = "{kind: hardsync, learners: 3, split: true}"
+BY_NUMBER = (
+    "optimizer={kind: sgd, momentum: 0.9, weight_decay: 1e-4}",
+    "schedule.peak_lr=0.02",
+    "execution.memory_format=channels_last",
+    "polish=null",
+)
+"""An optimizer that changes each number by itself; convolutions are not contiguous."""
 
 
 def recipe(protocol: str = "null", *changes: str) -> Recipe:
@@ -59,6 +71,15 @@ def train_all(folder: Path) -> None:
     run(local, out=folder / "local")
     run(local, out=folder / "local in parts", max_steps=3)
     run(local, out=folder / "local in parts", resume=True)
+    run(recipe(WHOLE, *BY_NUMBER), out=folder / "whole")
+    run(recipe(SPLIT, *BY_NUMBER), out=folder / "split", max_steps=3)
+    run(recipe(SPLIT, *BY_NUMBER), out=folder / "split", resume=True)
+    split = LOCAL.replace("learners: 2, servers: {centralised: 1}", "learners: 3, split: true")
+    for name, protocol in {
+        "local split": split,
+        "local whole": split.replace("split: true", "split: false"),
+    }.items():
+        run(recipe(protocol, *BY_NUMBER), out=folder / name)
     dist.destroy_process_group()
 
 
@@ -133,6 +154,30 @@ def test_local_steps_go_on_with_the_momentum_of_all_learners_and_servers(runs: P
     rounds = [one["mini_batch"] for one in arrivals(runs / "local in parts")]
     assert sorted(rounds) == [0, 1, 2, 3, 6, 7, 10, 11]
     assert [each["step"] for each in log(runs / "local", "step")] == list(range(STEPS))
+
+
+@pytest.mark.parametrize(("split", "whole"), [("split", "whole"), ("local split", "local whole")])
+def test_tensors_split_over_servers_have_the_weights_of_whole_ones_bit_for_bit(
+    runs: Path, split: str, whole: str
+) -> None:
+    """With momentum over a stop and a resumption, and over the rounds of local steps."""
+    ours, others = content(runs / split), content(runs / whole)
+    assert ours["model"].keys() == others["model"].keys()
+    for name, value in others["model"].items():
+        if "running" not in name:  # averaged once more where the run went on, which rounds
+            assert torch.equal(ours["model"][name], value), name
+    momentum = [state["optimizer"]["state"] for state in (ours, others)]
+    torch.testing.assert_close(*momentum, rtol=0, atol=0)
+    assert any(state["momentum_buffer"].any() for state in momentum[0].values())
+
+
+def test_servers_of_split_tensors_have_equal_parts() -> None:
+    model = build("lenet5", num_classes=10)
+    weights = list(model.parameters())
+    whole, parts = (server_bytes(weights, 4, split=split) for split in (False, True))
+    assert sum(whole) == sum(parts) == 4 * 432_080
+    assert max(whole) == 4 * 400_000  # one matrix
+    assert max(parts) - min(parts) <= 4 * len(weights)
 
 
 def test_one_learner_is_plain_training(tmp_path: Path) -> None:

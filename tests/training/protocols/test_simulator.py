@@ -1,11 +1,14 @@
 """Simulated times against queueing theory, simpy's own resources, and what the papers state."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import simpy
 
 from largebatch.training.protocols.cluster import Cluster, Link, Serving
 from largebatch.training.protocols.compute_times import Constant, Exponential, Lognormal
+from largebatch.training.protocols.fair_links import End, FairLinks
 from largebatch.training.protocols.rule import Rule
 from largebatch.training.protocols.simulator import Direction, Simulation, simulate
 
@@ -143,6 +146,48 @@ def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
     one_way = 0.75 + 50 / 100
     first = 0.75 + one_way + 1.0 + one_way  # asked for, weights, computed, gradient
     assert found.ends.tolist() == pytest.approx([first, first + 0.75 + first])
+
+
+def test_messages_that_share_a_link_fairly_all_arrive_when_a_queue_has_sent_the_last() -> None:
+    """Learners that start together: a queue serves one after the other, TCP all at once."""
+    cluster = Cluster(learners=4, compute=SECOND, link=Link(bandwidth=100.0), model_bytes=50.0)
+    queue, fair = (
+        simulate(Rule.hardsync(4), one, servers=1, updates=3, seed=1)
+        for one in (cluster, cluster.model_copy(update={"sharing": "fair"}))
+    )
+    assert np.diff(fair.ends, prepend=0.0).tolist() == pytest.approx([2.0 + 1.0 + 2.0] * 3)
+    assert np.diff(queue.ends, prepend=0.0).tolist() == pytest.approx([0.5 + 1.0 + 2.0] * 3)
+
+
+def test_fair_rates_are_those_of_the_fullest_link_first() -> None:
+    """Two messages leave a slow host, one of them to a host that a third one reaches from afar."""
+    env = simpy.Environment()
+    links, slow, fast, shared = FairLinks(env), End(10.0), End(100.0), End(30.0)
+    ends: dict[str, float] = {}
+    for name, over, size in (
+        ("alone", [slow], 50.0), ("both", [slow, shared], 50.0), ("last", [fast, shared], 275.0),
+    ):  # fmt: skip
+        links.send(over, size, partial(ends.setdefault, name))
+    env.run()
+    assert ends == pytest.approx({"alone": 10.0, "both": 10.0, "last": 10.0 + 25.0 / 30.0})
+
+
+def test_servers_may_have_unequal_shares() -> None:
+    def seconds(*shares: float) -> float:
+        cluster = Cluster(
+            learners=2, compute=SECOND, link=Link(bandwidth=100.0), shares=shares, sharing="fair"
+        )
+        return simulate(
+            Rule.hardsync(2), cluster, servers=len(shares), updates=1, seed=1
+        ).seconds_per_update
+
+    assert seconds(80.0, 20.0) == pytest.approx(1.6 + 0.4 + 1.0 + 1.6)
+    assert seconds(20.0, 80.0) == pytest.approx(0.4 + 1.6 + 1.0 + 1.6)
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        simulate(
+            Rule.hardsync(2), Cluster(learners=2, compute=SECOND, shares=(1.0, 2.0)), servers=1,
+            updates=1, seed=1,
+        )  # fmt: skip
 
 
 def test_the_first_server_answers_before_the_others_are_asked() -> None:
