@@ -10,7 +10,8 @@ batch, optimizer, rate, weight decay, decay, warm-up, label smoothing. All else 
 
 - torch and Lightning decay all weights, biases too; timm and largebatch not the biases;
 - `sgd` with momentum is Nesterov's in timm alone;
-- torch, timm and Lightning change the rate once an epoch, largebatch in each update;
+- torch, timm and Lightning change the rate once an epoch, largebatch in each update; timm's steps
+  fall an epoch sooner;
 - timm drops the last batch of an epoch, torch and Lightning train on a small one, and that of
   largebatch goes on with the next epoch.
 

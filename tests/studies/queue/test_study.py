@@ -267,22 +267,22 @@ def test_the_example_can_be_run() -> None:
 
 
 def test_a_key_of_a_shape_is_searched_for_the_policies_that_have_it(tmp_path: Path) -> None:
-    waves = {"decay": {"kind": "tri", "low_lr": 0.1, "half_cycle": {"steps": 3}}}
-    keys = {RATE: [0.1, 2], "schedule.decay.half_cycle.steps": [0.5, 2],
+    waves = {"decay": {"kind": "tri", "low_lr": 0.1, "half_cycle": {"epochs": 0.2}}}
+    keys = {RATE: [0.1, 2], "schedule.decay.half_cycle.epochs": [0.5, 2],
             "schedule.decay.low_lr": [0.5, 2]}  # fmt: skip
     changes = {"policies": {"fix": {"decay": {"kind": "fix"}}, "tri": waves}}
     study = load_study(write_study(tmp_path, **changes, search={**STUDY["search"], "keys": keys}))
     fix, tri = cells_of(study, tmp_path)
     assert list(fix.ranges) == [RATE]
-    assert tri.ranges["schedule.decay.half_cycle.steps"] == (1.5, 6)
+    assert tri.ranges["schedule.decay.half_cycle.epochs"] == (0.1, 0.4)
     peak = tri.own(RATE)
     values = {
-        RATE: 2 * peak, "schedule.decay.low_lr": 0.05, "schedule.decay.half_cycle.steps": 4.0,
+        RATE: 2 * peak, "schedule.decay.low_lr": 0.05, "schedule.decay.half_cycle.epochs": 0.4,
     }  # fmt: skip
     found = tri.at(values).schedule
     assert found.peak_lr == 2 * peak
     assert found.decay.model_dump()["low_lr"] == 0.1  # 0.05 at the recipe's own peak
-    assert found.decay.model_dump()["half_cycle"]["steps"] == 4
+    assert found.decay.model_dump()["half_cycle"]["epochs"] == 0.4
 
 
 def test_lrbench_is_installed_and_its_runs_are_at_these_scales() -> None:
