@@ -22,14 +22,16 @@ benchmarks/results/frameworks_<machine>_<date>.json: top-1 of all, and the best 
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from defaults import apart, transfers
 from frameworks_loops import Data, Loop, Setting, train_lightning, train_timm, train_torch
@@ -38,6 +40,7 @@ from polishing_data import prepare
 
 from largebatch import load_recipe, run
 from largebatch.data.pipeline import open_images
+from largebatch.data.types import IntArray
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models import build
@@ -51,7 +54,7 @@ CLASSES = 10
 
 Sets = Literal["digits", "cifar10"]
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "data.crop_area": None,
     "data.flip": False,
     "batch.bn_span": None,
@@ -74,7 +77,7 @@ OURS = {
         128, "sgd", 0.01, weight_decay=4e-3, decay="steps", at=(120 / 140, 130 / 140)
     ),
 }
-"""Those of docs/examples/digits_policies.yaml, with a cosine, and of cifar10_quick_128."""
+"""The settings of docs/examples/digits_policies.yaml, with a cosine, and of cifar10_quick_128."""
 
 SETTINGS = {
     "torch": Setting(32, "sgd", 0.1, weight_decay=1e-4, decay="steps", at=(1 / 3, 2 / 3)),
@@ -99,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", choices=tuple(RECIPES), default="digits", help="images to train on")
+    add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--processes", type=int, default=1, metavar="N", help="runs at a time, of one thread each")
     add("--work", type=Path, default=Path("runs") / NAME, metavar="DIR", help="for the runs")
     args = parser.parse_args()
@@ -107,7 +111,7 @@ def main() -> None:
         folder = prepare(args.work / "data", "cifar10", train=IMAGES)
     asked = [
         Asked(framework, setting, seed)
-        for seed in range(1, SEEDS + 1)
+        for seed in range(1, args.seeds + 1)
         for framework in FRAMEWORKS
         for setting in settings_for(args.data)
     ]
@@ -183,17 +187,18 @@ def pixels(data: str, folder: Path | None) -> Data:
     """Return the images and labels as largebatch reads them, and the number of epochs."""
     recipe = base_recipe(data)
     images = open_images(recipe, make_plan(recipe, workers=1), Serial(), folder=folder)
-    found = []
-    for split, index in (("train", images.train_index), ("val", images.val_index)):
-        rows = torch.arange(len(index)).split(1_000)
-        batches = list(images.clean(split, iter(part.numpy() for part in rows)))  # type: ignore[arg-type]
-        found += [
-            torch.cat([batch[0] for batch in batches]).contiguous(),
-            torch.cat([batch[1] for batch in batches]),
-        ]
+    batches = (
+        images.clean("train", _parts(len(images.train_index))),
+        images.clean("val", _parts(len(images.val_index))),
+    )
+    found = [torch.cat(it).contiguous() for each in batches for it in zip(*each, strict=True)]
     images.close()
     assert recipe.duration.epochs is not None
-    return Data(*found, epochs=int(recipe.duration.epochs))
+    return Data(int(recipe.duration.epochs), *found)
+
+
+def _parts(number: int) -> Iterator[IntArray]:
+    return iter(np.array_split(np.arange(number), math.ceil(number / 1_000)))
 
 
 def _elsewhere(
@@ -231,9 +236,8 @@ def train_ours(
         "seed": seed,
     }
     recipe = load_recipe(name, _words(COMMON | own | changes))
-    images = {"data": folder} if folder else {}
     try:
-        return run(recipe, out=out, resume="auto", report=False, **images).top1
+        return run(recipe, out=out, resume="auto", report=False, data=folder).top1
     except DivergedError:
         return None
 

@@ -52,11 +52,11 @@ class Setting:
 class Data:
     """Images and labels in memory."""
 
+    epochs: int
     train_images: Tensor
     train_labels: Tensor
     val_images: Tensor
     val_labels: Tensor
-    epochs: int
 
     def batches(self, setting: Setting, *, drop_last: bool = False) -> DataLoader[Any]:
         """Return shuffled batches of the training images."""
@@ -141,9 +141,9 @@ def train_timm(model: nn.Module, data: Data, setting: Setting) -> None:
 def train_lightning(model: nn.Module, data: Data, setting: Setting) -> None:
     """Train with Lightning's Trainer."""
     require_torchvision()
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer  # type: ignore[import-not-found, unused-ignore]
 
-    class Classifier(LightningModule):
+    class Classifier(LightningModule):  # type: ignore[misc, unused-ignore]
         """The module of Lightning's image classifier."""
 
         def __init__(self) -> None:

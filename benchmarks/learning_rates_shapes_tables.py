@@ -12,11 +12,11 @@ CDAC that of the means of classes (arXiv:1908.06477).
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from learning_rates import CONFIGURATIONS, Configuration
+from learning_rates import CONFIGURATIONS, SEEDS, Configuration
 from learning_rates import NAME as SEARCHED
 from learning_rates_shapes import BOUNDED, FACTORS, NAME, SCALED
 from learning_rates_statistics import Policies, top1_of, whole
@@ -26,8 +26,14 @@ from scipy.stats import spearmanr
 from largebatch.report.style import COLOURS
 from largebatch.studies.metrics import Interval, difference, interval, robustness
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Runs = Mapping[tuple[str, str, str], dict[int, float]]
 """Top-1 by group, policy, what was changed, and seed."""
+
+CHANCE = 0.1
+"""Top-1 of a run that diverged, in ten classes."""
 
 FIGURE = Path(__file__).parent.parent / "docs" / "learning-rate-scales.png"
 
@@ -91,29 +97,41 @@ def areas_of(scales: Mapping[float, Mapping[int, float]]) -> dict[int, float]:
 
 def _scales(one: Configuration, policies: Policies, runs: Runs) -> Iterator[str]:
     titles = " | ".join(f"{factor:g}" for factor in sorted({1.0, *FACTORS}))
-    yield f"### {one.key}: top-1 in % at multiples of the rate found; mean, and minus that of fix"
-    yield f"| policy | {titles} | mean | minus fix | lost at the worst |"
-    yield "|---" * (len(FACTORS) + 5) + "|"
-    areas = {name: areas_of(scales_of(policies, runs, name)) for name in SCALED}
+    yield (
+        f"### {one.key}: top-1 in % at multiples of the rate found, and of seeds that did not "
+        "diverge; mean up to 1, and minus that of fix"
+    )
+    yield f"| policy | {titles} | mean of 1/4 to 1 | minus fix, together |"
+    yield "|---" * (len(FACTORS) + 4) + "|"
+    below = {
+        name: areas_of({at: it for at, it in scales_of(policies, runs, name).items() if at <= 1})
+        for name in SCALED
+    }
     for name in SCALED:
-        scales = scales_of(policies, runs, name)
-        means = [100 * statistics.fmean(each.values()) for each in scales.values()]
-        against = difference(areas[name], areas["fix"], together=len(SCALED) - 1).scaled(100)
+        cells = [_of_whole(each.values()) for each in scales_of(policies, runs, name).values()]
+        against = difference(below[name], below["fix"], together=len(SCALED) - 1).scaled(100)
         yield (
-            f"| {name} | {' | '.join(f'{mean:.1f}' for mean in means)} | "
-            f"{100 * statistics.fmean(areas[name].values()):.1f} | "
-            f"{'' if name == 'fix' else with_ends(against, '+.1f')} | "
-            f"{100 * statistics.fmean(scales[1.0].values()) - min(means):.1f} |"
+            f"| {name} | {' | '.join(cells)} | {100 * statistics.fmean(below[name].values()):.1f} "
+            f"| {'' if name == 'fix' else with_ends(against, '+.1f')} |"
         )
 
 
-def shapes_of(policies: Policies, runs: Runs) -> dict[tuple[str, str], Interval]:
-    """Return the points that each changed shape is above its policy's own."""
+def _of_whole(top1: Collection[float]) -> str:
+    """Return the mean of runs that did not diverge, and how many these are if not all."""
+    left = [100 * value for value in top1 if value > CHANCE]
+    mean = f"{statistics.fmean(left):.1f}" if left else "diverges"
+    return mean if len(left) in {0, len(top1)} else f"{mean}, {len(left)} of {len(top1)} seeds"
+
+
+def shapes_of(policies: Policies, runs: Runs) -> dict[tuple[str, str], Interval | int]:
+    """Return the points of changed shapes above the policy's own, or how many seeds diverged."""
     changed = {key[1:]: top1 for key, top1 in runs.items() if key[0] == "shapes"}
-    return {
-        (name, what): difference(top1, top1_of(policies[name]), together=len(changed)).scaled(100)
-        for (name, what), top1 in changed.items()
-    }
+    found: dict[tuple[str, str], Interval | int] = {}
+    for (name, what), top1 in changed.items():
+        points = difference(top1, top1_of(policies[name]), together=len(changed)).scaled(100)
+        diverged = sum(value <= CHANCE for value in top1.values())
+        found[name, what] = diverged or points
+    return found
 
 
 def _shapes(one: Configuration, policies: Policies, runs: Runs) -> Iterator[str]:
@@ -121,7 +139,10 @@ def _shapes(one: Configuration, policies: Policies, runs: Runs) -> Iterator[str]
     yield "| policy | change | points, together |"
     yield "|---|---|---|"
     for (name, what), points in shapes_of(policies, runs).items():
-        yield f"| {name} | {what} | {with_ends(points, '+.2f')} |"
+        words = (
+            f"diverges, {points} seeds" if isinstance(points, int) else with_ends(points, "+.2f")
+        )
+        yield f"| {name} | {what} | {words} |"
 
 
 def _bounds(one: Configuration, policies: Policies, result: Mapping[str, Any]) -> Iterator[str]:
@@ -178,30 +199,47 @@ def _draw(path: Path, measured: Mapping[Configuration, tuple[Policies, Runs]]) -
     figure = Figure(figsize=(11, 4.4 * len(measured)), layout="constrained")
     grid = figure.subplots(len(measured), 2, squeeze=False)
     for (one, (policies, runs)), (left, right) in zip(measured.items(), grid, strict=True):
-        for name, colour in zip(SCALED, COLOURS.values(), strict=False):
-            scales = scales_of(policies, runs, name)
-            means = {at: interval(100 * it for it in each.values()) for at, each in scales.items()}
-            reach = [mean.high - mean.mean for mean in means.values()]
-            left.errorbar(
-                list(means), [mean.mean for mean in means.values()], reach,
-                marker="o", capsize=3, color=colour, label=name,
-            )  # fmt: skip
-        left.set_xscale("log", base=2)
-        left.set_xticks(sorted({1.0, *FACTORS}), [f"{it:g}" for it in sorted({1.0, *FACTORS})])
-        left.set(title=one.key, xlabel="times the rate found", ylabel="top-1, %", ylim=(None, 100))
-        left.legend()
-        points = shapes_of(policies, runs)
-        places = range(len(points))
-        right.errorbar(
-            [it.mean for it in points.values()], places,
-            xerr=[it.high - it.mean for it in points.values()], fmt="o", capsize=3,
-            color=next(iter(COLOURS.values())),
-        )  # fmt: skip
-        right.axvline(0, color="grey", linewidth=0.8)
-        right.set_yticks(places, [f"{name}: {what}" for name, what in points])
-        right.invert_yaxis()
-        right.set(title="a changed shape", xlabel="points above the policy's own shape")
+        _draw_scales(left, policies, runs)
+        left.set_title(f"{one.key}: robustness")
+        _draw_shapes(right, shapes_of(policies, runs))
     figure.savefig(path, dpi=110)
+
+
+def _draw_scales(axes: "Axes", policies: Policies, runs: Runs) -> None:
+    """Draw the means where no seed diverged; a cross where some did."""
+    lowest = min(value for top1 in runs.values() for value in top1.values() if value > CHANCE)
+    for place, (name, colour) in enumerate(zip(SCALED, COLOURS.values(), strict=False)):
+        scales = scales_of(policies, runs, name)
+        means = {
+            at: interval(100 * it for it in each.values())
+            for at, each in scales.items()
+            if min(each.values()) > CHANCE
+        }
+        reach = [mean.high - mean.mean for mean in means.values()]
+        tops = [mean.mean for mean in means.values()]
+        axes.errorbar(list(means), tops, reach, marker="o", capsize=3, color=colour, label=name)
+        gone = [at * 1.03**place for at in scales if at not in means]
+        axes.plot(gone, [100 * lowest - 6] * len(gone), "x", color=colour)
+    ticks = sorted({1.0, *FACTORS})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{it:g}" for it in ticks])
+    axes.set(xlabel="times the rate found; crosses: one or more seeds diverged", ylabel="top-1, %")
+    axes.set_ylim(100 * lowest - 8, 100)
+    axes.legend()
+
+
+def _draw_shapes(axes: "Axes", found: Mapping[tuple[str, str], Interval | int]) -> None:
+    """Draw the points of changed shapes, and how many seeds diverged."""
+    for place, points in enumerate(found.values()):
+        if isinstance(points, int):
+            axes.text(0, place, f"{points} of {SEEDS} seeds diverge", ha="center", va="center")
+        else:
+            reach, colour = points.high - points.mean, COLOURS["train"]
+            axes.errorbar(points.mean, place, xerr=reach, fmt="o", capsize=3, color=colour)
+    axes.axvline(0, color="grey", linewidth=0.8, zorder=0)
+    axes.set_yticks(range(len(found)), [f"{name}: {what}" for name, what in found])
+    axes.invert_yaxis()
+    axes.set(title="a changed shape", xlabel="points of top-1 above the own shape")
 
 
 if __name__ == "__main__":

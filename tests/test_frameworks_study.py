@@ -19,6 +19,8 @@ from learning_rates_shapes import SHAPES, Change, recipe_of, runs_of, schedule_o
 from learning_rates_shapes_tables import areas_of, scales_of, shapes_of  # noqa: E402
 from schedules_of import schedule_of as rates_of  # noqa: E402
 
+from largebatch.studies.metrics import Interval  # noqa: E402
+
 EPOCHS = 4
 
 
@@ -36,7 +38,7 @@ def data() -> loops.Data:
     """Ten images in two classes."""
     torch.manual_seed(0)
     images, labels = torch.randn(10, 1, 2, 2), torch.arange(10) % 2
-    return loops.Data(images, labels, images, labels, epochs=EPOCHS)
+    return loops.Data(EPOCHS, images, labels, images, labels)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +126,10 @@ def test_robustness_and_shapes_are_paired_by_seed() -> None:
     assert areas_of(scales)[1] == pytest.approx((0.5 + 0.705 + 0.705 + 0.5) / 4)
     changed = {("shapes", "fix", "gamma x 2"): {1: 0.93, 2: 0.94, 3: 0.95}}
     points = shapes_of({"fix": cell}, changed)["fix", "gamma x 2"]
+    assert isinstance(points, Interval)
     assert points.mean == pytest.approx(2)
-    assert points.number == 3
+    changed["shapes", "fix", "gamma x 2"][2] = 0.1
+    assert shapes_of({"fix": cell}, changed)["fix", "gamma x 2"] == 1  # seed that diverged
 
 
 def test_the_table_of_configurations_has_ratios_and_sure_correlations() -> None:

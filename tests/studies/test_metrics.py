@@ -37,7 +37,7 @@ from largebatch.studies.metrics import (
 )
 
 SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
-"""Those of LRBench, with the rate found itself."""
+"""Multiples of LRBench, with the rate found itself."""
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
 

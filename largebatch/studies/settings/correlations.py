@@ -74,12 +74,14 @@ def correlation(one: Sequence[float], other: Sequence[float]) -> Correlation | N
         return None
     from scipy.stats import norm, spearmanr
 
-    rho = float(spearmanr(*zip(*pairs, strict=True)).statistic)
-    bounded = max(-1 + 1e-9, min(1 - 1e-9, rho))
+    rho = round(float(spearmanr(*zip(*pairs, strict=True)).statistic), 12)
+    number = len(pairs)
+    most = 1 - 12 / (number**3 - number)  # that of orders with one pair of neighbours exchanged
+    bounded = max(-most, min(most, rho))
     reach = float(norm.ppf((1 + CONFIDENCE) / 2))
-    reach *= math.sqrt((1 + bounded**2 / 2) / (len(pairs) - 3))
+    reach *= math.sqrt((1 + bounded**2 / 2) / (number - 3))
     low, high = (math.tanh(math.atanh(bounded) + end) for end in (-reach, reach))
-    return Correlation(round(rho, 12), low, high, len(pairs))
+    return Correlation(rho, min(low, rho), max(high, rho), number)
 
 
 def _columns(findings: Findings, cells: Sequence[Measured]) -> dict[str, list[float]]:
