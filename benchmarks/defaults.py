@@ -5,13 +5,18 @@
 Needs LARGEBATCH_DATA, the folder of CIFAR-10 (the digits are embedded), and optuna. Carries out
 studies/defaults.yaml by `largebatch bench`, then its first recipe and the settings for MNIST alone
 with MORE_SEEDS seeds: settings that are equally good lie about 0.3 points apart with five of them.
-Writes benchmarks/results/defaults_<machine>_<date>.json: top-1 by setting and seed, how far apart
-the settings for a data set are, and the transfer matrix. Goes on where it was stopped.
+Writes benchmarks/results/defaults_<machine>_<date>.json: top-1 by setting and seed, what each run
+used, how far apart the settings for a data set are, and the transfer matrix. Goes on where it was
+stopped. The settings are exchanged between data sets, not between frameworks: frameworks.py does
+that.
 """
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -75,33 +80,65 @@ def main() -> None:
     data = prepare(args.work / "data", "cifar10", train=IMAGES)
     digits = args.work / "digits.yaml"
     digits.write_text(json.dumps(more_seeds()), encoding="utf-8")  # YAML as well
-    both = _top1(_carry_out(STUDY, args.work / "both", args.processes, data))
-    more = _top1(_carry_out(digits, args.work / "digits", args.processes))
+    cells = carry_out(STUDY, args.work / "both", args.processes, data)
+    both = _top1(cells)
+    more = _top1(carry_out(digits, args.work / "digits", args.processes))
     result = {
         "top1": both,
+        "usage": usage_of(cells),
         "top1 of the digits, more seeds": more["digits"],
         "settings for the data, best to worst": {
             "digits": apart(more["digits"]),
             "cifar10": apart(_own(both["cifar10"], "cifar10")),
         },
         "all settings, best to worst": {name: apart(found) for name, found in both.items()},
-        "transfer": [
-            {
-                "best of": one.best_of,
-                "used on": one.used_on,
-                "setting": one.setting,
-                "minus the own best": one.gap.scaled(100)._asdict() if one.gap else None,
-            }
-            for row in transfer_matrix(both, higher=True)
-            for one in row
-        ],
+        "transfer": transfers(both),
     }
     print(write("defaults", "python benchmarks/defaults.py", result))
 
 
-def _carry_out(
-    study: Path, out: Path, processes: int, data: Path | None = None
+def transfers(top1: Mapping[str, Top1]) -> list[dict[str, Any]]:
+    """Return the best setting of each one used on all, and its points above their own best."""
+    return [
+        {
+            "best of": one.best_of,
+            "used on": one.used_on,
+            "setting": one.setting,
+            "minus the own best": one.gap.scaled(100)._asdict() if one.gap else None,
+        }
+        for row in transfer_matrix(top1, higher=True)
+        for one in row
+    ]
+
+
+def usage_of(cells: Iterable[SettingResults]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return what each run used, by recipe and setting."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for cell in cells:
+        found.setdefault(cell.configuration, {})[cell.setting] = [
+            {
+                "seed": one.seed,
+                "top1": one.top1,
+                "diverged": one.diverged,
+                "images_per_second": one.images_per_second,
+                "other_cores": finite(one.other_cores),
+                **{key: finite(value) for key, value in asdict(one.usage).items()},
+            }
+            for one in cell.seeds
+            if one.usage is not None
+        ]
+    return found
+
+
+def finite(value: float) -> float | None:
+    """Return a number in five digits for JSON; None unless it is finite."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def carry_out(
+    study: Path | str, out: Path, processes: int, data: Path | None = None
 ) -> list[SettingResults]:
+    """Run a study of settings, a file or an installed one, and return its cells."""
     command = ["bench", str(study), "--out", str(out), "--processes", str(processes)]
     run_largebatch([*command, *(["--data", str(data)] if data else [])])
     with open_existing(f"sqlite:///{out / 'study.db'}") as storage:

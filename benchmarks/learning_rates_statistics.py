@@ -86,7 +86,7 @@ def points(policies: Policies, one: str, other: str, *, together: int = 1) -> In
 
 
 def areas_of(cell: Mapping[str, Any]) -> BySeed:
-    """Return the mean top-1 over rates from a tenth to ten times the best rate, by seed."""
+    """Return the mean top-1 over the multiples of the best rate, by seed."""
     runs = (*cell["seeds"], *cell["scaled"])
     every = at_every_scale((one["seed"], one["scale"], one["top1"]) for one in runs)
     return {seed: robustness(scales).area for seed, scales in every.items()}

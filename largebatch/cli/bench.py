@@ -35,13 +35,15 @@ def add_settings_commands(command: Command) -> None:
     bench = command(
         "bench", _bench_settings, "measure the time and accuracy of settings of recipes"
     )
-    _add_study(bench)
+    _add_study(bench, suite="gtdlbench")
     bench.add_argument("--report", action="store_true", help="write the page of the results so far")
 
 
-def _add_study(bench: argparse.ArgumentParser) -> None:
+def _add_study(bench: argparse.ArgumentParser, *, suite: str) -> None:
     """Add the options that both kinds of studies have."""
-    bench.add_argument("study", type=Path, metavar="STUDY.yaml")
+    bench.add_argument(
+        "study", type=Path, metavar="STUDY", help=f"a YAML file, or an installed one: {suite}"
+    )
     bench.add_argument(
         "--out", type=out_folder, metavar="DIR", help="run folders (runs/<study's name>)"
     )
@@ -62,7 +64,7 @@ def add_commands(command: Command) -> None:
     bench = command(
         "bench", _bench, "compare policies: search the rate of each, then run seeds at it"
     )
-    _add_study(bench)
+    _add_study(bench, suite="lrbench")
 
     report = command("report", _report, "write a study's page from its database")
     report.add_argument("study", metavar="STUDY", help="a study's folder, or its --storage")
@@ -84,9 +86,12 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _bench_settings(args: argparse.Namespace) -> int:
-    from largebatch.studies.queue.study import load_configuration_study
+    from largebatch.studies.queue.study import load_configuration_study, settings_here
 
-    study = load_configuration_study(args.study)
+    whole = load_configuration_study(args.study)
+    study = settings_here(whole)
+    for name in sorted(whole.settings.keys() - study.settings.keys()):
+        print(printable(f"the library of {name} is not installed: it is left out"))
     require_psutil()  # before processes start
     if not args.report:
         return _carry_out(args, study, _show_settings)

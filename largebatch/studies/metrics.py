@@ -18,7 +18,6 @@ from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
-from largebatch.studies.queue.study import SCALES
 from largebatch.tracking.events import Measured
 
 CONFIDENCE = 0.95
@@ -370,12 +369,14 @@ class Robustness:
 def at_every_scale(top1: Iterable[tuple[int, float, float]]) -> dict[int, dict[float, list[float]]]:
     """Return accuracies, given as (seed, scale, top-1), by the seeds that were run at every scale.
 
-    Each as robustness takes them; means of a study under way would be over other seeds elsewhere.
+    The scales are 1 and those of any seed; nothing without others. Each as robustness takes them;
+    means of a study under way would be over other seeds elsewhere.
     """
     found: dict[int, dict[float, list[float]]] = {}
     for seed, scale, value in top1:
         found.setdefault(seed, {})[scale] = [value]
-    return {seed: each for seed, each in found.items() if each.keys() >= set(SCALES)}
+    scales = {1.0, *(scale for each in found.values() for scale in each)}
+    return {seed: each for seed, each in found.items() if each.keys() == scales != {1.0}}
 
 
 def robustness(top1: Mapping[float, Sequence[float]]) -> Robustness:

@@ -35,7 +35,9 @@ from largebatch.studies.metrics import (
     ratio_of_updates,
     robustness,
 )
-from largebatch.studies.queue.study import SCALES
+
+SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
+"""Multiples of LRBench, with the rate found itself."""
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
 

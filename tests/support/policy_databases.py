@@ -57,7 +57,7 @@ def fill_storage(
 ) -> None:
     """Fill a storage; one in memory takes the least time. The folder holds the study file."""
     seeds = max(len(one.top1) for one in measured.values())
-    scaled = any(one.scaled for one in measured.values())
+    scales = {scale for one in measured.values() for scale in one.scaled}
     study = load_study(
         write_study(
             folder,
@@ -68,7 +68,8 @@ def fill_storage(
                 },
                 "search": {"trials": 3, "held_out": 300, "prune": False},
                 "seeds": seeds,
-                "robustness_seeds": int(scaled),
+                "robustness_seeds": int(bool(scales)),
+                **({"robustness_scales": sorted(scales)} if scales else {}),
                 **changes,
             },
         )

@@ -73,6 +73,7 @@ def cell(
         workers=1,
         backend="auto",
         threads=threads,
+        environment={},
         values={},
         search=(),
         seeds=tuple(seeds),

@@ -22,6 +22,7 @@ from largebatch.report.style import MUTED
 from largebatch.schedules.build import follow
 from largebatch.studies.metrics import ENOUGH_SEEDS
 from largebatch.studies.policies.by_class import MOST_CLASSES, by_class, classes_table
+from largebatch.studies.policies.robustness import confidence_chart, scales_chart
 from largebatch.studies.policies.standings import (
     Axis,
     Standing,
@@ -214,7 +215,9 @@ def _charts(standings: Standings, drawn: Sequence[Drawn]) -> Iterator[Section]:
         chart = _search_chart(drawn, key, name=f"search_{place}")
         yield Section(title=f"The search over {key}", parts=[chart])
     if any(one.robustness for _, one in drawn):
-        yield Section(title="How much the rate matters", parts=[_scales_chart(drawn)])
+        yield Section(title="How much the rate matters", parts=[scales_chart(drawn)])
+    if (confidence := confidence_chart(drawn)) is not None:
+        yield Section(title="Confidence", parts=[confidence])
     for place, name in enumerate(standings.configurations):
         of = [(*each, by_class(each.one)) for each in drawn if each.one.configuration == place]
         known = [(look, found) for look, _, found in of if found is not None]
@@ -374,26 +377,3 @@ def _trial(found: CellResults, trial: Result, key: str) -> dict[str, Any]:
         "has_diverged": trial.diverged is not None,
         **look,
     }
-
-
-def _scales_chart(drawn: Sequence[Drawn]) -> Chart:
-    """Return top-1 over multiples of the rate found."""
-    known = [(look, one.robustness.by_scale) for look, one in drawn if one.robustness is not None]
-    curves = [
-        Curve(
-            series=look,
-            data=by_column([
-                {"scale": scale, "top1": 100 * found.mean, "text": describe_interval(found)}
-                for scale, found in means.items()
-            ]),
-            hover=[("rate", "@scale{0.[00]} times"), ("top-1", "@text")],
-        )
-        for look, means in known
-    ]  # fmt: skip
-    return Chart(
-        name="scales", x="scale", y="top1", height=360, log="x",
-        x_title="Times the rate found", y_title="Top-1, %", curves=curves,
-        ticks=sorted({scale for _, means in known for scale in means}),
-        caption="Top-1 on the validation images at multiples of the rate found, over the seeds "
-        "that were run at all of them.",
-    )  # fmt: skip

@@ -30,8 +30,8 @@ from largebatch.studies.policies.groups import Group
 from largebatch.studies.queue.results import CellResults
 
 Criterion = Literal["cost", "accuracy", "robustness"]
-"""cost: updates to the target. accuracy: top-1 at the rate found. robustness: top-1 over rates a
-tenth to ten times the one found, as metrics.Robustness.area has it."""
+"""cost: updates to the target. accuracy: top-1 at the rate found. robustness: top-1 over multiples
+of the rate found, as metrics.Robustness.area has it."""
 
 Scores = Mapping[int, float | None]
 """By seed; None: the target was not reached."""

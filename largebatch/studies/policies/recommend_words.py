@@ -20,7 +20,6 @@ from largebatch.studies.policies.recommend import (
     good_values,
 )
 from largebatch.studies.queue.results import CellResults, Result
-from largebatch.studies.queue.study import RATE
 
 
 def sentences(found: Recommendation) -> Iterator[str]:
@@ -123,7 +122,8 @@ def _comparison(one: Standing) -> str | None:
 def schedule_yaml(cell: CellResults) -> str:
     """Return the sections of a recipe that hold what was found; other keys as comments."""
     recipe = cell.cell.at(cell.values)
-    others = (f"# {key}: {value:g}\n" for key, value in cell.values.items() if key != RATE)
+    others = (f"# {key}: {value:g}\n" for key, value in cell.values.items()
+              if not key.startswith("schedule."))  # fmt: skip
     return f"{''.join(others)}schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
 
 

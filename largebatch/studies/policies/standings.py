@@ -5,7 +5,7 @@ on no front: the cost of the others is only known to be higher than what was run
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -20,7 +20,9 @@ from largebatch.studies.metrics import (
     Robustness,
     costs,
     difference,
+    interval,
     ratio_of_updates,
+    robustness,
 )
 from largebatch.studies.queue.results import CellResults, Result, describe_machines
 
@@ -228,6 +230,7 @@ def describe(standings: Standings) -> Iterator[str]:
             yield where + _leads(ranked)
             targets = (axis.target for axis in standings.axes[:1])
             yield from (where + text for target in targets for text in _cheapest(ranked, target))
+            yield from (where + text for text in _robustness(ranked))
     steered = [one.found.policy for one in standings.cells if one.found.reads_validation]
     if steered:
         named = shorten(list(dict.fromkeys(steered)), most=_NAMED)
@@ -292,6 +295,59 @@ def _cheapest(ranked: Sequence[Standing], target: float | None) -> Iterator[str]
         f"{least.cost(axis):,.0f}{level}; all seeds reach it with {len(some)} of {len(ranked)} "
         "policies."
     )
+
+
+def _robustness(cells: Sequence[Standing]) -> Iterator[str]:
+    """Yield how robust the policies of one configuration are, and how confident."""
+    areas = {
+        one.found.policy: {seed: robustness(each).area for seed, each in one.found.by_scale.items()}
+        for one in cells
+        if one.robustness is not None
+    }
+    if areas:
+        yield _most_robust(areas, cells)
+    yield from _confident(cells)
+
+
+def _most_robust(areas: Mapping[str, Mapping[int, float]], cells: Sequence[Standing]) -> str:
+    scales = next(list(one.robustness.by_scale) for one in cells if one.robustness is not None)
+    means = {name: interval(each.values()) for name, each in areas.items()}
+    best, *others = sorted(means, key=lambda name: -means[name].mean)
+    lead = (
+        f"At {scales[0]:g} to {scales[-1]:g} times the rate found, {best} has the highest top-1 on "
+        f"average, {describe_interval(means[best])}"
+    )
+    if not others:
+        return f"{lead}."
+    worst = others[-1]
+    lead += f", {worst} the lowest, {describe_interval(means[worst])}"
+    if min(len(each) for each in areas.values()) < ENOUGH_SEEDS:
+        return f"{lead}; too few seeds to compare."
+    close = [
+        name
+        for name in others
+        if not areas[name].keys() & areas[best].keys()
+        or difference(areas[best], areas[name], together=len(others)).low <= 0
+    ]
+    noise = f"; within the noise of {best}: {shorten(close, most=_NAMED)}" if close else ""
+    return f"{lead}{noise}."
+
+
+def _confident(cells: Sequence[Standing]) -> Iterator[str]:
+    def known(value: Callable[[Result], float]) -> list[tuple[float, str]]:
+        found = ((one.found.mean(value), one.found.policy) for one in cells)
+        return sorted((each.mean, name) for each, name in found if each is not None)
+
+    sure = known(lambda run: run.average_confidence)
+    apart = known(lambda run: run.class_confidence_deviation)
+    if len(sure) > 1 and apart:
+        (low, first), *_, (high, last) = sure
+        yield (
+            f"The probability of right answers (AC) is {100 * low:.2f} % ({first}) to "
+            f"{100 * high:.2f} % ({last}) on average; between classes it deviates (CDAC) by "
+            f"{100 * apart[0][0]:.2f} ({apart[0][1]}) to {100 * apart[-1][0]:.2f} points "
+            f"({apart[-1][1]})."
+        )
 
 
 def _counts(standings: Standings) -> Iterator[str]:

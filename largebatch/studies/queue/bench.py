@@ -176,6 +176,7 @@ def machine_of(bench: Bench, cell: Cell) -> Machine:
     backend = bench.machine.backend if cell.backend == "auto" else cell.backend
     return replace(
         bench.machine, backend=backend, workers=cell.workers, threads=cell.threads,
+        environment=cell.environment,
         apart=isinstance(bench.study, ConfigurationStudy),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ for each shape (arXiv:2603.10301): at one common rate, a bench would rank base r
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from largebatch.studies.queue.study import (
 Values = Mapping[str, float]
 """Keys of a recipe and their values in a trial."""
 
+_SHAPE = "schedule.decay."
+"""Beginning of the keys of shapes; kinds of decays have different ones."""
+
 RUNGS = 4
 """Number of equal parts of a trial; it may be stopped early after each."""
 
@@ -51,6 +54,7 @@ class Cell:
     workers: int = 1
     backend: BackendName = "auto"
     threads: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
     """As in Setting."""
 
     @property
@@ -65,11 +69,22 @@ class Cell:
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Lowest and highest value of every searched key."""
+        """Lowest and highest value of every searched key that the recipe has."""
         keys = {} if self.search is None else self.search.keys
         return {
-            key: (low * self.own(key), high * self.own(key)) for key, (low, high) in keys.items()
+            key: (low * self.own(key), high * self.own(key))
+            for key, (low, high) in keys.items()
+            if self.has(key)
         }
+
+    def has(self, key: str) -> bool:
+        """Return True unless a key is one of shapes, which its policy has not."""
+        if not key.startswith(_SHAPE):
+            return True
+        value: Any = self.recipe.model_dump(mode="json")
+        for word in key.split("."):
+            value = value.get(word) if isinstance(value, dict) else None
+        return value is not None
 
     def own(self, key: str) -> float:
         """Return the recipe's own value; raise RecipeError unless it is a number above 0."""
@@ -117,10 +132,7 @@ class Cell:
 
     def at(self, values: Values) -> Recipe:
         """Return the recipe with these values; all rates of the schedule scale with the peak."""
-        recipe = self.recipe
-        if RATE in values:
-            recipe = scaled(recipe, values[RATE] / self.own(RATE))
-        tree = recipe.model_dump(mode="json")
+        tree = self.recipe.model_dump(mode="json")
         for key, value in values.items():
             if key == RATE:
                 continue
@@ -129,7 +141,8 @@ class Cell:
             for word in words:
                 section = section[word]
             section[last] = value
-        return validate_tree(Recipe, tree, source=self.name)
+        recipe = validate_tree(Recipe, tree, source=self.name)
+        return scaled(recipe, values[RATE] / self.own(RATE)) if RATE in values else recipe
 
     def check(self) -> None:
         """Raise LargebatchError if a run of the cell cannot be made."""
@@ -172,11 +185,15 @@ def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:
                     configuration=name, variant=variant,
                     recipe=recipe.model_copy(update={"monitor": watched}), search=study.search,
                     workers=setting.workers, backend=setting.backend, threads=setting.threads,
+                    environment=setting.environment,
                 )  # fmt: skip
                 cell.check()
             except LargebatchError as error:
                 raise RecipeError(f"recipe {name} with {study.kind} {variant}: {error}") from None
             cells.append(cell)
+    for key in study.search.keys if study.search else ():
+        if not any(cell.has(key) for cell in cells):
+            raise RecipeError(f"search.keys.{key}: no {study.kind} of the study has this key")
     return cells
 
 

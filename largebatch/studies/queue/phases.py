@@ -12,7 +12,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.studies.queue.cells import Cell, Values
 from largebatch.studies.queue.database import Queue, Slot, require_kind
 from largebatch.studies.queue.results import Result, read_result
-from largebatch.studies.queue.study import RATE, SCALES, AnyStudy, Search, Study
+from largebatch.studies.queue.study import RATE, AnyStudy, Search, Study
 from largebatch.studies.queue.trial import Machine
 
 if TYPE_CHECKING:
@@ -182,7 +182,11 @@ def _define(study: AnyStudy, cell: Cell) -> dict[str, object]:
     names = {"study": study.name, "configuration": cell.configuration, study.kind: cell.variant}
     if isinstance(study, Study):
         return {**names, "recipe": cell.recipe.mathematics.model_dump(mode="json")}
-    machine = {"workers": cell.workers, "backend": cell.backend, "threads": cell.threads}
+    machine: dict[str, object] = {
+        "workers": cell.workers, "backend": cell.backend, "threads": cell.threads,
+    }  # fmt: skip
+    if cell.environment:  # databases of older versions have none
+        machine["environment"] = dict(cell.environment)
     return {**names, "recipe": cell.recipe.model_dump(mode="json"), "machine": machine}
 
 
@@ -217,8 +221,7 @@ def seed_slots(study: AnyStudy) -> list[Slot]:
     slots += [
         Slot(name=f"seed-{seed}-rate-x{scale:g}", about={"seed": seed, "scale": scale})
         for seed in range(1, robustness_seeds + 1)
-        for scale in SCALES
-        if scale != 1
+        for scale in (study.robustness_scales if isinstance(study, Study) else ())
     ]
     return slots
 

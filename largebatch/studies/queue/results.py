@@ -25,7 +25,7 @@ from largebatch.studies.metrics import (
 )
 from largebatch.studies.queue.cells import Cell
 from largebatch.studies.queue.database import DEFINITION, RESULT, SLOT, Json, require_format
-from largebatch.studies.queue.study import SCALES, Search, Setting
+from largebatch.studies.queue.study import Search, Setting
 from largebatch.studies.queue.usage import Usage
 from largebatch.tracking.events import Measured
 
@@ -191,10 +191,10 @@ class CellResults(SeedResults):
     @property
     def robustness(self) -> Robustness | None:
         """Robustness over the seeds that ran at every multiple of the rate; None without one."""
-        every = self.by_scale.values()
+        every = list(self.by_scale.values())
         if not every:
             return None
-        return robustness({scale: [by_scale[scale][0] for by_scale in every] for scale in SCALES})
+        return robustness({scale: [one[scale][0] for one in every] for scale in every[0]})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +207,7 @@ class SettingResults(SeedResults):
     workers: int
     backend: str
     threads: int | None
+    environment: Mapping[str, str]
     """As in study.Setting."""
 
 
@@ -364,6 +365,7 @@ def _setting(search: _Queue | None, seeds: _Queue | None) -> SettingResults:
         workers=machine.workers,
         backend=machine.backend,
         threads=machine.threads,
+        environment=machine.environment,
         values=_values(seeds),
         search=search.results if search else (),
         seeds=tuple(sorted(seeds.results, key=lambda result: result.seed)) if seeds else (),

@@ -7,7 +7,9 @@ every setting of the training and of the machine.
 
 import json
 from collections.abc import Mapping
+from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -23,11 +25,14 @@ from largebatch.recipe.section import Fraction, Samples, Section, Updates
 RATE = "schedule.peak_lr"
 """Key of the base rate: all rates of a schedule scale with it."""
 
-SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
-"""Multiples of the best rate for robustness (arXiv:1908.06477); every seed runs at 1."""
+SCALES = (0.25, 0.5, 2.0, 4.0)
+"""Default multiples of the best rate for robustness; every seed runs at 1. Those of LRBench
+(arXiv:1908.06477), 0.1, 0.5, 5 and 10, mostly tell that training fails at ten times a good rate."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 """Pattern of names, which also name folders."""
+
+_STUDIES = files("largebatch") / "studies"
 
 _FILES = ("study.db", "study.html")
 """Prefix of files that stand beside the folders of recipes."""
@@ -82,7 +87,9 @@ class Search(Section):
     """Searched keys, each between two multiples of the recipe's own value, on a logarithmic
     scale. All rates of a schedule (low_lr, end_lr, start_lr, those of pieces) scale with
     schedule.peak_lr, so that a policy keeps its shape. Other keys with a number above 0, such as
-    optimizer.weight_decay, may be added."""
+    optimizer.weight_decay, may be added. A key of a shape, such as
+    schedule.decay.half_cycle.epochs, schedule.decay.gamma or schedule.decay.low_lr, is searched
+    for the policies that have it; a low_lr found is that at the recipe's own peak_lr."""
 
     part: Fraction = 1.0
     """Length of a trial as a fraction of the run. Every length of the schedule shrinks alike,
@@ -127,6 +134,10 @@ class Setting(Section):
 
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads per worker (OMP_NUM_THREADS). null: the command's environment, else all cores."""
+
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the runs, as those that choose instructions or libraries of
+    linear algebra: {ONEDNN_MAX_CPU_ISA: AVX2, TORCH_BLAS_PREFER_CUBLASLT: "1"}."""
 
 
 Metric = Literal[
@@ -191,7 +202,10 @@ class Study(_Study):
     rate, on all training images, evaluated on the validation images."""
 
     robustness_seeds: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Number of these seeds that also run at 0.1, 0.5, 5 and 10 times the best rate."""
+    """Number of these seeds that also run at `robustness_scales` times the best rate."""
+
+    robustness_scales: Annotated[tuple[Factor, ...], Field(min_length=1)] = SCALES
+    """Multiples of the best rate at which they run; every seed runs at 1."""
 
     targets: tuple[Fraction, ...] = ()
     """Accuracies whose cost in updates is shown."""
@@ -207,6 +221,8 @@ class Study(_Study):
             raise ValueError(
                 f"robustness_seeds ({self.robustness_seeds}) must not exceed seeds ({self.seeds})"
             )
+        if len({*self.robustness_scales, 1.0}) <= len(self.robustness_scales):
+            raise ValueError("robustness_scales: expected different multiples, without 1")
         return self
 
 
@@ -267,14 +283,33 @@ def settings_of(study: AnyStudy) -> Mapping[str, Setting]:
     }
 
 
+def settings_here(study: ConfigurationStudy) -> ConfigurationStudy:
+    """Return a study without the settings whose libraries are not installed."""
+    settings = {name: setting for name, setting in study.settings.items() if not _missing(setting)}
+    return study.model_copy(update={"settings": settings})
+
+
+def _missing(setting: Setting) -> bool:
+    needed = {"horovod": setting.backend == "horovod",
+              "nvidia.dali": setting.set.get("execution.decoder") == "dali"}  # fmt: skip
+    return any(is_needed and not _is_installed(name) for name, is_needed in needed.items())
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
 def load_study(path: Path) -> Study:
-    """Read and validate the file of a study of policies, as read_study does."""
-    return read_study(str(path), Study)
+    """Read and validate a study of policies, a file or an installed one, as read_study does."""
+    return read_study(str(path), Study, suite=_STUDIES / "policies" / "presets")
 
 
 def load_configuration_study(path: Path) -> ConfigurationStudy:
-    """Read and validate the file of a study of settings, as read_study does."""
-    return read_study(str(path), ConfigurationStudy)
+    """Read and validate a study of settings, a file or an installed one, as read_study does."""
+    return read_study(str(path), ConfigurationStudy, suite=_STUDIES / "settings" / "presets")
 
 
 def read_study(name: str, kind: type[_Kind], *, suite: Traversable | None = None) -> _Kind:

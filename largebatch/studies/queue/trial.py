@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +55,9 @@ class Machine:
 
     threads: int | None = None
     """Threads of each worker in such a run; None: those of the environment."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of such a run."""
 
     def options(self, recipe: Recipe) -> dict[str, Any]:
         """Return the options of a run; only recipes of image folders get a data folder."""
@@ -141,12 +144,14 @@ def carry_out(part: Part) -> Summary:
 
 def _carry_out_apart(part: Part, log: IO[str]) -> Summary:
     """Run `carry_out` in a process that ends with this one; raise its errors here."""
-    threads = {} if part.machine.threads is None else {"OMP_NUM_THREADS": str(part.machine.threads)}
+    machine = part.machine
+    threads = {} if machine.threads is None else {"OMP_NUM_THREADS": str(machine.threads)}
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     words = ["largebatch.studies.queue.one_run", PART.dump_json(part).decode(), str(os.getpid())]
     process = subprocess.Popen(  # noqa: S603 -- the words are ours
         [sys.executable, "-m", *words],
-        env={**os.environ, **paths, **threads}, stdout=log, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **paths, **machine.environment, **threads},
+        stdout=log, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process, answering(lambda number, _: process.send_signal(number), *STOPS):
         _, errors = process.communicate()

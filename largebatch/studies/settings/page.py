@@ -12,6 +12,7 @@ from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, 
 from largebatch.studies.metrics import Interval
 from largebatch.studies.queue.results import Result
 from largebatch.studies.queue.study import Metric
+from largebatch.studies.settings import correlations
 from largebatch.studies.settings.settings import MEASURES, Findings, Measure, Measured, describe
 from largebatch.studies.settings.transfer import Transfer
 
@@ -56,11 +57,16 @@ def make_page(findings: Findings) -> Page:
     return Page(
         title=findings.study,
         subtitle=", ".join(findings.recipes),
-        findings=list(describe(findings)),
+        findings=[*describe(findings), *correlations.describe(findings)],
         is_sound=findings.has_enough_seeds and not findings.waiting,
         note=_NOTE,
         legend=("Recipes", looks),
-        sections=[table, *_transfer(findings), *_patterns(findings, looks)],
+        sections=[
+            table,
+            *_transfer(findings),
+            *_patterns(findings, looks),
+            *correlations.sections(findings),
+        ],
         source="a database of studies",
     )
 

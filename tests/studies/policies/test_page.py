@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,31 @@ def test_the_sentences_have_the_answer_and_what_it_rests_on(found: list[CellResu
         f"above constant ({100 * (gaps.mean() - reach):.2f} to "
         f"{100 * (gaps.mean() + reach):.2f}): more than the noise of seeds."
     )
+
+
+def test_robustness_and_confidence_are_told_in_words(found: list[CellResults]) -> None:
+    scales = {0.25: 0.8, 0.5: 0.9, 2.0: 0.9, 4.0: 0.4}
+
+    def scaled(more: float) -> list[Result]:
+        return [
+            run(seed, [0.5, top1 + more + seed / 1000], every=300, scale=by)
+            for seed in (1, 2, 3)
+            for by, top1 in scales.items()
+        ]
+
+    steady, falling, *_ = found
+    cells = [
+        replace(steady, scaled=tuple(scaled(0.0))),
+        replace(falling, scaled=tuple(scaled(0.05))),
+    ]
+    robust, confident = [text for text in describe(stand(cells, [0.9])) if "(AC)" in text or
+                         "times the rate found" in text]  # fmt: skip
+    assert robust.startswith("At 0.25 to 4 times the rate found, cosine has the highest top-1 on")
+    assert "constant the lowest, " in robust
+    assert "within the noise" not in robust
+    assert "between classes it deviates (CDAC) by" in confident
+    page = make_page(cells)
+    assert {"How much the rate matters", "Confidence"} <= {one.title for one in page.sections}
 
 
 def test_policies_with_two_seeds_are_too_few_to_compare_and_have_no_interval(

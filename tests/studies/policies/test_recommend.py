@@ -25,7 +25,7 @@ from largebatch.studies.policies.recommend_words import (
     sentences,
 )
 from largebatch.studies.queue.results import CellResults, read_results
-from largebatch.studies.queue.study import RATE, SCALES
+from largebatch.studies.queue.study import RATE
 
 QUICK = Policy(
     reached=[4, 5, 6],
@@ -108,8 +108,9 @@ def test_the_policy_of_the_highest_accuracy_leads_by_pairs_of_seeds(group: Group
 def test_the_policy_that_depends_least_on_the_rate_is_the_most_robust(group: Group) -> None:
     found = recommend(group, by="robustness")
     assert [one.cell.policy for one in found.standings] == ["slow", "quick", "never"]
+    scales = (0.1, 0.5, 1.0, 5.0, 10.0)
     tops = [{1.0: one.top1[0], **one.scaled} for one in (SLOW, QUICK)]
-    areas = [np.trapezoid([one[scale] for scale in SCALES], np.log10(SCALES)) / 2 for one in tops]
+    areas = [np.trapezoid([one[scale] for scale in scales], np.log10(scales)) / 2 for one in tops]
     assert [one.scores[1] for one in found.standings[:2]] == pytest.approx(areas)
     text = answer(found)
     assert "0.1 times: 60.00%, 0.5 times: 90.00%, 1 times: 95.00%, 5 times: 90.00%" in text

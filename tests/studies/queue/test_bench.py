@@ -190,7 +190,13 @@ def test_a_process_that_another_treats_as_gone_drops_its_result_and_continues(
 def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, world: World) -> None:
     keys = {RATE: [2.0, 16.0]}  # 2.5 times the rate diverges
     search = {"trials": 4, "held_out": 300, "keys": keys, "prune": False}
-    bench, url = a_bench(tmp_path, policies=ONE, search=search, robustness_seeds=1)
+    bench, url = a_bench(
+        tmp_path,
+        policies=ONE,
+        search=search,
+        robustness_seeds=1,
+        robustness_scales=[0.1, 0.5, 5, 10],
+    )
     assert work(bench, url, ignore)
     with open_storage(url) as storage:
         search_phase, seeds = Progress(bench, storage).phases()[:2]

@@ -15,9 +15,15 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Duration
 from largebatch.studies.policies.page import PAGE
+from largebatch.studies.queue import study as study_module
 from largebatch.studies.queue.cells import Cell, cells_of, rungs
-from largebatch.studies.queue.phases import first_values
-from largebatch.studies.queue.study import RATE, load_study
+from largebatch.studies.queue.phases import first_values, seed_slots
+from largebatch.studies.queue.study import (
+    RATE,
+    load_configuration_study,
+    load_study,
+    settings_here,
+)
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 TRIANGLE = {"kind": "tri", "low_lr": 0.05, "half_cycle": {"steps": 3}}
@@ -77,6 +83,8 @@ def rates(recipe: Recipe) -> list[float]:
             "recipes.study.html: a study has a file of this name; give another",
         ),
         ({"robustness_seeds": 3}, r"robustness_seeds \(3\) must not exceed seeds \(2\)"),
+        ({"robustness_scales": [0.5, 1]}, "expected different multiples, without 1"),
+        ({"robustness_scales": [0.5, 0.5]}, "expected different multiples, without 1"),
         (
             {"recipes": {"digits": {"recipe": "digits_96", "sets": {}}}},
             r"recipes.digits.sets: unknown key; did you mean 'set'\?",
@@ -119,6 +127,15 @@ def test_a_policy_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -
         (
             {"search": {**STUDY["search"], "keys": {"optimizer.moment": [0.1, 2]}}},
             r"search.keys.optimizer.moment: unknown key; did you mean 'momentum'\?",
+        ),
+        (
+            {
+                "search": {
+                    **STUDY["search"],
+                    "keys": {RATE: [0.1, 2], "schedule.decay.cycle": [1, 2]},
+                }
+            },
+            "search.keys.schedule.decay.cycle: no policy of the study has this key",
         ),
         (
             {"search": {**STUDY["search"], "keys": {"polish.scope": [0.1, 2]}}},
@@ -247,3 +264,42 @@ def test_all_searches_have_the_same_budget_and_begin_at_the_same_factors(tmp_pat
 def test_the_example_can_be_run() -> None:
     study = load_study(EXAMPLES / "digits_policies.yaml")
     assert len(cells_of(study, EXAMPLES)) == 4
+
+
+def test_a_key_of_a_shape_is_searched_for_the_policies_that_have_it(tmp_path: Path) -> None:
+    waves = {"decay": {"kind": "tri", "low_lr": 0.1, "half_cycle": {"epochs": 0.2}}}
+    keys = {RATE: [0.1, 2], "schedule.decay.half_cycle.epochs": [0.5, 2],
+            "schedule.decay.low_lr": [0.5, 2]}  # fmt: skip
+    changes = {"policies": {"fix": {"decay": {"kind": "fix"}}, "tri": waves}}
+    study = load_study(write_study(tmp_path, **changes, search={**STUDY["search"], "keys": keys}))
+    fix, tri = cells_of(study, tmp_path)
+    assert list(fix.ranges) == [RATE]
+    assert tri.ranges["schedule.decay.half_cycle.epochs"] == (0.1, 0.4)
+    peak = tri.own(RATE)
+    values = {
+        RATE: 2 * peak, "schedule.decay.low_lr": 0.05, "schedule.decay.half_cycle.epochs": 0.4,
+    }  # fmt: skip
+    found = tri.at(values).schedule
+    assert found.peak_lr == 2 * peak
+    assert found.decay.model_dump()["low_lr"] == 0.1  # 0.05 at the recipe's own peak
+    assert found.decay.model_dump()["half_cycle"]["epochs"] == 0.4
+
+
+def test_lrbench_is_installed_and_its_runs_are_at_these_scales() -> None:
+    study = load_study(Path("lrbench"))
+    cells = cells_of(study, Path())
+    assert len(cells) == 20
+    scales = {slot.about["scale"] for slot in seed_slots(study)}
+    assert scales == {0.25, 0.5, 1, 2, 4}
+    with pytest.raises(RecipeError, match="neither a file nor an installed study; those are lrb"):
+        load_study(Path("lrbenc"))
+
+
+def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = load_configuration_study(Path("gtdlbench"))
+    assert {"dali", "two-workers-horovod"} < study.settings.keys()
+    monkeypatch.setattr(study_module, "find_spec", lambda name: None)
+    left = settings_here(study)
+    assert study.settings.keys() - left.settings.keys() == {"dali", "two-workers-horovod"}
+    cells = {cell.variant: cell for cell in cells_of(left, Path())}
+    assert cells["avx2"].environment["ONEDNN_MAX_CPU_ISA"] == "AVX2"

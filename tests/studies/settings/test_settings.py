@@ -291,12 +291,14 @@ class Watched(NamedTuple):
     cpu_seconds: float
     memory_bytes: int
     threads: int
+    kernels: set[str | None]
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     bench, _ = a_bench(tmp_path_factory.mktemp("real"))
     ended, memory, threads = Event(), [0], [0]
+    kernels: set[str | None] = set()
 
     def watch() -> None:
         while not ended.wait(0.02):
@@ -304,13 +306,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
                 try:
                     memory.append(process.memory_info().rss)
                     threads.append(int(process.environ().get("OMP_NUM_THREADS", 0)))
+                    kernels.add(process.environ().get("ONEDNN_MAX_CPU_ISA"))
                 except psutil.NoSuchProcess:
                     continue
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     thread = Thread(target=watch)
     thread.start()
-    machine = Machine(apart=True, threads=2)
+    machine = Machine(apart=True, threads=2, environment={"ONEDNN_MAX_CPU_ISA": "AVX2"})
     result = train(
         bench.cells[0].recipe, bench.out / "run", machine, stops=(), hopeless=lambda *_: False
     )
@@ -318,7 +321,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     thread.join()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Watched(result, used, max(memory), max(threads))
+    return Watched(result, used, max(memory), max(threads), kernels)
 
 
 @pytest.mark.long
@@ -333,8 +336,9 @@ def test_what_a_run_is_recorded_to_use_is_what_the_system_counted(watched: Watch
     assert watched.result["other_cores"] >= 0
 
 
-def test_a_run_has_the_threads_of_its_setting(watched: Watched) -> None:
+def test_a_run_has_the_threads_and_the_environment_of_its_setting(watched: Watched) -> None:
     assert watched.threads == 2
+    assert "AVX2" in watched.kernels
     assert len(watched.result["evaluations"]) >= 1
 
 
