@@ -86,7 +86,7 @@ def fake(job: Job, *, epochs: float, top1: float = 0.7, polished: float | None =
 def test_a_trial_that_reaches_the_target_sooner_is_better() -> None:
     job = Job(Cell(RESNET, "lars", 500), Setting(1.0, 0.1))
     soon, late = fake(job, epochs=3), fake(job, epochs=4, top1=0.9)
-    never, worse = fake(job, epochs=2, top1=0.5), fake(job, epochs=2, top1=0.4)
+    never, worse = fake(job, epochs=2, top1=0.4), fake(job, epochs=2, top1=0.3)
     diverged = soon | {"diverged": True, "top1": 0.1}
     order = [soon, late, never, worse, diverged]
     assert sorted(order, key=score, reverse=True) == order

@@ -23,7 +23,7 @@ from largebatch.studies.hosts.starts import Start
 from largebatch.studies.servers.traffic import beside, central, ring
 from largebatch.studies.staleness.run import Run
 from largebatch.studies.staleness.study import Cell
-from largebatch.training.protocols.server import divide
+from largebatch.training.protocols.split import server_bytes
 
 TRAINING = "forward, backward and update"
 _MOST, _ENOUGH_SECONDS = 20, 1.0
@@ -106,11 +106,11 @@ def _message_bytes(start: Start) -> float:
     """Return the bytes of an update on the busiest link, which carries them one after the other."""
     recipe, workers = start.job.recipe, len(start.placement.hosts)
     model = build_model(recipe, Serial().device)
-    sizes = [weight.nbytes for weight in model.parameters()]
-    protocol = recipe.protocol
+    weights, protocol = list(model.parameters()), recipe.protocol
     if protocol is None:
-        return max(link.sent for link in ring(sum(sizes), workers=workers))
-    parts = [sum(sizes[n] for n in part) for part in divide(sizes, protocol.num_servers)]
+        total = sum(weight.nbytes for weight in weights)
+        return max(link.sent for link in ring(total, workers=workers))
+    parts = server_bytes(weights, protocol.num_servers, split=protocol.split)
     if not protocol.dedicated:
         return max(link.sent for link in beside(parts))
     links = central(parts, learners=protocol.learners)

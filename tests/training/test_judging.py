@@ -62,7 +62,10 @@ class Second:
         sample = Sample("rows of 5 scores", (5,), labels=(labels_per_sample,))
         data = SimpleNamespace(val_labels=10, held_out=None, sample=lambda: sample)
         polish = SimpleNamespace(keep="better")
-        recipe: Any = SimpleNamespace(polish=polish, monitor=(), data=data, task=IMAGES)
+        evaluation = SimpleNamespace(views=1)
+        recipe: Any = SimpleNamespace(
+            polish=polish, monitor=(), data=data, task=IMAGES, evaluation=evaluation
+        )
         self.trainer = Trainer(
             recipe=recipe,
             plan=plan,
