@@ -125,7 +125,7 @@ def draw(figure: "Figure", simulated: Sequence[Row], measured: Sequence[Row]) ->
                 )  # fmt: skip
         axes.axhline(1.0, color=MUTED, linewidth=0.8)
         axes.set_title(recipe, color=INK)
-        axes.set_ylim(0, 4)
+        axes.set_ylim(0, 5)
         axes.set_ylabel("speed-up")
         axes.set_xlabel("workers")
     panels[0].legend(frameon=False, fontsize=7, loc="upper left")
