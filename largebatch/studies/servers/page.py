@@ -193,11 +193,10 @@ def _lines(rows: Sequence[Row], looks: Sequence[Series]) -> Iterator[tuple[Serie
     """Yield the rows of every recipe with every layout by their workers, one alone first."""
     for recipe in dict.fromkeys(row.cell.configuration for row in rows):
         for look in looks:
-            line = [
-                row
-                for row in rows
-                if row.cell.configuration == recipe and row.cell.layout in {ALONE, look.label}
-            ]
+            own = [row for row in rows if row.cell.configuration == recipe]
+            line = [row for row in own if row.cell.layout == look.label]
+            if all(row.cell.workers > 1 for row in line):  # central servers may have one worker
+                line += [row for row in own if row.cell.layout == ALONE]
             yield _tagged(look, recipe), sorted(line, key=_changed)
 
 

@@ -96,8 +96,21 @@ def _slow(rows: Sequence[Row]) -> str:
     """Return a layout with its numbers of workers, and its speed-ups there."""
     means = [row.speed_up.mean for row in rows if row.speed_up]
     ends = " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(means), max(means))))
-    workers = ", ".join(str(row.cell.workers) for row in rows)
-    return f"{rows[0].cell.layout} on {workers} workers ({ends})"
+    return (
+        f"{rows[0].cell.layout} on {_listed([row.cell.workers for row in rows])} workers ({ends})"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers in rising order as a range, or one by one if some are missing.
+
+    >>> _listed([2, 3, 4]), _listed([2, 4]), _listed([2])
+    ('2 to 4', '2, 4', '2')
+    """
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and list(numbers) == list(range(first, last + 1)):
+        return f"{first} to {last}"
+    return ", ".join(map(str, numbers))
 
 
 def findings(rows: Sequence[Row]) -> Iterator[str]:

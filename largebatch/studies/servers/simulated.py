@@ -195,8 +195,10 @@ def _compared(recipe: str, rows: Mapping[Sweep, Sequence[Row]]) -> Iterator[str]
     for sweep, unit in UNITS.items():
         times = _beside_over_central(rows[sweep], sweep)
         if times:
-            listed = ", ".join(f"{times[value].mean:.2f} at {value:,g}" for value in times)
-            words = f"{recipe}, simulated, beside over one central server: {listed} {unit}"
+            ends = [f"{end(one.mean for one in times.values()):.2f}" for end in (min, max)]
+            over = " to ".join(f"{end(times):,g}" for end in (min, max))
+            found = f"{' to '.join(dict.fromkeys(ends))} at {over} {unit}"
+            words = f"{recipe}, simulated, beside over one central server: {found}"
             paper = rows[sweep][0].cell.trained.paper
             judged = f"; {verdict(paper, list(times.values()))}" if sweep == "workers" else ""
             yield f"{words}{judged}."
