@@ -29,7 +29,7 @@ RECIPES = ("cifar10_airbench_2000", "cifar10_airbench_2000_nesterov")
 LEAST_VIEWS = ("evaluation.views=1",)
 
 
-def measure(name: str, *, seed: int, data: Path, work: Path) -> dict[str, Any]:
+def measure(name: str, *, seed: int, data: Path | None, work: Path) -> dict[str, Any]:
     """Train a recipe and return its accuracies and seconds."""
     out = work / f"{name}-{seed}"
     summary = run(load_recipe(name, [f"seed={seed}"]), out=out, data=data, resume="auto")
