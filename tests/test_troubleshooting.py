@@ -221,12 +221,16 @@ def different_recipes() -> None:
     on_threads(work, workers=2)
 
 
-def different_weights() -> None:
+def different_weights(*, workers: int = 3) -> None:
     def work(worker: Thread) -> None:
         weights = [torch.full((2,), float(worker.rank == 1))]
         require_same_bits(weights, worker, worker.device, when="step 9")
 
-    on_threads(work, workers=3)
+    on_threads(work, workers=workers)
+
+
+def different_weights_of_two() -> None:
+    different_weights(workers=2)
 
 
 def polished_without_a_group() -> None:
@@ -313,6 +317,7 @@ def a_worker_that_hangs() -> None:
 CALLS: list[Callable[[], None]] = [
     different_recipes,
     different_weights,
+    different_weights_of_two,
     polished_without_a_group,
     more_workers_than_gpus,
     two_workers_on_a_gpu,

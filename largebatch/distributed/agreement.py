@@ -105,10 +105,14 @@ def require_same_bits(
     common = max(set(digests), key=digests.count)
     numbers = range(group.world_size) if workers is None else workers
     odd = [str(n) for n, digest in zip(numbers, digests, strict=True) if digest != common]
+    if 2 * len(odd) < group.world_size:
+        found = f"worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the others"
+    else:
+        every = shorten([str(number) for number in numbers])
+        found = f"workers {every} differ, and no majority shows which are right"
     raise DesynchronizedError(
-        f"the weights of worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the "
-        f"others at {when}: a machine or a library computes incorrectly; they were equal in the "
-        "last checkpoint: check these machines, and continue with --resume"
+        f"the weights of {found}, at {when}: a machine or a library computes incorrectly; they "
+        "were equal in the last checkpoint: check these machines, and continue with --resume"
     )
 
 

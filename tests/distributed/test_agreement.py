@@ -282,3 +282,16 @@ def test_different_weights_name_the_worker_by_its_number() -> None:
 
     for message in on_threads(work, workers=3):
         assert message.startswith("the weights of worker 2 differ from those of the others")
+
+
+def test_different_weights_of_two_workers_accuse_neither() -> None:
+    def work(worker: Thread) -> str:
+        weights = [torch.full((2,), float(worker.rank == 1))]
+        with pytest.raises(DesynchronizedError) as caught:
+            require_same_bits(weights, worker, CPU, when="step 9")
+        return str(caught.value)
+
+    for message in on_threads(work, workers=2):
+        assert message.startswith(
+            "the weights of workers 0, 1 differ, and no majority shows which are right, at step 9"
+        )

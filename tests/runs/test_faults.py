@@ -501,8 +501,8 @@ def compare(case: str) -> str:
     ("case", "message"),
     [
         ("", "alike"),
-        ("one bit", "the weights of worker 1 differ from those of the others at step 9"),
-        ("a buffer", "the weights of worker 2 differ from those of the others at step 9"),
+        ("one bit", "the weights of worker 1 differ from those of the others, at step 9"),
+        ("a buffer", "the weights of worker 2 differ from those of the others, at step 9"),
     ],
 )
 def test_a_difference_of_one_bit_between_workers_is_found_and_named(
