@@ -85,7 +85,9 @@ def draw(figure: "Figure", *, study: Study) -> None:
             _draw_row(axes, height, study, data, weights)
         axes.set_title(TITLES[data], color=INK, weight="bold", size=12.5)
         low, high = axes.get_xlim()
-        axes.set_xlim(low - 0.12 * (high - low), high + 0.3 * (high - low))  # room for figures
+        low, high = low - 0.12 * (high - low), high + 0.3 * (high - low)  # room for figures
+        axes.set_xticks([tick for tick in axes.get_xticks() if low <= tick <= min(high, 100)])
+        axes.set_xlim(low, high)
         axes.set_ylim(len(SHARED) - 0.5, -0.6)
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x", color=RULE)
