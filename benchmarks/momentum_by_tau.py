@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contrasts import contrast, noise_of
+from contrasts import Noise, contrast, noise_of
 from measuring import run_largebatch, write
 
 from largebatch.studies.metrics import interval
@@ -57,16 +57,24 @@ TOGETHER = sum(len(momenta) - 1 for _, _, momenta in CONDITIONS.values())
 
 
 class Point(NamedTuple):
-    """A condition, a momentum, and the rate of SGD without momentum that goes as far (e)."""
+    """A condition, a momentum, the rate of SGD without momentum that goes as far (e), warm-up."""
 
     condition: str
     momentum: float
     far: float
+    warmup: float = 0.0
+    """Epochs of it, in which the rate rises from 0 to its peak."""
+
+    @property
+    def arm(self) -> "Point":
+        """The point whatever its rate."""
+        return self._replace(far=0.0)
 
     @property
     def recipe(self) -> str:
         """Name of its recipe."""
-        return f"m{self.momentum:g}-e{self.far:g}"
+        warmup = f"-w{self.warmup:g}" if self.warmup else ""
+        return f"m{self.momentum:g}-e{self.far:g}{warmup}"
 
     @property
     def rate(self) -> float:
@@ -86,23 +94,34 @@ Found = Mapping[Point, Row]
 
 def main() -> None:
     """Search the rates, train the seeds and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=2, metavar="N")
-    parser.add_argument("--work", type=Path, default=Path("runs") / NAME, metavar="DIR")
-    parser.add_argument("--write", action="store_true", help="train nothing, write what is there")
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
+    args = parse(NAME, __doc__.splitlines()[0])
     points = [
         Point(condition, *each)
         for condition, (_, _, momenta) in CONDITIONS.items()
         for each in product(momenta, GRID)
     ]
+    search, rows = search_and_train(points, args, seeds=SEEDS)
+    print(write(NAME, f"python benchmarks/{NAME}.py", result(search, rows)))
+
+
+def parse(name: str, purpose: str) -> argparse.Namespace:
+    """Return the options of a study of this name."""
+    parser = argparse.ArgumentParser(description=purpose)
+    parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument("--work", type=Path, default=Path("runs") / name, metavar="DIR")
+    parser.add_argument("--write", action="store_true", help="train nothing, write what is there")
+    return parser.parse_args()
+
+
+def search_and_train(
+    points: Sequence[Point], args: argparse.Namespace, *, seeds: int
+) -> tuple[Found, Found]:
+    """Return the trials with seed 1, and all seeds of the best ones."""
+    args.work.mkdir(parents=True, exist_ok=True)
     search = carry_out("search", points, args, seeds=1)
     while missing := beyond(search):
         search = carry_out("search", [*search, *missing], args, seeds=1)
-    chosen = best(search)
-    rows = carry_out("main", chosen, args, seeds=SEEDS)
-    print(write(NAME, f"python benchmarks/{NAME}.py", result(search, rows)))
+    return search, carry_out("main", best(search), args, seeds=seeds)
 
 
 def carry_out(name: str, points: Sequence[Point], args: argparse.Namespace, *, seeds: int) -> Found:
@@ -138,7 +157,7 @@ def study(points: Sequence[Point], *, seeds: int) -> dict[str, Any]:
 
 
 def recipe(point: Point) -> dict[str, Any]:
-    """Return the recipe of a point: LeNet-5 on the digits at a constant rate, without polishing."""
+    """Return the recipe of a point: LeNet-5 on the digits, constant rate, without polishing."""
     changes = {
         "duration.epochs": EPOCHS,
         "data.image_size": 16,
@@ -146,7 +165,11 @@ def recipe(point: Point) -> dict[str, Any]:
         "batch": {"global_batch": MU * LEARNERS, "bn_span": None},
         "polish": None,
         "optimizer": {"kind": "sgd", "momentum": point.momentum, "weight_decay": 5e-4},
-        "schedule": {"peak_lr": point.rate, "warmup": None, "decay": {"kind": "constant"}},
+        "schedule": {
+            "peak_lr": point.rate,
+            "warmup": {"epochs": point.warmup} if point.warmup else None,
+            "decay": {"kind": "constant"},
+        },
         "loss.label_smoothing": 0.0,
         "evaluation": {},
         "execution.cache": "memory",
@@ -161,11 +184,10 @@ def score(row: Row) -> tuple[float, float]:
 
 
 def best(search: Found) -> list[Point]:
-    """Return the best point of every condition and momentum."""
-    groups = {point[:2] for point in search}
+    """Return the best point of every arm."""
     return [
-        max((it for it in search if it[:2] == group), key=lambda it: score(search[it]))
-        for group in sorted(groups)
+        max((it for it in search if it.arm == arm), key=lambda it: score(search[it]))
+        for arm in sorted({point.arm for point in search})
     ]
 
 
@@ -173,7 +195,7 @@ def beyond(search: Found) -> list[Point]:
     """Return the points to try next, where the best rate is the highest or the lowest."""
     found = []
     for point in best(search):
-        tried = [it.far for it in search if it[:2] == point[:2]]
+        tried = [it.far for it in search if it.arm == point.arm]
         if point.far == max(tried):
             found.append(point._replace(far=point.far * STRIDE))
         elif point.far == min(tried):
@@ -193,25 +215,37 @@ def rule(tau: float) -> float:
 
 def result(search: Found, rows: Found) -> dict[str, Any]:
     """Return the cells, the differences between momenta, and the rates that were tried."""
-    kept = {point: _by_seed(row) for point, row in rows.items()}
+    kept = {point: by_seed(row) for point, row in rows.items()}
     whole = len({frozenset(each) for each in kept.values()}) == 1
-    noise = noise_of([each for each in kept.values() if min(each.values()) >= FAILS])
     return {
-        "noise": noise._asdict(),
-        "cells": [_cell(point, row, kept[point]) for point, row in rows.items()],
+        "noise": noise_of_whole(kept)._asdict(),
+        "cells": [cell_of(point, row) for point, row in rows.items()],
         "differences": dict(differences(rows)) if whole else {},
-        "search": [
-            {**point._asdict(), "top-1": row.found[0]["top1"], "loss": row.found[0]["loss"]}
-            for point, row in search.items()
-        ],
+        "search": trials_of(search),
     }
 
 
-def _by_seed(row: Row) -> dict[int, float]:
+def noise_of_whole(cells: Mapping[Point, Mapping[int, float]]) -> Noise:
+    """Return the noise of the cells in which no run fails."""
+    return noise_of([each for each in cells.values() if min(each.values()) >= FAILS])
+
+
+def by_seed(row: Row) -> dict[int, float]:
+    """Return top-1 by seed, without that of the search."""
     return {one["seed"]: one["top1"] for one in row.found if one["seed"] > 1}
 
 
-def _cell(point: Point, row: Row, top1: Mapping[int, float]) -> dict[str, Any]:
+def trials_of(search: Found) -> list[dict[str, Any]]:
+    """Return the trials as the result has them."""
+    return [
+        {**point._asdict(), "top-1": row.found[0]["top1"], "loss": row.found[0]["loss"]}
+        for point, row in search.items()
+    ]
+
+
+def cell_of(point: Point, row: Row) -> dict[str, Any]:
+    """Return a cell as the result has it."""
+    top1 = by_seed(row)
     return {
         **point._asdict(),
         "rate": point.rate,
@@ -225,8 +259,8 @@ def _cell(point: Point, row: Row, top1: Mapping[int, float]) -> dict[str, Any]:
 
 def differences(rows: Found) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield by condition the momentum nearest to the rule's, and what it gains over each other."""
-    kept = {point: _by_seed(row) for point, row in rows.items()}
-    noise = noise_of([each for each in kept.values() if min(each.values()) >= FAILS])
+    kept = {point: by_seed(row) for point, row in rows.items()}
+    noise = noise_of_whole(kept)
     for condition, (_, _, momenta) in CONDITIONS.items():
         own = {point.momentum: point for point in rows if point.condition == condition}
         tau = rows[own[USUAL]].tau

@@ -107,6 +107,7 @@ MEASURED = {
     "speed_up": tuple(f"training/protocols/{name}.py" for name in ("rule", "server", "simulator")),
     "staleness": (*_LATE, "training/loss.py"),
     "staleness_times": ("training/protocols/simulator.py",),
+    "warmup_by_tau": (*_LATE, "training/loss.py"),
 }
 """Files and folders of the package whose speed or accuracy each benchmark measures."""
 

@@ -1,5 +1,6 @@
-"""The studies of momentum: the cells, search and differences of benchmarks/momentum_by_tau.py, and
-the quadratic of momentum_quadratic.py against what is known in closed form."""
+"""The studies of momentum and warm-up: momentum_by_tau.py, warmup_by_tau.py (cells, search and
+differences), and the quadratic of momentum_quadratic.py against what is known in closed form.
+"""
 
 import math
 import sys
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import momentum_by_tau as momentum  # noqa: E402
 import momentum_quadratic as quadratic  # noqa: E402
+import warmup_by_tau as warmup  # noqa: E402
 
 from largebatch.recipe.loading import validate_tree  # noqa: E402
 from largebatch.studies.staleness.study import StalenessStudy, cells_of  # noqa: E402
@@ -93,6 +95,37 @@ def test_differences_leave_the_seed_of_the_search_out() -> None:
     assert gain["mean"] == pytest.approx(9 - 1 / 3)
     assert gain["number"] == 3
     assert gain["low"] < gain["mean"] < gain["high"]
+
+
+def test_what_warm_up_gains_is_held_against_what_it_gains_without_staleness() -> None:
+    rows = {
+        momentum.Point(condition, of, 0.05, length): row(
+            {seed: 0.6 + 0.01 * (seed % 2) + gain for seed in range(1, warmup.SEEDS + 1)}
+        )
+        for condition in momentum.CONDITIONS
+        for of in warmup.MOMENTA
+        for length, gain in {0.0: 0.0, 1.0: 0.02 if condition == "hardsync" else 0.05}.items()
+    }
+    found = warmup.result({}, rows)["differences"]
+    assert len(found) == 8 + 6
+    assert found["hardsync, momentum 0.9"]["mean"] == pytest.approx(2)
+    assert found[f"{ASYNCHRONOUS}, momentum 0"]["mean"] == pytest.approx(5)
+    assert found[f"{ASYNCHRONOUS}, momentum 0, less hardsync's"]["mean"] == pytest.approx(3)
+
+
+def test_an_arm_whose_seeds_are_not_all_there_has_no_difference() -> None:
+    rows = {
+        momentum.Point("hardsync", of, 0.05, length): row(dict.fromkeys(range(1, seeds + 1), 0.5))
+        for of, length, seeds in ((0.0, 0.0, 6), (0.0, 1.0, 6), (0.9, 0.0, 6), (0.9, 1.0, 3))
+    }
+    assert list(warmup.result({}, rows)["differences"]) == ["hardsync, momentum 0"]
+
+
+def test_warm_up_is_a_part_of_the_schedule_and_of_the_name() -> None:
+    warm = momentum.Point(ASYNCHRONOUS, 0.9, 0.05, 1.0)
+    assert momentum.recipe(warm)["set"]["schedule"]["warmup"] == {"epochs": 1.0}
+    assert momentum.recipe(point())["set"]["schedule"]["warmup"] is None
+    assert warm.recipe != warm._replace(warmup=0.0).recipe
 
 
 @pytest.mark.parametrize("of", [0.0, 0.5, 0.9])

@@ -1,0 +1,90 @@
+"""Measure whether warm-up repairs what late gradients cost, with momentum and without.
+
+    python benchmarks/warmup_by_tau.py [--processes N] [--write]
+
+The network, data, conditions, search and intervals of momentum_by_tau.py: LeNet-5 on the digits, 30
+simulated learners, five epochs. An arm is a condition, a momentum of 0 or 0.9, and no warm-up or
+one epoch of it; each has a rate of its own. Goes on where it was stopped; with --write it trains
+nothing. Writes benchmarks/results/warmup_by_tau_<machine>_<date>.json.
+
+Decided before: a difference is top-1 with warm-up less top-1 without, at the same condition and
+momentum. What staleness costs less with warm-up is that difference in a condition with late
+gradients, less hardsync's. All of them hold together, with 95 %.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from contrasts import contrast
+from measuring import write
+from momentum_by_tau import (
+    CONDITIONS,
+    GRID,
+    USUAL,
+    Found,
+    Point,
+    by_seed,
+    cell_of,
+    noise_of_whole,
+    parse,
+    search_and_train,
+    trials_of,
+)
+
+NAME = "warmup_by_tau"
+MOMENTA = (0.0, USUAL)
+EPOCHS_OF_WARMUP = 1.0
+SEEDS = 6
+"""Number of seeds with that of the search, which is the first and no result."""
+
+Terms = list[tuple[float, Mapping[int, float]]]
+
+
+def main() -> None:
+    """Search the rates, train the seeds and write the result."""
+    args = parse(NAME, __doc__.splitlines()[0])
+    arms = product(CONDITIONS, MOMENTA, GRID, (0.0, EPOCHS_OF_WARMUP))
+    search, rows = search_and_train([Point(*arm) for arm in arms], args, seeds=SEEDS)
+    print(write(NAME, f"python benchmarks/{NAME}.py", result(search, rows)))
+
+
+def result(search: Found, rows: Found) -> dict[str, Any]:
+    """Return the cells, what warm-up gains, and the rates that were tried."""
+    kept = {
+        point.arm: top1 for point, row in rows.items() if len(top1 := by_seed(row)) == SEEDS - 1
+    }
+    noise = noise_of_whole(kept)
+    gains = {name: terms for name, terms in differences(kept) if all(cell for _, cell in terms)}
+    return {
+        "noise": noise._asdict(),
+        "cells": [cell_of(point, row) for point, row in rows.items()],
+        "differences": {
+            name: contrast(terms, noise, together=len(gains)).scaled(100)._asdict()
+            for name, terms in gains.items()
+        },
+        "search": trials_of(search),
+    }
+
+
+def differences(kept: Mapping[Point, Mapping[int, float]]) -> Iterator[tuple[str, Terms]]:
+    """Yield what warm-up gains in every condition, and there over hardsync, as weighted means."""
+
+    def gain(condition: str, momentum: float) -> Terms:
+        pair = [Point(condition, momentum, 0.0, warmup) for warmup in (EPOCHS_OF_WARMUP, 0.0)]
+        return [(sign, kept.get(point, {})) for sign, point in zip((1.0, -1.0), pair, strict=True)]
+
+    for condition, momentum in product(CONDITIONS, MOMENTA):
+        own = gain(condition, momentum)
+        yield f"{condition}, momentum {momentum:g}", own
+        if condition != "hardsync":
+            others = [(-weight, cell) for weight, cell in gain("hardsync", momentum)]
+            yield f"{condition}, momentum {momentum:g}, less hardsync's", own + others
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command continues from here")
