@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -188,6 +188,20 @@ def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = Non
 def newest(name: str, folder: Path) -> Path | None:
     """Return the newest results of this name on a machine like this one; None without any."""
     return max(folder.glob(f"{name}_{hardware()}_*.json"), default=None)
+
+
+def best_rate(rates: Sequence[float], score: Callable[[float], float], *, stride: float) -> float:
+    """Return the rate with the highest score, tried beyond both ends until it is inside.
+
+    >>> best_rate((1.0, 3.0, 9.0), lambda rate: -abs(rate - 30), stride=3.0)
+    27.0
+    """
+    tried = {rate: score(rate) for rate in sorted(rates)}
+    while (best := max(sorted(tried), key=lambda rate: tried[rate])) in {min(tried), max(tried)}:
+        factor = stride if best == max(tried) else 1 / stride
+        rate = float(f"{best * factor:.3g}")
+        tried[rate] = score(rate)
+    return best
 
 
 def run_largebatch(words: list[str]) -> None:

@@ -31,7 +31,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from measuring import write
+from measuring import best_rate, write
 from polishing_cells import Cell, train_arms
 from polishing_tables import by_group, paired, student, tables
 
@@ -100,20 +100,15 @@ def recipe_of(of: Cell) -> Recipe:
 
 def search(name: str, work: Path) -> float:
     """Return the best rate of an optimizer; one that diverges is as good as chance."""
-    tried: dict[float, float] = {}
 
     def score(rate: float) -> float:
-        if rate not in tried:
-            found = carry_out(cell(name, seed=SEARCH_SEED, rate=rate), work)
-            tried[rate] = found["arms"]["control"]["top1"]
-        return tried[rate]
+        found = carry_out(cell(name, seed=SEARCH_SEED, rate=rate), work)
+        top1: float = found["arms"]["control"]["top1"]
+        return top1
 
     middle = OPTIMIZERS[name][1]
     rates = [float(f"{middle * factor:.3g}") for factor in (1 / STRIDE, 1, STRIDE)]
-    while (best := max(rates, key=score)) in {rates[0], rates[-1]}:
-        factor = STRIDE if best == rates[-1] else 1 / STRIDE
-        rates = sorted([*rates, float(f"{best * factor:.3g}")])
-    return best
+    return best_rate(rates, score, stride=STRIDE)
 
 
 def carry_out(of: Cell, work: Path) -> dict[str, Any]:

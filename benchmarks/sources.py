@@ -66,6 +66,7 @@ MEASURED = {
     "learning_rates_best_trial": _POLICIES,
     "learning_rates_half_trials": _POLICIES,
     "learning_rates_shapes": (*_POLICIES, "measure/lr_range.py", "measure/lr_range_bounds.py"),
+    "local_steps": (*_LATE, "training/loss.py", "training/protocols/gradients.py"),
     "loop": _UPDATE,
     "noise_cost": ("distributed/reducer.py", "training/loop.py"),
     "norm": _BATCHNORM,
