@@ -41,7 +41,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from measuring import RESULTS, circumstances, few_processes, hardware, newest, today
 from optimizers_runs import (
@@ -122,25 +122,46 @@ def score(run: Mapping[str, Any]) -> float:
 class Study:
     """The results so far, and what is to be done."""
 
+    name = NAME
+    search: ClassVar[dict[str, int]] = {"trials": TRIALS, "rates": RATES}
+    """Size of the search of a cell."""
+
     def __init__(self, path: Path, cells: list[Cell], *, epochs: float = EPOCHS) -> None:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if found and found["epochs"] != epochs:
             raise SystemExit(f"{path} holds runs of {found['epochs']} epochs, not {epochs}")
         self.path, self.cells, self.epochs = path, cells, epochs
         self.runs: Runs = found.get("runs", {})
-        self.circumstances = circumstances(NAME, "python benchmarks/optimizers.py")
+        self.circumstances = circumstances(self.name, f"python benchmarks/{self.name}.py")
         if found:  # those of the oldest run
             self.circumstances["sources"] = found["sources"]
         self.under_way: set[str] = set()
+
+    def of(self, cell: Cell) -> list[dict[str, Any]]:
+        """Return the results of a cell, trials and seeds."""
+        name = (cell.network, cell.optimizer, cell.batch)
+        return [
+            run
+            for run in self.runs.values()
+            if (run["network"], run["optimizer"], run["batch"]) == name
+        ]
 
     def tried(self, cell: Cell) -> dict[Setting, float]:
         """Return the scores of a cell's trials."""
         return {
             Setting(run["rate"], run["decay"]): score(run)
-            for run in self.runs.values()
+            for run in self.of(cell)
             if run["seed"] is None
-            and Cell(run["network"], run["optimizer"], run["batch"]) == cell
-        }  # fmt: skip
+        }
+
+    def seeds(self, cell: Cell, setting: Setting) -> list[dict[str, Any]]:
+        """Return the results of a setting's seeds, in their order."""
+        found = [
+            run
+            for run in self.of(cell)
+            if run["seed"] is not None and Setting(run["rate"], run["decay"]) == setting
+        ]
+        return sorted(found, key=lambda run: int(run["seed"]))
 
     def jobs(self) -> Iterator[Job]:
         """Yield the jobs that can run now, in the order of STAGES."""
@@ -149,9 +170,9 @@ class Study:
             searched: list[tuple[Cell, Setting]] = []
             for cell in cells:
                 tried = self.tried(cell)
-                target = TARGETS[cell.network]
                 if settings := proposals(cell.start, tried):
                     bound = -min(0.0, max(tried.values(), default=NEVER))
+                    target = TARGETS[cell.network]
                     yield from (
                         Job(cell, setting, target=target, bound=bound) for setting in settings
                     )
@@ -177,7 +198,7 @@ class Study:
             **self.circumstances,
             "epochs": self.epochs,
             "targets": TARGETS,
-            "search": {"trials": TRIALS, "rates": RATES},
+            "search": self.search,
             "runs": self.runs,
         }
         partial = self.path.with_suffix(".partial")
@@ -215,13 +236,28 @@ def every_cell(words: list[str]) -> list[Cell]:
 def main() -> None:
     """Run what the newest results do not have."""
     parser = argparse.ArgumentParser(description="which optimizer at a large batch")
+    words = "cells named by all of these words"
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORDS", help=words)
+    args = parse(parser)
+    carry_on(Study(results(NAME, args.results), every_cell(args.only)), args)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options of a study, those of `parser` too."""
     add = parser.add_argument
-    add("--only", nargs="+", default=[], metavar="WORDS", help="cells named by all of these words")
     add("--processes", type=int, default=2, metavar="N", help="runs at a time, of one thread each")
     add("--work", type=Path, default=Path("build") / NAME, metavar="DIR", help="for the runs")
     add("--results", type=Path, default=RESULTS, metavar="DIR")
-    args = parser.parse_args()
-    path = newest(NAME, args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
+    return parser.parse_args()
+
+
+def results(name: str, folder: Path) -> Path:
+    """Return the newest results, or the file of new ones."""
+    return newest(name, folder) or folder / f"{name}_{hardware()}_{today()}.json"
+
+
+def carry_on(study: Study, args: argparse.Namespace) -> None:
+    """Train what is left of a study on CIFAR-10."""
     setup = Setup(
         recipe=RECIPE,
         data=prepare(args.work / "data", "cifar10", train=50_000),
@@ -229,7 +265,7 @@ def main() -> None:
         held_out=5_000,
         statistics=5_000,
     )
-    train(Study(path, every_cell(args.only)), setup, processes=args.processes)
+    train(study, setup, processes=args.processes)
 
 
 if __name__ == "__main__":

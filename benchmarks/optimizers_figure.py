@@ -62,20 +62,8 @@ def seeds_of(study: Study) -> Seeds:
     found: Seeds = {}
     for cell in study.cells:
         tried = study.tried(cell)
-        best = max(tried, key=lambda setting: tried[setting], default=None)
-        runs = [
-            run
-            for run in study.runs.values()
-            if run["seed"] is not None and best is not None
-            and (run["network"], run["optimizer"], run["batch"]) == _name(cell)
-            and (run["rate"], run["decay"]) == (best.rate, best.decay)
-        ]  # fmt: skip
-        found[cell] = sorted(runs, key=lambda run: int(run["seed"]))
+        found[cell] = study.seeds(cell, max(tried, key=lambda it: tried[it])) if tried else []
     return found
-
-
-def _name(cell: Cell) -> tuple[str, str, int]:
-    return cell.network, cell.optimizer, cell.batch
 
 
 def epochs_by_seed(runs: Runs, target: float, column: int = AS_IS) -> dict[int, float]:

@@ -21,6 +21,7 @@ _UPDATE = ("distributed/reducer.py", *_BATCHNORM, "training/loop.py", "training/
 _INPUT = ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py")
 _TRAINING = (*_UPDATE, *_LARS, "data/augment.py", "data/order.py", "schedules/functions.py")
 _POLICIES = (*_TRAINING, "schedules/cycles.py", "studies/metrics.py")
+_OPTIMIZERS = (*_TRAINING, "optim", "polish", "tracking/noise_scale.py", "training/stages.py")
 _PLANNER = ("planner/calibration.py", "planner/model.py", "planner/prediction.py")
 _LATE = tuple(
     f"training/protocols/{name}.py" for name in ("arrivals", "exchange", "learner", "rule", "stage")
@@ -70,7 +71,8 @@ MEASURED = {
     "loop": _UPDATE,
     "noise_cost": ("distributed/reducer.py", "training/loop.py"),
     "norm": _BATCHNORM,
-    "optimizers": (*_TRAINING, "optim", "polish", "tracking/noise_scale.py", "training/stages.py"),
+    "optimizers": _OPTIMIZERS,
+    "optimizers_together": _OPTIMIZERS,
     "planner": (*_PLANNER, "planner/published.py"),
     "momentum_by_tau": (*_LATE, "training/loss.py"),
     "momentum_quadratic": ("training/protocols/rule.py",),

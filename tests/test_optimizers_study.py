@@ -1,5 +1,6 @@
 """The study of optimizers: equal searches, order, resumption, critical batches and tables."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from largebatch.recipe.writing import dump_recipe
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import optimizers  # noqa: E402
+import optimizers_together  # noqa: E402
 from optimizers import RECIPE, TRIALS, Study, proposals, score, train  # noqa: E402
 from optimizers_figure import critical_batch, critical_batches, seeds_of, show  # noqa: E402
 from optimizers_runs import (  # noqa: E402
@@ -109,6 +111,38 @@ def test_the_most_useful_part_comes_first(tmp_path: Path) -> None:
     assert {job.seed for job in first[4 * TRIALS :]} == {1, 2}
     assert {job.cell.batch for job in jobs[len(first) : -24]} == {500, 16_000}
     assert {job.seed for job in jobs[-24:]} == {3, 4, 5}
+
+
+def test_a_grid_is_searched_together_and_one_after_the_other(tmp_path: Path) -> None:
+    """A ridge along rate times decay: one after the other stays beside its top."""
+    cell = Cell(RESNET, "nesterov", optimizers_together.BATCH)
+    study = optimizers_together.Together(tmp_path / "results.json", [cell])
+    start, jobs = cell.start, []
+    while job := study.next():
+        jobs.append(job)
+        rate, decay = (
+            math.log2(ours / first)
+            for ours, first in (
+                (job.setting.rate, start.rate),
+                (job.setting.decay, start.decay),
+            )
+        )
+        epochs = 5 + abs(rate + decay) + 0.3 * abs(rate + 2)
+        polished = 0.7 if job.seed is None or rate else 0.6
+        study.take(job, fake(job, epochs=epochs, top1=0.3, polished=polished))
+    trials, seeds = jobs[:25], jobs[25:]
+    assert len({job.setting for job in trials}) == 25
+    assert all(job.seed is None and job.bound == math.inf for job in trials)
+    tried = study.tried(cell)
+    both = optimizers_together.together(tried)
+    apart = optimizers_together.one_after_other(cell, tried)
+    assert apart == start
+    assert both == start.times(rate=0.25, decay=5)
+    assert sorted(job.seed for job in seeds) == sorted([1, 2, 3, 4, 5] * 2)
+    assert {job.setting for job in seeds} == {both, apart}
+    text = list(optimizers_together.show(study))
+    assert sum(line.lstrip().startswith("| ") for line in text) == 6
+    assert "epochs to the target" in text[-1]
 
 
 @pytest.mark.long
