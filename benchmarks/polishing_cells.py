@@ -148,12 +148,17 @@ def recipe_of(cell: Cell, size: Size, *, val_samples: int) -> Recipe:
 def carry_out(
     cell: Cell, size: Size, *, data: Path, val_samples: int, work: Path
 ) -> dict[str, Any]:
-    """Train all arms of a cell; return top-1 and loss of each, and the seconds.
+    """Train all arms of a cell; return what train_logged does."""
+    recipe = recipe_of(cell, size, val_samples=val_samples)
+    return train_logged(cell, recipe, work, data=data)
+
+
+def train_logged(cell: Cell, recipe: Recipe, work: Path, *, data: Path | None) -> dict[str, Any]:
+    """Train all arms with their output in `work`; return top-1 and loss of each, and the seconds.
 
     A cell that diverges has but a control, as good as chance.
     """
     start = time.perf_counter()
-    recipe = recipe_of(cell, size, val_samples=val_samples)
     work.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=work) as folder,

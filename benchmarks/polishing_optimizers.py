@@ -21,22 +21,18 @@ LARS with the same seed.
 """
 
 import argparse
-import contextlib
 import json
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from measuring import best_rate, write
-from polishing_cells import Cell, train_arms
+from polishing_cells import Cell, train_logged
 from polishing_tables import by_group, paired, student, tables
 
 from largebatch import load_recipe
-from largebatch.errors import DivergedError
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
 
@@ -117,21 +113,11 @@ def carry_out(of: Cell, work: Path) -> dict[str, Any]:
     if path.exists():
         recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return recorded
-    start, recipe = time.perf_counter(), recipe_of(of)
-    with (
-        tempfile.TemporaryDirectory(dir=work) as folder,
-        (work / "output.log").open("a", encoding="utf-8") as log,
-        contextlib.redirect_stdout(log),
-    ):
-        try:
-            arms = train_arms(of, recipe, Path(folder), data=None)
-        except DivergedError:
-            arms = {"control": {"top1": 1 / recipe.data.classes, "loss": None}}
-    seconds = time.perf_counter() - start
-    found = {"group": of.group, "seed": of.seed, "rate": of.rate, "arms": arms, "seconds": seconds}
+    made = train_logged(of, recipe_of(of), work, data=None)
+    found = {"group": of.group, "seed": of.seed, "rate": of.rate, **made}
     write_whole(path, json.dumps(found, indent=1).encode())
-    words = ", ".join(f"{arm} {100 * (top['top1'] or 0):.2f}" for arm, top in arms.items())
-    print(f"{of.key}, rate {of.rate:g}: {seconds:.0f} s; top-1 {words}", flush=True)
+    words = ", ".join(f"{arm} {100 * (top['top1'] or 0):.2f}" for arm, top in made["arms"].items())
+    print(f"{of.key}, rate {of.rate:g}: {made['seconds']:.0f} s; top-1 {words}", flush=True)
     return found
 
 

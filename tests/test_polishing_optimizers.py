@@ -69,11 +69,11 @@ def test_a_recorded_cell_is_not_trained_again(
 ) -> None:
     trained = []
 
-    def train_arms(of: Cell, *_: object, **__: object) -> dict[str, Any]:
+    def train_logged(of: Cell, *_: object, **__: object) -> dict[str, Any]:
         trained.append(of.key)
-        return {"control": {"top1": 0.9, "loss": 0.3}}
+        return {"arms": {"control": {"top1": 0.9, "loss": 0.3}}, "seconds": 1.0}
 
-    monkeypatch.setattr(study, "train_arms", train_arms)
+    monkeypatch.setattr(study, "train_logged", train_logged)
     cell = study.cell("muon", seed=1, rate=0.01)
     first, again = (study.carry_out(cell, tmp_path) for _ in range(2))
     assert first == again
