@@ -25,6 +25,7 @@ from largebatch.formatting import aligned
 from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.schedules.build import follow
 from largebatch.tracking.events import RECIPE
 
@@ -122,7 +123,6 @@ def _range(args: argparse.Namespace) -> int:
     from largebatch.measure.lr_range import CHART, choose_range, read_range, train_range
     from largebatch.measure.lr_range_chart import describe
     from largebatch.runs.folder import default_folder
-    from largebatch.runs.interrupts import InterruptedStudyError
 
     rates = choose_range(
         recipe, low=args.low, high=args.high, steps=args.steps, seeds=args.seeds

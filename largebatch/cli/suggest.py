@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Command, count
+from largebatch.cli.data import show_index
 from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_recipe
 from largebatch.cli.recommend import add_storage, default_storages, read_groups
@@ -14,11 +15,11 @@ from largebatch.planner.draft import draft, suggested_name, words
 from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.schedules.build import build_schedule
 
 if TYPE_CHECKING:
-    from largebatch.recipe.recipe import Recipe
     from largebatch.studies.policies.shape import Shape
 
 NUMBERS = ("samples", "val_samples", "classes", "image_size")
@@ -93,7 +94,7 @@ def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
     return shape
 
 
-def _base(args: argparse.Namespace) -> "Recipe | None":
+def _base(args: argparse.Namespace) -> Recipe | None:
     """Return the recipe that is given, or that of the images; None without either."""
     if args.recipe is None and args.data is None:
         return None
@@ -106,7 +107,6 @@ def _base(args: argparse.Namespace) -> "Recipe | None":
     if args.recipe is not None:
         recipe = load_recipe(args.recipe)
     else:
-        from largebatch.cli.data import show_index
         from largebatch.measure.initial import draft as first_draft
         from largebatch.measure.initial import survey
 
@@ -117,7 +117,7 @@ def _base(args: argparse.Namespace) -> "Recipe | None":
     return recipe.model_copy(update={"model": recipe.model.model_validate({"name": args.model})})
 
 
-def _data_of(recipe: "Recipe") -> DataSet:
+def _data_of(recipe: Recipe) -> DataSet:
     images = recipe.images
     return DataSet(
         samples=images.train_split,
