@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 from largebatch.cli.arguments import Command, count
 from largebatch.cli.data import show_index
 from largebatch.cli.printing import wrapped
-from largebatch.cli.recipe import write_recipe
+from largebatch.cli.recipe import write_planned
 from largebatch.cli.recommend import add_storage, default_storages, read_groups
 from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
 from largebatch.planner.draft import draft, suggested_name, words
 from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
-from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import recipe_name
-from largebatch.schedules.build import build_schedule
 
 if TYPE_CHECKING:
     from largebatch.studies.policies.shape import Shape
@@ -61,9 +59,7 @@ def _suggest(args: argparse.Namespace) -> int:
     out = args.out or Path(f"{suggested_name(found)}.yaml")
     shape = _measured(found, args.storage)
     text = draft(found, schedule=shape.schedule if shape else None, base=base)
-    recipe = parse_recipe(text, source=str(out))
-    build_schedule(recipe.schedule, make_plan(recipe, workers=1))
-    write_recipe(out, text)
+    write_planned(out, text)
     for line in words(found, has_warmup=shape is None or shape.schedule is None, base=base):
         print(wrapped(line))
     if shape is not None:
