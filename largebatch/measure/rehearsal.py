@@ -21,7 +21,7 @@ from largebatch.distributed.backend import Work, own_part
 from largebatch.distributed.serial import Done
 from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
-from largebatch.measure.estimate import largest_side, random_batch, saved_bytes, tensor_bytes
+from largebatch.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import (
     in_precision,
@@ -280,4 +280,4 @@ def _optimizer_bytes(recipe: Recipe, backend: Rehearsed) -> int:
         weight.grad = torch.zeros_like(weight)
     optimizer = build_optimizer(recipe, model, backend)
     optimizer.step()
-    return sum(tensor_bytes(optimizer.state_dict()["state"]))
+    return state_bytes(optimizer)
