@@ -106,11 +106,11 @@ def _show(advice: "Advice", out: Path, data: Path | None) -> None:
     recipe = out / f"{advised(advice).name}.yaml"
     write_recipe(recipe, draft(advice))
     write_advice(out / CHART, advice)
-    low, high = advice.critical[1:]
+    critical, low, high = advice.critical
     write_json(
         out / RESULT,
         {
-            "critical": advice.critical[0],
+            "critical": critical,
             "low": low,
             "high": high,
             "noise": asdict(advice.noise),

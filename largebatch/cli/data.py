@@ -220,7 +220,8 @@ def _import(args: argparse.Namespace) -> int:
             drop_bad=args.drop_bad,
             options=options,
         )
-    print(printable("\n".join(remarks)), end="\n" if remarks else "")
+    for remark in remarks:
+        print(printable(remark))
     _check_written(args.out)
     return 0
 

@@ -95,7 +95,11 @@ def _row(rates: "Rates", by: str) -> tuple[str, ...]:
     """Return a row of the table: rates in four digits, and where the peak is on the axis."""
     course, plan = rates.course, rates.course.plan
     steps, peak = len(course.rates), course.peak
-    place = {"epoch": f"{plan.epoch(peak):.2f}", "step": f"{peak:,}"}
+    place = {
+        "epoch": f"{plan.epoch(peak):.2f}",
+        "step": f"{peak:,}",
+        "samples": f"{plan.position(peak):,}",
+    }
     return (
         rates.label,
         rates.optimizer,
@@ -103,7 +107,7 @@ def _row(rates: "Rates", by: str) -> tuple[str, ...]:
         f"{steps:,}",
         f"{plan.epoch(steps):.4g}",
         f"{course.rates[peak]:.4g}",
-        f"{by} {place.get(by) or format(plan.position(peak), ',')}",
+        f"{by} {place[by]}",
         f"{course.rates[-1]:.4g}",
         f"{rates.mean:.4g}",
     )
