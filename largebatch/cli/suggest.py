@@ -20,8 +20,13 @@ from largebatch.recipe.writing import recipe_name
 if TYPE_CHECKING:
     from largebatch.studies.policies.shape import Shape
 
-NUMBERS = ("samples", "val_samples", "classes", "image_size")
-"""Options that describe a data set."""
+NUMBERS = {
+    "--samples": "training images, if not ImageNet's; then also:",
+    "--val-samples": "validation images",
+    "--classes": "number of classes",
+    "--image-size": "side in pixels (224)",
+}
+"""Options that describe a data set, and what they are."""
 
 
 def add_commands(command: Command) -> None:
@@ -36,13 +41,8 @@ def add_commands(command: Command) -> None:
     added.add_argument("--batch", type=count, required=True, metavar="B", help="global batch")
     added.add_argument("--model", metavar="NAME", help="(resnet50, or the recipe's)")
     added.add_argument("--epochs", type=count, metavar="E", help="(what the epoch law takes)")
-    for option, text in (
-        ("samples", "training images, if not ImageNet's; then also:"),
-        ("val-samples", "validation images"),
-        ("classes", "number of classes"),
-        ("image-size", "side in pixels (224)"),
-    ):
-        added.add_argument(f"--{option}", type=count, metavar="N", help=text)
+    for option, text in NUMBERS.items():
+        added.add_argument(option, type=count, metavar="N", help=text)
     add_storage(added)
     added.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<name>.yaml)")
 
@@ -94,7 +94,8 @@ def _base(args: argparse.Namespace) -> Recipe | None:
     """Return the recipe that is given, or that of the images; None without either."""
     if args.recipe is None and args.data is None:
         return None
-    given = [f"--{key.replace('_', '-')}" for key in NUMBERS if getattr(args, key) is not None]
+    values = {option: getattr(args, option[2:].replace("-", "_")) for option in NUMBERS}
+    given = [option for option, number in values.items() if number is not None]
     if args.recipe is not None and args.data is not None:
         given.insert(0, "--data")
     if given:
