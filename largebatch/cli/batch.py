@@ -23,6 +23,8 @@ from largebatch.cli.recipe import write_recipe
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.loading import load_recipe
+from largebatch.runs.interrupts import InterruptedStudyError
+from largebatch.tracking.events import write_json
 
 if TYPE_CHECKING:
     from largebatch.measure.batch import Advice
@@ -57,7 +59,6 @@ def _batch(args: argparse.Namespace) -> int:
     from largebatch.measure.batch import advise
     from largebatch.measure.batch_parts import Question
     from largebatch.runs.folder import default_folder
-    from largebatch.runs.interrupts import InterruptedStudyError
 
     if worker_rank() is not None:
         raise LargebatchError("batch starts its workers itself: give --workers N, no launcher")
@@ -99,18 +100,17 @@ def _cluster(args: argparse.Namespace) -> "Cluster | None":
 def _show(advice: "Advice", out: Path, data: Path | None) -> None:
     """Print the advice, and write its recipe, chart and numbers into a folder."""
     from largebatch.measure.batch_chart import advised, describe, draft, write_advice
-    from largebatch.tracking.events import write_json
 
     for line in describe(advice):
         print(wrapped(line))
     recipe = out / f"{advised(advice).name}.yaml"
     write_recipe(recipe, draft(advice))
     write_advice(out / CHART, advice)
-    low, high = advice.critical[1:]
+    critical, low, high = advice.critical
     write_json(
         out / RESULT,
         {
-            "critical": advice.critical[0],
+            "critical": critical,
             "low": low,
             "high": high,
             "noise": asdict(advice.noise),

@@ -16,11 +16,11 @@ from largebatch.errors import DataError, printable
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering
+from largebatch.storage import Progress
 
 if TYPE_CHECKING:
     from largebatch.data.index.file import Content
     from largebatch.data.index.index import Index
-    from largebatch.storage import Progress
 
 fraction = partial(number, expected="a part between 0 and 1", most=math.nextafter(1, 0))
 
@@ -220,7 +220,8 @@ def _import(args: argparse.Namespace) -> int:
             drop_bad=args.drop_bad,
             options=options,
         )
-    print(printable("\n".join(remarks)), end="\n" if remarks else "")
+    for remark in remarks:
+        print(printable(remark))
     _check_written(args.out)
     return 0
 
@@ -237,7 +238,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _progress(text: str) -> Iterator["Progress"]:
+def _progress(text: str) -> Iterator[Progress]:
     """Show a progress bar, or a plain line every few seconds without a terminal.
 
     SIGTERM raises SystemExit meanwhile, so that unfinished output is removed.
@@ -262,7 +263,7 @@ def _progress(text: str) -> Iterator["Progress"]:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _plain_lines(text: str) -> "Progress":
+def _plain_lines(text: str) -> Progress:
     """Return a function that prints progress to standard error, at most every LINE_SECONDS."""
     from largebatch.tracking.console import LINE_SECONDS
 

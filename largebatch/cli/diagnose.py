@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Command, count
 from largebatch.cli.printing import wrapped
-from largebatch.cli.recipe import write_recipe
+from largebatch.cli.recipe import write_planned
 from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import MISSING, aligned, percent
 from largebatch.tracking.events import LOG
@@ -117,15 +117,10 @@ def _print_causes(run: "Record", causes: list["Cause"]) -> None:
 
 def _write(out: Path, run: "Record", causes: list["Cause"], small: "Record | None") -> None:
     """Write the repaired recipe and print what was changed."""
-    from largebatch.recipe.arithmetic.plan import make_plan
-    from largebatch.recipe.loading import parse_recipe
     from largebatch.report.repair import repair
-    from largebatch.schedules.build import build_schedule
 
     found = repair(run, causes, small)
-    recipe = parse_recipe(found.text, source=str(out))
-    build_schedule(recipe.schedule, make_plan(recipe, workers=1))
-    write_recipe(out, found.text)
+    write_planned(out, found.text)
     for key, (_, reason) in found.changes.items():
         print(wrapped(f"changed {key}: {reason}"))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))

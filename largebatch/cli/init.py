@@ -12,12 +12,12 @@ from largebatch.errors import DataError, LargebatchError, printable
 from largebatch.formatting import aligned, duration
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import recipe_name
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
     from largebatch.measure.initial import Survey, TimeEstimate
-    from largebatch.recipe.recipe import Recipe
 
 SHOWN = 20
 """Number of classes that are printed one by one."""
@@ -96,7 +96,7 @@ def _show_classes(train: "Index", val: "Index") -> None:
         )
 
 
-def _show_choices(found: "Survey", recipe: "Recipe", plan: Plan) -> None:
+def _show_choices(found: "Survey", recipe: Recipe, plan: Plan) -> None:
     """Print the assumptions of the recipe, one per line."""
     import numpy as np
 

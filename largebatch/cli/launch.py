@@ -89,10 +89,10 @@ def _launch(args: argparse.Namespace) -> int:
         options += ["--data", str(args.data)]
     for word in (str(args.recipe), *options):
         _require_utf8(word)
-    text = (files("largebatch") / "launch" / KINDS[args.kind]).read_text(encoding="utf-8")
-    fill = fill_manifest if KINDS[args.kind].endswith(".yaml") else fill_script
+    template = files("largebatch") / "launch" / KINDS[args.kind]
+    fill = fill_manifest if template.name.endswith(".yaml") else fill_script
     job = fill(
-        text,
+        template.read_text(encoding="utf-8"),
         name=recipe.name,
         recipe=str(args.recipe),
         options=options,

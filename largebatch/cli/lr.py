@@ -25,6 +25,7 @@ from largebatch.formatting import aligned
 from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.schedules.build import follow
 from largebatch.tracking.events import RECIPE
 
@@ -94,7 +95,11 @@ def _row(rates: "Rates", by: str) -> tuple[str, ...]:
     """Return a row of the table: rates in four digits, and where the peak is on the axis."""
     course, plan = rates.course, rates.course.plan
     steps, peak = len(course.rates), course.peak
-    place = {"epoch": f"{plan.epoch(peak):.2f}", "step": f"{peak:,}"}
+    place = {
+        "epoch": f"{plan.epoch(peak):.2f}",
+        "step": f"{peak:,}",
+        "samples": f"{plan.position(peak):,}",
+    }
     return (
         rates.label,
         rates.optimizer,
@@ -102,7 +107,7 @@ def _row(rates: "Rates", by: str) -> tuple[str, ...]:
         f"{steps:,}",
         f"{plan.epoch(steps):.4g}",
         f"{course.rates[peak]:.4g}",
-        f"{by} {place.get(by) or format(plan.position(peak), ',')}",
+        f"{by} {place[by]}",
         f"{course.rates[-1]:.4g}",
         f"{rates.mean:.4g}",
     )
@@ -122,7 +127,6 @@ def _range(args: argparse.Namespace) -> int:
     from largebatch.measure.lr_range import CHART, choose_range, read_range, train_range
     from largebatch.measure.lr_range_chart import describe
     from largebatch.runs.folder import default_folder
-    from largebatch.runs.interrupts import InterruptedStudyError
 
     rates = choose_range(
         recipe, low=args.low, high=args.high, steps=args.steps, seeds=args.seeds

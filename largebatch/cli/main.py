@@ -71,9 +71,9 @@ from largebatch.errors import (
     clip,
     printable,
 )
+from largebatch.recipe.task import Task
 
 if TYPE_CHECKING:
-    from largebatch.recipe.task import Task
     from largebatch.training.evaluation import Metrics
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
@@ -204,7 +204,7 @@ def _confidence(metrics: "Metrics") -> str:
     )
 
 
-def _scores(task: "Task", metrics: "Metrics") -> str:
+def _scores(task: Task, metrics: "Metrics") -> str:
     scores = (f"{each.name} {each.text(metrics)}{each.unit}" for each in task.metrics)
     return f"{'  '.join(scores)}  loss {metrics.loss:.4f}  ({metrics.samples} {task.labelled})"
 

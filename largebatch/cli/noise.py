@@ -23,11 +23,11 @@ from largebatch.formatting import aligned
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.tracking.events import LOG, REPORT
+from largebatch.runs.interrupts import InterruptedStudyError
+from largebatch.tracking.events import LOG, REPORT, Status
 
 if TYPE_CHECKING:
     from largebatch.measure.critical_batch import Critical
-    from largebatch.tracking.events import Status
 
 _MONITOR = "monitor=noise_scale"
 
@@ -81,7 +81,7 @@ def _noise(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
+def _train(args: argparse.Namespace) -> tuple[Path, Status]:
     """Train with the monitor; return the run folder and the run's status."""
     recipe = load_recipe(args.recipe, [*args.set, _MONITOR])
     _require_updates(recipe, args)
@@ -151,7 +151,6 @@ def _measure(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     from largebatch.measure.critical_batch import Critical, measure_critical
     from largebatch.runs.folder import default_folder
-    from largebatch.runs.interrupts import InterruptedStudyError
 
     options = options_of(args, out=args.out or default_folder(recipe))
     results = measure_critical(

@@ -24,7 +24,6 @@ _WITHOUT_TRAINING = {"batch.global_batch": "execution.device_batch"}
 _FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
 """Example commands for a first start."""
 
-
 _ELSEWHERE = {
     "compare": "to compare runs: largebatch report A B",
     "resume": "to resume a run: largebatch train RECIPE --out RUN --resume",
@@ -54,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         words = self._words = list(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(self._describe_unknown(words, unknown))
+            self.error(self._describe_unknown(unknown))
         if not hasattr(parsed, "call"):
             *names, last = commands_of(self)
             self.error(f"give a command: {', '.join(names)} or {last}")
@@ -92,16 +91,14 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
         unknown = [word for word in options if not any(one.startswith(word) for one in known)]
-        return (
-            f"{self._describe_unknown(self._words, unknown)}; {required}" if unknown else required
-        )
+        return f"{self._describe_unknown(unknown)}; {required}" if unknown else required
 
-    def _describe_unknown(self, words: Sequence[str], unknown: Sequence[str]) -> str:
+    def _describe_unknown(self, unknown: Sequence[str]) -> str:
         """Describe unknown options, with what to write instead."""
         options = [word for word in unknown if word.startswith("-") or "=" in word]
         if not options:
             return f"{unknown[0]!r} is one word too many; `{self.prog} --help` shows which it takes"
-        following = dict(zip(words, [*words[1:], ""], strict=True))
+        following = dict(zip(self._words, [*self._words[1:], ""], strict=True))
         by_hint: dict[str, list[str]] = {}
         value = ""
         for word in options:

@@ -21,7 +21,7 @@ from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.formatting import aligned
 from largebatch.recipe.section import LARGEST, MAX_EPOCHS
-from largebatch.tracking.events import LOG, REPORT, Drift, Evaluation, LayerDrift
+from largebatch.tracking.events import LOG, REPORT, Drift, Evaluation, LayerDrift, write_json
 
 if TYPE_CHECKING:
     from largebatch.runs.checkpoints import Comparison
@@ -173,8 +173,6 @@ def _compare(args: argparse.Namespace) -> int:
             **{key: getattr(result, key) for key in ("commit", "versions", "data")},
             "rows": rows,
         }
-        from largebatch.tracking.events import write_json
-
         write_json(args.out, what)
     return 0
 

@@ -300,6 +300,13 @@ def _copy(args: argparse.Namespace) -> int:
     return 0
 
 
+def write_planned(out: Path, text: str) -> None:
+    """Write a generated recipe to a new file, after checking that it can be planned."""
+    recipe = parse_recipe(text, source=str(out))
+    build_schedule(recipe.schedule, make_plan(recipe, workers=1))
+    write_recipe(out, text)
+
+
 def write_recipe(out: Path, text: str) -> None:
     """Write a recipe to a new file; raise LargebatchError if that fails."""
     try:

@@ -71,7 +71,8 @@ def _recommend(args: argparse.Namespace) -> int:
         print(json.dumps([as_json(answer) for answer in answers], indent=2))
         return 0
     for place, answer in enumerate(answers):
-        print("\n" * (place > 0), end="")
+        if place > 0:
+            print()
         for sentence in sentences(answer):
             print(wrapped(sentence))
         print(printable(policies_table(answer).text()))

@@ -2,6 +2,7 @@
 
 import argparse
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Command, add_execution, add_imports, add_recipe, count
@@ -72,17 +73,8 @@ def _work(result: "Rehearsal") -> dict[str, str]:
 
 
 def _memory(result: "Rehearsal") -> dict[str, str]:
-    """Return rows on the memory of an update."""
-    memory = result.memory
-    rows = {
-        "parameters": memory.parameters,
-        "buffers": memory.buffers,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "average": memory.average,
-        "activations": memory.activations,
-        "together": memory.total,
-    }
+    """Return rows on the memory of an update, named as the fields of Memory."""
+    rows = asdict(result.memory) | {"together": result.memory.total}
     sizes = {name: _size(number) for name, number in rows.items() if number}
     if result.available is not None:
         sizes["together"] += f" of {_size(result.available)}, libraries not counted"

@@ -2,6 +2,7 @@
 
 import argparse
 import signal
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +19,11 @@ from largebatch.cli.printing import print_unfinished, show_page
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 from largebatch.formatting import plural
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from largebatch.report.interactive import Page
-    from largebatch.studies.hosts.starts import Cell, Start
-    from largebatch.studies.hosts.starts import Found as HostsFound
+    from largebatch.studies.hosts.starts import Cell, Found, Start
     from largebatch.studies.scaling.study import ScalingStudy
     from largebatch.studies.servers.study import ServersStudy
     from largebatch.studies.staleness.run import Run
@@ -103,7 +102,6 @@ def _staleness(args: argparse.Namespace) -> int:
         seconds = seconds_of_runs(left)
         print(describe_total(plural(len(left), "run"), seconds, processes=args.parallel))
         return 0
-    from largebatch.runs.interrupts import InterruptedStudyError
     from largebatch.runs.options import Options
     from largebatch.studies.staleness.page import PAGE, make_page
     from largebatch.studies.staleness.pictures import SPEED_UP, write_pictures, write_speed_up
@@ -173,7 +171,6 @@ def _on_hosts(
     make_page: "Callable[[Sequence[Start]], Page]",
 ) -> int:
     """Run what is left of a study on several hosts, or print it; write the page at the end."""
-    from largebatch.runs.interrupts import STOPS, answering
     from largebatch.studies.hosts.namespaces import require_hosts
     from largebatch.studies.hosts.starts import carry_out, starts_of
 
@@ -204,7 +201,7 @@ def _on_hosts(
     return 0
 
 
-def _report_start(start: "Start", found: "HostsFound") -> None:
+def _report_start(start: "Start", found: "Found") -> None:
     seconds = sum(found.seconds) / len(found.seconds)
     late = f", {found.late:.0%} of gradients late" if found.late else ""
     print(printable(f"{start.cell} seed {start.seed}: {seconds:.4g} s an update{late}"), flush=True)

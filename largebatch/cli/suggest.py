@@ -6,23 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Command, count
+from largebatch.cli.data import show_index
 from largebatch.cli.printing import wrapped
-from largebatch.cli.recipe import write_recipe
+from largebatch.cli.recipe import write_planned
 from largebatch.cli.recommend import add_storage, default_storages, read_groups
 from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
 from largebatch.planner.draft import draft, suggested_name, words
 from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
-from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import recipe_name
-from largebatch.schedules.build import build_schedule
 
 if TYPE_CHECKING:
-    from largebatch.recipe.recipe import Recipe
     from largebatch.studies.policies.shape import Shape
 
-NUMBERS = ("samples", "val_samples", "classes", "image_size")
-"""Options that describe a data set."""
+NUMBERS = {
+    "--samples": "training images, if not ImageNet's; then also:",
+    "--val-samples": "validation images",
+    "--classes": "number of classes",
+    "--image-size": "side in pixels (224)",
+}
+"""Options that describe a data set, and what they are."""
 
 
 def add_commands(command: Command) -> None:
@@ -37,13 +41,8 @@ def add_commands(command: Command) -> None:
     added.add_argument("--batch", type=count, required=True, metavar="B", help="global batch")
     added.add_argument("--model", metavar="NAME", help="(resnet50, or the recipe's)")
     added.add_argument("--epochs", type=count, metavar="E", help="(what the epoch law takes)")
-    for option, text in (
-        ("samples", "training images, if not ImageNet's; then also:"),
-        ("val-samples", "validation images"),
-        ("classes", "number of classes"),
-        ("image-size", "side in pixels (224)"),
-    ):
-        added.add_argument(f"--{option}", type=count, metavar="N", help=text)
+    for option, text in NUMBERS.items():
+        added.add_argument(option, type=count, metavar="N", help=text)
     add_storage(added)
     added.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<name>.yaml)")
 
@@ -60,9 +59,7 @@ def _suggest(args: argparse.Namespace) -> int:
     out = args.out or Path(f"{suggested_name(found)}.yaml")
     shape = _measured(found, args.storage)
     text = draft(found, schedule=shape.schedule if shape else None, base=base)
-    recipe = parse_recipe(text, source=str(out))
-    build_schedule(recipe.schedule, make_plan(recipe, workers=1))
-    write_recipe(out, text)
+    write_planned(out, text)
     for line in words(found, has_warmup=shape is None or shape.schedule is None, base=base):
         print(wrapped(line))
     if shape is not None:
@@ -93,11 +90,12 @@ def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
     return shape
 
 
-def _base(args: argparse.Namespace) -> "Recipe | None":
+def _base(args: argparse.Namespace) -> Recipe | None:
     """Return the recipe that is given, or that of the images; None without either."""
     if args.recipe is None and args.data is None:
         return None
-    given = [f"--{key.replace('_', '-')}" for key in NUMBERS if getattr(args, key) is not None]
+    values = {option: getattr(args, option[2:].replace("-", "_")) for option in NUMBERS}
+    given = [option for option, number in values.items() if number is not None]
     if args.recipe is not None and args.data is not None:
         given.insert(0, "--data")
     if given:
@@ -106,7 +104,6 @@ def _base(args: argparse.Namespace) -> "Recipe | None":
     if args.recipe is not None:
         recipe = load_recipe(args.recipe)
     else:
-        from largebatch.cli.data import show_index
         from largebatch.measure.initial import draft as first_draft
         from largebatch.measure.initial import survey
 
@@ -117,7 +114,7 @@ def _base(args: argparse.Namespace) -> "Recipe | None":
     return recipe.model_copy(update={"model": recipe.model.model_validate({"name": args.model})})
 
 
-def _data_of(recipe: "Recipe") -> DataSet:
+def _data_of(recipe: Recipe) -> DataSet:
     images = recipe.images
     return DataSet(
         samples=images.train_split,

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
     INTERRUPTED,
@@ -20,9 +19,8 @@ from largebatch.cli.arguments import (
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.loading import load_recipe
-
-if TYPE_CHECKING:
-    from largebatch.tracking.events import Status
+from largebatch.runs.interrupts import describe_saved
+from largebatch.tracking.events import REPORT, Status
 
 
 def add_commands(command: Command) -> None:
@@ -77,7 +75,6 @@ def _train(args: argparse.Namespace) -> int:
     if args.resume and args.out is None:
         raise CheckpointError("--resume continues the run in --out DIR; pass --out")
     from largebatch.runs.folder import default_folder
-    from largebatch.runs.interrupts import describe_saved
     from largebatch.runs.run import run
 
     folder = args.out or default_folder(recipe)
@@ -102,15 +99,13 @@ def _train(args: argparse.Namespace) -> int:
     return INTERRUPTED if summary.status == "interrupted" else 0
 
 
-def _print_end(status: "Status", folder: Path, *, max_steps: int | None) -> None:
+def _print_end(status: Status, folder: Path, *, max_steps: int | None) -> None:
     """Print how to resume a run that was stopped, and where its report is."""
     if status in {"interrupted", "paused"}:
         resume = f"to resume: the same command with --resume --out {folder}"
         if status == "paused":
             resume = f"--max-steps {max_steps} is reached; {resume} and without --max-steps"
         print(printable(resume))
-    from largebatch.tracking.events import REPORT
-
     page = folder / REPORT
     report = f"report: {page}"
     if status == "interrupted" or not page.exists():  # an existing page is from an earlier part

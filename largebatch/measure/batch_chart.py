@@ -1,7 +1,6 @@
 """The advice about a batch as sentences, as a chart, and as a recipe with its sources."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,27 +73,15 @@ def _recommended(advice: Advice) -> Iterator[str]:
 
 def _table(advice: Advice) -> str:
     """Return a table of the batches; each change is from the batch before, half as large."""
-    priced = [row.cost for row in advice.rows if row.cost is not None]
-    rows = [
-        ["batch", "epochs", "interval", "time", *(["cost"] if priced else []), "doubling", "", ""]
-    ]
-    for before, row in pairwise([None, *advice.rows]):
-        assert row is not None
+    priced = ["cost"] if any(row.cost is not None for row in advice.rows) else []
+    rows = [["batch", "epochs", "interval", "time", *priced, "doubling", "", ""]]
+    for before, row in zip([None, *advice.rows[:-1]], advice.rows, strict=True):
         cost = [] if row.cost is None else [three_digits(row.cost)]
         changes = ["", ""] if before is None else _changes(before, row)
         ends = f"{three_digits(row.low)} to {three_digits(row.high)}"
         mark = "<- recommended" if row == advice.chosen else ""
-        rows.append(
-            [
-                f"{row.batch:,}",
-                f"{row.epochs:.3g}",
-                ends,
-                duration(row.seconds),
-                *cost,
-                *changes,
-                mark,
-            ]
-        )
+        numbers = (f"{row.batch:,}", f"{row.epochs:.3g}", ends, duration(row.seconds))
+        rows.append([*numbers, *cost, *changes, mark])
     return aligned(rows, right=range(len(rows[0]) - 1))
 
 

@@ -126,8 +126,8 @@ def measure(
 ) -> Measured:
     """Measure one worker, and the link between two if there is a place for the second.
 
-    `workers` is the largest number that is to be predicted: the link is left out for one, and more
-    workers than cores up to the cores.
+    `workers` is the largest number that is to be predicted: for one the link is not measured, and
+    for no more than there are cores, oversubscription is not.
     """
     threads = torch.get_num_threads()
     backend, plan = Serial(), make_plan(recipe, workers=1)

@@ -4,10 +4,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from largebatch import accelerator
 from largebatch.distributed.serial import Serial
@@ -74,7 +76,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     optimizer.step()
     update = _elapsed(start, backend.device)
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    kept_by_optimizer = sum(tensor_bytes(optimizer.state_dict()["state"]))
+    kept_by_optimizer = state_bytes(optimizer)
     polish = recipe.polish or Polish.model_construct()
     copies = 2 + (polish.ema is not None or polish.swa is not None)
     if polish.swap is not None:  # their start, their sum in float64, another momentum
@@ -101,13 +103,10 @@ def _whole_spans(num: int, span: int) -> int:
     return num if num < span else num - num % span
 
 
-def tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tensors and values
-    """Yield the tensors of an optimizer's state."""
-    if isinstance(value, Tensor):
-        yield value.nbytes
-    elif isinstance(value, dict | list):
-        for tensor in value.values() if isinstance(value, dict) else value:
-            yield from tensor_bytes(tensor)
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the tensors in an optimizer's state."""
+    leaves = tree_leaves(optimizer.state_dict()["state"])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def largest_side(recipe: Recipe, plan: Plan) -> int:

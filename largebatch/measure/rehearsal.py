@@ -21,7 +21,7 @@ from largebatch.distributed.backend import Work, own_part
 from largebatch.distributed.serial import Done
 from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
-from largebatch.measure.estimate import largest_side, random_batch, saved_bytes, tensor_bytes
+from largebatch.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import (
     in_precision,
@@ -67,17 +67,17 @@ class Rehearsed(Watched):
         self.messages: list[Message] = []
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """Return `tensor` unchanged."""
+        """Record a message, and leave `tensor` unchanged."""
         self.messages.append(Message("sum", self.world_size, tensor.nbytes))
         return Done()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the shape of the result."""
+        """Record a message, and return a tensor of the shape of the result."""
         self.messages.append(Message("gather", self.world_size, tensor.nbytes))
         return tensor.expand(self.world_size, *tensor.shape).clone()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Return `tensor` unchanged."""
+        """Leave `tensor` unchanged."""
 
     def split(self, parts: Sequence[Sequence[int]]) -> "Rehearsed":
         """Return this worker's subgroup, which records its messages here."""
@@ -199,17 +199,18 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
         backend.messages.clear()
         _make_update(recipe, short, state, backend, passes=plan.accumulation)
         weights = list(model.parameters())
-        held = sum(tensor.nbytes for tensor in (*weights, *model.buffers()))
+        parameters = sum(weight.nbytes for weight in weights)
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
         averages = recipe.polish is not None and (recipe.polish.ema or plan.swa_steps)
         exact = kept_exact(recipe, model)
         shorter = [weight for weight in weights if weight not in exact]
         sent = 0 if recipe.reduction.dtype == "fp32" else 2 * sum(w.numel() for w in shorter)
         return Memory(
-            parameters=sum(weight.nbytes for weight in weights),
-            buffers=sum(buffer.nbytes for buffer in model.buffers()),
+            parameters=parameters,
+            buffers=buffers,
             gradients=sum(weight.nbytes for weight in weights if weight.requires_grad) + sent,
             optimizer=0,
-            average=held if averages else 0,
+            average=parameters + buffers if averages else 0,
             activations=activations,
         )
 
@@ -237,8 +238,8 @@ def _make_update(
     Further micro-batches repeat the messages of the first, and further BatchNorm spans those of
     one. The step is plain SGD: LARS reads numbers on a CPU, and fake tensors have none.
     """
-    unmonitored = tuple(name for name in recipe.monitor if name == "noise_scale")
-    recipe = recipe.model_copy(update={"monitor": unmonitored})
+    monitor = tuple(name for name in recipe.monitor if name == "noise_scale")
+    recipe = recipe.model_copy(update={"monitor": monitor})
     side, firsts = largest_side(recipe, plan), list[int]()
     samples = min(plan.device_batch, plan.bn_span or 1)
 
@@ -280,4 +281,4 @@ def _optimizer_bytes(recipe: Recipe, backend: Rehearsed) -> int:
         weight.grad = torch.zeros_like(weight)
     optimizer = build_optimizer(recipe, model, backend)
     optimizer.step()
-    return sum(tensor_bytes(optimizer.state_dict()["state"]))
+    return state_bytes(optimizer)
