@@ -25,20 +25,10 @@ from largebatch.recipe.recipe import Recipe
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_reducer(
-    recipe: Recipe,
-    plan: Plan,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    keeps_gradients: bool = False,
-) -> Reducer:
-    """Build the reducer, which sums or combines the gradients.
-
-    `keeps_gradients`: an update's gradients are needed while the next ones are computed.
-    """
+def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
+    """Build the reducer, which sums or combines the gradients."""
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
-    copies = copies_gradients(recipe, plan, backend.device, keeps_gradients=keeps_gradients)
+    copies = copies_gradients(recipe, plan, backend.device)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(
@@ -56,12 +46,13 @@ def build_reducer(
     )
 
 
-def copies_gradients(
-    recipe: Recipe, plan: Plan, device: torch.device, *, keeps_gradients: bool = False
-) -> bool:
-    """Return True if a compiled pass may overwrite gradients that are still needed."""
+def copies_gradients(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
+    """Return True if a compiled pass may overwrite gradients that are still needed.
+
+    They are needed if several passes make an update, and by the servers of a protocol.
+    """
     accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
-    needed = accumulates or keeps_gradients
+    needed = accumulates or recipe.protocol is not None
     return needed and reuses_memory(recipe.execution.compile, device)
 
 

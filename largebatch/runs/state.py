@@ -24,22 +24,12 @@ from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState, Updater
 
 
-def build_state(
-    recipe: Recipe,
-    plan: Plan,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    keeps_gradients: bool = False,
-) -> TrainState:
-    """Build the optimizer, the schedule, the reducer, the loss scaler and the averages.
-
-    `keeps_gradients` is passed to build_reducer.
-    """
+def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
+    """Build the optimizer, the schedule, the reducer, the loss scaler and the averages."""
     schedule, plateau = build_schedule(recipe.schedule, plan), recipe.schedule.plateau
     if plateau is not None:
         schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
-    reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
+    reducer = build_reducer(recipe, plan, model, backend)
     optimizer = build_optimizer(recipe, model, backend)
     _train_early(optimizer, recipe, plan, model)
     state = TrainState(
@@ -90,27 +80,16 @@ def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | 
     return SWA(model, after=plan.swa_after) if plan.swa_after else None
 
 
-def build_affine(
-    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, keeps_gradients: bool
-) -> Updater:
+def build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Updater:
     """Build the updater of the stage `polish.affine`."""
     assert recipe.polish is not None
     assert recipe.polish.affine is not None
     lr = recipe.polish.affine.lr
-    return build_extra(
-        recipe, plan, model, backend, affine_only=True, lr=lr, keeps_gradients=keeps_gradients
-    )
+    return build_extra(recipe, plan, model, backend, affine_only=True, lr=lr)
 
 
-def build_extra(  # noqa: PLR0913 -- what a reducer and an optimizer take
-    recipe: Recipe,
-    plan: Plan,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    affine_only: bool,
-    lr: float,
-    keeps_gradients: bool = False,
+def build_extra(
+    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, affine_only: bool, lr: float
 ) -> Updater:
     """Build the updater that follows the schedule, and freeze the weights it does not change.
 
@@ -124,7 +103,7 @@ def build_extra(  # noqa: PLR0913 -- what a reducer and an optimizer take
         weight.requires_grad_(weight in trained)
     fall = cosine(peak=lr, steps=plan.affine_steps)
     unmonitored = recipe.model_copy(update={"monitor": ()})
-    reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)
+    reducer = build_reducer(unmonitored, plan, model, backend)
     optimizer = build_momentum_sgd(recipe, model, lr=lr)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
 
