@@ -23,6 +23,8 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHOWN = 8
+"""Number of groups that are described."""
 
 
 def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
@@ -79,11 +81,11 @@ def describe_groups(recipe: Recipe) -> str:
     return f"{how}{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
 
 
-def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
+def _shorten(words: list[str]) -> list[str]:
     """Replace the middle of a long list by its length."""
-    if len(words) <= limit:
+    if len(words) <= _SHOWN:
         return words
-    return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
+    return [*words[: _SHOWN - 2], f"... {len(words) - _SHOWN + 1} more ...", words[-1]]
 
 
 def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
@@ -91,12 +93,7 @@ def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
     return set() if recipe.reduction.dtype == "fp32" else norm_parameters(model)
 
 
-def grouping_of(
-    section: execution.CubicGroups
-    | execution.QuadraticGroups
-    | execution.ConstantGroups
-    | execution.GroupsByBytes,
-) -> Grouping:
+def grouping_of(section: execution.Groups) -> Grouping:
     """Return how gradients are divided into groups."""
     match section:
         case execution.CubicGroups():
