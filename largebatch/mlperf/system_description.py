@@ -34,7 +34,6 @@ from largebatch.tracking.events import SUMMARY, Summary
 MARK = "FILL IN"
 """Prefix of a field that is unknown here."""
 
-_SUMMARY = TypeAdapter(Summary)
 _STATUS = {
     "onprem": "Available on-premise",
     "cloud": "Available cloud",
@@ -125,7 +124,7 @@ def _mark(field: str) -> str:
 def _summary(folder: Path) -> Summary | None:
     """Return the summary of a run; None if there is none, as beside result_*.txt."""
     with suppress(OSError, ValidationError):
-        return _SUMMARY.validate_json((folder / SUMMARY).read_bytes())
+        return TypeAdapter(Summary).validate_json((folder / SUMMARY).read_bytes())
     return None
 
 
