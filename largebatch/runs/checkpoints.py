@@ -20,7 +20,7 @@ from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options
 from largebatch.runs.record import record
-from largebatch.runs.state import build_extra
+from largebatch.runs.state import build_affine
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema
@@ -121,7 +121,7 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
             drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
             note = describe_unsettled(drift)
         elif lr is not None:
-            planned, updates = trainer.plan.affine_steps, _update(trainer, mode, lr=lr)
+            planned, updates = trainer.plan.affine_steps, _update(trainer, mode)
             if updates < planned:
                 note = f"{planned - updates} of {planned} updates skipped: fp16 overflow"
         seconds = time.perf_counter() - begun
@@ -138,15 +138,11 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
         )
 
 
-def _update(trainer: Trainer, mode: Literal["affine", "clean"], *, lr: float) -> int:
+def _update(trainer: Trainer, mode: Literal["affine", "clean"]) -> int:
     """Make the updates of a mode on clean images; return the number that were not skipped."""
     plan, state = trainer.plan, trainer.state
-    skipped, affine_only = state.progress.skipped, mode == "affine"
-    state.use(
-        build_extra(
-            trainer.recipe, plan, state.model, trainer.backend, affine_only=affine_only, lr=lr
-        )
-    )
+    skipped, every = state.progress.skipped, mode == "clean"
+    state.use(build_affine(trainer.recipe, plan, state.model, trainer.backend, all_weights=every))
     try:
         make_updates(trainer, mode, range(plan.steps, plan.updates), until=plan.updates)
     except DivergedError as error:

@@ -80,25 +80,20 @@ def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | 
     return SWA(model, after=plan.swa_after) if plan.swa_after else None
 
 
-def build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Updater:
-    """Build the updater of the stage `polish.affine`."""
+def build_affine(
+    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, all_weights: bool = False
+) -> Updater:
+    """Build the updater of the stage `polish.affine`, and freeze the weights it does not change.
+
+    It trains BatchNorm's scales and shifts and the classifier, or `all_weights`. The optimizer is
+    momentum SGD without a trust ratio, as LARS treats most of these weights. The rate falls to
+    zero, so that no single batch weighs more at the end. The noise scale is not measured, because
+    few weights have gradients.
+    """
     assert recipe.polish is not None
     assert recipe.polish.affine is not None
     lr = recipe.polish.affine.lr
-    return build_extra(recipe, plan, model, backend, affine_only=True, lr=lr)
-
-
-def build_extra(
-    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, affine_only: bool, lr: float
-) -> Updater:
-    """Build the updater that follows the schedule, and freeze the weights it does not change.
-
-    The optimizer is momentum SGD without a trust ratio, as LARS treats most of these weights;
-    `affine_only` trains BatchNorm's scales and shifts and the classifier. The rate falls from `lr`
-    to zero, so that no single batch weighs more at the end. The noise scale is not measured,
-    because few weights have gradients.
-    """
-    trained = affine_parameters(model) if affine_only else set(model.parameters())
+    trained = set(model.parameters()) if all_weights else affine_parameters(model)
     for weight in model.parameters():
         weight.requires_grad_(weight in trained)
     fall = cosine(peak=lr, steps=plan.affine_steps)
