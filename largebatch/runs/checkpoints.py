@@ -69,7 +69,7 @@ class Comparison:
     """Number of images, and a digest of their list, by split."""
 
 
-def small_lr(recipe: Recipe) -> float:
+def _small_lr(recipe: Recipe) -> float:
     """Return the default learning rate for the updates of a comparison.
 
     A hundredth of the first rate of ResNets at batches of 256 (arXiv:1512.03385, section 3.4), as
@@ -79,12 +79,15 @@ def small_lr(recipe: Recipe) -> float:
     return 0.001 * recipe.batch.last / 256
 
 
-def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
-    """Return the recipe with the updates of a comparison beside its statistics pass."""
+def with_updates(recipe: Recipe, *, epochs: float, lr: float | None) -> Recipe:
+    """Return the recipe with the updates of a comparison beside its statistics pass.
+
+    `lr` None: a small one.
+    """
     assert recipe.polish is not None
     changes = {
         **dict.fromkeys(("clean", "ema", "swa", "swap")),
-        "affine": Affine(epochs=epochs, lr=lr),
+        "affine": Affine(epochs=epochs, lr=lr or _small_lr(recipe)),
     }
     polish = recipe.polish.model_copy(update=changes)  # held-out images stay held out
     return recipe.model_copy(update={"polish": polish})
@@ -235,9 +238,8 @@ def compare_checkpoint(
     """
     checkpoint = _load(path, options, ema=ema)
     state = checkpoint.state
-    recipe = anywhere(checkpoint.recipe)
-    recipe = with_statistics(recipe, samples)
-    recipe = with_updates(recipe, epochs=epochs, lr=lr or small_lr(recipe))
+    recipe = with_statistics(anywhere(checkpoint.recipe), samples)
+    recipe = with_updates(recipe, epochs=epochs, lr=lr)
     facts = {"command": "polish --compare", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts) as trainer:
         trainer.state.model.load_state_dict(state["model"])
