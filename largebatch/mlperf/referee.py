@@ -23,22 +23,15 @@ from largebatch.errors import clip, shorten
 from largebatch.formatting import plural
 from largebatch.mlperf.logs import PURPOSE, Log, LogError, captured_log, find_logs, read_log
 from largebatch.mlperf.page import Point, Reference
-from largebatch.mlperf.rules import BENCHMARK, ROUND, TARGET
+from largebatch.mlperf.rules import BENCHMARK, ROUND, TARGET, USAGE
 from largebatch.mlperf.system_description import problems
 from largebatch.optional import require_mlperf
 
 RUNS = 5
 """Number of runs of a ResNet submission; the fastest and the slowest do not count."""
 
-_USAGE = "training"
-_NO_TEXT = "every field of a system description is a text"
 _DRAWS = 9_999
 """Number of bootstrap samples."""
-
-_WORDS = {
-    "Insufficient convergence": f"more than one run did not reach {TARGET:.1%}",
-}
-"""Marks a message of the RCP checker that compares nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +103,11 @@ def _check_compliance(logs: Sequence[Log]) -> Verdict:
 def _broken_rules(path: Path) -> list[str]:
     """Return the compliance checker's failures for a log."""
     package = require_mlperf("compliance_checker.mlp_compliance", PURPOSE)
-    checker = package.make_checker(_USAGE, ROUND, quiet=True, werror=False)
+    checker = package.make_checker(USAGE, ROUND, quiet=True, werror=False)
     package.enqueued_configs.clear()  # of a check that ended by an exception
     with captured_log():
         try:
-            passed = checker.check_file(path, f"{_USAGE}_{ROUND}/common.yaml")
+            passed = checker.check_file(path, f"{USAGE}_{ROUND}/common.yaml")
         except Exception as error:  # rules are evaluated on whatever the log holds
             passed = False
             checker.put_message(f"the checker stopped: {type(error).__name__}: {error}")
@@ -181,10 +174,12 @@ def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
         for number, log in enumerate(logs):
             (Path(folder) / f"result_{number}.txt").symlink_to(log.path.absolute())
         passed, found, factor = checker.check_directory(
-            folder, _USAGE, ROUND, False, False, rcp_pass="pruned_rcps"  # noqa: FBT003, S106
+            folder, USAGE, ROUND, False, False, rcp_pass="pruned_rcps"  # noqa: FBT003, S106
         )  # fmt: skip
     reference = _reference(captured, logs)
-    text = _WORDS.get(found, found)
+    text = found
+    if found == "Insufficient convergence":
+        text = f"more than one run did not reach {TARGET:.1%}"
     if reference is not None:
         text = _describe(reference, logs, passed=passed, factor=float(factor))
     if logs[0].division == "open":
@@ -264,7 +259,7 @@ def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor
 def _points() -> tuple[Point, ...]:
     """Return all reference points, ordered by batch."""
     package = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
-    checker = package.RCP_Checker(_USAGE, ROUND, BENCHMARK, False)  # noqa: FBT003
+    checker = package.RCP_Checker(USAGE, ROUND, BENCHMARK, False)  # noqa: FBT003
     return tuple(
         Point(
             batch=record["BS"],
@@ -285,7 +280,7 @@ def _check_system(path: Path | None) -> Verdict:
     try:
         faults = problems(path)
     except TypeError as error:  # the checker joins some of the values
-        faults, sentence = [str(error)], _NO_TEXT
+        faults, sentence = [str(error)], "every field of a system description is a text"
     else:
         sentence = f"{path} does not fit MLPerf's rules"
     if not faults:

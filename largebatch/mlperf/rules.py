@@ -20,7 +20,7 @@ from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
 
-BENCHMARK, ROUND = "resnet", "4.0.0"
+USAGE, BENCHMARK, ROUND = "training", "resnet", "4.0.0"
 TARGET = 0.759
 """Top-1 accuracy at which a run is complete."""
 

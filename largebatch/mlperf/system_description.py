@@ -27,22 +27,20 @@ from largebatch.mlperf.logs import (
     find_logs,
     read_submission,
 )
-from largebatch.mlperf.rules import ROUND
+from largebatch.mlperf.rules import ROUND, USAGE
 from largebatch.optional import require_mlperf
 from largebatch.tracking.events import SUMMARY, Summary
 
 MARK = "FILL IN"
 """Prefix of a field that is unknown here."""
 
-_USAGE = "training"
-_SUMMARY = TypeAdapter(Summary)
 _STATUS = {
     "onprem": "Available on-premise",
     "cloud": "Available cloud",
     "preview": "Preview",
     "research": "Research, Development, or Internal (RDI)",
 }
-"""Keys of a description, by key of a log."""
+"""Status in a description, by the status in a log."""
 
 _HINTS = {
     "submitter": "the organisation",
@@ -113,7 +111,7 @@ def _reasons(path: Path) -> list[str]:
     """Return the failures that the checker logs."""
     package = require_mlperf("system_desc_checker.system_desc_checker", PURPOSE)
     with captured_log() as captured:
-        if package.check_system_desc(path, _USAGE, ROUND)[0]:
+        if package.check_system_desc(path, USAGE, ROUND)[0]:
             return []
     args: Any = next(record.args for record in captured if record.levelno == logging.ERROR)
     return list(args[1])
@@ -126,7 +124,7 @@ def _mark(field: str) -> str:
 def _summary(folder: Path) -> Summary | None:
     """Return the summary of a run; None if there is none, as beside result_*.txt."""
     with suppress(OSError, ValidationError):
-        return _SUMMARY.validate_json((folder / SUMMARY).read_bytes())
+        return TypeAdapter(Summary).validate_json((folder / SUMMARY).read_bytes())
     return None
 
 
@@ -166,7 +164,7 @@ def _lscpu() -> dict[str, str]:
 
 
 def _flat(entries: list[Any]) -> dict[str, str]:
-    """Yield fields and values of lscpu's JSON, which newer versions nest."""
+    """Return fields and values of lscpu's JSON, which newer versions nest."""
     fields: dict[str, str] = {}
     for entry in entries:
         if entry.get("data") not in {None, "", "-"}:  # a virtual machine may hide its sockets

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section
+from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section, Seed
 from largebatch.recipe.task import Sample
 
 MAX_SIDE = 4096
@@ -14,7 +14,6 @@ Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Interpolation = Literal["bilinear", "bicubic"]
 Triple = tuple[float, float, float]
-PositiveTriple = tuple[Positive, Positive, Positive]
 
 
 class Resolution(Section):
@@ -34,7 +33,7 @@ class HeldOut(Section):
     samples: Samples
     """Number of these images, drawn at random; the run trains on all others."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Seed of the draw, apart from the recipe's, so that runs with other seeds are measured on the
     same images."""
 
@@ -72,7 +71,7 @@ class Data(Section):
     mean: Triple = (0.485, 0.456, 0.406)
     """Subtracted from red, green and blue, which range from 0 to 1."""
 
-    std: PositiveTriple = (0.229, 0.224, 0.225)
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
     """Red, green and blue are divided by these after the mean is subtracted."""
 
     crop_area: tuple[Fraction, Fraction] | None

@@ -1,6 +1,6 @@
 """The section `execution`: the settings of the machine."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -8,23 +8,19 @@ from largebatch.recipe.choices import Compile, Kernels
 from largebatch.recipe.section import Batch, Positive, Section, Updates
 
 
-class Groups(Section):
-    """Base of the ways to put gradients into groups; each group is sent as one tensor."""
-
-
-class CubicGroups(Groups):
+class CubicGroups(Section):
     """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""
 
     kind: Literal["cubic"]
 
 
-class QuadraticGroups(Groups):
+class QuadraticGroups(Section):
     """3 (k+1)^2 - 3 k^2 tensors: 3, 9, 15, 21 ..."""
 
     kind: Literal["quadratic"]
 
 
-class ConstantGroups(Groups):
+class ConstantGroups(Section):
     """The same number of tensors in each."""
 
     kind: Literal["constant"]
@@ -33,7 +29,7 @@ class ConstantGroups(Groups):
     """Tensors in a group."""
 
 
-class GroupsByBytes(Groups):
+class GroupsByBytes(Section):
     """As many tensors as fill a number of bytes, at least one."""
 
     kind: Literal["bytes"]
@@ -41,6 +37,10 @@ class GroupsByBytes(Groups):
     megabytes: Positive
     """A group is complete when it has at least this many million bytes of fp32 gradients, whatever
     type they are sent in."""
+
+
+Groups: TypeAlias = CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes
+"""The ways to put gradients into groups; each group is sent as one tensor."""
 
 
 class Checkpoints(Section):
@@ -93,9 +93,7 @@ class Execution(Section):
     """Order of images, weights and feature maps in memory, by torch's name; which one is faster on
     a CPU depends on the model. null: channels_last on GPUs, contiguous on CPUs."""
 
-    groups: Annotated[
-        CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
-    ] = CubicGroups(kind="cubic")
+    groups: Annotated[Groups, Field(discriminator="kind")] = CubicGroups(kind="cubic")
     """Which gradients are sent together, counted from the last layer."""
 
     checkpoints: Checkpoints = Checkpoints()

@@ -22,8 +22,10 @@ from largebatch.recipe.section import (
     MAX_EPOCHS,
     Batch,
     Duration,
+    Epochs,
     Positive,
     Section,
+    Seed,
     Updates,
 )
 from largebatch.recipe.task import IMAGES, Task
@@ -150,7 +152,7 @@ class NonFinite(Section):
 class Evaluation(Section):
     """When validation accuracy is measured, besides at the end of every stage."""
 
-    every_epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
+    every_epochs: Epochs | None = None
     """Passes over the training data between measurements; null: only at the end of a stage."""
 
     offset_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 0.0
@@ -174,7 +176,7 @@ class Keys(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    seed: Seed
     """Seed of the initial weights, the order of the samples, crops, flips and dropout."""
 
     duration: Duration

@@ -8,24 +8,19 @@ from pydantic import Field, JsonValue, field_validator
 from largebatch.recipe.section import Duration, Positive, Section
 
 FACTORY_KEYS = {
-    **dict.fromkeys(
-        [
-            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"),
-            *("pretrained_filter_fn", "pretrained_model_args", "pretrained_backbone"),
-            *("weights", "weights_backbone", "checkpoint_path", "cache_dir", "progress"),
-        ],
-        "nothing is downloaded; initial weights are model.weights: FILE",
-    ),
-    **dict.fromkeys(["name", "model_name", "variant", "model_cls"], "it is model.name"),
-    "num_classes": "it is data.classes",
-    **dict.fromkeys(["dtype", "device"], "the recipe's precision and the machine decide on it"),
-    **dict.fromkeys(
-        [
-            *("features_only", "feature_cfg", "feature_cls", "out_indices", "kwargs_filter"),
-            *("model_cfg", "scriptable", "exportable", "no_jit", "quantize"),
-        ],
-        "leave it out",
-    ),
+    name: advice
+    for advice, names in {
+        "nothing is downloaded; initial weights are model.weights: FILE": "pretrained "
+        "pretrained_cfg pretrained_cfg_overlay pretrained_strict pretrained_filter_fn "
+        "pretrained_model_args pretrained_backbone weights weights_backbone checkpoint_path "
+        "cache_dir progress",
+        "it is model.name": "name model_name variant model_cls",
+        "it is data.classes": "num_classes",
+        "the recipe's precision and the machine decide on it": "dtype device",
+        "leave it out": "features_only feature_cfg feature_cls out_indices kwargs_filter model_cfg "
+        "scriptable exportable no_jit quantize",
+    }.items()
+    for name in names.split()
 }
 """Arguments that timm's and torchvision's factories take, and what to do instead. All others go to
 the constructor of the network."""

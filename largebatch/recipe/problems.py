@@ -21,37 +21,29 @@ from largebatch.recipe.section import (
 )
 
 SYNONYMS = {
-    **dict.fromkeys(
-        ("lr", "learning_rate", "base_lr", "init_lr", "initial_lr", "max_lr"), "schedule.peak_lr"
-    ),
-    **dict.fromkeys(("min_lr", "final_lr"), "schedule.decay.end_lr"),
-    **dict.fromkeys(
-        ("lr_schedule", "lr_scheduler", "scheduler", "schedule"), "schedule.decay.kind"
-    ),
-    **dict.fromkeys(("warmup", "warmup_epochs"), "schedule.warmup.epochs"),
-    "warmup_steps": "schedule.warmup.steps",
-    **dict.fromkeys(
-        ("batch_size", "bs", "batchsize", "global_batch_size", "total_batch_size"),
-        "batch.global_batch",
-    ),
-    **dict.fromkeys(
-        ("micro_batch_size", "per_device_batch_size", "per_gpu_batch_size"),
-        "execution.device_batch",
-    ),
-    **dict.fromkeys(
-        ("epoch", "num_epochs", "n_epochs", "max_epochs", "train_epochs"), "duration.epochs"
-    ),
-    **dict.fromkeys(("max_steps", "num_steps", "train_steps", "iterations"), "duration.steps"),
-    **dict.fromkeys(("arch", "architecture", "model", "model_name", "network"), "model.name"),
-    **dict.fromkeys(("opt", "optimizer_name"), "optimizer.kind"),
-    "wd": "optimizer.weight_decay",
-    "smoothing": "loss.label_smoothing",
-    **dict.fromkeys(("amp", "mixed_precision"), "precision"),
-    **dict.fromkeys(("num_classes", "n_classes"), "data.classes"),
-    **dict.fromkeys(("img_size", "input_size", "resolution"), "data.image_size"),
-    "ema_decay": "polish.ema",
-    **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
-    **dict.fromkeys(("logger", "tracker", "report_to"), "tracking"),
+    name: key
+    for key, names in {
+        "schedule.peak_lr": "lr learning_rate base_lr init_lr initial_lr max_lr",
+        "schedule.decay.end_lr": "min_lr final_lr",
+        "schedule.decay.kind": "lr_schedule lr_scheduler scheduler schedule",
+        "schedule.warmup.epochs": "warmup warmup_epochs",
+        "schedule.warmup.steps": "warmup_steps",
+        "batch.global_batch": "batch_size bs batchsize global_batch_size total_batch_size",
+        "execution.device_batch": "micro_batch_size per_device_batch_size per_gpu_batch_size",
+        "duration.epochs": "epoch num_epochs n_epochs max_epochs train_epochs",
+        "duration.steps": "max_steps num_steps train_steps iterations",
+        "model.name": "arch architecture model model_name network",
+        "optimizer.kind": "opt optimizer_name",
+        "optimizer.weight_decay": "wd",
+        "loss.label_smoothing": "smoothing",
+        "precision": "amp mixed_precision",
+        "data.classes": "num_classes n_classes",
+        "data.image_size": "img_size input_size resolution",
+        "polish.ema": "ema_decay",
+        "seed": "random_seed manual_seed",
+        "tracking": "logger tracker report_to",
+    }.items()
+    for name in names.split()
 }
 """Names in other programs, and the keys of a recipe that they stand for."""
 

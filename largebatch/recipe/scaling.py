@@ -20,14 +20,13 @@ _BY_FACTOR = (Exponential, TriangleExp, SineExp, CosineCyclesExp, Restarts)
 """Schedules that multiply the rate by gamma at every step."""
 
 
-def shortened(recipe: Recipe, epochs: float, *, steps: float | None = None) -> Recipe:
+def shortened(recipe: Recipe, epochs: float, *, steps: float) -> Recipe:
     """Return the recipe with all lengths multiplied by `epochs`, and decays per step scaled to
     match.
 
-    `steps` is the factor of lengths in updates and of decays per step, if an epoch has another
-    number of updates; None: the same as `epochs`.
+    `steps` is the factor of lengths in updates and of decays per step; it is another one if an
+    epoch has another number of updates.
     """
-    steps = epochs if steps is None else steps
     if epochs == steps == 1:
         return recipe
     tree = _shortened(recipe, epochs, steps).model_dump(mode="json")

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from largebatch.recipe.section import Duration, Fraction, NonNegative, Positive, Section
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
 Power = Annotated[float, Field(gt=0, le=1000)]
 """Exponent of a policy; beyond the bound the fall takes one step, whatever its length."""
 
@@ -107,9 +109,6 @@ class Cosine(Fall):
     """Fall to end_lr along half a cosine."""
 
     kind: Literal["cosine"]
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Spline(Fall):
@@ -327,7 +326,7 @@ class Plateau(Section):
     cooldown: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Evaluations after a change that do not count as without improvement."""
 
-    back_until: Annotated[float, Field(ge=0, le=1)] = 0.0
+    back_until: Share = 0.0
     """Share of the run before which a plateau changes to the previous level, and after which to the
     next; 0.8 in LRBench's ChangeLROnPlateau."""
 

@@ -29,6 +29,8 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 Samples = Annotated[int, Field(gt=0, le=MAX_SAMPLES)]
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Updates = Annotated[int, Field(gt=0, le=MAX_UPDATES)]
+Epochs = Annotated[float, Field(gt=0, le=MAX_EPOCHS)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 CHOOSERS = ("kind", "source")
 """Keys whose values choose one section of a union; `source` is that of `data`."""
@@ -49,8 +51,8 @@ class Section(BaseModel):
 class Duration(Section):
     """A stretch of training, in epochs or in steps."""
 
-    epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
-    steps: Annotated[int, Field(gt=0, le=MAX_UPDATES)] | None = None
+    epochs: Epochs | None = None
+    steps: Updates | None = None
 
     @model_validator(mode="after")
     def _one_unit(self) -> Self:

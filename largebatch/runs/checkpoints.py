@@ -20,7 +20,7 @@ from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options
 from largebatch.runs.record import record
-from largebatch.runs.state import build_extra
+from largebatch.runs.state import build_affine
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema
@@ -69,7 +69,7 @@ class Comparison:
     """Number of images, and a digest of their list, by split."""
 
 
-def small_lr(recipe: Recipe) -> float:
+def _small_lr(recipe: Recipe) -> float:
     """Return the default learning rate for the updates of a comparison.
 
     A hundredth of the first rate of ResNets at batches of 256 (arXiv:1512.03385, section 3.4), as
@@ -79,12 +79,15 @@ def small_lr(recipe: Recipe) -> float:
     return 0.001 * recipe.batch.last / 256
 
 
-def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
-    """Return the recipe with the updates of a comparison beside its statistics pass."""
+def with_updates(recipe: Recipe, *, epochs: float, lr: float | None) -> Recipe:
+    """Return the recipe with the updates of a comparison beside its statistics pass.
+
+    `lr` None: a small one.
+    """
     assert recipe.polish is not None
     changes = {
         **dict.fromkeys(("clean", "ema", "swa", "swap")),
-        "affine": Affine(epochs=epochs, lr=lr),
+        "affine": Affine(epochs=epochs, lr=lr or _small_lr(recipe)),
     }
     polish = recipe.polish.model_copy(update=changes)  # held-out images stay held out
     return recipe.model_copy(update={"polish": polish})
@@ -121,7 +124,7 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
             drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
             note = describe_unsettled(drift)
         elif lr is not None:
-            planned, updates = trainer.plan.affine_steps, _update(trainer, mode, lr=lr)
+            planned, updates = trainer.plan.affine_steps, _update(trainer, mode)
             if updates < planned:
                 note = f"{planned - updates} of {planned} updates skipped: fp16 overflow"
         seconds = time.perf_counter() - begun
@@ -138,15 +141,11 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
         )
 
 
-def _update(trainer: Trainer, mode: Literal["affine", "clean"], *, lr: float) -> int:
+def _update(trainer: Trainer, mode: Literal["affine", "clean"]) -> int:
     """Make the updates of a mode on clean images; return the number that were not skipped."""
     plan, state = trainer.plan, trainer.state
-    skipped, affine_only = state.progress.skipped, mode == "affine"
-    state.use(
-        build_extra(
-            trainer.recipe, plan, state.model, trainer.backend, affine_only=affine_only, lr=lr
-        )
-    )
+    skipped, every = state.progress.skipped, mode == "clean"
+    state.use(build_affine(trainer.recipe, plan, state.model, trainer.backend, all_weights=every))
     try:
         make_updates(trainer, mode, range(plan.steps, plan.updates), until=plan.updates)
     except DivergedError as error:
@@ -239,9 +238,8 @@ def compare_checkpoint(
     """
     checkpoint = _load(path, options, ema=ema)
     state = checkpoint.state
-    recipe = anywhere(checkpoint.recipe)
-    recipe = with_statistics(recipe, samples)
-    recipe = with_updates(recipe, epochs=epochs, lr=lr or small_lr(recipe))
+    recipe = with_statistics(anywhere(checkpoint.recipe), samples)
+    recipe = with_updates(recipe, epochs=epochs, lr=lr)
     facts = {"command": "polish --compare", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts) as trainer:
         trainer.state.model.load_state_dict(state["model"])

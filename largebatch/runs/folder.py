@@ -40,7 +40,6 @@ from largebatch.training.checkpoint import (
 )
 from largebatch.training.trainer import Trainer
 
-_SUMMARY = TypeAdapter(Summary)
 _LOG = logging.getLogger(__name__)
 
 
@@ -151,7 +150,7 @@ def finished_summary(folder: Path, backend: Backend) -> Summary | None:
     with suppress(OSError):
         content = (folder / SUMMARY).read_bytes() if backend.rank == 0 else None
     with suppress(ValidationError):
-        summary = _SUMMARY.validate_json(broadcast_bytes(content, backend))
+        summary = TypeAdapter(Summary).validate_json(broadcast_bytes(content, backend))
         return summary if summary.status == "finished" else None
     return None
 

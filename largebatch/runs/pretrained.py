@@ -25,13 +25,7 @@ from largebatch.polish import Drift
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join, open_trainer
-from largebatch.runs.checkpoints import (
-    Comparison,
-    compare,
-    small_lr,
-    with_statistics,
-    with_updates,
-)
+from largebatch.runs.checkpoints import Comparison, compare, with_statistics, with_updates
 from largebatch.runs.options import Options
 from largebatch.runs.weights import Weights, check_format, read_weights
 from largebatch.training.evaluation import Metrics
@@ -98,8 +92,7 @@ def compare_weights(
     facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
     with join(options, facts) as backend:
         recipe, state = fit_model(names, weights, options, backend)
-        rate = lr or small_lr(recipe)
-        recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
+        recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=lr)
         with _open(recipe, state, options, backend, measuring=False) as trainer:
             yield compare(trainer)
 

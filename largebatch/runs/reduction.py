@@ -23,22 +23,14 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHOWN = 8
+"""Number of groups that are described."""
 
 
-def build_reducer(
-    recipe: Recipe,
-    plan: Plan,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    keeps_gradients: bool = False,
-) -> Reducer:
-    """Build the reducer, which sums or combines the gradients.
-
-    `keeps_gradients`: an update's gradients are needed while the next ones are computed.
-    """
+def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
+    """Build the reducer, which sums or combines the gradients."""
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
-    copies = copies_gradients(recipe, plan, backend.device, keeps_gradients=keeps_gradients)
+    copies = copies_gradients(recipe, plan, backend.device)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(
@@ -56,12 +48,13 @@ def build_reducer(
     )
 
 
-def copies_gradients(
-    recipe: Recipe, plan: Plan, device: torch.device, *, keeps_gradients: bool = False
-) -> bool:
-    """Return True if a compiled pass may overwrite gradients that are still needed."""
+def copies_gradients(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
+    """Return True if a compiled pass may overwrite gradients that are still needed.
+
+    They are needed if several passes make an update, and by the servers of a protocol.
+    """
     accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
-    needed = accumulates or keeps_gradients
+    needed = accumulates or recipe.protocol is not None
     return needed and reuses_memory(recipe.execution.compile, device)
 
 
@@ -88,11 +81,11 @@ def describe_groups(recipe: Recipe) -> str:
     return f"{how}{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
 
 
-def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
+def _shorten(words: list[str]) -> list[str]:
     """Replace the middle of a long list by its length."""
-    if len(words) <= limit:
+    if len(words) <= _SHOWN:
         return words
-    return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
+    return [*words[: _SHOWN - 2], f"... {len(words) - _SHOWN + 1} more ...", words[-1]]
 
 
 def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
@@ -100,12 +93,7 @@ def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
     return set() if recipe.reduction.dtype == "fp32" else norm_parameters(model)
 
 
-def grouping_of(
-    section: execution.CubicGroups
-    | execution.QuadraticGroups
-    | execution.ConstantGroups
-    | execution.GroupsByBytes,
-) -> Grouping:
+def grouping_of(section: execution.Groups) -> Grouping:
     """Return how gradients are divided into groups."""
     match section:
         case execution.CubicGroups():

@@ -4,7 +4,6 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 charts and checkpoints/. It is made after everything that a user can get wrong has been checked.
 """
 
-import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -48,8 +47,6 @@ from largebatch.training.profiling import Profiler
 from largebatch.training.saving import restore
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
-
-_LOG = logging.getLogger(__name__)
 
 _SLOW = (
     "{} on a CPU is often ten times slower than fp32, or more; to try a recipe here: "

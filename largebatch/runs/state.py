@@ -24,22 +24,12 @@ from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState, Updater
 
 
-def build_state(
-    recipe: Recipe,
-    plan: Plan,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    keeps_gradients: bool = False,
-) -> TrainState:
-    """Build the optimizer, the schedule, the reducer, the loss scaler and the averages.
-
-    `keeps_gradients` is passed to build_reducer.
-    """
+def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
+    """Build the optimizer, the schedule, the reducer, the loss scaler and the averages."""
     schedule, plateau = build_schedule(recipe.schedule, plan), recipe.schedule.plateau
     if plateau is not None:
         schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
-    reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
+    reducer = build_reducer(recipe, plan, model, backend)
     optimizer = build_optimizer(recipe, model, backend)
     _train_early(optimizer, recipe, plan, model)
     state = TrainState(
@@ -91,40 +81,24 @@ def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | 
 
 
 def build_affine(
-    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, keeps_gradients: bool
+    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, all_weights: bool = False
 ) -> Updater:
-    """Build the updater of the stage `polish.affine`."""
+    """Build the updater of the stage `polish.affine`, and freeze the weights it does not change.
+
+    It trains BatchNorm's scales and shifts and the classifier, or `all_weights`. The optimizer is
+    momentum SGD without a trust ratio, as LARS treats most of these weights. The rate falls to
+    zero, so that no single batch weighs more at the end. The noise scale is not measured, because
+    few weights have gradients.
+    """
     assert recipe.polish is not None
     assert recipe.polish.affine is not None
     lr = recipe.polish.affine.lr
-    return build_extra(
-        recipe, plan, model, backend, affine_only=True, lr=lr, keeps_gradients=keeps_gradients
-    )
-
-
-def build_extra(  # noqa: PLR0913 -- what a reducer and an optimizer take
-    recipe: Recipe,
-    plan: Plan,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    affine_only: bool,
-    lr: float,
-    keeps_gradients: bool = False,
-) -> Updater:
-    """Build the updater that follows the schedule, and freeze the weights it does not change.
-
-    The optimizer is momentum SGD without a trust ratio, as LARS treats most of these weights;
-    `affine_only` trains BatchNorm's scales and shifts and the classifier. The rate falls from `lr`
-    to zero, so that no single batch weighs more at the end. The noise scale is not measured,
-    because few weights have gradients.
-    """
-    trained = affine_parameters(model) if affine_only else set(model.parameters())
+    trained = set(model.parameters()) if all_weights else affine_parameters(model)
     for weight in model.parameters():
         weight.requires_grad_(weight in trained)
     fall = cosine(peak=lr, steps=plan.affine_steps)
     unmonitored = recipe.model_copy(update={"monitor": ()})
-    reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)
+    reducer = build_reducer(unmonitored, plan, model, backend)
     optimizer = build_momentum_sgd(recipe, model, lr=lr)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
 

@@ -171,7 +171,7 @@ def _find(path: Path, content: object, *, ema: bool) -> MutableMapping[str, Tens
 
 
 def _are_weights(content: object) -> bool:
-    """Return True if `value` maps names to tensors."""
+    """Return True if `content` maps names to tensors."""
     return (
         isinstance(content, dict)
         and len(content) > 0

@@ -23,14 +23,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from largebatch.data.datasets.archives import DAMAGED, fault, require_no_bomb, unpacking
-from largebatch.data.datasets.packing import DataSet, Sample, in_parts
+from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.errors import DataError, shorten
 from largebatch.optional import require_torchvision
-
-SPLITS = ("train", "val")
-
-IDX = {"train": "train", "val": "t10k"}
-"""Prefix of the names of MNIST's files, by split."""
 
 UNSIGNED_BYTES = 8
 """Type code of unsigned bytes, the third byte of an idx file."""
@@ -78,9 +73,9 @@ def open_cifar10(source: Path, *, scratch: Path) -> Iterator[DataSet]:
     with _folder_in(scratch, archive) as root:
         with tarfile.open(archive) as tar:
             tar.extractall(root, filter="data")
-        read = {split: CIFAR10(root, train=split == "train") for split in SPLITS}
+        read = {split: CIFAR10(root, train=split == TRAIN) for split in SPLITS}
     splits = {split: Split(data.data, np.array(data.targets)) for split, data in read.items()}
-    yield data_set(read["train"].classes, splits)
+    yield data_set(read[TRAIN].classes, splits)
 
 
 @contextmanager
@@ -96,7 +91,7 @@ def open_fashion_mnist(source: Path, *, scratch: Path) -> Iterator[DataSet]:
         raw.mkdir(parents=True)
         for archive in archives:
             (raw / archive.stem).write_bytes(gzip.decompress(archive.read_bytes()))
-        read = {split: FashionMNIST(root, train=split == "train") for split in SPLITS}
+        read = {split: FashionMNIST(root, train=split == TRAIN) for split in SPLITS}
     splits = {split: Split(data.data.numpy(), data.targets.numpy()) for split, data in read.items()}
     yield data_set(FashionMNIST.classes, splits)
 
@@ -112,16 +107,15 @@ def open_idx(
 
     `classes` are the names of the labels; the default is 0 to the highest training label.
     """
-    train = _read_split(source, IDX["train"], classes)
+    train = _read_split(source, "train", classes)
     names = classes or tuple(map(str, range(int(train.labels.max()) + 1)))
-    yield data_set(names, {"train": train, "val": _read_split(source, IDX["val"], names)})
+    yield data_set(names, {TRAIN: train, VAL: _read_split(source, "t10k", names)})
 
 
 def _read_split(source: Path, prefix: str, classes: Sequence[str] | None) -> Split:
-    images, labels = (
-        _find_idx(source, f"{prefix}-images", 3),
-        _find_idx(source, f"{prefix}-labels", 1),
-    )
+    """Read the files of a split, whose names begin with `prefix`."""
+    images = _find_idx(source, f"{prefix}-images", 3)
+    labels = _find_idx(source, f"{prefix}-labels", 1)
     split = Split(read_idx(images, 3), read_idx(labels, 1))
     if len(split.pixels) != len(split.labels):
         raise DataError(

@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
 from largebatch.data.datasets.division import Division
-from largebatch.data.datasets.packing import DataSet, Sample, in_parts
+from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.folder import is_image, visible
 from largebatch.data.index.ignored import by_kind, describe, suffix_of
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
-
-TRAIN, VAL = SPLITS = ("train", "val")
 
 ENDINGS = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 

@@ -22,6 +22,8 @@ from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.storage import THREADS, Progress, new_folder
 
+TRAIN, VAL = SPLITS = ("train", "val")
+
 PART = 256
 """Number of samples prepared together, in several threads."""
 
@@ -69,11 +71,10 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
 
     Images dropped from the indexes are left out.
     """
-    train, val = (load_or_read(root, split) for split in ("train", "val"))
-    check_same_classes(train, val)
-    indexes = {"train": train, "val": val}
+    indexes = {split: load_or_read(root, split) for split in SPLITS}
+    check_same_classes(indexes[TRAIN], indexes[VAL])
     data_set = DataSet(
-        train.classes,
+        indexes[TRAIN].classes,
         {split: len(index) for split, index in indexes.items()},
         lambda split: _copies(indexes[split]),
     )

@@ -15,13 +15,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from largebatch.data.datasets.division import Division
-from largebatch.data.datasets.packing import DataSet, Sample, extension_of
+from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, extension_of
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.optional import require_parquet
-
-TRAIN, VAL = "train", "val"
 
 VAL_NAMES = ("val", "valid", "validation", "dev")
 """Names of validation on the hub; `test` is used only if requested."""
