@@ -122,7 +122,7 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run up to `steps` updates; None: to its end."""
+    """A run up to `until` updates; None: to its end."""
 
     recipe: Recipe
     folder: Path
