@@ -24,7 +24,14 @@ from largebatch.studies.metrics import (
     robustness,
 )
 from largebatch.studies.queue.cells import Cell
-from largebatch.studies.queue.database import DEFINITION, RESULT, SLOT, Json, require_format
+from largebatch.studies.queue.database import (
+    DEFINITION,
+    RESULT,
+    SLOT,
+    Json,
+    require_format,
+    trials_by_slot,
+)
 from largebatch.studies.queue.study import Search, Setting
 from largebatch.studies.queue.usage import Usage
 from largebatch.tracking.events import Measured
@@ -49,10 +56,6 @@ class Classes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """Record of one run in a database; accuracies are fractions."""
-
-    slot: str
-    is_search: bool
-    """True for a trial, which is evaluated on held-out training images."""
 
     seed: int
     scale: float = 1.0
@@ -88,7 +91,6 @@ class Result:
     """Seconds of the whole run."""
 
     images_per_second: float | None = None
-    peak_memory_bytes: int | None = None
     workers: int = 1
     usage: Usage | None = None
     begun: Measured = math.nan
@@ -273,30 +275,21 @@ def _studies(storage: "BaseStorage") -> "list[Study]":
 
 
 def _read(study: "Study", definition: Json) -> _Queue:
-    counting: dict[str, FrozenTrial] = {}
-    for trial in study.get_trials(deepcopy=False):
-        slot = trial.user_attrs.get(SLOT)
-        if isinstance(slot, str) and trial.state.name != "FAIL":
-            counting.setdefault(slot, trial)
+    counting = trials_by_slot(study)
     done = [trial for trial in counting.values() if trial.state.is_finished()]
-    results = [
-        read_result(study.study_name, trial, is_search="search" in definition) for trial in done
-    ]
     return _Queue(
         name=study.study_name,
         definition=definition,
-        results=tuple(results),
+        results=tuple(read_result(study.study_name, trial) for trial in done),
         is_done=len(done) == len(counting) > 0,
     )
 
 
-def read_result(name: str, trial: "FrozenTrial", *, is_search: bool) -> Result:
+def read_result(name: str, trial: "FrozenTrial") -> Result:
     """Return the record of a trial; raise StudyError if it is damaged."""
     about = trial.user_attrs
     found = about.get(RESULT)
     record: dict[str, Any] = {
-        "slot": about[SLOT],
-        "is_search": is_search,
         "scale": about.get("scale", 1.0),
         **(found if isinstance(found, dict) else {}),
     }
@@ -338,10 +331,11 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
 
 def _values(seeds: _Queue | None) -> dict[str, float]:
     """Return the best values; empty before there are seeds."""
+    if seeds is None:
+        return {}
     try:
-        return _VALUES.validate_python(seeds.definition.get("values")) if seeds else {}
+        return _VALUES.validate_python(seeds.definition.get("values"))
     except ValidationError as error:
-        assert seeds is not None
         first = error.errors()[0]
         raise StudyError(
             f"{seeds.name}: its definition cannot be read: values: {first['msg']}"
