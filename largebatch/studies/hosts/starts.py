@@ -109,7 +109,7 @@ class Cell:
 
     recipe: Recipe
     placement: Placement
-    timed: Timed
+    trained: Timed
     compute: Compute | None
 
     def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
@@ -120,8 +120,8 @@ class Cell:
             options=Options(out=Path(), data=data, backend=backend, report=False),
             compute=self.compute,
             samples=self.samples,
-            warm_up=self.timed.warm_up,
-            updates=self.timed.updates,
+            warm_up=self.trained.warm_up,
+            updates=self.trained.updates,
         )
         path = out / self.name / f"seed-{seed}.json"
         return Start(cell=self.name, seed=seed, job=job, placement=self.placement, path=path)

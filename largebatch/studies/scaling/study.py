@@ -146,10 +146,9 @@ def cells_of(study: ScalingStudy, folder: Path) -> list[Cell]:
                 samples=samples,
                 recipe=recipe,
                 placement=Placement(workers_per_host=each, megabits=study.megabits),
-                timed=trained,
+                trained=trained,
                 compute=trained.compute,
                 place=place,
-                trained=trained,
                 study=study,
             )
             cells.setdefault(cell.name, cell)

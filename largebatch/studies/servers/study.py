@@ -220,10 +220,9 @@ def make_cell(
             megabits=trained.megabits or study.megabits,
             backend="horovod" if where == "horovod" else "torch",
         ),
-        timed=trained,
+        trained=trained,
         compute=trained.compute,
         layout=layout,
-        trained=trained,
     )
 
 
