@@ -115,6 +115,12 @@ class Result:
         """
         return None if self.diverged else cost(self.evaluations, target)
 
+    def used(self, name: str) -> float:
+        """Return a field of its usage; NaN where it was not measured, or the run diverged."""
+        if self.usage is None or self.diverged is not None:
+            return math.nan
+        return float(getattr(self.usage, name))
+
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
 _VALUES = TypeAdapter(dict[str, float])
