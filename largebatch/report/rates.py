@@ -108,11 +108,8 @@ def write_rates_of(path: Path, drawn: Sequence[Rates], *, by: By) -> None:
     """
     kinds = len({each.recipe.optimizer.kind for each in drawn})
     rows = len(drawn) + len(remarks(drawn))
-
-    def draw(figure: "Figure") -> None:
-        _draw(figure, drawn, by)
-
-    write_chart(path, draw, size=(960, 40 + 230 * kinds + 17 * rows))
+    size = 960, 40 + 230 * kinds + 17 * rows
+    write_chart(path, lambda figure: _draw(figure, drawn, by), size=size)
 
 
 def _draw(figure: "Figure", drawn: Sequence[Rates], by: By) -> None:
