@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from largebatch.errors import LONGEST_NAME, StudyError, clip, shorten
 from largebatch.optional import require_optuna
 from largebatch.recipe.loading import differences
-from largebatch.studies.queue.owners import Owners
+from largebatch.studies.queue.owners import OWNER, Owners
 
 if TYPE_CHECKING:
     import optuna
@@ -35,7 +35,7 @@ FORMAT = 2
 JOURNAL = ".journal"
 """File name suffix of Optuna's journal storage, which works on a network file system."""
 
-DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
+DEFINITION, SLOT, RESULT = "definition", "slot", "result"
 """Names of attributes: the first one of studies, the others of trials."""
 
 KINDS = ("policy", "setting")

@@ -311,20 +311,18 @@ def read_result(name: str, trial: "FrozenTrial") -> Result:
 
 
 def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
-    study, configuration, policy = (
-        str(search.definition[key]) for key in ("study", "configuration", "policy")
-    )
+    definition = search.definition
     try:
-        recipe = validate_tree(Recipe, search.definition["recipe"], source=search.name)
-        settings = validate_tree(Search, search.definition["search"], source=search.name)
+        recipe = validate_tree(Recipe, definition["recipe"], source=search.name)
+        settings = validate_tree(Search, definition["search"], source=search.name)
     except (KeyError, TypeError, LargebatchError) as error:
         raise StudyError(f"{search.name}: its definition cannot be read: {error}") from None
     done = sorted(seeds.results, key=lambda result: (result.seed, result.scale)) if seeds else []
     searched = search.is_done and len(search.results) >= settings.trials
     return CellResults(
-        study=study,
-        configuration=configuration,
-        policy=policy,
+        study=str(definition["study"]),
+        configuration=str(definition["configuration"]),
+        policy=str(definition["policy"]),
         recipe=recipe,
         settings=settings,
         values=_values(seeds),

@@ -15,6 +15,7 @@ from largebatch.formatting import plural
 from largebatch.recipe.loading import differences
 from largebatch.studies.metrics import ENOUGH_SEEDS, Interval, interval
 from largebatch.studies.policies.standings import describe_interval
+from largebatch.studies.queue.cells import value_at
 from largebatch.studies.queue.results import Result, SettingResults, describe_machines
 from largebatch.studies.queue.study import Metric
 from largebatch.studies.settings.transfer import Transfer, best_setting, gap, lost, transfer_matrix
@@ -92,10 +93,7 @@ class Measured:
         """Return what is set at a dotted key of the recipe, or outside of it."""
         if key in _OUTSIDE:
             return getattr(self.found, key)
-        value: Any = self.tree
-        for word in key.split("."):
-            value = value.get(word) if isinstance(value, dict) else None
-        return value
+        return value_at(self.tree, key)
 
 
 @dataclass(frozen=True)
