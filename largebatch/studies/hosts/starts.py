@@ -63,19 +63,16 @@ class Start:
     def settings(self) -> dict[str, Any]:
         """Definition of the measurement, as JSON."""
         job = self.job
-        definition: dict[str, Any] = json.loads(
-            json.dumps(
-                {
-                    "recipe": job.recipe.model_dump(mode="json"),
-                    "compute": job.compute and job.compute.model_dump(mode="json"),
-                    "samples": job.samples,
-                    "warm_up": job.warm_up,
-                    "updates": job.updates,
-                    "placement": asdict(self.placement),
-                }
-            )
-        )
-        return definition
+        definition = {
+            "recipe": job.recipe.model_dump(mode="json"),
+            "compute": job.compute and job.compute.model_dump(mode="json"),
+            "samples": job.samples,
+            "warm_up": job.warm_up,
+            "updates": job.updates,
+            "placement": asdict(self.placement),
+        }
+        as_read: dict[str, Any] = json.loads(json.dumps(definition))  # a tuple becomes a list
+        return as_read
 
     def read(self) -> Found | None:
         """Return the record; None if there is none.

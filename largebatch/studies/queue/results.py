@@ -250,10 +250,13 @@ _Queues = dict[tuple[str, ...], "_Queue"]
 
 def _queues(storage: "BaseStorage", kind: str) -> tuple[_Queues, _Queues]:
     """Return the searches and the seeds of all studies of one kind, by name."""
+    import optuna
+
     searches: _Queues = {}
     seeds: _Queues = {}
     names = ("study", "configuration", kind)
-    for study in _studies(storage):
+    for name in optuna.get_all_study_names(storage):
+        study = optuna.load_study(study_name=name, storage=storage)
         definition = study.user_attrs.get(DEFINITION)
         if not isinstance(definition, dict) or not definition.keys() >= {"format", *names}:
             continue
@@ -271,13 +274,6 @@ class _Queue(NamedTuple):
     results: tuple[Result, ...]
     is_done: bool
     """True if every started slot has a result."""
-
-
-def _studies(storage: "BaseStorage") -> "list[Study]":
-    import optuna
-
-    names = optuna.get_all_study_names(storage)
-    return [optuna.load_study(study_name=name, storage=storage) for name in names]
 
 
 def _read(study: "Study", definition: Json) -> _Queue:

@@ -285,10 +285,5 @@ def _cell(study: StalenessStudy, base: Recipe, point: _Point) -> Cell:
 def _protocol(point: _Point, *, reference: int) -> dict[str, object]:
     common = {"learners": point.learners, "servers": {"centralised": 1}}
     if not point.sigma:
-        return {
-            "kind": "hardsync",
-            "modulation": "sqrt",
-            "reference_batch": reference,
-            **common,
-        }
+        return {"kind": "hardsync", "modulation": "sqrt", "reference_batch": reference, **common}
     return {"kind": "softsync", "n": point.sigma, "modulation": point.modulation, **common}
