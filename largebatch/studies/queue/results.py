@@ -197,6 +197,11 @@ class CellResults(SeedResults):
         return at_every_scale((result.seed, result.scale, result.top1) for result in runs)
 
     @property
+    def areas(self) -> dict[int, float]:
+        """Average top-1 over multiples of the rate, by seed, as metrics.Robustness.area."""
+        return {seed: robustness(one).area for seed, one in self.by_scale.items()}
+
+    @property
     def robustness(self) -> Robustness | None:
         """Robustness over the seeds that ran at every multiple of the rate; None without one."""
         every = list(self.by_scale.values())

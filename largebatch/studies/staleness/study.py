@@ -152,6 +152,11 @@ class Cell:
         return self.cluster.learners
 
     @property
+    def samples(self) -> int:
+        """Samples that all learners compute on at a time (mu lambda)."""
+        return self.mu * self.learners
+
+    @property
     def protocol(self) -> str:
         """Who waits, and how the rate follows staleness, in words."""
         if not self.sigma:
