@@ -269,7 +269,7 @@ def _kept(base: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
 
 def _tree(found: Suggestion, name: str) -> dict[str, Any]:
     """Return the sections of the suggested recipe."""
-    data, model = found.data, {"name": found.model}
+    data, model, small = found.data, {"name": found.model}, _is_small(found)
     return {
         "name": name,
         "seed": 1,
@@ -280,12 +280,10 @@ def _tree(found: Suggestion, name: str) -> dict[str, Any]:
             "train_samples": data.samples,
             "val_samples": data.val_samples,
             "image_size": data.image_size,
-            "crop_area": [0.35 if _is_small(found) else 0.05, 1.0],
+            "crop_area": [0.35 if small else 0.05, 1.0],
             "crop_aspect": [0.75, 1.3333333],
             "flip": True,
-            "eval_resize": data.image_size
-            if _is_small(found)
-            else round(data.image_size * 256 / 224),
+            "eval_resize": data.image_size if small else round(data.image_size * 256 / 224),
         },
         "model": {**model, "head_std": 0.01} if found.model == "resnet50" else model,
         "batch": {"global_batch": found.batch, "bn_span": found.bn_span},
@@ -348,11 +346,9 @@ def _source(found: Suggestion) -> str:
 
 def _points_have(found: Suggestion, key: str) -> str:
     lower, upper = getattr(found.lower, key), getattr(found.upper, key)
-    return (
-        f"the point has {lower:g}"
-        if found.lower is found.upper
-        else (f"the points have {lower:g} and {upper:g}")
-    )
+    if found.lower is found.upper:
+        return f"the point has {lower:g}"
+    return f"the points have {lower:g} and {upper:g}"
 
 
 def _percent(share: float) -> str:

@@ -9,8 +9,8 @@ from largebatch.planner.cluster import Cluster
 from largebatch.planner.prediction import Prediction
 from largebatch.planner.scan import Point, batches, best_batches, has_epoch_law
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.figures import name_axes
-from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, require_png, write_chart
+from largebatch.report.figures import name_axes, write_title
+from largebatch.report.style import COLOURS, INK, MUTED, require_png, write_chart
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -34,18 +34,12 @@ def write_forecast(path: Path, recipe: Recipe, cluster: Cluster, found: Predicti
             f"--out {path}: the chart needs the epoch law, which is ResNet-50's on ImageNet, and "
             f"{other}; leave --out out"
         )
-
-    def draw(figure: "Figure") -> None:
-        draw_forecast(figure, recipe, cluster, found)
-
-    write_chart(path, draw, size=(960, 400))
+    write_chart(path, lambda figure: draw_forecast(figure, recipe, cluster, found), size=(960, 400))
 
 
 def draw_forecast(figure: "Figure", recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
     """Draw the two charts side by side, with the predicted run in both."""
-    left = MARGIN * figure.dpi / 72 / figure.bbox.width
-    title = f"{cluster.name}: ResNet-50 on ImageNet to 75.9 % top-1"
-    figure.suptitle(title, x=left, ha="left", size=14, weight="bold")
+    write_title(figure, f"{cluster.name}: ResNet-50 on ImageNet to 75.9 % top-1")
     by_workers, by_batch = figure.subplots(1, 2)
     for axes in (by_workers, by_batch):
         axes.set_xscale("log", base=2)

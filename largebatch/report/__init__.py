@@ -28,8 +28,8 @@ def write_report(
     """Write the charts as PNG files, report.png and report.html into `out`; return the page.
 
     `out` is the run folder unless it is given. `sections` make further sections of the page from
-    the run folder. Raises CheckpointError where the run folder holds no
-    readable log, or `out` cannot be written; MissingPackageError without matplotlib.
+    the run folder. Raises CheckpointError where the run folder holds no readable log, or `out`
+    cannot be written; MissingPackageError without matplotlib.
     """
     run, out = read_run(run_folder), out or run_folder
     if out.suffix == ".html" and not out.is_dir():

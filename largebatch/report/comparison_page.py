@@ -202,11 +202,9 @@ def _charts(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Iter
     runs = list(zip(looks, comparison.runs, strict=True))
     evaluated = [(look, _columns(one.evaluated.thinned(), unit)) for look, one in runs]
     updates = [(look, _columns(one.updates, unit)) for look, one in runs]
-    *places, time = (
-        *(("step", "@step{0,0}"), ("epoch", "@epoch{0,0.00}"), ("samples", "@images{0,0}")),
-        ("time", f"@time{{0,0.00}} {unit.name}"),
-    )
-    where = [*places, time]
+    places = ("step", "@step{0,0}"), ("epoch", "@epoch{0,0.00}"), ("samples", "@images{0,0}")
+    time = ("time", f"@time{{0,0.00}} {unit.name}")
+    where = (*places, time)
     top1, loss, stage = (
         ("top-1", "@top1{0.00} %"), ("loss", "@loss{0.0000}"), ("stage", "@stage"),
     )  # fmt: skip

@@ -252,7 +252,7 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     widths = [own.getlength(name) for name, own in zip(names, fonts, strict=True)]
     first = size.margin + round(max(widths)) + size.gap
     lefts, right = _columns(groups, size, first=first)
-    width = max(right, _widest(facts, text.getlength) + size.margin) + size.margin
+    width = max(right, round(max(map(text.getlength, facts))) + size.margin) + size.margin
     bottom = size.head + len(names) * size.step + size.gap
     sheet = Image.new("RGB", (width, bottom + len(facts) * size.line + size.gap), PAPER)
     pen = ImageDraw.Draw(sheet)
@@ -345,10 +345,6 @@ def _paste(sheet: Image.Image, rows: Rows, data: Data, *, left: int) -> None:
             tile = Image.fromarray(denormalized(image, data))
             place = left + column * size.step, size.head + row * size.step
             sheet.paste(tile.resize((size.tile, size.tile), Image.Resampling.NEAREST), place)
-
-
-def _widest(texts: Sequence[str], measure: Measure) -> int:
-    return round(max(map(measure, texts)))
 
 
 def _shortened(name: str, measure: Measure, *, limit: int) -> str:

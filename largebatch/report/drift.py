@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from largebatch.report.run import FloatArray, Run
-from largebatch.report.style import HIGH, LOW, MUTED, PAPER, RULE
+from largebatch.report.style import HIGH, LOW, MUTED, PAPER, RULE, is_wide
 from largebatch.tracking.events import Drift
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def draw_drift(figure: "Canvas", run: Run) -> None:
     """Draw by how much the statistics stage moved the mean and the variance of every channel."""
     drift = run.drift
     assert drift is not None
-    wide = figure.bbox.width * 72 / figure.dpi >= 480
+    wide = is_wide(figure)
     roomy = figure.bbox.height * 72 / figure.dpi >= 120 + 13 * len(drift.layers)
     panels = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
     shifts = [layer.shift_quantiles for layer in drift.layers]

@@ -23,7 +23,7 @@ from largebatch.report.run import (
     images_per_second,
     median,
 )
-from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, write_chart
+from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, is_wide, write_chart
 from largebatch.schedules.build import Course
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
         return _draw_curve(figure.subplots(), run)
     if len({evaluation.step for evaluation in run.evaluations}) == 1:
         return _draw_slopes(figure.subplots(), run)
-    if figure.bbox.width * 72 / figure.dpi < 480:
-        during, after = figure.subplots(2, 1, height_ratios=[1.2, 1])
-    else:
+    if is_wide(figure):
         during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
+    else:
+        during, after = figure.subplots(2, 1, height_ratios=[1.2, 1])
     _draw_curve(during, run)
     return _draw_slopes(after, run)
 
@@ -258,6 +258,12 @@ def _mark_changes(axes: "Axes", plan: Plan, *, first: int, end: int) -> None:
                 )  # fmt: skip
 
 
+def write_title(figure: "Canvas", title: str) -> None:
+    """Write the title of a chart above it, at the left margin."""
+    left = MARGIN * figure.dpi / 72 / figure.bbox.width
+    figure.suptitle(title, x=left, ha="left", size=14, weight="bold")
+
+
 def name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
     """Name the axes where they end, without turning the page."""
     if x is not None:
@@ -322,17 +328,12 @@ def write_rates(path: Path, course: Course, *, name: str) -> None:
 
     Raises as write_chart.
     """
-
-    def draw(figure: "Figure") -> None:
-        draw_rates(figure, course, name=name)
-
-    write_chart(path, draw, size=(960, 320))
+    write_chart(path, lambda figure: draw_rates(figure, course, name=name), size=(960, 320))
 
 
 def draw_rates(figure: "Figure", course: Course, *, name: str) -> None:
     """Draw the warm-up, the training and the clean part, each in its colour."""
-    left = MARGIN * figure.dpi / 72 / figure.bbox.width
-    figure.suptitle(name, x=left, ha="left", size=14, weight="bold")
+    write_title(figure, name)
     axes = figure.subplots()
     end = len(course.rates)
     parts = {

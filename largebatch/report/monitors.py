@@ -7,7 +7,7 @@ import numpy as np
 from largebatch.report.drift import name_rows
 from largebatch.report.figures import ceiling, draw_series, mark_stages, name_axes, name_line
 from largebatch.report.run import FloatArray, Run, median
-from largebatch.report.style import COLOURS, MUTED, RULE
+from largebatch.report.style import COLOURS, MUTED, RULE, is_wide
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Canvas
@@ -91,8 +91,7 @@ def draw_system(figure: "Canvas", run: Run) -> None:
         "GPU memory, GiB": _column(run, "gpu_memory_bytes") / 2**30,
     }
     measured = {name: table for name, table in panels.items() if np.isfinite(table).any()}
-    wide = figure.bbox.width * 72 / figure.dpi >= 480
-    shape = (-(-len(measured) // 2), 2) if wide else (len(measured), 1)
+    shape = (-(-len(measured) // 2), 2) if is_wide(figure) else (len(measured), 1)
     grid = figure.subplots(*shape, squeeze=False)
     steps = [record.step for record in run.system]
     for axes, (name, table) in zip(grid.flat, measured.items(), strict=False):

@@ -20,6 +20,7 @@ from largebatch.report.figures import (
     draw_loss,
     draw_metric,
     draw_throughput,
+    write_title,
 )
 from largebatch.report.mistakes import (
     compare,
@@ -183,8 +184,7 @@ def write_charts(run: Run, folder: Path) -> None:
 
 
 def _draw_titled(figure: "Canvas", chart: Chart, run: Run) -> None:
-    left = MARGIN * figure.dpi / 72 / figure.bbox.width
-    figure.suptitle(chart.title, x=left, ha="left", size=14, weight="bold")
+    write_title(figure, chart.title)
     chart.draw(figure, run)
 
 

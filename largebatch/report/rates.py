@@ -26,7 +26,7 @@ By = Literal["epoch", "step", "samples"]
 _LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 """After the last colour they begin again in the next of these."""
 
-_WIDE = 30.0
+WIDE = 30.0
 """From this ratio of two peaks on their axis is logarithmic."""
 
 _DEEP = 1e-3
@@ -108,11 +108,8 @@ def write_rates_of(path: Path, drawn: Sequence[Rates], *, by: By) -> None:
     """
     kinds = len({each.recipe.optimizer.kind for each in drawn})
     rows = len(drawn) + len(remarks(drawn))
-
-    def draw(figure: "Figure") -> None:
-        _draw(figure, drawn, by)
-
-    write_chart(path, draw, size=(960, 40 + 230 * kinds + 17 * rows))
+    size = 960, 40 + 230 * kinds + 17 * rows
+    write_chart(path, lambda figure: _draw(figure, drawn, by), size=size)
 
 
 def _draw(figure: "Figure", drawn: Sequence[Rates], by: By) -> None:
@@ -160,7 +157,7 @@ def _legend(each: Rates) -> str:
 
 
 def _scale(axes: "Axes", peaks: Sequence[float]) -> None:
-    if max(peaks) > _WIDE * min(peaks):
+    if max(peaks) > WIDE * min(peaks):
         axes.set_yscale("log")
         axes.set_ylim(_DEEP * min(peaks), 2 * max(peaks))
         axes.minorticks_off()

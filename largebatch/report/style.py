@@ -157,6 +157,11 @@ def require_png(path: Path, *, what: str = "chart") -> None:
         raise LargebatchError(f"{path}: the {what} is a PNG file: give a name that ends in .png")
 
 
+def is_wide(figure: "Canvas") -> bool:
+    """Return True if a figure is wide enough for charts side by side, as on a desktop."""
+    return figure.bbox.width * 72 / figure.dpi >= 480
+
+
 def make_svg(
     draw: Callable[["Figure"], None], *, size: tuple[float, float], name: str, label: str
 ) -> str:

@@ -26,8 +26,8 @@ from largebatch.studies.staleness.study import Cell
 from largebatch.training.protocols.split import server_bytes
 
 TRAINING = "forward, backward and update"
-_MOST, _ENOUGH_SECONDS = 20, 1.0
 STARTING = "starting workers, gradients and messages"
+_MOST, _ENOUGH_SECONDS = 20, 1.0
 
 
 def describe_total(runs: str, seconds: float, *, of: str = TRAINING, processes: int = 1) -> str:

@@ -26,8 +26,6 @@ def run(
 ) -> Result:
     """Return a run of `seconds` seconds, a tenth of which were evaluations."""
     return Result(
-        slot=f"seed-{seed}",
-        is_search=False,
         seed=seed,
         values={},
         updates=600,

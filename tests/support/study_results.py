@@ -37,8 +37,6 @@ def run(
         for number, reached in enumerate(top1, start=1)
     )
     return Result(
-        slot=f"seed-{seed}",
-        is_search=False,
         seed=seed,
         scale=scale,
         values={RATE: 0.5},
@@ -64,11 +62,9 @@ def run(
     )
 
 
-def trial(number: int, rate: float, top1: float, *, pruned_after: int | None = None) -> Result:
+def trial(rate: float, top1: float, *, pruned_after: int | None = None) -> Result:
     """Return a trial of a search."""
     return Result(
-        slot=f"trial-{number}",
-        is_search=True,
         seed=100,
         values={RATE: rate},
         updates=600,

@@ -24,10 +24,18 @@ class Compute(Section):
     factor: ComputeTime = Constant(kind="constant", seconds=1.0)
     """Distribution around 1; recorded: times of single gradients over their mean."""
 
+    def usual(self, samples: float) -> float:
+        """Return the seconds of a gradient whose draw of `factor` is 1."""
+        return self.overhead + self.sample * samples
+
+    def mean(self, samples: float) -> float:
+        """Return the mean seconds of a gradient."""
+        return self.usual(samples) * self.factor.expectation
+
     def times(self, samples: float, *, seed: int, worker: int) -> Iterator[float]:
         """Yield the seconds of each gradient of a worker, the same for each layout and seed."""
-        factor = self.overhead + self.sample * samples
-        return compute_times(self.factor, seed=seed, learner=worker, factor=factor)
+        usual = self.usual(samples)
+        return compute_times(self.factor, seed=seed, learner=worker, factor=usual)
 
 
 class PacedCriterion:

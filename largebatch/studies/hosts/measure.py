@@ -67,12 +67,7 @@ def measure_on_hosts(job: Job, placement: Placement) -> list[dict[str, Any]]:
         if any(codes):
             raise_cause(codes, folder)
         files = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
-        return [_read(path) for path in files]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_bytes())
-    return result
+        return [json.loads(path.read_bytes()) for path in files]
 
 
 def raise_cause(codes: Sequence[int | None], folder: Path) -> None:

@@ -181,7 +181,7 @@ class Command(NamedTuple):
     words: Sequence[str]
     environment: Mapping[str, str]
     output: Path
-    """Callback for each line of output."""
+    """File that gets its output."""
 
 
 def run_on_hosts(

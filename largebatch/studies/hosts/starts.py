@@ -63,19 +63,16 @@ class Start:
     def settings(self) -> dict[str, Any]:
         """Definition of the measurement, as JSON."""
         job = self.job
-        definition: dict[str, Any] = json.loads(
-            json.dumps(
-                {
-                    "recipe": job.recipe.model_dump(mode="json"),
-                    "compute": job.compute and job.compute.model_dump(mode="json"),
-                    "samples": job.samples,
-                    "warm_up": job.warm_up,
-                    "updates": job.updates,
-                    "placement": asdict(self.placement),
-                }
-            )
-        )
-        return definition
+        definition = {
+            "recipe": job.recipe.model_dump(mode="json"),
+            "compute": job.compute and job.compute.model_dump(mode="json"),
+            "samples": job.samples,
+            "warm_up": job.warm_up,
+            "updates": job.updates,
+            "placement": asdict(self.placement),
+        }
+        as_read: dict[str, Any] = json.loads(json.dumps(definition))  # a tuple becomes a list
+        return as_read
 
     def read(self) -> Found | None:
         """Return the record; None if there is none.
@@ -109,7 +106,7 @@ class Cell:
 
     recipe: Recipe
     placement: Placement
-    timed: Timed
+    trained: Timed
     compute: Compute | None
 
     def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
@@ -120,8 +117,8 @@ class Cell:
             options=Options(out=Path(), data=data, backend=backend, report=False),
             compute=self.compute,
             samples=self.samples,
-            warm_up=self.timed.warm_up,
-            updates=self.timed.updates,
+            warm_up=self.trained.warm_up,
+            updates=self.trained.updates,
         )
         path = out / self.name / f"seed-{seed}.json"
         return Start(cell=self.name, seed=seed, job=job, placement=self.placement, path=path)

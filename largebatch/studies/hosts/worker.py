@@ -37,6 +37,9 @@ from largebatch.training.trainer import Trainer
 USER = 2
 """Exit code of an error that the user can fix."""
 
+_UNTIMED = 1
+"""Number of untimed updates at the start of a stretch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -58,12 +61,7 @@ class Job:
     def stretches(self) -> tuple[int, int, int]:
         """Numbers of updates at the ends of the stretches; the last two start with untimed ones."""
         first = self.warm_up
-        return first, first + self.untimed, first + 2 * self.untimed + self.updates
-
-    @property
-    def untimed(self) -> int:
-        """Number of untimed updates at the start of a stretch."""
-        return 1
+        return first, first + _UNTIMED, first + 2 * _UNTIMED + self.updates
 
 
 JOB = TypeAdapter(Job)

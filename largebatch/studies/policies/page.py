@@ -17,6 +17,7 @@ from largebatch.errors import StudyError
 from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.report.interactive import Column, Filter, Page, Section, Table, columns_over, tag_at
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
+from largebatch.report.rates import WIDE
 from largebatch.report.run import FloatArray
 from largebatch.report.style import MUTED
 from largebatch.schedules.build import follow
@@ -38,9 +39,6 @@ PAGE = "study.html"
 
 _POINTS = 300
 """Parts of a long shape, each drawn by its lowest and its highest rate."""
-
-_WIDE = 30.0
-"""Ratio of two peaks from which the axis of learning rates is logarithmic."""
 
 _SEEDS = (
     "Means over seeds with Student's interval of 95 %; two policies compare by the differences of "
@@ -296,7 +294,7 @@ def _shapes_chart(drawn: Sequence[Drawn]) -> Chart:
     recipes = [one.found.cell.seed_recipe(one.found.values, seed=1) for _, one in drawn]
     courses = [follow(recipe.schedule, plan_updates(recipe)) for recipe in recipes]
     peaks = [max(course.rates) for course in courses]
-    log = max(peaks) > _WIDE * min(peaks)
+    log = max(peaks) > WIDE * min(peaks)
     hover = [("epoch", "@epoch{0,0.00}"), ("rate", "@rate{0.[00000000]}")]
     curves = []
     for (look, _), course in zip(drawn, courses, strict=True):

@@ -24,7 +24,6 @@ from largebatch.studies.metrics import (
     interval,
     ratio,
     ratio_of_updates,
-    robustness,
 )
 from largebatch.studies.policies.groups import Group
 from largebatch.studies.queue.results import CellResults
@@ -133,7 +132,7 @@ def _standing(cell: CellResults, by: Criterion, target: float | None) -> Standin
         case "accuracy":
             scores = {one.seed: one.top1 for one in cell.seeds}
         case "robustness":
-            scores = {seed: robustness(one).area for seed, one in cell.by_scale.items()}
+            scores = cell.areas
         case _:
             assert_never(by)
     return Standing(

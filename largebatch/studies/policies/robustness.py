@@ -7,7 +7,7 @@ probability that a network gives to its right answers (LRBench, arXiv:1908.06477
 import math
 from collections.abc import Callable, Sequence
 
-from largebatch.report.interactive_charts import Chart, Curve, Series, by_column
+from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, by_column
 from largebatch.studies.metrics import Interval
 from largebatch.studies.policies.standings import Standing, describe_interval
 from largebatch.studies.queue.results import Result
@@ -64,7 +64,7 @@ def confidence_chart(drawn: Sequence[tuple[Series, Standing]]) -> Chart | None:
 _HOVER = [("top-1", "@text"), ("AC", "@ac"), ("CD", "@cd"), ("CDAC", "@cdac")]
 
 
-def _confidence(one: Standing, mean: Interval) -> dict[str, list[object]]:
+def _confidence(one: Standing, mean: Interval) -> Columns:
     assert one.top1 is not None
 
     def text(value: Callable[[Result], float]) -> str:
@@ -77,4 +77,4 @@ def _confidence(one: Standing, mean: Interval) -> dict[str, list[object]]:
         "cd": text(lambda run: run.confidence_deviation),
         "cdac": text(lambda run: run.class_confidence_deviation),
     }  # fmt: skip
-    return {key: [value] for key, value in row.items()}
+    return by_column([row])

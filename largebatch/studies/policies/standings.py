@@ -22,7 +22,6 @@ from largebatch.studies.metrics import (
     difference,
     interval,
     ratio_of_updates,
-    robustness,
 )
 from largebatch.studies.queue.results import CellResults, Result, describe_machines
 
@@ -299,11 +298,7 @@ def _cheapest(ranked: Sequence[Standing], target: float | None) -> Iterator[str]
 
 def _robustness(cells: Sequence[Standing]) -> Iterator[str]:
     """Yield how robust the policies of one configuration are, and how confident."""
-    areas = {
-        one.found.policy: {seed: robustness(each).area for seed, each in one.found.by_scale.items()}
-        for one in cells
-        if one.robustness is not None
-    }
+    areas = {one.found.policy: found for one in cells if (found := one.found.areas)}
     if areas:
         yield _most_robust(areas, cells)
     yield from _confident(cells)

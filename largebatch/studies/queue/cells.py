@@ -81,10 +81,7 @@ class Cell:
         """Return True unless a key is one of shapes, which its policy has not."""
         if not key.startswith(_SHAPE):
             return True
-        value: Any = self.recipe.model_dump(mode="json")
-        for word in key.split("."):
-            value = value.get(word) if isinstance(value, dict) else None
-        return value is not None
+        return value_at(self.recipe.model_dump(mode="json"), key) is not None
 
     def own(self, key: str) -> float:
         """Return the recipe's own value; raise RecipeError unless it is a number above 0."""
@@ -127,8 +124,8 @@ class Cell:
 
     def seed_recipe(self, values: Values, *, seed: int, scale: float = 1.0) -> Recipe:
         """Return the recipe of one seed on all training images, at a multiple of the rate."""
-        scaled = {**values, RATE: values.get(RATE, self.own(RATE)) * scale}
-        return self.at(scaled).model_copy(update={"seed": seed})
+        rate = values.get(RATE, self.own(RATE)) * scale
+        return self.at({**values, RATE: rate}).model_copy(update={"seed": seed})
 
     def at(self, values: Values) -> Recipe:
         """Return the recipe with these values; all rates of the schedule scale with the peak."""
@@ -195,6 +192,13 @@ def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:
         if not any(cell.has(key) for cell in cells):
             raise RecipeError(f"search.keys.{key}: no {study.kind} of the study has this key")
     return cells
+
+
+def value_at(tree: Any, key: str) -> Any:  # noqa: ANN401 -- any JSON
+    """Return what a recipe as JSON has at a dotted key; None where it has no such key."""
+    for word in key.split("."):
+        tree = tree.get(word) if isinstance(tree, dict) else None
+    return tree
 
 
 def rungs(plan: Plan) -> list[int]:

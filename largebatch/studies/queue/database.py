@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from largebatch.errors import LONGEST_NAME, StudyError, clip, shorten
 from largebatch.optional import require_optuna
 from largebatch.recipe.loading import differences
-from largebatch.studies.queue.owners import Owners
+from largebatch.studies.queue.owners import OWNER, Owners
 
 if TYPE_CHECKING:
     import optuna
@@ -35,7 +35,7 @@ FORMAT = 2
 JOURNAL = ".journal"
 """File name suffix of Optuna's journal storage, which works on a network file system."""
 
-DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
+DEFINITION, SLOT, RESULT = "definition", "slot", "result"
 """Names of attributes: the first one of studies, the others of trials."""
 
 KINDS = ("policy", "setting")
@@ -261,20 +261,14 @@ class Queue:
 
     def trials(self) -> "dict[str, FrozenTrial]":
         """Return the valid trial of every slot that has one."""
-        trials: dict[str, FrozenTrial] = {}
-        for trial in self.study.get_trials(deepcopy=False):
-            slot = trial.user_attrs.get(SLOT)
-            if isinstance(slot, str) and slot in self.slots and trial.state.name != "FAIL":
-                trials.setdefault(slot, trial)
-        return trials
+        trials = trials_by_slot(self.study)
+        return {slot: trial for slot, trial in trials.items() if slot in self.slots}
 
     def done(self) -> "dict[str, FrozenTrial]":
         """Return the trials with a result."""
         if self._all_done is not None:
             return self._all_done
-        finished = {
-            name: trial for name, trial in self.trials().items() if trial.state.is_finished()
-        }
+        finished = {name: one for name, one in self.trials().items() if one.state.is_finished()}
         if len(finished) == len(self.slots):
             self._all_done = finished
         return finished
@@ -320,17 +314,14 @@ class Queue:
         claim.trial.set_user_attr(RESULT, result)
         self.tell(claim.trial.number, state="COMPLETE", value=value)
 
-    def tell(self, number: int, *, state: str, value: float | None = None) -> bool:
-        """End a trial; return False if another process has ended it."""
+    def tell(self, number: int, *, state: str, value: float | None = None) -> None:
+        """End a trial, unless another process has ended it."""
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
-        if self.study.get_trials(deepcopy=False)[number].state.is_finished():
-            return False
-        with suppress(UpdateFinishedTrialError):
-            self.study.tell(number, value, TrialState[state])
-            return True
-        return False
+        if not self.study.get_trials(deepcopy=False)[number].state.is_finished():
+            with suppress(UpdateFinishedTrialError):
+                self.study.tell(number, value, TrialState[state])
 
     def _release(self, owners: Owners) -> None:
         """Fail the trials of processes that are gone."""
@@ -350,6 +341,16 @@ class Queue:
         for slot in missing:
             fixed = {**slot.fixed, **had.get(slot.name, {})}
             self.study.enqueue_trial(fixed, user_attrs={SLOT: slot.name, **slot.about})
+
+
+def trials_by_slot(study: "optuna.Study") -> "dict[str, FrozenTrial]":
+    """Return the valid trial of every slot that has one: of several the one that came first."""
+    trials: dict[str, FrozenTrial] = {}
+    for trial in study.get_trials(deepcopy=False):
+        slot = trial.user_attrs.get(SLOT)
+        if isinstance(slot, str) and trial.state.name != "FAIL":
+            trials.setdefault(slot, trial)
+    return trials
 
 
 def _require_same(study: "optuna.Study", definition: Json) -> None:

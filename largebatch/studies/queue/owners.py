@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+OWNER = "owner"
+"""Name of the attribute of trials."""
+
 BEAT_SECONDS = 15.0
 GRACE_SECONDS = 180.0
 """Seconds without a heartbeat after which a process on another machine is gone."""
@@ -48,7 +51,7 @@ class Owners:
 
         A trial of this process counts as lost, because the process runs none while it asks.
         """
-        owner = attributes.get("owner", {})
+        owner = attributes.get(OWNER, {})
         here = owner.get("host") == platform.node() and owner.get("numbers") == _numbers()
         if here and not _lives_elsewhere(owner["process"]):
             return True
@@ -98,7 +101,7 @@ def beating(trial: "optuna.Trial", owners: Owners) -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
-                trial.set_user_attr("owner", owners.own(beat=number))
+                trial.set_user_attr(OWNER, owners.own(beat=number))
             except Exception as error:  # the run continues; its result matters more
                 _LOG.warning("the storage was not told that a trial is under way: %s", error)
 

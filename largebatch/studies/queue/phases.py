@@ -63,9 +63,7 @@ class Phase:
     def results(self) -> dict[str, Result]:
         """Return the results of finished slots; raise StudyError if one is damaged."""
         name, done = self.queue.name, self.queue.done()
-        return {
-            slot: read_result(name, trial, is_search=self.is_search) for slot, trial in done.items()
-        }
+        return {slot: read_result(name, trial) for slot, trial in done.items()}
 
 
 class Progress:
@@ -213,16 +211,16 @@ def first_values(cell: Cell) -> list[dict[str, float]]:
 
 def seed_slots(study: AnyStudy) -> list[Slot]:
     """Return the runs at the best rate, then those at multiples of it."""
-    robustness_seeds = study.robustness_seeds if isinstance(study, Study) else 0
     slots = [
         Slot(name=f"seed-{seed}", about={"seed": seed, "scale": 1.0})
         for seed in range(1, study.seeds + 1)
     ]
-    slots += [
-        Slot(name=f"seed-{seed}-rate-x{scale:g}", about={"seed": seed, "scale": scale})
-        for seed in range(1, robustness_seeds + 1)
-        for scale in (study.robustness_scales if isinstance(study, Study) else ())
-    ]
+    if isinstance(study, Study):
+        slots += [
+            Slot(name=f"seed-{seed}-rate-x{scale:g}", about={"seed": seed, "scale": scale})
+            for seed in range(1, study.robustness_seeds + 1)
+            for scale in study.robustness_scales
+        ]
     return slots
 
 

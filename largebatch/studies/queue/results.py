@@ -24,7 +24,14 @@ from largebatch.studies.metrics import (
     robustness,
 )
 from largebatch.studies.queue.cells import Cell
-from largebatch.studies.queue.database import DEFINITION, RESULT, SLOT, Json, require_format
+from largebatch.studies.queue.database import (
+    DEFINITION,
+    RESULT,
+    SLOT,
+    Json,
+    require_format,
+    trials_by_slot,
+)
 from largebatch.studies.queue.study import Search, Setting
 from largebatch.studies.queue.usage import Usage
 from largebatch.tracking.events import Measured
@@ -49,10 +56,6 @@ class Classes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """Record of one run in a database; accuracies are fractions."""
-
-    slot: str
-    is_search: bool
-    """True for a trial, which is evaluated on held-out training images."""
 
     seed: int
     scale: float = 1.0
@@ -88,7 +91,6 @@ class Result:
     """Seconds of the whole run."""
 
     images_per_second: float | None = None
-    peak_memory_bytes: int | None = None
     workers: int = 1
     usage: Usage | None = None
     begun: Measured = math.nan
@@ -112,6 +114,12 @@ class Result:
         None if the run did not reach it, or diverged and so did not keep it.
         """
         return None if self.diverged else cost(self.evaluations, target)
+
+    def used(self, name: str) -> float:
+        """Return a field of its usage; NaN where it was not measured, or the run diverged."""
+        if self.usage is None or self.diverged is not None:
+            return math.nan
+        return float(getattr(self.usage, name))
 
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
@@ -189,6 +197,11 @@ class CellResults(SeedResults):
         return at_every_scale((result.seed, result.scale, result.top1) for result in runs)
 
     @property
+    def areas(self) -> dict[int, float]:
+        """Average top-1 over multiples of the rate, by seed, as metrics.Robustness.area."""
+        return {seed: robustness(one).area for seed, one in self.by_scale.items()}
+
+    @property
     def robustness(self) -> Robustness | None:
         """Robustness over the seeds that ran at every multiple of the rate; None without one."""
         every = list(self.by_scale.values())
@@ -242,10 +255,13 @@ _Queues = dict[tuple[str, ...], "_Queue"]
 
 def _queues(storage: "BaseStorage", kind: str) -> tuple[_Queues, _Queues]:
     """Return the searches and the seeds of all studies of one kind, by name."""
+    import optuna
+
     searches: _Queues = {}
     seeds: _Queues = {}
     names = ("study", "configuration", kind)
-    for study in _studies(storage):
+    for name in optuna.get_all_study_names(storage):
+        study = optuna.load_study(study_name=name, storage=storage)
         definition = study.user_attrs.get(DEFINITION)
         if not isinstance(definition, dict) or not definition.keys() >= {"format", *names}:
             continue
@@ -265,38 +281,22 @@ class _Queue(NamedTuple):
     """True if every started slot has a result."""
 
 
-def _studies(storage: "BaseStorage") -> "list[Study]":
-    import optuna
-
-    names = optuna.get_all_study_names(storage)
-    return [optuna.load_study(study_name=name, storage=storage) for name in names]
-
-
 def _read(study: "Study", definition: Json) -> _Queue:
-    counting: dict[str, FrozenTrial] = {}
-    for trial in study.get_trials(deepcopy=False):
-        slot = trial.user_attrs.get(SLOT)
-        if isinstance(slot, str) and trial.state.name != "FAIL":
-            counting.setdefault(slot, trial)
+    counting = trials_by_slot(study)
     done = [trial for trial in counting.values() if trial.state.is_finished()]
-    results = [
-        read_result(study.study_name, trial, is_search="search" in definition) for trial in done
-    ]
     return _Queue(
         name=study.study_name,
         definition=definition,
-        results=tuple(results),
+        results=tuple(read_result(study.study_name, trial) for trial in done),
         is_done=len(done) == len(counting) > 0,
     )
 
 
-def read_result(name: str, trial: "FrozenTrial", *, is_search: bool) -> Result:
+def read_result(name: str, trial: "FrozenTrial") -> Result:
     """Return the record of a trial; raise StudyError if it is damaged."""
     about = trial.user_attrs
     found = about.get(RESULT)
     record: dict[str, Any] = {
-        "slot": about[SLOT],
-        "is_search": is_search,
         "scale": about.get("scale", 1.0),
         **(found if isinstance(found, dict) else {}),
     }
@@ -312,20 +312,18 @@ def read_result(name: str, trial: "FrozenTrial", *, is_search: bool) -> Result:
 
 
 def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
-    study, configuration, policy = (
-        str(search.definition[key]) for key in ("study", "configuration", "policy")
-    )
+    definition = search.definition
     try:
-        recipe = validate_tree(Recipe, search.definition["recipe"], source=search.name)
-        settings = validate_tree(Search, search.definition["search"], source=search.name)
+        recipe = validate_tree(Recipe, definition["recipe"], source=search.name)
+        settings = validate_tree(Search, definition["search"], source=search.name)
     except (KeyError, TypeError, LargebatchError) as error:
         raise StudyError(f"{search.name}: its definition cannot be read: {error}") from None
     done = sorted(seeds.results, key=lambda result: (result.seed, result.scale)) if seeds else []
     searched = search.is_done and len(search.results) >= settings.trials
     return CellResults(
-        study=study,
-        configuration=configuration,
-        policy=policy,
+        study=str(definition["study"]),
+        configuration=str(definition["configuration"]),
+        policy=str(definition["policy"]),
         recipe=recipe,
         settings=settings,
         values=_values(seeds),
@@ -338,10 +336,11 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
 
 def _values(seeds: _Queue | None) -> dict[str, float]:
     """Return the best values; empty before there are seeds."""
+    if seeds is None:
+        return {}
     try:
-        return _VALUES.validate_python(seeds.definition.get("values")) if seeds else {}
+        return _VALUES.validate_python(seeds.definition.get("values"))
     except ValidationError as error:
-        assert seeds is not None
         first = error.errors()[0]
         raise StudyError(
             f"{seeds.name}: its definition cannot be read: values: {first['msg']}"

@@ -8,7 +8,6 @@ every setting of the training and of the machine.
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -304,27 +303,28 @@ def _is_installed(name: str) -> bool:
 
 def load_study(path: Path) -> Study:
     """Read and validate a study of policies, a file or an installed one, as read_study does."""
-    return read_study(str(path), Study, suite=_STUDIES / "policies" / "presets")
+    return read_study(str(path), Study, suite="policies")
 
 
 def load_configuration_study(path: Path) -> ConfigurationStudy:
     """Read and validate a study of settings, a file or an installed one, as read_study does."""
-    return read_study(str(path), ConfigurationStudy, suite=_STUDIES / "settings" / "presets")
+    return read_study(str(path), ConfigurationStudy, suite="settings")
 
 
-def read_study(name: str, kind: type[_Kind], *, suite: Traversable | None = None) -> _Kind:
-    """Read and validate a study file, or the study of this name in a suite.
+def read_study(name: str, kind: type[_Kind], *, suite: str) -> _Kind:
+    """Read and validate a study file, or the study of this name that is installed in a suite.
 
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path = Path(name)
-    if suite and path.name == name and not path.suffix and not path.is_file():
-        known = sorted(Path(each.name).stem for each in suite.iterdir() if each.is_file())
+    if path.name == name and not path.suffix and not path.is_file():
+        presets = _STUDIES / suite / "presets"
+        known = sorted(Path(each.name).stem for each in presets.iterdir() if each.is_file())
         if name not in known:
             raise RecipeError(
                 f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
             )
-        text = (suite / f"{name}.yaml").read_text(encoding="utf-8")
+        text = (presets / f"{name}.yaml").read_text(encoding="utf-8")
     else:
         text = read_text(path, what="study")
     tree = parse_yaml(text, source=name)

@@ -1,7 +1,7 @@
 """One run of a study: train it in its own run folder, and record the result.
 
 The record holds everything that a reader of the database needs, because the run folder may be on
-another machine, or deleted: `results.Result` has its fields.
+another machine, or deleted: `results.Result` has the fields that are read.
 """
 
 import json
@@ -122,7 +122,7 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run up to `steps` updates; None: to its end."""
+    """A run up to `until` updates; None: to its end."""
 
     recipe: Recipe
     folder: Path

@@ -26,10 +26,7 @@ _TABLE = (
     "weak scaling each has the same mini-batch, in strong scaling all share one batch. Learning "
     "rates are those that each worker's optimizer applied, compared in hexadecimal."
 )
-_HOVER = (
-    *(("cell", "@cell"), ("measured", "@value{0,0.0000}")),
-    ("planner", "@predicted{0,0.0000}"),
-)
+_HOVER = ("cell", "@cell"), ("measured", "@value{0,0.0000}"), ("planner", "@predicted{0,0.0000}")
 
 
 def make_page(study: ScalingStudy, rows: Sequence[Row]) -> Page:

@@ -26,10 +26,8 @@ class Row(starts.Row):
         """The planner's seconds of an update, from one worker alone; None without one."""
         if not self.alone:
             return None
-        compute = self.cell.trained.compute
-        gradient = compute.overhead + compute.sample * self.work_alone
         alone = fmean(fmean(found.seconds) for found in self.alone.values())
-        update = max(0.0, alone - gradient * compute.factor.expectation)
+        update = max(0.0, alone - self.cell.trained.compute.mean(self.work_alone))
         return self.cell.predicted(model_bytes=self.model_bytes, update=update)
 
 
@@ -67,12 +65,13 @@ def unequal_rates(found: Found) -> str:
 
 def findings(rows: Sequence[Row]) -> Iterator[str]:
     """Yield in words how places compare, whether rates were equal, and how the planner does."""
+    places = {(_point(row), row.cell.place): row.efficiency for row in rows}
     for row in rows:
-        pair = [other for other in rows if _is_the_other_place(row, other)]
-        if row.cell.place == "hosts" and pair and row.efficiency and pair[0].efficiency:
+        inside = places.get((_point(row), "one-host"))
+        if row.cell.place == "hosts" and inside and row.efficiency:
             yield (
                 f"{row.cell.configuration}, {row.scaling}, {row.cell.workers} workers: "
-                f"{pair[0].efficiency.mean:.0f}% of the ideal in one host, "
+                f"{inside.mean:.0f}% of the ideal in one host, "
                 f"{row.efficiency.mean:.0f}% on hosts."
             )
     every = {
@@ -98,7 +97,5 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _is_the_other_place(one: Row, other: Row) -> bool:
-    return (one.scaling, one.cell.configuration, one.cell.workers) == (
-        *(other.scaling, other.cell.configuration, other.cell.workers),
-    ) and one.cell.place != other.cell.place
+def _point(row: Row) -> tuple[Scaling, str, int]:
+    return row.scaling, row.cell.configuration, row.cell.workers

@@ -8,7 +8,6 @@ workers have together; so the two meet there, in one cell.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -25,9 +24,6 @@ from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement
 from largebatch.studies.hosts.namespaces import payload_bandwidth
 from largebatch.studies.queue.study import Name, Timed, base_recipe, read_study
-
-SUITE = files("largebatch") / "studies" / "scaling" / "presets"
-"""The studies that are installed."""
 
 Place = Literal["one-host", "hosts"]
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -126,7 +122,7 @@ class Cell(starts.Cell):
 
 def load_study(name: str) -> ScalingStudy:
     """Read and validate a study file, or an installed study by its name, as read_study does."""
-    return read_study(name, ScalingStudy, suite=SUITE)
+    return read_study(name, ScalingStudy, suite="scaling")
 
 
 def cells_of(study: ScalingStudy, folder: Path) -> list[Cell]:
@@ -150,10 +146,9 @@ def cells_of(study: ScalingStudy, folder: Path) -> list[Cell]:
                 samples=samples,
                 recipe=recipe,
                 placement=Placement(workers_per_host=each, megabits=study.megabits),
-                timed=trained,
+                trained=trained,
                 compute=trained.compute,
                 place=place,
-                trained=trained,
                 study=study,
             )
             cells.setdefault(cell.name, cell)

@@ -57,7 +57,6 @@ def make_page(
     layouts = dict.fromkeys(row.cell.layout for row in both if row.cell.layout != ALONE)
     looks = [series(place, name) for place, name in enumerate(layouts)]
     recipes = dict.fromkeys(row.cell.configuration for row in both)
-    points = [row for sweep in UNITS for row in simulated[sweep]]
     return Page(
         title=study.name,
         subtitle=", ".join(
@@ -74,32 +73,33 @@ def make_page(
         note=_NOTE,
         legend=("Layouts", looks),
         filters=[Filter("Model", {f"recipe {name}": name for name in recipes})],
-        sections=[
-            Section(
-                title="Speed",
-                parts=[_cells(rows, looks)] if rows else [],
-                notes=[_SPEED] if rows else [],
-            ),
-            Section(
-                title="Speed by workers",
-                parts=[
-                    *([_by_workers(simulated["workers"], looks)] if points else []),
-                    *_speed_charts(rows, simulated["workers"], looks),
-                ],
-            ),
-            Section(
-                title="Other links and mini-batches, simulated",
-                parts=[*_sweep_charts(simulated, looks), _points(points, looks)] if points else [],
-                notes=[_SIMULATED] if points else [],
-            ),
-            Section(
-                title="Bytes",
-                parts=[_traffic_chart(rows, looks), _links(rows, looks)] if rows else [],
-                notes=[_BYTES] if rows else [],
-            ),
-        ],
+        sections=list(_sections(rows, simulated, looks)),
         source="the records of a study",
     )
+
+
+def _sections(
+    rows: Sequence[Row], simulated: Mapping[Sweep, Sequence[Row]], looks: Sequence[Series]
+) -> Iterator[Section]:
+    """Yield the sections for which there are starts or simulations."""
+    points = [row for sweep in UNITS for row in simulated[sweep]]
+    if rows:
+        yield Section(title="Speed", parts=[_cells(rows, looks)], notes=[_SPEED])
+    tables = [_by_workers(simulated["workers"], looks)] if points else []
+    charts = _speed_charts(rows, simulated["workers"], looks)
+    yield Section(title="Speed by workers", parts=[*tables, *charts])
+    if points:
+        yield Section(
+            title="Other links and mini-batches, simulated",
+            parts=[*_sweep_charts(simulated, looks), _points(points, looks)],
+            notes=[_SIMULATED],
+        )
+    if rows:
+        yield Section(
+            title="Bytes",
+            parts=[_traffic_chart(rows, looks), _links(rows, looks)],
+            notes=[_BYTES],
+        )
 
 
 def _link(row: Row) -> tuple[float | None, float | None]:
@@ -169,10 +169,8 @@ def _traffic_chart(rows: Sequence[Row], looks: Sequence[Series]) -> Chart:
     """Return what the busiest link carries in an update."""
     hover = (
         ("cell", "@cell"),
-        *(
-            (name, f"@{column}{{0,0.000}} MB")
-            for name, column in (("counters", "value"), ("formula", "formula"))
-        ),
+        ("counters", "@value{0,0.000} MB"),
+        ("formula", "@formula{0,0.000} MB"),
     )
     curves = []
     for look, line in _lines(rows, looks):

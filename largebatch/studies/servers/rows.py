@@ -122,7 +122,7 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row.cell.is_central:
             for other in rows:
-                if other.cell.is_beside and _same_point(row.cell, other.cell):
+                if other.cell.is_beside and _point(row.cell) == _point(other.cell):
                     yield _compared(row, other)
     if rows:
         worst = max(row.deviation for row in rows)
@@ -133,10 +133,8 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _same_point(one: Cell, other: Cell) -> bool:
-    return (one.configuration, one.workers, one.is_split) == (
-        *(other.configuration, other.workers, other.is_split),
-    )
+def _point(cell: Cell) -> tuple[str, int, bool]:
+    return cell.configuration, cell.workers, cell.is_split
 
 
 def _compared(central: Row, beside: Row) -> str:

@@ -112,9 +112,7 @@ def _overhead(measured: Sequence[Row], name: str) -> float:
     """Return the seconds that an update of one worker alone takes besides its gradient."""
     for row in measured:
         if row.cell.configuration == name and row.cell.layout == ALONE and row.cell.compute:
-            compute = row.cell.compute
-            gradient = compute.overhead + compute.sample * row.cell.samples
-            return max(0.0, row.seconds.mean - gradient * compute.factor.expectation)
+            return max(0.0, row.seconds.mean - row.cell.compute.mean(row.cell.samples))
     return 0.0
 
 
@@ -154,8 +152,8 @@ def _times(compute: Compute, samples: int, *, overhead: float) -> Recorded:
     factor = compute.factor
     uniform = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     drawn = factor.seconds if isinstance(factor, Recorded) else factor.at(uniform).tolist()
-    scale = compute.overhead + compute.sample * samples
-    return Recorded(kind="recorded", seconds=tuple(overhead + scale * one for one in drawn))
+    usual = compute.usual(samples)
+    return Recorded(kind="recorded", seconds=tuple(overhead + usual * one for one in drawn))
 
 
 def _ring_seconds(cluster: Cluster, *, updates: int, seed: int) -> list[float]:

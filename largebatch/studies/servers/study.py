@@ -10,7 +10,6 @@ the same times of gradients: workers of a real start take turns on the cores of 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -29,9 +28,6 @@ from largebatch.studies.hosts.measure import Placement
 from largebatch.studies.hosts.starts import Found
 from largebatch.studies.queue.study import Name, Timed, base_recipe, read_study
 from largebatch.studies.servers.traffic import Traffic, beside, central, ring
-
-SUITE = files("largebatch") / "studies" / "servers" / "presets"
-"""The studies that are installed."""
 
 ALONE = "alone"
 """The layout of one worker, which sends nothing: what speed-up is measured against."""
@@ -178,7 +174,7 @@ class Cell(starts.Cell):
 
 def load_study(name: str) -> ServersStudy:
     """Read and validate a study file, or an installed study by its name, as read_study does."""
-    return read_study(name, ServersStudy, suite=SUITE)
+    return read_study(name, ServersStudy, suite="servers")
 
 
 def cells_of(study: ServersStudy, folder: Path) -> list[Cell]:
@@ -224,10 +220,9 @@ def make_cell(
             megabits=trained.megabits or study.megabits,
             backend="horovod" if where == "horovod" else "torch",
         ),
-        timed=trained,
+        trained=trained,
         compute=trained.compute,
         layout=layout,
-        trained=trained,
     )
 
 

@@ -13,7 +13,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.report.interactive import Column, Section, Table
 from largebatch.studies.metrics import CONFIDENCE
 from largebatch.studies.queue.results import Result
-from largebatch.studies.settings.settings import Findings, Measured, value_of
+from largebatch.studies.settings.settings import Findings, Measured
 
 ENOUGH_SETTINGS = 5
 """With fewer no correlation is shown: its interval would hold nearly everything."""
@@ -29,21 +29,14 @@ _NOTE = (
 )
 
 
-def _used(name: str) -> Callable[[Result], float]:
-    def value(run: Result) -> float:
-        return math.nan if run.usage is None or run.diverged else float(getattr(run.usage, name))
-
-    return value
-
-
 MEASURES: dict[str, Callable[[Result], float]] = {
-    "Top-1": lambda run: value_of(run, "top1"),
+    "Top-1": lambda run: run.top1,
     "Images/s": lambda run: math.nan if run.diverged else run.images_per_second or math.nan,
-    "Training time": _used("train_seconds"),
-    "Processor time": _used("cpu_seconds"),
-    "Cores used": _used("cores"),
-    "Peak memory": _used("peak_memory_bytes"),
-    "Read from disk": _used("read_bytes"),
+    "Training time": lambda run: run.used("train_seconds"),
+    "Processor time": lambda run: run.used("cpu_seconds"),
+    "Cores used": lambda run: run.used("cores"),
+    "Peak memory": lambda run: run.used("peak_memory_bytes"),
+    "Read from disk": lambda run: run.used("read_bytes"),
 }
 
 

@@ -111,11 +111,7 @@ def _table(findings: Findings, looks: Sequence[Series]) -> Table:
         )
 
     def used(title: str, name: str, form: str, *, factor: float = 1.0) -> Column:
-        def value(run: Result) -> float | None:
-            usage = run.usage if run.diverged is None else None
-            return None if usage is None else float(getattr(usage, name))
-
-        return mean(title, value, form, factor=factor)
+        return mean(title, lambda run: run.used(name), form, factor=factor)
 
     columns = [
         column("Setting", lambda one: one.found.setting, None),
@@ -199,7 +195,6 @@ def describe_gap(gap: Interval | None, measure: Measure) -> str:
     """
     if gap is None:
         return "not measured with every seed"
-
     if measure.is_cost:
         return f"× {gap.with_ends('.2f')}"
     return gap.scaled(measure.factor).with_ends("+.2f").replace("-", "−")

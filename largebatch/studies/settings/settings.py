@@ -15,12 +15,16 @@ from largebatch.formatting import plural
 from largebatch.recipe.loading import differences
 from largebatch.studies.metrics import ENOUGH_SEEDS, Interval, interval
 from largebatch.studies.policies.standings import describe_interval
+from largebatch.studies.queue.cells import value_at
 from largebatch.studies.queue.results import Result, SettingResults, describe_machines
 from largebatch.studies.queue.study import Metric
 from largebatch.studies.settings.transfer import Transfer, best_setting, gap, lost, transfer_matrix
 
 _NAMED = 4
 """Names and pairs that a sentence has at most."""
+
+_OUTSIDE = ("workers", "threads", "backend")
+"""What a setting may change besides the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,7 @@ def value_of(run: Result, metric: Metric) -> float:
         return run.top1
     if metric == "top5":
         return run.top5
-    if run.usage is None or run.diverged is not None:
-        return math.nan
-    return float(getattr(run.usage, metric))
+    return run.used(metric)
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,15 @@ class Measured:
         return self.found.mean(lambda run: value_of(run, metric))
 
     @cached_property
-    def _tree(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, Any]:
+        """Its recipe as JSON."""
         return self.found.recipe.model_dump(mode="json")
 
     def at(self, key: str) -> Any:  # noqa: ANN401 -- any value of a recipe
-        """Return what is set at a dotted key of the recipe, or at `workers` and `threads`."""
-        if key in {"workers", "threads", "backend"}:
+        """Return what is set at a dotted key of the recipe, or outside of it."""
+        if key in _OUTSIDE:
             return getattr(self.found, key)
-        value: Any = self._tree
-        for word in key.split("."):
-            value = value.get(word) if isinstance(value, dict) else None
-        return value
+        return value_at(self.tree, key)
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class Findings:
         keys: dict[str, None] = {}
         for place in range(len(self.recipes)):
             first, *others = self.of(place)
-            trees = [one.found.recipe.model_dump(mode="json") for one in (first, *others)]
-            keys |= {key: None for tree in trees[1:] for key, _, _ in differences(trees[0], tree)}
-            for key in ("workers", "threads", "backend"):
-                if len({one.at(key) for one in (first, *others)}) > 1:
-                    keys[key] = None
+            for one in others:
+                keys |= dict.fromkeys(key for key, _, _ in differences(first.tree, one.tree))
+            keys |= dict.fromkeys(
+                key for key in _OUTSIDE if any(one.at(key) != first.at(key) for one in others)
+            )
         return tuple(keys)
 
     @cached_property

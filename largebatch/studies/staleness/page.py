@@ -52,11 +52,6 @@ class _Drawn:
     row: Row
 
     @property
-    def product(self) -> int:
-        """Samples that all learners compute on at a time, mu lambda."""
-        return self.row.cell.mu * self.row.cell.learners
-
-    @property
     def name(self) -> str:
         """Name of the cell within its protocol."""
         return f"mu {self.row.cell.mu}, lambda {self.row.cell.learners}"
@@ -72,10 +67,10 @@ def make_page(rows: Sequence[Row], *, title: str, speed_ups: Sequence[SpeedUp] =
         _Drawn(series(protocols.index(row.cell.protocol), row.cell.protocol, tags=tags), row)
         for place, inside in enumerate(found.values())
         for row in inside
-        for tags in [(f"panel {place}", f"product {row.cell.mu * row.cell.learners}")]
+        for tags in [(f"panel {place}", f"product {row.cell.samples}")]
     ]
     names = {f"panel {place}": name for place, name in enumerate(found)}
-    products = {f"product {n}": f"{n:,}" for n in sorted({one.product for one in drawn})}
+    products = {f"product {n}": f"{n:,}" for n in sorted({row.cell.samples for row in rows})}
     late = [one for one in drawn if one.row.cell.sigma]
     legend = [series(*each) for each in enumerate(protocols)]
     looks = {look.label.partition(",")[0]: look for look in reversed(legend)}
@@ -160,7 +155,7 @@ def _table(drawn: Sequence[_Drawn]) -> Table:
         column("sigma", lambda row: row.cell.sigma, "d"),
         column("mu", lambda row: row.cell.mu, ",d"),
         column("lambda", lambda row: row.cell.learners, ",d"),
-        column("mu x lambda", lambda row: row.cell.mu * row.cell.learners, ",d"),
+        column("mu x lambda", lambda row: row.cell.samples, ",d"),
         column("Top-1, %", lambda row: 100 * row.top1.mean, ".2f"),
         column("±", lambda row: row.top1.scaled(100).reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),
@@ -190,7 +185,7 @@ def _trade_off(drawn: Sequence[_Drawn]) -> Chart:
     for one in drawn:
         row, error = one.row, one.row.error.scaled(100)
         point = {
-            "seconds": row.seconds, "product": one.product, "learners": row.cell.learners,
+            "seconds": row.seconds, "product": row.cell.samples, "learners": row.cell.learners,
             "mu": row.cell.mu, "error": error.mean, **error.ends, "size": 10, "cell": one.name,
             "text": _accuracy(row), "tau": f"{row.tau:.2f}",
         }  # fmt: skip

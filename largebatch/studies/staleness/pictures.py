@@ -152,7 +152,7 @@ def diagonals(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
         cell = row.cell
         is_all = cell.sigma and cell.learners == 1
         for protocol in free if is_all else (cell.protocol,):
-            found[protocol, cell.mu * cell.learners].append(row)
+            found[protocol, cell.samples].append(row)
     return found
 
 

@@ -9,7 +9,6 @@ time, are those of a simulated cluster.
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -27,9 +26,6 @@ from largebatch.studies.queue.study import Configuration, Name, base_recipe, rea
 from largebatch.training.protocols.cluster import Cluster, Link, Serving
 from largebatch.training.protocols.compute_times import ComputeTime
 from largebatch.training.protocols.rule import Rule
-
-SUITE = files("largebatch") / "studies" / "staleness" / "presets"
-"""The studies that are installed."""
 
 Learners = Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
 Modulation = Literal["none", "n", "staleness"]
@@ -156,6 +152,11 @@ class Cell:
         return self.cluster.learners
 
     @property
+    def samples(self) -> int:
+        """Samples that all learners compute on at a time (mu lambda)."""
+        return self.mu * self.learners
+
+    @property
     def protocol(self) -> str:
         """Who waits, and how the rate follows staleness, in words."""
         if not self.sigma:
@@ -188,7 +189,7 @@ class Cell:
 
 def load_study(name: str) -> StalenessStudy:
     """Read and validate a study file, or an installed study by its name, as read_study does."""
-    return read_study(name, StalenessStudy, suite=SUITE)
+    return read_study(name, StalenessStudy, suite="staleness")
 
 
 def cells_of(study: StalenessStudy, folder: Path) -> list[Cell]:
@@ -289,10 +290,5 @@ def _cell(study: StalenessStudy, base: Recipe, point: _Point) -> Cell:
 def _protocol(point: _Point, *, reference: int) -> dict[str, object]:
     common = {"learners": point.learners, "servers": {"centralised": 1}}
     if not point.sigma:
-        return {
-            "kind": "hardsync",
-            "modulation": "sqrt",
-            "reference_batch": reference,
-            **common,
-        }
+        return {"kind": "hardsync", "modulation": "sqrt", "reference_batch": reference, **common}
     return {"kind": "softsync", "n": point.sigma, "modulation": point.modulation, **common}

@@ -57,7 +57,7 @@ def train(cell: Cell, *, seed: int, options: Options) -> Result:
         try:
             for name, steps in _stages(trainer):
                 learners.train(name, steps)
-            _measure_statistics(trainer, learners)
+            learners.measure_statistics()
         except _DivergedError as error:
             diverged = str(error)
     last = learners.stages[-1] if learners.stages and diverged is None else {}
@@ -235,10 +235,13 @@ class _Learners:
             **staleness_of(whole, sigma=self.cell.sigma),
         }
 
-    def measure_statistics(self, samples: int, *, sequential: bool) -> None:
-        """End with the pass that measures BatchNorm's statistics."""
-        self.trainer.measure_statistics(samples, sequential=sequential)
-        self._evaluate("statistics")
+    def measure_statistics(self) -> None:
+        """End with the pass that measures BatchNorm's statistics, if the recipe has one."""
+        polish = self.trainer.recipe.polish
+        if polish is not None and polish.statistics is not None:
+            section = polish.statistics
+            self.trainer.measure_statistics(section.samples, sequential=section.sequential)
+            self._evaluate("statistics")
 
 
 def _stages(trainer: Trainer) -> Iterator[tuple[str, range]]:
@@ -247,10 +250,3 @@ def _stages(trainer: Trainer) -> Iterator[tuple[str, range]]:
     yield "train", range(plan.train_steps)
     if plan.clean_steps:
         yield "clean", range(plan.train_steps, plan.steps)
-
-
-def _measure_statistics(trainer: Trainer, learners: _Learners) -> None:
-    polish = trainer.recipe.polish
-    if polish is not None and polish.statistics is not None:
-        section = polish.statistics
-        learners.measure_statistics(section.samples, sequential=section.sequential)

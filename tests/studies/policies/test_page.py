@@ -38,7 +38,7 @@ LATE = {"decay": "{kind: polynomial, power: 2.0}"}
 
 def search(best: float) -> list[Result]:
     """Three trials: that found, one that was stopped early, one that diverged."""
-    return [trial(0, 0.5, best), trial(1, 0.2, 0.9, pruned_after=150), trial(2, 1.25, 0.1)]
+    return [trial(0.5, best), trial(0.2, 0.9, pruned_after=150), trial(1.25, 0.1)]
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
 def test_a_page_of_thirty_six_policies_stays_small(tmp_path: Path) -> None:
     many = [
         cell(f"policy-{n}", [run(seed, [0.5, 0.8 + n / 200], every=300) for seed in range(1, 6)],
-             search=[trial(k, 0.1 * (k + 1), 0.9) for k in range(8)])
+             search=[trial(0.1 * (k + 1), 0.9) for k in range(8)])
         for n in range(36)
     ]  # fmt: skip
     assert make_page(many).write(tmp_path / "many.html").stat().st_size < 4_000_000

@@ -373,7 +373,7 @@ def test_a_seed_is_the_run_that_train_makes(
     assert found.classes is not None
     assert (sum(found.classes.samples), len(found.classes.average_confidence)) == (360, 10)
     assert sum(found.classes.correct) == pytest.approx(360 * found.top1)
-    assert (cell.finished, cell.values, cell.search[0].is_search) == (True, {RATE: 0.5}, True)
+    assert (cell.finished, cell.values) == (True, {RATE: 0.5})
     correct = trial.top1 * 300
     assert correct == pytest.approx(round(correct))  # of the images held out, and not of 360
 
