@@ -6,8 +6,9 @@ Reads the newest averaged_weights_<machine>_<date>.json, writes averaged_weights
 prints the tables of docs/averaged-weights.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +40,19 @@ ROWS = {
 PASSES = {
     "as left": "as left",
     "averaged": "buffers averaged too",
-    "own": "`update_bn`, clean",
-    "polish": "`polish`, clean",
-    "augmented": "`update_bn`, as in training",
-    "polish augmented": "`polish`, as in training",
+    "own": "`update_bn`, clean images",
+    "polish": "`polish`, clean images",
+    "augmented": "`update_bn`, images as in training",
+    "polish augmented": "`polish`, images as in training",
 }
 """Passes on one worker, and the images that they measure."""
+
+ON_WORKERS = {
+    "own": "`update_bn` on every worker",
+    "mean": "`update_bn`, then the mean over the workers",
+    "polish": "`polish`",
+}
+"""Passes on several workers; `ddp` is `own`, since DistributedDataParallel sends no buffers."""
 
 Study = dict[str, Any]
 
@@ -121,43 +129,61 @@ def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) 
 
 
 def tables(study: Study) -> Iterator[str]:
-    """Yield the lines of the tables in Markdown: passes on one worker, then on several."""
-    for data, title in TITLES.items():
-        yield f"| {title}, top-1 in % | {' | '.join(PASSES.values())} |"
-        yield "|---" * (len(PASSES) + 1) + "|"
+    """Yield the lines of the tables in Markdown: gains, passes on one worker, and on several."""
+    titles = dict(reversed(TITLES.items()))
+    yield f"| `polish` gains, points | {' | '.join(titles.values())} |"
+    yield "|---" * (len(titles) + 1) + "|"
+    for weights in SHARED:
+        yield _row(weights, (gains(study, data, weights) for data in titles), with_ends, "+.1f")
+    yield ""
+    yield f"| top-1, % | {' | '.join(PASSES.values())} |"
+    yield "|---" * (len(PASSES) + 1) + "|"
+    for data, title in titles.items():
+        yield f"| **{title}** |" + " |" * len(PASSES)
         for weights in ["last weights, peak", *ROWS, "last weights, end"]:
             cells = [top1(study, data, weights, kind) for kind in PASSES]
             if any(cells):
-                texts = (_cell(interval(found)) if found else "" for found in cells)
-                yield f"| {weights} | {' | '.join(texts)} |"
-        yield ""
+                yield _row(weights, cells, _with_reach, ".1f")
+    yield ""
     yield (
-        "| workers disagree about | workers | pass | top-1 of the workers, % | test images that "
-        "they classify differently, % | ln(variance) off by | seconds |"
+        "| CIFAR-10, pass | workers | top-1 differs by, points | images classified differently, % "
+        "| ln(variance) off by |"
     )
-    yield "|---" * 7 + "|"
-    for data, weights in ((data, weights) for data in TITLES for weights in ROWS):
-        for workers in (2, 4):
-            for kind in ("own", "ddp", "mean", "polish"):
-                if found := values(study, data, weights, kind, workers):
-                    yield _on_workers(f"{TITLES[data]}, {weights}", workers, kind, found)
+    yield "|---" * 5 + "|"
+    for kind, workers in product(ON_WORKERS, (2, 4)):
+        found = [one for name in SHARED for one in values(study, "cifar10", name, kind, workers)]
+        if found:
+            yield _on_workers(ON_WORKERS[kind], workers, found)
 
 
-def _on_workers(name: str, workers: int, kind: str, found: list[Any]) -> str:
-    """Return the row of a pass on several workers: the worst of all seeds."""
-    lowest = min(100 * min(seed["top1"]) for seed in found)
-    highest = max(100 * max(seed["top1"]) for seed in found)
-    differ = 100 * max(seed["differ"] for seed in found)
-    off = max(seed["log_variance"] for seed in found)
-    seconds = interval([seed["seconds"] for seed in found]).mean
-    return (
-        f"| {name} | {workers} | {kind} | {lowest:.2f} to {highest:.2f} | {differ:.2f} | "
-        f"{off:.2g} | {seconds:.1f} |"
+def gains(study: Study, data: str, weights: str) -> list[float]:
+    """Return what `polish` on images as in training gains over what is left, seed by seed."""
+    pairs = zip(
+        top1(study, data, weights, "polish augmented"),
+        top1(study, data, weights, "as left"),
+        strict=True,
     )
+    return [polished - left for polished, left in pairs]
 
 
-def _cell(found: Interval) -> str:
-    return with_ends(found, ".1f") if found.number > 1 else f"{found.mean:.1f}"
+def _row(
+    name: str, cells: Iterable[list[float]], words: Callable[[Interval, str], str], form: str
+) -> str:
+    texts = (words(interval(found), form) if found else "" for found in cells)
+    return f"| {name} | {' | '.join(texts)} |"
+
+
+def _with_reach(found: Interval, form: str) -> str:
+    reach = f" ± {found.high - found.mean:{form}}" if found.number > 1 else ""
+    return f"{found.mean:{form}}{reach}"
+
+
+def _on_workers(name: str, workers: int, found: list[Any]) -> str:
+    """Return the row of a pass on several workers: the worst of averages and seeds."""
+    apart = max(100 * (max(one["top1"]) - min(one["top1"])) for one in found)
+    differ = 100 * max(one["differ"] for one in found)
+    off = max(one["log_variance"] for one in found)
+    return f"| {name} | {workers} | {apart:.2f} | {differ:.2f} | {off:.3f} |"
 
 
 def main() -> None:

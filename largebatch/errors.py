@@ -34,6 +34,15 @@ def clip(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
+def reason_of(error: BaseException) -> str:
+    r"""Return the first line of an error's message, or its type if it has none.
+
+    >>> reason_of(ValueError("bad value\nand details")), reason_of(KeyError())
+    ('bad value', 'KeyError')
+    """
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
 def printable(text: str) -> str:
     r"""Escape control and unprintable characters, except line breaks.
 

@@ -15,6 +15,7 @@ import averaged_figure  # noqa: E402
 import averaged_weights as study  # noqa: E402
 from averaged_passes import Images, augmented, distance, merge, new_model, on_workers  # noqa: E402
 from averaged_weights import Averages, Run, mean_of, schedule, snapshot, train_sgd  # noqa: E402
+from measuring import RESULTS, newest  # noqa: E402
 
 
 def small_images(number: int, side: int = 8) -> Images:
@@ -186,9 +187,19 @@ def test_the_figure_and_the_tables_are_made_of_the_results(
     averaged_figure.main()
     lines = list(averaged_figure.tables(made_up(seeds)))
     assert any(line.startswith("| SWA, peak | 30.0") for line in lines)
-    assert any("CIFAR-10, SWA, peak | 4 | own | 80.00 to 80.00" in line for line in lines)
+    assert "| `update_bn` on every worker | 4 | 0.00 | 0.00 | 0.200 |" in lines
+    assert any(line.startswith("| SWA, peak | +50.0 (") for line in lines)
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure()
     drawn[0](figure)
     assert [axes.get_title() for axes in figure.axes] == ["Fashion-MNIST", "CIFAR-10"]
+
+
+def test_the_page_has_the_tables_of_the_newest_results() -> None:
+    path = newest(study.NAME, RESULTS)
+    assert path is not None
+    page = (ROOT / "docs" / "averaged-weights.md").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in averaged_figure.tables(study.read(path)) if line]
+    assert len(lines) > 40
+    assert not set(lines) - set(page)

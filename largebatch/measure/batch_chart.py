@@ -11,9 +11,9 @@ from largebatch.planner.forecast import name_times
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
 from largebatch.recipe.writing import dump_commented
-from largebatch.report.figures import name_axes
+from largebatch.report.figures import name_axes, write_title
 from largebatch.report.noise import MORE_STEPS, samples
-from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, save_png
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -118,11 +118,8 @@ def write_advice(path: Path, advice: Advice) -> None:
     """Draw time and epochs by batch into a PNG file, with the recommended batch marked."""
 
     def draw(figure: "Figure") -> None:
-        left = MARGIN * figure.dpi / 72 / figure.bbox.width
         where = f"{advice.cluster.name}, {plural(advice.workers, 'worker')}"
-        figure.suptitle(
-            f"{advice.recipe.name} on {where}", x=left, ha="left", size=14, weight="bold"
-        )
+        write_title(figure, f"{advice.recipe.name} on {where}")
         by_time, by_epochs = figure.subplots(1, 2)
         _draw_time(by_time, advice)
         _draw_epochs(by_epochs, advice)

@@ -11,8 +11,8 @@ import numpy as np
 from largebatch.measure.lr_range_bounds import WALL, Bound, Curve, RangeTest, momentum_of
 from largebatch.recipe.optimizers import LAMB, LARS, AdamW, Muon
 from largebatch.recipe.schedule import Cycle
-from largebatch.report.figures import name_axes, name_line
-from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, save_png
+from largebatch.report.figures import name_axes, name_line, write_title
+from largebatch.report.style import COLOURS, INK, MUTED, save_png
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -196,8 +196,7 @@ def write_range(path: Path, test: RangeTest) -> None:
 
 def _draw(figure: "Figure", test: RangeTest) -> None:
     """Plot the losses of every seed against the rate, raw and smoothed, and the bounds."""
-    left = MARGIN * figure.dpi / 72 / figure.bbox.width
-    figure.suptitle(test.recipe.name, x=left, ha="left", size=14, weight="bold")
+    write_title(figure, test.recipe.name)
     axes = figure.subplots()
     axes.set_xscale("log")
     colour = COLOURS["train"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.errors import CheckpointError, shorten
+from largebatch.errors import CheckpointError, reason_of, shorten
 from largebatch.models import classifier
 from largebatch.storage import whole_file
 from largebatch.training.checkpoint import HEADER, load_checkpoint
@@ -123,8 +123,9 @@ def read_weights(path: Path, *, ema: bool = False) -> Weights:
             "objects besides tensors and plain values, which only code in the file could rebuild"
         ) from None
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
+        raise CheckpointError(
+            f"{path}: not a readable file of weights: {reason_of(error)}"
+        ) from None
     return Weights(path, content, _find(path, content, ema=ema))
 
 

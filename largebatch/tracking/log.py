@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from largebatch.errors import CheckpointError, LogError
+from largebatch.errors import CheckpointError, LogError, reason_of
 from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
 
 _LOG = logging.getLogger(__name__)
@@ -102,8 +102,8 @@ def record(trackers: list[Tracker], event: Event) -> None:
             if isinstance(tracker, JsonLines):
                 raise
             trackers.remove(tracker)
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            text = f"{type(tracker).__name__} failed and follows the run no more: {reason}"
+            name = type(tracker).__name__
+            text = f"{name} failed and follows the run no more: {reason_of(error)}"
             record(trackers, _note_at(event, text))
 
 

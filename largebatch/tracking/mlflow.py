@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from largebatch.errors import LONGEST_NAME, TrackerError, clip
+from largebatch.errors import LONGEST_NAME, TrackerError, clip, reason_of
 from largebatch.optional import require_mlflow
 from largebatch.tracking.events import LOG, Event, Start, Step, Summary, System
 from largebatch.tracking.identity import read_id, write_id
@@ -68,11 +68,10 @@ class MLflow(ScalarTracker):
             self._experiment = self._find_experiment()
             self._scalars = Scalars(given=self._find_sent())
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).split("\n")[0]
             self._unusable = TrackerError(
                 f"tracking: [mlflow]: {mlflow.get_tracking_uri()} cannot be used: "
-                f"{clip(reason, 3 * LONGEST_NAME)}; set MLFLOW_TRACKING_URI to a server or a "
-                "database that is there, or leave mlflow out"
+                f"{clip(reason_of(error), 3 * LONGEST_NAME)}; set MLFLOW_TRACKING_URI to a server "
+                "or a database that is there, or leave mlflow out"
             )
         if self._unusable is not None and not resumed:
             raise self._unusable

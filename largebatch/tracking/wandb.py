@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from largebatch.errors import LONGEST_NAME, TrackerError, clip
+from largebatch.errors import LONGEST_NAME, TrackerError, clip, reason_of
 from largebatch.optional import require_wandb
 from largebatch.tracking.events import LOG, Start, Summary
 from largebatch.tracking.identity import is_id, read_id, write_id
@@ -65,10 +65,9 @@ class Wandb(ScalarTracker):
             self._run = self._init("offline" if offline else None, self._identity, resume)
         except Exception as error:  # W&B's service keeps that id reserved
             self._run = self._init("offline", f"{self._identity}-offline", None)
-            reason = str(error).strip().split("\n")[0]
             self._note(
-                f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
-                + self._sync
+                f"W&B cannot be reached ({reason_of(error)}); the run is recorded offline, "
+                f"to be sent with: {self._sync}"
             )
         # a run in W&B whose log the folder has lost has rows that are unknown here
         self._first_row = max(0, self._run.step - self._scalars.count)
