@@ -120,8 +120,8 @@ def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) 
         [interval(clean).mean], [height], color=colour, marker="D", ms=6, mfc="none", mec=colour
     )
     axes.plot([after], [height], color=colour, marker="D", ms=7)
-    axes.annotate(f"{before:.1f}", (min(before, after), height), (-8, 0), color=MUTED, size=10,
-                  textcoords="offset points", ha="right", va="center")  # fmt: skip
+    axes.annotate(f"{before:.1f}", (before, height), (0, 7), color=MUTED, size=10,
+                  textcoords="offset points", ha="center", va="bottom")  # fmt: skip
     gain = f"{after - before:+.1f}".replace("-", "\N{MINUS SIGN}")
     axes.annotate(f"{after:.1f}  {gain}", (max(before, after), height), (8, 0), color=colour,
                   size=10.5, textcoords="offset points", ha="left", va="center",
