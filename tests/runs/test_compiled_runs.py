@@ -99,13 +99,12 @@ GRAPHS = "execution.compile=reduce-overhead"
         pytest.param((), False, id="one pass an update"),
         pytest.param(("execution.device_batch=48",), True, id="accumulated"),
         pytest.param((GROWS,), True, id="accumulated later"),
-        pytest.param(("protocol={kind: hardsync, learners: 1}",), True, id="sent to servers"),
     ],
 )
 def test_gradients_that_cuda_graphs_would_overwrite_are_copied(
     changes: tuple[str, ...], copied: bool
 ) -> None:
-    """One pass's gradients are needed in the next one of the same update, and by servers."""
+    """One pass's gradients are needed in the next one of the same update."""
     chosen = load_recipe(DIGITS, [GRAPHS, "execution.device_batch=96", *changes])
     plan, gpu = make_plan(chosen, workers=1), torch.device("cuda")
     assert copies_gradients(chosen, plan, gpu) == copied
