@@ -140,8 +140,10 @@ def open_trainer(
                 _init_from_images(model, pipeline)
         share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
         here = anywhere(recipe) if measuring else recipe
-        group = Serial(backend.device) if here.protocol else backend  # servers combine gradients
-        state = build_state(here, plan, model, group)
+        keeps_gradients = here.protocol is not None  # each worker its own, for the servers
+        group = Serial(backend.device) if keeps_gradients else backend
+        state = build_state(here, plan, model, group, keeps_gradients=keeps_gradients)
+        affine = partial(build_affine, here, plan, model, group, keeps_gradients=keeps_gradients)
         updates = _choose_updates(recipe, options, state, backend, measuring=measuring)
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
         limit = time_limit(here, options, rank=backend.rank)
@@ -159,7 +161,7 @@ def open_trainer(
                 criterion=build_criterion(recipe),
                 spans=Spans(model, group, sync_workers=plan.sync_workers),
                 state=state,
-                build_affine=partial(build_affine, here, plan, model, group),
+                build_affine=affine,
                 build_replica=partial(build_replica, here, plan, model),
                 trackers=trackers,
                 emit=emit,

@@ -27,10 +27,20 @@ _SHOWN = 8
 """Number of groups that are described."""
 
 
-def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
-    """Build the reducer, which sums or combines the gradients."""
+def build_reducer(
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    backend: Backend,
+    *,
+    keeps_gradients: bool = False,
+) -> Reducer:
+    """Build the reducer, which sums or combines the gradients.
+
+    `keeps_gradients`: an update's gradients are needed while the next ones are computed.
+    """
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
-    copies = copies_gradients(recipe, plan, backend.device)
+    copies = copies_gradients(recipe, plan, backend.device, keeps_gradients=keeps_gradients)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(
@@ -48,13 +58,12 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
     )
 
 
-def copies_gradients(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
-    """Return True if a compiled pass may overwrite gradients that are still needed.
-
-    They are needed if several passes make an update, and by the servers of a protocol.
-    """
+def copies_gradients(
+    recipe: Recipe, plan: Plan, device: torch.device, *, keeps_gradients: bool = False
+) -> bool:
+    """Return True if a compiled pass may overwrite gradients that are still needed."""
     accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
-    needed = accumulates or recipe.protocol is not None
+    needed = accumulates or keeps_gradients
     return needed and reuses_memory(recipe.execution.compile, device)
 
 

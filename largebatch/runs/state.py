@@ -24,12 +24,22 @@ from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState, Updater
 
 
-def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
-    """Build the optimizer, the schedule, the reducer, the loss scaler and the averages."""
+def build_state(
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    backend: Backend,
+    *,
+    keeps_gradients: bool = False,
+) -> TrainState:
+    """Build the optimizer, the schedule, the reducer, the loss scaler and the averages.
+
+    `keeps_gradients` is passed to build_reducer.
+    """
     schedule, plateau = build_schedule(recipe.schedule, plan), recipe.schedule.plateau
     if plateau is not None:
         schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
-    reducer = build_reducer(recipe, plan, model, backend)
+    reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
     optimizer = build_optimizer(recipe, model, backend)
     _train_early(optimizer, recipe, plan, model)
     state = TrainState(
@@ -81,7 +91,13 @@ def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | 
 
 
 def build_affine(
-    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, all_weights: bool = False
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    backend: Backend,
+    *,
+    all_weights: bool = False,
+    keeps_gradients: bool = False,
 ) -> Updater:
     """Build the updater of the stage `polish.affine`, and freeze the weights it does not change.
 
@@ -98,7 +114,7 @@ def build_affine(
         weight.requires_grad_(weight in trained)
     fall = cosine(peak=lr, steps=plan.affine_steps)
     unmonitored = recipe.model_copy(update={"monitor": ()})
-    reducer = build_reducer(unmonitored, plan, model, backend)
+    reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)
     optimizer = build_momentum_sgd(recipe, model, lr=lr)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
 
