@@ -292,8 +292,10 @@ def run_the_page() -> list[str]:
         assert code.count("\n") <= 12, heading
         exec(compile(code, f"{PAGE}, {heading}", "exec"), names_of_the_page())
         headings.append(heading)
-    (block,) = blocks(ROOT / "README.md", "python")
-    exec(compile(block.text, str(block.page), "exec"), names_of_the_page())
+    for block in blocks(ROOT / "README.md", "python"):
+        names = names_of_the_page()
+        names |= {"averaged": AveragedModel(names["model"]), "loader": names["clean_loader"]}
+        exec(compile(block.text, str(block.page), "exec"), names)
     return headings
 
 
