@@ -26,10 +26,13 @@ class Airbench(nn.Module):
     """Maps N x 3 x H x W, H and W 16 or more, to N x num_classes.
 
     `width` is the number of channels of the first of three blocks, 64 in the original; the other
-    two have 4 times as many. The scales of the BatchNorm layers stay 1.
+    two have 4 times as many. The scales of the BatchNorm layers stay 1. The logits are divided by
+    `divisor`, 9 where the original trains with SGD. Without one, as in the original with Muon, they
+    are divided by the number of features, and the weights of the classifier begin with a standard
+    deviation of 1: about 28 times torch's, so that SGD changes them 28 squared times as slowly.
     """
 
-    def __init__(self, num_classes: int, *, width: int = 64) -> None:
+    def __init__(self, num_classes: int, *, width: int = 64, divisor: float | None = None) -> None:
         super().__init__()
         if width < 1:
             raise ValueError(f"width must be 1 or more, got {width}")
@@ -37,8 +40,10 @@ class Airbench(nn.Module):
         widths = [len(self.whiten.weight), width, 4 * width, 4 * width]
         self.blocks = nn.Sequential(*map(_Block, widths, widths[1:]))
         self.head = nn.Linear(4 * width, num_classes, bias=False)
-        with torch.no_grad():
-            self.head.weight.div_(self.head.weight.std())
+        self.divisor = divisor or self.head.in_features
+        if divisor is None:
+            with torch.no_grad():
+                self.head.weight.div_(self.head.weight.std())
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
@@ -46,7 +51,7 @@ class Airbench(nn.Module):
         # Reflection repeats maxima. Unlike amax, pooling sends the gradient to the first of them.
         features = F.max_pool2d(maps, maps.shape[2:]).flatten(1)
         logits: Tensor = self.head(features)
-        return logits / self.head.in_features
+        return logits / self.divisor
 
     def init_from_images(self, batches: Iterable[Tensor]) -> None:
         """Compute the first filters from the first `NUM_IMAGES` images of these batches."""

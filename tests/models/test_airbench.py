@@ -31,7 +31,7 @@ BATCH, STEPS = 40, 4
 SHORT = (
     *SAMPLES,
     *(f"batch={{global_batch: {BATCH}, bn_span: {BATCH}}}", f"duration={{steps: {STEPS}}}"),
-    *("precision=fp32", "evaluation={}", "model.arguments={width: 16}"),
+    *("precision=fp32", "evaluation={}", "model.arguments.width=16"),
     *("model.early.until={steps: 2}", "execution.checkpoints={every_steps: 2}"),
 )
 
@@ -86,7 +86,21 @@ def test_the_network_has_airbenchs_weights() -> None:
         build("airbench", num_classes=10, arguments={"width": 0})
 
 
-def logits_of(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+def test_the_classifier_of_the_version_with_sgd_is_torchs_and_logits_are_a_ninth() -> None:
+    torch.manual_seed(0)
+    ours = build("airbench", num_classes=10, arguments={"divisor": 9})
+    torch.manual_seed(0)
+    muons = build("airbench", num_classes=10)
+    assert isinstance(ours, Airbench)
+    assert isinstance(muons, Airbench)
+    assert ours.head.weight.abs().max().item() <= 1 / 16  # torch's bound for 256 features
+    assert ours.head.weight.std().item() == pytest.approx(1 / 16 / math.sqrt(3), rel=0.03)
+    images = torch.randn(2, 3, 32, 32)
+    ratio = ours.head.weight.std().item() * 256 / 9
+    torch.testing.assert_close(ours(images), muons(images) * ratio)
+
+
+def logits_of(weights: dict[str, Tensor], images: Tensor, divisor: int) -> Tensor:
     """Return the logits in training mode; the network written out."""
 
     def norm(name: str, maps: Tensor) -> Tensor:
@@ -100,7 +114,7 @@ def logits_of(weights: dict[str, Tensor], images: Tensor) -> Tensor:
         maps = F.conv2d(maps, weights[f"{block}.conv2.weight"], padding=1)
         maps = F.gelu(norm(f"{block}.norm2", maps))
     pooled = F.max_pool2d(maps, 3).flatten(1)
-    return F.linear(pooled, weights["head.weight"]) / pooled.shape[1]
+    return F.linear(pooled, weights["head.weight"]) / divisor
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
@@ -168,7 +182,7 @@ def test_muon_makes_the_weights_of_airbenchs_loop(folder: Path) -> None:
     momenta = {name: torch.zeros_like(weights[name]) for name in filters}
     for step, (images, labels) in enumerate(batches):
         loss = F.cross_entropy(
-            logits_of(weights, images), labels, label_smoothing=0.2, reduction="sum"
+            logits_of(weights, images, 64), labels, label_smoothing=0.2, reduction="sum"
         )
         for weight in weights.values():
             weight.grad = None
@@ -238,7 +252,7 @@ def test_nesterov_makes_the_weights_of_airbenchs_loop(folder: Path) -> None:
     rates = [schedule_of(recipe)(step) / recipe.schedule.peak_lr for step in range(STEPS)]
     for step, (images, labels) in enumerate(batches):
         sgd.zero_grad()
-        logits = logits_of(weights, images)
+        logits = logits_of(weights, images, 9)
         F.cross_entropy(logits, labels, label_smoothing=0.2, reduction="sum").backward()
         for group in sgd.param_groups:
             peak = lr * group["factor"]
