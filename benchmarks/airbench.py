@@ -33,6 +33,8 @@ def measure(name: str, *, seed: int, data: Path | None, work: Path) -> dict[str,
     """Train a recipe and return its accuracies and seconds."""
     out = work / f"{name}-{seed}"
     summary = run(load_recipe(name, [f"seed={seed}"]), out=out, data=data, resume="auto")
+    if summary.status != "finished":
+        raise KeyboardInterrupt
     single = evaluate_checkpoint(out, Options(out=out, data=data, overrides=LEAST_VIEWS))
     assert summary.images_per_second is not None
     return {
