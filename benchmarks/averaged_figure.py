@@ -134,7 +134,8 @@ def tables(study: Study) -> Iterator[str]:
     yield f"| `polish` gains, points | {' | '.join(titles.values())} |"
     yield "|---" * (len(titles) + 1) + "|"
     for weights in SHARED:
-        yield _row(weights, (gains(study, data, weights) for data in titles), with_ends, "+.1f")
+        by_data = (gains(study, data, weights) for data in titles)
+        yield _row(weights, by_data, lambda gain: with_ends(gain, "+.1f"))
     yield ""
     yield f"| top-1, % | {' | '.join(PASSES.values())} |"
     yield "|---" * (len(PASSES) + 1) + "|"
@@ -143,7 +144,7 @@ def tables(study: Study) -> Iterator[str]:
         for weights in ["last weights, peak", *ROWS, "last weights, end"]:
             cells = [top1(study, data, weights, kind) for kind in PASSES]
             if any(cells):
-                yield _row(weights, cells, _with_reach, ".1f")
+                yield _row(weights, cells, lambda top1: top1.text(".1f"))
     yield ""
     yield (
         "| CIFAR-10, pass | workers | top-1 differs by, points | images classified differently, % "
@@ -166,16 +167,9 @@ def gains(study: Study, data: str, weights: str) -> list[float]:
     return [polished - left for polished, left in pairs]
 
 
-def _row(
-    name: str, cells: Iterable[list[float]], words: Callable[[Interval, str], str], form: str
-) -> str:
-    texts = (words(interval(found), form) if found else "" for found in cells)
+def _row(name: str, cells: Iterable[list[float]], words: Callable[[Interval], str]) -> str:
+    texts = (words(interval(found)) if found else "" for found in cells)
     return f"| {name} | {' | '.join(texts)} |"
-
-
-def _with_reach(found: Interval, form: str) -> str:
-    reach = f" ± {found.high - found.mean:{form}}" if found.number > 1 else ""
-    return f"{found.mean:{form}}{reach}"
 
 
 def _on_workers(name: str, workers: int, found: list[Any]) -> str:

@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contrasts import contrast, noise_of
-from measuring import best_rate, write
+from measuring import best_rate, recorded, write
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
 from largebatch.recipe.recipe import Recipe
-from largebatch.storage import write_whole
 from largebatch.studies.metrics import interval
 from largebatch.training.protocols.arrivals import ARRIVALS
 
@@ -127,22 +126,23 @@ def search(arm: Arm, args: argparse.Namespace) -> float:
 def carry_out(arm: Arm, rate: float, *, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the record of a run; train it first if there is none."""
     name = f"{arm.name}, rate {rate:g}, seed {seed}"
-    path: Path = args.work / f"{name}.json"
-    if path.exists():
-        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return recorded
-    args.work.mkdir(parents=True, exist_ok=True)
+    about = {"arm": arm.name, "rate": rate, "seed": seed}
     recipe = arm.recipe(rate, seed=seed, epochs=args.epochs)
-    out = args.work / name
-    found: dict[str, Any] = {"arm": arm.name, "rate": rate, "seed": seed}
+    path = args.work / f"{name}.json"
+    return recorded(path, lambda: about | train(recipe, args.work / name))
+
+
+def train(recipe: Recipe, out: Path) -> dict[str, Any]:
+    """Train a recipe and print top-1; one that diverges is as good as chance."""
     try:
         summary = run(recipe, workers=LEARNERS, out=out, resume="auto", report=False)
-        found |= {"top1": summary.top1, "samples": summary.samples, "sent": sent(out)}
     except DivergedError:
-        found |= {"top1": 1 / recipe.data.classes}
-    write_whole(path, json.dumps(found, indent=1).encode())
-    print(f"{name}: {found['top1']:.2%}", flush=True)
-    return found
+        print(f"{out.name}: diverged", flush=True)
+        return {"top1": 1 / recipe.data.classes}
+    if summary.status != "finished":
+        raise KeyboardInterrupt
+    print(f"{out.name}: {summary.top1:.2%}", flush=True)
+    return {"top1": summary.top1, "samples": summary.samples, "sent": sent(out)}
 
 
 def sent(out: Path) -> float:

@@ -35,6 +35,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
 from largebatch.runs.launch import start_workers
+from largebatch.storage import write_whole
 from largebatch.studies.metrics import Interval
 from largebatch.tracking.environment import source_commit, versions
 
@@ -188,6 +189,15 @@ def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = Non
 def newest(name: str, folder: Path) -> Path | None:
     """Return the newest results of this name on a machine like this one; None without any."""
     return max(folder.glob(f"{name}_{hardware()}_*.json"), default=None)
+
+
+def recorded(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what a JSON file holds; make it first if it is missing."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(make(), indent=1).encode())
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def best_rate(rates: Sequence[float], score: Callable[[float], float], *, stride: float) -> float:

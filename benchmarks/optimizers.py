@@ -110,6 +110,11 @@ def _next_rate(rates: list[Setting], best: int, tried: Mapping[Setting, float]) 
     return rates[best].times(rate=(neighbour.rate / rates[best].rate) ** 0.5)
 
 
+def best_of(tried: Mapping[Setting, float]) -> Setting:
+    """Return the setting with the highest score, the first of equal ones."""
+    return max(tried, key=lambda setting: tried[setting])
+
+
 def score(run: Mapping[str, Any]) -> float:
     """Return the rank of a trial: fewer epochs to the target, else higher top-1, are better."""
     curve = [(row[0], judged(row)) for row in run["curve"]]
@@ -177,7 +182,7 @@ class Study:
                         Job(cell, setting, target=target, bound=bound) for setting in settings
                     )
                 else:
-                    searched.append((cell, max(tried, key=lambda setting: tried[setting])))
+                    searched.append((cell, best_of(tried)))
             for seed, (cell, setting) in product(range(1, seeds + 1), searched):
                 yield Job(cell, setting, seed)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import RESULTS, newest, with_ends
-from optimizers import BATCHES, NAME, Study, every_cell
+from optimizers import BATCHES, NAME, Study, best_of, every_cell
 from optimizers_runs import AS_IS, POLISHED, RESNET, SECTIONS, VIT, Cell, epochs_to
 
 from largebatch.report.noise import MORE_STEPS
@@ -62,7 +62,7 @@ def seeds_of(study: Study) -> Seeds:
     found: Seeds = {}
     for cell in study.cells:
         tried = study.tried(cell)
-        found[cell] = study.seeds(cell, max(tried, key=lambda it: tried[it])) if tried else []
+        found[cell] = study.seeds(cell, best_of(tried)) if tried else []
     return found
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, ClassVar
 
-from optimizers import NEVER, TARGETS, Study, carry_on, parse, results
+from optimizers import NEVER, TARGETS, Study, best_of, carry_on, parse, results
 from optimizers_runs import RESNET, Cell, Job, Setting, epochs_to, judged
 
 from largebatch.studies.metrics import interval
@@ -50,7 +50,7 @@ class Together(Study):
                 target = TARGETS[cell.network]
                 yield from (Job(cell, setting, target=target) for setting in missing)
                 continue
-            chosen = {together(tried), one_after_other(cell, tried)}
+            chosen = {best_of(tried), one_after_other(cell, tried)}
             if len(chosen) > 1:
                 for seed, setting in product(range(1, SEEDS + 1), sorted(chosen, key=_values)):
                     yield Job(cell, setting, seed)
@@ -62,15 +62,10 @@ def grid(cell: Cell) -> list[Setting]:
     return [cell.start.times(rate=rate, decay=decay) for decay, rate in product(decays, RATES)]
 
 
-def together(tried: Tried) -> Setting:
-    """Return the best setting of all."""
-    return max(tried, key=lambda setting: tried[setting])
-
-
 def one_after_other(cell: Cell, tried: Tried) -> Setting:
     """Return the best weight decay at the best rate of the first weight decay."""
-    rate = together({it: tried[it] for it in tried if it.decay == cell.start.decay}).rate
-    return together({it: tried[it] for it in tried if it.rate == rate})
+    rate = best_of({it: tried[it] for it in tried if it.decay == cell.start.decay}).rate
+    return best_of({it: tried[it] for it in tried if it.rate == rate})
 
 
 def _values(setting: Setting) -> tuple[float, float]:
@@ -89,7 +84,7 @@ def show(study: Study) -> Iterator[str]:
             yield f"| {decay:g} | {' | '.join(cells)} |"
         if len(tried) < len(grid(cell)):
             continue
-        chosen = together(tried), one_after_other(cell, tried)
+        chosen = best_of(tried), one_after_other(cell, tried)
         yield "together {}, one after the other {}".format(*chosen)
         if chosen[0] != chosen[1]:
             yield from gains(*(study.seeds(cell, setting) for setting in chosen))

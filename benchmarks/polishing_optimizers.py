@@ -28,13 +28,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from measuring import best_rate, write
+from measuring import best_rate, recorded, write
 from polishing_cells import Cell, train_logged
 from polishing_tables import by_group, paired, student, tables
 
 from largebatch import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.storage import write_whole
 
 NAME = "polishing_optimizers"
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -109,16 +108,15 @@ def search(name: str, work: Path) -> float:
 
 def carry_out(of: Cell, work: Path) -> dict[str, Any]:
     """Return the recorded result of a cell; train it first if there is none."""
-    path = work / f"{of.key}, rate {of.rate:g}.json"
-    if path.exists():
-        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return recorded
+    return recorded(work / f"{of.key}, rate {of.rate:g}.json", lambda: train(of, work))
+
+
+def train(of: Cell, work: Path) -> dict[str, Any]:
+    """Train a cell, and say what it reached."""
     made = train_logged(of, recipe_of(of), work, data=None)
-    found = {"group": of.group, "seed": of.seed, "rate": of.rate, **made}
-    write_whole(path, json.dumps(found, indent=1).encode())
     words = ", ".join(f"{arm} {100 * (top['top1'] or 0):.2f}" for arm, top in made["arms"].items())
     print(f"{of.key}, rate {of.rate:g}: {made['seconds']:.0f} s; top-1 {words}", flush=True)
-    return found
+    return {"group": of.group, "seed": of.seed, "rate": of.rate, **made}
 
 
 def read(work: Path) -> dict[str, dict[str, Any]]:

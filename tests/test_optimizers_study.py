@@ -134,7 +134,7 @@ def test_a_grid_is_searched_together_and_one_after_the_other(tmp_path: Path) -> 
     assert len({job.setting for job in trials}) == 25
     assert all(job.seed is None and job.bound == math.inf for job in trials)
     tried = study.tried(cell)
-    both = optimizers_together.together(tried)
+    both = optimizers.best_of(tried)
     apart = optimizers_together.one_after_other(cell, tried)
     assert apart == start
     assert both == start.times(rate=0.25, decay=5)

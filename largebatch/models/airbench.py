@@ -40,10 +40,11 @@ class Airbench(nn.Module):
         widths = [len(self.whiten.weight), width, 4 * width, 4 * width]
         self.blocks = nn.Sequential(*map(_Block, widths, widths[1:]))
         self.head = nn.Linear(4 * width, num_classes, bias=False)
-        self.divisor = divisor or self.head.in_features
         if divisor is None:
+            divisor = self.head.in_features
             with torch.no_grad():
                 self.head.weight.div_(self.head.weight.std())
+        self.divisor = divisor
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
