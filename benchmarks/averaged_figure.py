@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from averaged_passes import SHARED
 from averaged_weights import NAME, read
-from measuring import RESULTS, newest, with_ends
+from measuring import RESULTS, newest
 
 from largebatch.report.style import COLOURS, INK, MUTED, RULE, save_png
 from largebatch.studies.metrics import Interval, interval
@@ -135,7 +135,7 @@ def tables(study: Study) -> Iterator[str]:
     yield "|---" * (len(titles) + 1) + "|"
     for weights in SHARED:
         by_data = (gains(study, data, weights) for data in titles)
-        yield _row(weights, by_data, lambda gain: with_ends(gain, "+.1f"))
+        yield _row(weights, by_data, lambda gain: gain.with_ends("+.1f"))
     yield ""
     yield f"| top-1, % | {' | '.join(PASSES.values())} |"
     yield "|---" * (len(PASSES) + 1) + "|"

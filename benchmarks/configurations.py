@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from defaults import carry_out, usage_of
-from measuring import RESULTS, newest, with_ends, write
+from measuring import RESULTS, newest, write
 
 from largebatch.studies.metrics import Interval, interval, ratio
 from largebatch.studies.settings.correlations import correlations
@@ -88,7 +88,7 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
             top1 = interval(100 * one["top1"] for one in runs)
             speed = interval(one["images_per_second"] for one in runs)
             times = [result["times those of own"][name][setting][key] for key in COLUMNS]
-            words = [with_ends(Interval(**it), ".2f") if it else "" for it in times]
+            words = [Interval(**it).with_ends(".2f") if it else "" for it in times]
             yield (
                 f"| {name} | {setting} | {top1.mean:.2f} | {speed.mean:,.0f} | "
                 f"{' | '.join(words)} |"

@@ -20,7 +20,7 @@ from learning_rates import CONFIGURATIONS, SEEDS, Configuration
 from learning_rates import NAME as SEARCHED
 from learning_rates_shapes import BOUNDED, FACTORS, NAME, SCALED
 from learning_rates_statistics import Policies, top1_of, whole
-from measuring import RESULTS, newest, with_ends
+from measuring import RESULTS, newest
 from scipy.stats import spearmanr
 
 from largebatch.report.style import COLOURS
@@ -112,7 +112,7 @@ def _scales(one: Configuration, policies: Policies, runs: Runs) -> Iterator[str]
         against = difference(below[name], below["fix"], together=len(SCALED) - 1).scaled(100)
         yield (
             f"| {name} | {' | '.join(cells)} | {100 * statistics.fmean(below[name].values()):.1f} "
-            f"| {'' if name == 'fix' else with_ends(against, '+.1f')} |"
+            f"| {'' if name == 'fix' else against.with_ends('+.1f')} |"
         )
 
 
@@ -139,9 +139,7 @@ def _shapes(one: Configuration, policies: Policies, runs: Runs) -> Iterator[str]
     yield "| policy | change | points, together |"
     yield "|---|---|---|"
     for (name, what), points in shapes_of(policies, runs).items():
-        words = (
-            f"diverges, {points} seeds" if isinstance(points, int) else with_ends(points, "+.2f")
-        )
+        words = f"diverges, {points} seeds" if isinstance(points, int) else points.with_ends("+.2f")
         yield f"| {name} | {what} | {words} |"
 
 
@@ -161,7 +159,7 @@ def _bounds(one: Configuration, policies: Policies, result: Mapping[str, Any]) -
         between, own = runs["bounds", name, "between the bounds"], top1_of(policies[name])
         points = difference(between, own, together=len(known)).scaled(100)
         means = (f"{100 * statistics.fmean(each.values()):.2f}" for each in (between, own))
-        yield f"| {name} | {' | '.join(means)} | {with_ends(points, '+.2f')} |"
+        yield f"| {name} | {' | '.join(means)} | {points.with_ends('+.2f')} |"
 
 
 def _confidence(every: Mapping[Configuration, Policies]) -> Iterator[str]:

@@ -35,7 +35,7 @@ from learning_rates_statistics import (
     top1_of,
     whole,
 )
-from measuring import RESULTS, newest, with_ends
+from measuring import RESULTS, newest
 
 from largebatch.studies.metrics import Interval, Ratio, difference, interval
 
@@ -260,7 +260,7 @@ def _range(policies: Policies) -> float:
 
 def _words(found: Interval | Ratio | None, form: str) -> str:
     own = found.interval if isinstance(found, Ratio) else found
-    return "never" if own is None else with_ends(own, form)
+    return "never" if own is None else own.with_ends(form)
 
 
 if __name__ == "__main__":

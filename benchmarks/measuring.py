@@ -36,7 +36,6 @@ from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
 from largebatch.runs.launch import start_workers
 from largebatch.storage import write_whole
-from largebatch.studies.metrics import Interval
 from largebatch.tracking.environment import source_commit, versions
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
@@ -123,17 +122,6 @@ def spread(values: list[float]) -> dict[str, float]:
         "min": min(values),
         "max": max(values),
     }
-
-
-def with_ends(found: Interval, form: str) -> str:
-    """Format a mean with the ends of its interval, if it has one.
-
-    >>> with_ends(Interval(1.0, 0.5, 1.5, 5), "+.1f")
-    '+1.0 (+0.5 to +1.5)'
-    """
-    if found.number == 1:
-        return f"{found.mean:{form}} (one seed)"
-    return f"{found.mean:{form}} ({found.low:{form}} to {found.high:{form}})"
 
 
 def machine() -> str:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measuring import RESULTS, newest, with_ends
+from measuring import RESULTS, newest
 from optimizers import BATCHES, NAME, Study, best_of, every_cell
 from optimizers_runs import AS_IS, POLISHED, RESNET, SECTIONS, VIT, Cell, epochs_to
 
@@ -214,7 +214,7 @@ def tables(seeds: Seeds, targets: Mapping[str, float]) -> Iterator[str]:
         for network, column in PANELS.values():
             by_batch = runs_by_batch(seeds, network, optimizer)
             found = critical_batches(by_batch, targets[network], column)
-            texts.append(with_ends(found, ",.0f") if found else "not found")
+            texts.append(found.with_ends(",.0f") if found else "not found")
         yield f"| {LABELS[optimizer]} | {' | '.join(texts)} |"
 
 
@@ -227,7 +227,7 @@ def _row(cell: Cell, runs: Runs, target: float, column: int) -> str:
         f"{cell.batch:,}",
         f"{runs[0]['rate']:g}",
         f"{runs[0]['decay']:g}",
-        with_ends(interval(reached), ".1f") if reached else "",
+        interval(reached).with_ends(".1f") if reached else "",
         f"{len(reached)} of {len(runs)}",
         _percent([value for value in top1 if value is not None]),
         f"{statistics.median(noise):,.0f}" if noise else "",
@@ -236,7 +236,7 @@ def _row(cell: Cell, runs: Runs, target: float, column: int) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    return with_ends(interval(values).scaled(100), ".1f") if values else ""
+    return interval(values).scaled(100).with_ends(".1f") if values else ""
 
 
 def main() -> None:

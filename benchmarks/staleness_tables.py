@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from measuring import RESULTS, newest, with_ends
+from measuring import RESULTS, newest
 from staleness_studies import FACTORS, RATES
 
 from largebatch.studies.metrics import Interval
@@ -109,7 +109,7 @@ def _products(found: Found) -> Iterator[str]:
 
 
 def _interval(found: Found, form: str) -> str:
-    return with_ends(Interval(*(found[key] for key in Interval._fields)), form)
+    return Interval(*(found[key] for key in Interval._fields)).with_ends(form)
 
 
 def _yes(value: bool) -> str:  # noqa: FBT001 -- one word for it
