@@ -16,11 +16,12 @@ are three epochs old.
 The search of a cell (a network, an optimizer and a batch) has TRIALS trials for every optimizer
 with a seed that no result has. They train on 45,000 images and are judged on the other 5,000: the
 trial that reaches TARGETS in the fewest epochs is the best, or the one with the higher top-1 at the
-end. A trial ends when it has reached the target, or another one has reached it in fewer epochs. The
-first RATES trials change the peak rate by factors of STRIDE, with one beyond the end where the best
-is the highest or lowest, else one between the best and its better neighbour; the rest change the
+end. A trial ends when it has reached the target, or another one has reached it in fewer epochs: so
+settings are the fastest to the target, and nothing chooses them for top-1 at the end. The first
+RATES trials change the peak rate by factors of STRIDE, with one beyond the end where the best is
+the highest or lowest, else one between the best and its better neighbour; the rest change the
 weight decay at the best rate, by factors of DECAY_STRIDE. Momenta are those of the recipe's
-defaults.
+defaults, and beta2 is 0.95 for all.
 
 Then SEEDS seeds are trained with the best setting on all images and evaluated on the test images,
 which choose nothing.
@@ -65,10 +66,14 @@ RECIPE = Path(__file__).parent / "recipes" / "optimizers_cifar10.yaml"
 
 BATCHES = (500, 2_000, 8_000, 16_000)
 EPOCHS = 10
-TARGETS = {RESNET: 0.5, VIT: 0.35}
+TARGETS = {RESNET: 0.4, VIT: 0.3}
 """Top-1 that the epochs are counted to."""
 
 STRIDE, DECAY_STRIDE = 4.0, 5.0
+FIRST = (1, 1 / STRIDE, STRIDE)
+"""Factors of the first rate with which a search begins. Only later trials end sooner than at the
+target: the scores of the first ones say where to go on."""
+
 RATES, TRIALS = 4, 6
 SEEDS, FIRST_SEEDS = 5, 2
 STAGES = (((2_000, 8_000), FIRST_SEEDS), ((16_000, 500), FIRST_SEEDS), (BATCHES, SEEDS))
@@ -88,7 +93,7 @@ def proposals(start: Setting, tried: Mapping[Setting, float]) -> list[Setting]:
     >>> [setting.rate for setting in proposals(start, {})]
     [1.0, 0.25, 4.0]
     """
-    first = [start.times(rate=factor) for factor in (1, 1 / STRIDE, STRIDE)]
+    first = [start.times(rate=factor) for factor in FIRST]
     if missing := [setting for setting in first if setting not in tried]:
         return missing
     rates = sorted(
@@ -115,6 +120,19 @@ def best_of(tried: Mapping[Setting, float]) -> Setting:
     return max(tried, key=lambda setting: tried[setting])
 
 
+def at_end(tried: Mapping[Setting, float], setting: Setting) -> tuple[str, str]:
+    """Return rate and decay, each with a word where none higher or none lower was tried."""
+
+    def word(value: float, others: set[float]) -> str:
+        ends = {max(others): " (highest)", min(others): " (lowest)"}
+        return f"{value:g}{ends.get(value, '')}"
+
+    return (
+        word(setting.rate, {one.rate for one in tried}),
+        word(setting.decay, {one.decay for one in tried}),
+    )
+
+
 def score(run: Mapping[str, Any]) -> float:
     """Return the rank of a trial: fewer epochs to the target, else higher top-1, are better."""
     curve = [(row[0], judged(row)) for row in run["curve"]]
@@ -128,6 +146,7 @@ class Study:
     """The results so far, and what is to be done."""
 
     name = NAME
+    score = staticmethod(score)
     search: ClassVar[dict[str, int]] = {"trials": TRIALS, "rates": RATES}
     """Size of the search of a cell."""
 
@@ -135,6 +154,8 @@ class Study:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if found and found["epochs"] != epochs:
             raise SystemExit(f"{path} holds runs of {found['epochs']} epochs, not {epochs}")
+        if found and (found["targets"], found["search"]) != (TARGETS, self.search):
+            raise SystemExit(f"{path} holds a search with other targets or trials")
         self.path, self.cells, self.epochs = path, cells, epochs
         self.runs: Runs = found.get("runs", {})
         self.circumstances = circumstances(self.name, f"python benchmarks/{self.name}.py")
@@ -154,7 +175,7 @@ class Study:
     def tried(self, cell: Cell) -> dict[Setting, float]:
         """Return the scores of a cell's trials."""
         return {
-            Setting(run["rate"], run["decay"]): score(run)
+            Setting(run["rate"], run["decay"]): self.score(run)
             for run in self.of(cell)
             if run["seed"] is None
         }
@@ -176,7 +197,8 @@ class Study:
             for cell in cells:
                 tried = self.tried(cell)
                 if settings := proposals(cell.start, tried):
-                    bound = -min(0.0, max(tried.values(), default=NEVER))
+                    scores = list(tried.values()) if len(tried) >= len(FIRST) else [NEVER]
+                    bound = -max(scores)
                     target = TARGETS[cell.network]
                     yield from (
                         Job(cell, setting, target=target, bound=bound) for setting in settings

@@ -9,7 +9,8 @@ The critical batch needs 20 % more epochs than small batches (arXiv:2410.21676).
 own fit of epochs = least x (1 + batch / scale) in logarithms over the batches that reached the
 target (arXiv:1812.06162, equation 2.11); a fifth of `scale` is the critical batch. The interval is
 Student's over the logarithms of the seeds. A fit whose scale is not bounded by the batches counts
-as none, and so does the interval with it.
+as none, and so does the interval with it. Where seeds do not reach the target at a batch, they
+count as reaching it at the end of the run, and the critical batch is at most what comes of it.
 """
 
 import json
@@ -18,10 +19,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from measuring import RESULTS, newest
-from optimizers import BATCHES, NAME, Study, best_of, every_cell
+from optimizers import BATCHES, NAME, Study, at_end, best_of, every_cell
 from optimizers_runs import AS_IS, POLISHED, RESNET, SECTIONS, VIT, Cell, epochs_to
 
 from largebatch.report.noise import MORE_STEPS
@@ -97,22 +98,40 @@ def critical_batch(epochs: Mapping[int, float]) -> float | None:
     return MORE_STEPS * math.exp(fit.x)
 
 
+class Critical(NamedTuple):
+    """A critical batch with its interval, which bounds the true one if seeds miss the target."""
+
+    value: Interval
+    at_most: bool
+
+    def __str__(self) -> str:
+        return f"{'at most ' * self.at_most}{self.value.with_ends(',.0f')}"
+
+
 def critical_batches(
-    by_batch: Mapping[int, Runs], target: float, column: int = AS_IS
-) -> Interval | None:
-    """Return the geometric mean of the critical batches of the seeds, with its interval."""
+    by_batch: Mapping[int, Runs], target: float, *, epochs: float, column: int = AS_IS
+) -> Critical | None:
+    """Return the geometric mean of the critical batches of the seeds that all batches have.
+
+    Those of runs of `epochs`; None if fewer than LEAST_BATCHES have a seed that reached the target,
+    or a fit is not bounded.
+    """
     reached = {batch: epochs_by_seed(runs, target, column) for batch, runs in by_batch.items()}
-    seeds = sorted({seed for epochs in reached.values() for seed in epochs})
+    made = [{run["seed"] for run in runs} for runs in by_batch.values()]
+    seeds = set.intersection(*made) if made else set()
+    if not seeds or sum(bool(one) for one in reached.values()) < LEAST_BATCHES:
+        return None
     fits = [
-        critical_batch({batch: one[seed] for batch, one in reached.items() if seed in one})
-        for seed in seeds
+        critical_batch({batch: one.get(seed, epochs) for batch, one in reached.items()})
+        for seed in sorted(seeds)
     ]
     known = [math.log(fit) for fit in fits if fit is not None]
-    if not known or len(known) < len(fits):
+    if len(known) < len(fits):
         return None
     found = interval(known)
     low, high = (math.exp(one) if math.isfinite(one) else one for one in (found.low, found.high))
-    return Interval(math.exp(found.mean), max(low, 0.0), high, found.number)
+    value = Interval(math.exp(found.mean), max(low, 0.0), high, found.number)
+    return Critical(value, at_most=any(seeds - one.keys() for one in reached.values()))
 
 
 def draw(figure: "Figure", *, seeds: Seeds, targets: Mapping[str, float], epochs: float) -> None:
@@ -174,12 +193,13 @@ def _draw_line(  # noqa: PLR0913 -- what one line needs
         else:
             x = batch * 1.12 ** (place - 2)
             axes.plot([x], [epochs * 1.15], color=colour, marker="x", mec=colour, mew=2, lw=0)
-    critical = critical_batches(by_batch, target, column)
-    label = LABELS[optimizer] + (f": {_rounded(critical.mean):,}" if critical else "")
+    critical = critical_batches(by_batch, target, epochs=epochs, column=column)
+    label = LABELS[optimizer]
+    if critical:
+        label += f": {'≤ ' * critical.at_most}{_rounded(critical.value.mean):,}"
     axes.plot(list(means), list(means.values()), color=colour, lw=2, label=label)
-    if critical and means and min(means) <= critical.mean <= max(means):
-        y = _between(means, critical.mean)
-        axes.plot([critical.mean], [y], color=colour, marker="D", ms=8)
+    if critical and means and min(means) <= (found := critical.value.mean) <= max(means):
+        axes.plot([found], [_between(means, found)], color=colour, marker="D", ms=8)
 
 
 def _between(means: Mapping[int, float], batch: float) -> float:
@@ -194,8 +214,9 @@ def _rounded(value: float) -> int:
     return int(float(f"{value:.2g}"))
 
 
-def tables(seeds: Seeds, targets: Mapping[str, float]) -> Iterator[str]:
+def tables(study: Study, targets: Mapping[str, float]) -> Iterator[str]:
     """Yield the lines of the tables in Markdown."""
+    seeds = seeds_of(study)
     for title, (network, column) in PANELS.items():
         target = targets[network]
         yield (
@@ -205,7 +226,8 @@ def tables(seeds: Seeds, targets: Mapping[str, float]) -> Iterator[str]:
         yield "|---" * 8 + "|"
         for cell, runs in seeds.items():
             if cell.network == network and runs:
-                yield _row(cell, runs, target, column)
+                setting = at_end(study.tried(cell), best_of(study.tried(cell)))
+                yield _row(cell, runs, setting, target, column)
         yield ""
     yield f"| critical batch | {' | '.join(PANELS)} |"
     yield "|---" * (1 + len(PANELS)) + "|"
@@ -213,20 +235,20 @@ def tables(seeds: Seeds, targets: Mapping[str, float]) -> Iterator[str]:
         texts = []
         for network, column in PANELS.values():
             by_batch = runs_by_batch(seeds, network, optimizer)
-            found = critical_batches(by_batch, targets[network], column)
-            texts.append(found.with_ends(",.0f") if found else "not found")
+            target = targets[network]
+            found = critical_batches(by_batch, target, epochs=study.epochs, column=column)
+            texts.append(str(found) if found else "not found")
         yield f"| {LABELS[optimizer]} | {' | '.join(texts)} |"
 
 
-def _row(cell: Cell, runs: Runs, target: float, column: int) -> str:
+def _row(cell: Cell, runs: Runs, setting: tuple[str, str], target: float, column: int) -> str:
     reached = list(epochs_by_seed(runs, target, column).values())
     noise = [run["noise"]["value"] for run in runs if run["noise"] and run["noise"]["value"]]
     top1 = [run["polished" if column == POLISHED else "top1"] for run in runs]
     texts = [
         LABELS[cell.optimizer],
         f"{cell.batch:,}",
-        f"{runs[0]['rate']:g}",
-        f"{runs[0]['decay']:g}",
+        *setting,
         interval(reached).with_ends(".1f") if reached else "",
         f"{len(reached)} of {len(runs)}",
         _percent([value for value in top1 if value is not None]),
@@ -253,7 +275,7 @@ def show(study: Study, targets: Mapping[str, float], picture: Path) -> None:
     seeds = seeds_of(study)
     drawn = partial(draw, seeds=seeds, targets=targets, epochs=study.epochs)
     save_png(picture, drawn, size=(1200, 430), pixels=1800)
-    print("\n".join(tables(seeds, targets)))
+    print("\n".join(tables(study, targets)))
 
 
 if __name__ == "__main__":

@@ -45,11 +45,14 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 }
 """Changes of the recipe: a ResNet-9 with BatchNorm, and a vision transformer with LayerNorm."""
 
+BETA2 = 0.95
+"""Of LAMB, AdamW, and the AdamW of Muon: ten epochs are 30 updates at a batch of 16,000."""
+
 SECTIONS: dict[str, dict[str, Any]] = {
     "nesterov": {"kind": "sgd", "momentum": 0.9, "nesterov": True},
     "lars": {"kind": "lars", "convention": "reference", "momentum": 0.9, "eta": 0.02},
-    "lamb": {"kind": "lamb"},
-    "adamw": {"kind": "adamw"},
+    "lamb": {"kind": "lamb", "beta2": BETA2},
+    "adamw": {"kind": "adamw", "beta2": BETA2},
     "muon": {"kind": "muon"},
 }
 """Section `optimizer` without the weight decay."""
@@ -58,19 +61,19 @@ STARTS: dict[str, dict[str, tuple[float, float]]] = {
     RESNET: {
         "nesterov": (0.4, 5e-4),
         "lars": (2.0, 5e-4),
-        "lamb": (0.01, 0.02),
-        "adamw": (4e-3, 0.05),
-        "muon": (0.01, 0.05),
+        "lamb": (0.01, 0.2),
+        "adamw": (4e-3, 0.2),
+        "muon": (0.01, 0.2),
     },
     VIT: {
         "nesterov": (0.1, 5e-4),
         "lars": (1.0, 5e-4),
-        "lamb": (0.01, 0.02),
-        "adamw": (2e-3, 0.05),
-        "muon": (4e-3, 0.05),
+        "lamb": (0.01, 0.2),
+        "adamw": (2e-3, 0.2),
+        "muon": (4e-3, 0.2),
     },
 }
-"""First peak rate of a search, at a batch of BASE, and first weight decay."""
+"""First peak rate and weight decay of a search, at a batch of BASE."""
 
 BASE = 2_000
 
@@ -106,9 +109,14 @@ class Cell:
 
     @property
     def start(self) -> "Setting":
-        """First setting of the search; rates go with the square root of the batch."""
+        """First setting of the search.
+
+        Rates go with the square root of the batch, and so do decays: then rate times decay times
+        the number of updates is the same at every batch.
+        """
+        factor = math.sqrt(self.batch / BASE)
         rate, decay = STARTS[self.network][self.optimizer]
-        return Setting(_rounded(rate * math.sqrt(self.batch / BASE)), decay)
+        return Setting(rate, decay).times(rate=factor, decay=factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +167,17 @@ def recipe_of(job: Job, setup: Setup) -> Recipe:
     """Return the recipe of a run without its polishing."""
     setting, epochs = job.setting, setup.epochs
     optimizer = SECTIONS[job.cell.optimizer] | {"weight_decay": setting.decay}
+    if optimizer["kind"] == "muon":  # the others decay the first layer and the classifier too
+        optimizer["others"] = {"kind": "adamw", "weight_decay": setting.decay}
     warmup, peak = WARMUP_PART * epochs, (PEAK_PART - WARMUP_PART) * epochs
     pieces = [
         {"length": {"epochs": peak}, "peak_lr": setting.rate, "decay": {"kind": "constant"}},
         {"length": None, "peak_lr": setting.rate, "decay": {"kind": "polynomial", "power": 1.0}},
     ]
     decay = {"kind": "piecewise", "pieces": pieces}
-    schedule = {"peak_lr": setting.rate, "warmup": {"epochs": warmup}, "decay": decay}
+    schedule = {
+        "peak_lr": setting.rate, "warmup": {"epochs": warmup}, "decay": decay, "first_step": 1,
+    }  # fmt: skip
     changes = [
         *NETWORKS[job.cell.network],
         f"seed={job.seed or 0}",
@@ -201,7 +213,8 @@ def carry_out(job: Job, setup: Setup) -> dict[str, Any]:
         except (DivergedError, DataError):  # DataError: statistics that are not finite
             diverged = True
         noise = noise_at_peak(steps.made, trainer.plan)
-    last = [None, 1 / recipe.data.classes, None] if diverged else curve[-1]
+    chance = 1 / recipe.data.classes
+    last = [None, chance, recipe.batch.bn_span and chance] if diverged else curve[-1]
     return {
         **about(job),
         "top1": last[AS_IS],

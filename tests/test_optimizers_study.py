@@ -49,6 +49,8 @@ def test_every_cell_can_be_planned(network: str, optimizer: str, batch: int) -> 
         plan = make_plan(recipe, workers=1)
         assert plan.global_batch == batch
         assert recipe.optimizer.weight_decay == cell.start.decay
+        if optimizer == "muon":
+            assert recipe.optimizer.others.weight_decay == cell.start.decay
         assert recipe.schedule.peak_lr == cell.start.rate
         assert plan.train_samples == (49_700 if seed is None else 50_000)
         assert plan.device_batch < batch, "the noise scale needs two sizes"
@@ -88,7 +90,7 @@ def fake(job: Job, *, epochs: float, top1: float = 0.7, polished: float | None =
 def test_a_trial_that_reaches_the_target_sooner_is_better() -> None:
     job = Job(Cell(RESNET, "lars", 500), Setting(1.0, 0.1))
     soon, late = fake(job, epochs=3), fake(job, epochs=4, top1=0.9)
-    never, worse = fake(job, epochs=2, top1=0.4), fake(job, epochs=2, top1=0.3)
+    never, worse = fake(job, epochs=2, top1=0.35), fake(job, epochs=2, top1=0.3)
     diverged = soon | {"diverged": True, "top1": 0.1}
     order = [soon, late, never, worse, diverged]
     assert sorted(order, key=score, reverse=True) == order
@@ -127,12 +129,13 @@ def test_a_grid_is_searched_together_and_one_after_the_other(tmp_path: Path) -> 
                 (job.setting.decay, start.decay),
             )
         )
-        epochs = 5 + abs(rate + decay) + 0.3 * abs(rate + 2)
-        polished = 0.7 if job.seed is None or rate else 0.6
-        study.take(job, fake(job, epochs=epochs, top1=0.3, polished=polished))
+        polished = 0.7 - 0.01 * abs(rate + decay) - 0.003 * abs(rate + 2)
+        if job.seed is not None:
+            polished = 0.8 if rate else 0.75
+        study.take(job, fake(job, epochs=10, top1=0.3, polished=polished))
     trials, seeds = jobs[:25], jobs[25:]
     assert len({job.setting for job in trials}) == 25
-    assert all(job.seed is None and job.bound == math.inf for job in trials)
+    assert all(job.seed is None and job.bound == job.target == math.inf for job in trials)
     tried = study.tried(cell)
     both = optimizers.best_of(tried)
     apart = optimizers_together.one_after_other(cell, tried)
@@ -142,7 +145,11 @@ def test_a_grid_is_searched_together_and_one_after_the_other(tmp_path: Path) -> 
     assert {job.setting for job in seeds} == {both, apart}
     text = list(optimizers_together.show(study))
     assert sum(line.lstrip().startswith("| ") for line in text) == 6
-    assert "epochs to the target" in text[-1]
+    assert text[-3:] == [
+        f"together: rate {both.rate:g} (lowest), decay {both.decay:g}",
+        f"one after the other: rate {start.rate:g}, decay {start.decay:g}",
+        "polished top-1 at the end, points: +5.0 (+5.0 to +5.0)",
+    ]
 
 
 @pytest.mark.long
@@ -177,18 +184,21 @@ def test_a_small_study_resumes_and_has_a_figure(
         assert 0 <= run["polished"] <= 1
     with pytest.raises(SystemExit, match="holds runs of 2 epochs, not 5"):
         Study(path, cells, epochs=5)
-    show(Study(path, cells, epochs=2), {RESNET: 0.1, VIT: 0.1}, tmp_path / "figure.png")
+    show(Study(path, cells, epochs=2), {RESNET: 0.15, VIT: 0.15}, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert "| Muon | 500 | " in capsys.readouterr().out
 
 
-def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("network", "polished"), [(VIT, None), (RESNET, 0.1)])
+def test_a_run_that_diverges_is_a_result(
+    tmp_path: Path, network: str, polished: float | None
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_recipe(load_recipe(RECIPE, DIGITS)), encoding="utf-8")
-    job = Job(Cell(VIT, "nesterov", 500), Setting(1e30, 0.0))
+    job = Job(Cell(network, "nesterov", 500), Setting(1e30, 0.0))
     result = carry_out(job, setup_of(recipe))
     assert result["diverged"]
-    assert (result["top1"], result["polished"]) == (0.1, None)
+    assert (result["top1"], result["polished"]) == (0.1, polished)
 
 
 def test_polishing_is_undone_and_a_trial_ends_at_its_target_or_bound(tmp_path: Path) -> None:
@@ -223,9 +233,28 @@ def test_the_interval_is_over_seeds_and_a_missing_fit_leaves_none(tmp_path: Path
         growth = 1 + job.cell.batch / (4_000 + 1_000 * (job.seed or 0))
         study.take(job, fake(job, epochs=3 * growth, polished=0.72))
     by_batch = {cell.batch: runs for cell, runs in seeds_of(study).items()}
-    found = critical_batches(by_batch, 0.6)
+    found = critical_batches(by_batch, 0.6, epochs=25)
     assert found is not None
-    assert found.number == 5
-    assert 1_000 < found.low < found.mean < found.high < 2_000
-    by_batch[500] = by_batch[2_000] = []
-    assert critical_batches(by_batch, 0.6) is None
+    assert not found.at_most
+    assert found.value.number == 5
+    assert 1_000 < found.value.low < found.value.mean < found.value.high < 2_000
+    for run in by_batch[16_000]:
+        run["curve"] = [[10.0, 0.5, 0.5]]
+    censored = critical_batches(by_batch, 0.6, epochs=10)
+    assert censored is not None
+    assert str(censored).startswith("at most ")
+    for run in by_batch[2_000]:
+        run["curve"] = [[10.0, 0.5, 0.5]]
+    assert critical_batches(by_batch, 0.6, epochs=10) is None
+
+
+def test_only_seeds_of_every_batch_are_fitted(tmp_path: Path) -> None:
+    cells = [Cell(RESNET, "lars", batch) for batch in optimizers.BATCHES]
+    study = Study(tmp_path / "results.json", cells)
+    while job := study.next():
+        study.take(job, fake(job, epochs=3 + job.cell.batch / 2_000, polished=0.72))
+    by_batch = {cell.batch: runs for cell, runs in seeds_of(study).items()}
+    by_batch[8_000] = by_batch[8_000][:2]
+    found = critical_batches(by_batch, 0.6, epochs=25)
+    assert found is not None
+    assert found.value.number == 2
