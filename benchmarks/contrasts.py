@@ -8,7 +8,7 @@ of one run that go together, as before and after a stage, make the intervals too
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from scipy.stats import t
@@ -19,6 +19,10 @@ BySeed = Mapping[int, float]
 """Value of every seed of a cell."""
 
 
+FAILS = 0.15
+"""Top-1 of ten classes below which a run failed."""
+
+
 class Noise(NamedTuple):
     """Residuals of values without the means of their cells and of their seeds."""
 
@@ -26,13 +30,26 @@ class Noise(NamedTuple):
     freedom: int
 
 
+def none_fails(cells: Iterable[BySeed]) -> list[BySeed]:
+    """Return the cells of which no run failed; a cell without runs is none of them.
+
+    >>> none_fails([{1: 0.8, 2: 0.1}, {1: 0.8, 2: 0.7}, {}])
+    [{1: 0.8, 2: 0.7}]
+    """
+    return [cell for cell in cells if cell and min(cell.values()) >= FAILS]
+
+
 def noise_of(cells: Sequence[BySeed]) -> Noise:
     """Return the standard deviation of the residuals of cells that all have the same seeds.
+
+    Raises SystemExit for fewer than two cells or seeds, which have no residuals.
 
     >>> noise_of([{1: 0.0, 2: 2.0}, {1: 3.0, 2: 3.0}])
     Noise(deviation=1.0, freedom=1)
     """
-    seeds = list(cells[0])
+    seeds = list(cells[0]) if cells else []
+    if min(len(cells), len(seeds)) < 2:
+        raise SystemExit("an interval needs two cells without failures, and two seeds of each")
     by_seed = {seed: statistics.fmean(cell[seed] for cell in cells) for seed in seeds}
     whole = statistics.fmean(by_seed.values())
     squares = math.fsum(

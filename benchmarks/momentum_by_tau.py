@@ -3,31 +3,34 @@
     python benchmarks/momentum_by_tau.py [--processes N] [--write]
 
 Needs the extra `studies`. Trains by `largebatch study staleness` and goes on where it was stopped;
-with --write it trains nothing. Writes benchmarks/results/momentum_by_tau_<machine>_<date>.json.
+with --write it trains nothing. Shares its runs with warmup_by_tau.py. Writes
+benchmarks/results/momentum_by_tau_<machine>_<date>.json.
 
 A momentum of m makes an update of gradients that are m / (1 - m) updates old on average; staleness
 tau adds to it. The rule that is tested holds this age at that of a momentum of 0.9 without
 staleness, 9 updates: m / (1 - m) = max(0, 9 - tau).
 
-Every momentum of a condition (CONDITIONS) has a rate of its own: the peak is e (1 - m), and seed 1
-tries e from GRID, and one beyond the end as long as the best is the highest or the lowest. The best
-has the highest top-1, then the lowest loss. The seeds after the first are the result. They share
-the images of the search, the 360 of the digits' validation split.
+Every momentum of a condition (CONDITIONS) has a rate of its own: the peak is e (1 - m), falls in a
+straight line to zero, and SEARCHED seeds try e from GRID, and one beyond the end as long as the
+best is the highest or the lowest. The best has the highest top-1 of its worst seed, then the lowest
+loss: a rate at which one of them fails is not taken. The seeds after them are the result. They
+share the images of the search, the 360 of the digits' validation split.
 
 Decided before: the differences between the rule's momentum and the others of its condition hold
-together, with 95 %, by the noise of all cells of which no run fails (contrasts.py); a run fails if
-it diverges or ends below FAILS.
+together, with 95 %, by the noise of all cells of which no run fails (contrasts.py). A cell of which
+one fails has no difference.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contrasts import Noise, contrast, noise_of
+from contrasts import Noise, contrast, noise_of, none_fails
 from measuring import run_largebatch, write
 
 from largebatch.studies.metrics import interval
@@ -35,7 +38,7 @@ from largebatch.studies.staleness.run import Row, rows_of, runs_of
 from largebatch.studies.staleness.study import cells_of, load_study
 
 NAME = "momentum_by_tau"
-LEARNERS, MU, EPOCHS = 30, 4, 5
+LEARNERS, MU, EPOCHS = 30, 4, 12
 USUAL = 0.9
 CONDITIONS: dict[str, tuple[int, str, tuple[float, ...]]] = {
     "hardsync": (0, "staleness", (0.0, USUAL)),
@@ -48,10 +51,9 @@ the rule's among them."""
 
 GRID = (0.0125, 0.05, 0.2)
 STRIDE = 4.0
-SEEDS = 4
-"""Number of seeds with that of the search, which is the first and no result."""
+SEARCHED, SEEDS = 3, 8
+"""Number of seeds of the search, and of all with them."""
 
-FAILS = 0.15
 TOGETHER = sum(len(momenta) - 1 for _, _, momenta in CONDITIONS.values())
 """Number of differences whose intervals hold together."""
 
@@ -94,39 +96,37 @@ Found = Mapping[Point, Row]
 
 def main() -> None:
     """Search the rates, train the seeds and write the result."""
-    args = parse(NAME, __doc__.splitlines()[0])
+    args = parse(__doc__.splitlines()[0])
     points = [
         Point(condition, *each)
         for condition, (_, _, momenta) in CONDITIONS.items()
         for each in product(momenta, GRID)
     ]
-    search, rows = search_and_train(points, args, seeds=SEEDS)
+    search, rows = search_and_train(points, args)
     print(write(NAME, f"python benchmarks/{NAME}.py", result(search, rows)))
 
 
-def parse(name: str, purpose: str) -> argparse.Namespace:
-    """Return the options of a study of this name."""
+def parse(purpose: str) -> argparse.Namespace:
+    """Return the options of a study of late gradients."""
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--processes", type=int, default=2, metavar="N")
-    parser.add_argument("--work", type=Path, default=Path("runs") / name, metavar="DIR")
+    parser.add_argument("--work", type=Path, default=Path("runs") / NAME, metavar="DIR")
     parser.add_argument("--write", action="store_true", help="train nothing, write what is there")
     return parser.parse_args()
 
 
-def search_and_train(
-    points: Sequence[Point], args: argparse.Namespace, *, seeds: int
-) -> tuple[Found, Found]:
-    """Return the trials with seed 1, and all seeds of the best ones."""
+def search_and_train(points: Sequence[Point], args: argparse.Namespace) -> tuple[Found, Found]:
+    """Return the trials, and all seeds of the best ones."""
     args.work.mkdir(parents=True, exist_ok=True)
-    search = carry_out("search", points, args, seeds=1)
+    search = carry_out(points, args, seeds=SEARCHED)
     while missing := beyond(search):
-        search = carry_out("search", [*search, *missing], args, seeds=1)
-    return search, carry_out("main", best(search), args, seeds=seeds)
+        search = carry_out([*search, *missing], args, seeds=SEARCHED)
+    return search, carry_out(best(search), args, seeds=SEEDS)
 
 
-def carry_out(name: str, points: Sequence[Point], args: argparse.Namespace, *, seeds: int) -> Found:
+def carry_out(points: Sequence[Point], args: argparse.Namespace, *, seeds: int) -> Found:
     """Train what has no record yet, unless `args.write`; return the recorded cells."""
-    file, out = args.work / f"{name}.yaml", args.work / name
+    file, out = args.work / "study.yaml", args.work / "cells"
     file.write_text(json.dumps(study(points, seeds=seeds), indent=1), encoding="utf-8")
     if not args.write:
         words = ["study", "staleness", str(file), "--out", str(out)]
@@ -142,6 +142,8 @@ def study(points: Sequence[Point], *, seeds: int) -> dict[str, Any]:
     grids = []
     for condition, (sigma, modulation, _) in CONDITIONS.items():
         names = sorted({point.recipe for point in points if point.condition == condition})
+        if not names:
+            continue
         grids.append({
             "recipes": names, "times": ["usual"], "sigma": [sigma], "mu": [MU],
             "learners": [LEARNERS], "modulation": [modulation],
@@ -157,7 +159,7 @@ def study(points: Sequence[Point], *, seeds: int) -> dict[str, Any]:
 
 
 def recipe(point: Point) -> dict[str, Any]:
-    """Return the recipe of a point: LeNet-5 on the digits, constant rate, without polishing."""
+    """Return the recipe of a point: LeNet-5 on the digits, without polishing."""
     changes = {
         "duration.epochs": EPOCHS,
         "data.image_size": 16,
@@ -168,7 +170,7 @@ def recipe(point: Point) -> dict[str, Any]:
         "schedule": {
             "peak_lr": point.rate,
             "warmup": {"epochs": point.warmup} if point.warmup else None,
-            "decay": {"kind": "constant"},
+            "decay": {"kind": "polynomial", "power": 1.0},
         },
         "loss.label_smoothing": 0.0,
         "evaluation": {},
@@ -178,9 +180,10 @@ def recipe(point: Point) -> dict[str, Any]:
 
 
 def score(row: Row) -> tuple[float, float]:
-    """Return the rank of a trial: higher top-1, then lower loss, are better."""
-    loss = row.found[0]["loss"]
-    return row.found[0]["top1"], -float("inf") if loss is None else -loss
+    """Return the rank of a trial by its worst seed: higher top-1, then lower loss, are better."""
+    tried = [one for one in row.found if one["seed"] <= SEARCHED]
+    losses = [math.inf if one["loss"] is None else one["loss"] for one in tried]
+    return min(one["top1"] for one in tried), -max(losses)
 
 
 def best(search: Found) -> list[Point]:
@@ -215,30 +218,33 @@ def rule(tau: float) -> float:
 
 def result(search: Found, rows: Found) -> dict[str, Any]:
     """Return the cells, the differences between momenta, and the rates that were tried."""
-    kept = {point: by_seed(row) for point, row in rows.items()}
-    whole = len({frozenset(each) for each in kept.values()}) == 1
+    noise = noise_of(none_fails(whole(rows).values()))
     return {
-        "noise": noise_of_whole(kept)._asdict(),
+        "noise": noise._asdict(),
         "cells": [cell_of(point, row) for point, row in rows.items()],
-        "differences": dict(differences(rows)) if whole else {},
+        "differences": dict(differences(rows, noise)),
         "search": trials_of(search),
     }
 
 
-def noise_of_whole(cells: Mapping[Point, Mapping[int, float]]) -> Noise:
-    """Return the noise of the cells in which no run fails."""
-    return noise_of([each for each in cells.values() if min(each.values()) >= FAILS])
+def whole(rows: Found) -> dict[Point, Mapping[int, float]]:
+    """Return top-1 by seed of the arms that have all seeds."""
+    kept = {point.arm: by_seed(row) for point, row in rows.items()}
+    return {arm: top1 for arm, top1 in kept.items() if len(top1) == SEEDS - SEARCHED}
 
 
 def by_seed(row: Row) -> dict[int, float]:
-    """Return top-1 by seed, without that of the search."""
-    return {one["seed"]: one["top1"] for one in row.found if one["seed"] > 1}
+    """Return top-1 by seed, without those of the search."""
+    return {one["seed"]: one["top1"] for one in row.found if one["seed"] > SEARCHED}
 
 
 def trials_of(search: Found) -> list[dict[str, Any]]:
     """Return the trials as the result has them."""
     return [
-        {**point._asdict(), "top-1": row.found[0]["top1"], "loss": row.found[0]["loss"]}
+        {
+            **point._asdict(),
+            **{name: [one[name] for one in row.found[:SEARCHED]] for name in ("top1", "loss")},
+        }
         for point, row in search.items()
     ]
 
@@ -252,38 +258,27 @@ def cell_of(point: Point, row: Row) -> dict[str, Any]:
         "tau": row.tau,
         "rule": rule(row.tau),
         "top-1": interval(top1.values()).scaled(100)._asdict(),
-        "loss": [one["loss"] for one in row.found if one["seed"] > 1],
+        "loss": [one["loss"] for one in row.found if one["seed"] > SEARCHED],
         "by seed": top1,
     }
 
 
-def differences(rows: Found) -> Iterator[tuple[str, dict[str, Any]]]:
+def differences(rows: Found, noise: Noise) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield by condition the momentum nearest to the rule's, and what it gains over each other."""
-    kept = {point: by_seed(row) for point, row in rows.items()}
-    noise = noise_of_whole(kept)
+    kept = whole(rows)
+    taus = {(point.condition, point.momentum): row.tau for point, row in rows.items()}
     for condition, (_, _, momenta) in CONDITIONS.items():
-        own = {point.momentum: point for point in rows if point.condition == condition}
-        tau = rows[own[USUAL]].tau
+        tau = taus[condition, USUAL]
         chosen = min(momenta, key=lambda momentum: abs(momentum - rule(tau)))
-        others = [momentum for momentum in momenta if momentum != chosen]
-        yield (
-            condition,
-            {
-                "tau": tau,
-                "rule": rule(tau),
-                "nearest": chosen,
-                "minus": {
-                    f"{other:g}": contrast(
-                        [(1.0, kept[own[chosen]]), (-1.0, kept[own[other]])],
-                        noise,
-                        together=TOGETHER,
-                    )
-                    .scaled(100)
-                    ._asdict()
-                    for other in others
-                },
-            },
-        )
+        own = kept.get(Point(condition, chosen, 0.0), {})
+        others = {other: kept.get(Point(condition, other, 0.0), {}) for other in momenta}
+        gains = {
+            f"{other:g}": contrast([(1.0, own), (-1.0, top1)], noise, together=TOGETHER)
+            for other, top1 in others.items()
+            if other != chosen and len(none_fails([own, top1])) == 2
+        }
+        minus = {other: gain.scaled(100)._asdict() for other, gain in gains.items()}
+        yield condition, {"tau": tau, "rule": rule(tau), "nearest": chosen, "minus": minus}
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/warmup_by_tau.py [--processes N] [--write]
 
-The network, data, conditions, search and intervals of momentum_by_tau.py: LeNet-5 on the digits, 30
-simulated learners, five epochs. An arm is a condition, a momentum of 0 or 0.9, and no warm-up or
-one epoch of it; each has a rate of its own. Goes on where it was stopped; with --write it trains
-nothing. Writes benchmarks/results/warmup_by_tau_<machine>_<date>.json.
+The network, data, conditions, search, seeds and intervals of momentum_by_tau.py, with which it
+shares runs: LeNet-5 on the digits, 30 simulated learners, twelve epochs. An arm is a condition, a
+momentum of 0 or 0.9, and no warm-up or one epoch of it; each has a rate of its own. Goes on where
+it was stopped; with --write it trains nothing. Writes
+benchmarks/results/warmup_by_tau_<machine>_<date>.json.
 
 Decided before: a difference is top-1 with warm-up less top-1 without, at the same condition and
 momentum. What staleness costs less with warm-up is that difference in a condition with late
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from contrasts import contrast
+from contrasts import contrast, noise_of, none_fails
 from measuring import write
 from momentum_by_tau import (
     CONDITIONS,
@@ -25,38 +26,37 @@ from momentum_by_tau import (
     USUAL,
     Found,
     Point,
-    by_seed,
     cell_of,
-    noise_of_whole,
     parse,
     search_and_train,
     trials_of,
+    whole,
 )
 
 NAME = "warmup_by_tau"
 MOMENTA = (0.0, USUAL)
 EPOCHS_OF_WARMUP = 1.0
-SEEDS = 6
-"""Number of seeds with that of the search, which is the first and no result."""
 
 Terms = list[tuple[float, Mapping[int, float]]]
 
 
 def main() -> None:
     """Search the rates, train the seeds and write the result."""
-    args = parse(NAME, __doc__.splitlines()[0])
+    args = parse(__doc__.splitlines()[0])
     arms = product(CONDITIONS, MOMENTA, GRID, (0.0, EPOCHS_OF_WARMUP))
-    search, rows = search_and_train([Point(*arm) for arm in arms], args, seeds=SEEDS)
+    search, rows = search_and_train([Point(*arm) for arm in arms], args)
     print(write(NAME, f"python benchmarks/{NAME}.py", result(search, rows)))
 
 
 def result(search: Found, rows: Found) -> dict[str, Any]:
     """Return the cells, what warm-up gains, and the rates that were tried."""
-    kept = {
-        point.arm: top1 for point, row in rows.items() if len(top1 := by_seed(row)) == SEEDS - 1
+    kept = whole(rows)
+    noise = noise_of(none_fails(kept.values()))
+    gains = {
+        name: terms
+        for name, terms in differences(kept)
+        if len(none_fails(cell for _, cell in terms)) == len(terms)
     }
-    noise = noise_of_whole(kept)
-    gains = {name: terms for name, terms in differences(kept) if all(cell for _, cell in terms)}
     return {
         "noise": noise._asdict(),
         "cells": [cell_of(point, row) for point, row in rows.items()],

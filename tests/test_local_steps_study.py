@@ -52,11 +52,27 @@ def test_differences_are_those_of_arms_that_send_as_much() -> None:
         top1 = 0.8 + 0.01 * (seed % 2) + 0.05 * (arm.protocol == study.LOCAL)
         return {"arm": arm.name, "rate": 0.04, "seed": seed, "top1": top1, "sent": 3.0}
 
-    records = [record(*each) for each in product(study.ARMS, (1, 2, study.SEARCH_SEED))]
+    records = [record(*each) for each in product(study.ARMS, (1, 2, 3, study.SEARCH_SEEDS[0]))]
     found = study.result(records)
     assert len(found["differences"]) == 6
     for each in found["differences"].values():
         assert each["mean"] == pytest.approx(5)
-        assert each["number"] == 2
+        assert each["number"] == 3
     assert len(found["search"]) == len(study.ARMS)
-    assert not study.result(records[:-6])["differences"]
+    assert not study.result(records[:-8])["differences"]
+
+    for each in study.result(records[:-2])["differences"].values():
+        assert each["number"] == 2, "one arm has two seeds"
+    failed = next(one for one in records if one["arm"] == "hardsync, H = 16")
+    failed["top1"] = 0.1
+    names = study.result(records)["differences"]
+    assert len(names) == 5
+    assert "local steps, H = 16, less hardsync" not in names
+
+
+def test_the_search_is_judged_on_held_out_training_images() -> None:
+    arm = study.ARMS[0]
+    trial = arm.recipe(0.01, seed=study.SEARCH_SEEDS[0], epochs=1)
+    assert trial.data.held_out is not None
+    assert trial.data.held_out.samples == study.HELD_OUT
+    assert arm.recipe(0.01, seed=1, epochs=1).data.held_out is None

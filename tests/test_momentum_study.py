@@ -78,29 +78,45 @@ def test_the_lower_loss_decides_between_equal_trials_and_none_is_worst() -> None
     assert momentum.best(search) == [point(far=0.05)]
 
 
-def test_differences_leave_the_seed_of_the_search_out() -> None:
+def test_a_rate_at_which_one_seed_fails_is_not_taken() -> None:
+    search = {
+        point(far=0.2): row({1: 0.95, 2: 0.1, 3: 0.95}),
+        point(far=0.05): row({1: 0.8, 2: 0.7, 3: 0.8}),
+        point(far=0.0125): row({1: 0.6, 2: 0.6, 3: 0.6}),
+    }
+    assert momentum.best(search) == [point(far=0.05)]
+    assert momentum.trials_of(search)[0]["top1"] == [0.95, 0.1, 0.95]
+
+
+def test_differences_leave_the_seeds_of_the_search_out() -> None:
     taus = {"hardsync": 0.0, "6-softsync, over tau": 5.5}
     rows = {
         point(condition, of): row(
-            {1: 0.0, 2: 0.8 - of / 10, 3: 0.9 - of / 10, 4: 0.8 - of / 10 + 0.01 * (of > 0)},
+            {1: 0.0, 2: 0.0, 3: 0.0}
+            | {seed: 0.8 + 0.1 * (seed == 5) - of / 10 for seed in (4, 5, 6, 7)}
+            | {8: 0.8 - of / 10 + 0.01 * (of > 0)},
             tau=taus.get(condition, 27.0),
         )
         for condition, (_, _, momenta) in momentum.CONDITIONS.items()
         for of in momenta
     }
-    found = dict(momentum.differences(rows))
+    found = momentum.result({}, rows)["differences"]
     assert found["hardsync"]["nearest"] == 0.9
     assert found[ASYNCHRONOUS]["nearest"] == 0.0
     gain = found[ASYNCHRONOUS]["minus"]["0.9"]
-    assert gain["mean"] == pytest.approx(9 - 1 / 3)
-    assert gain["number"] == 3
+    assert gain["mean"] == pytest.approx(9 - 1 / 5)
+    assert gain["number"] == 5
     assert gain["low"] < gain["mean"] < gain["high"]
+
+    rows[point(ASYNCHRONOUS, 0.9)].found[-1]["top1"] = 0.1
+    found = momentum.result({}, rows)["differences"]
+    assert list(found[ASYNCHRONOUS]["minus"]) == ["0.5"], "a cell with a failed run has none"
 
 
 def test_what_warm_up_gains_is_held_against_what_it_gains_without_staleness() -> None:
     rows = {
         momentum.Point(condition, of, 0.05, length): row(
-            {seed: 0.6 + 0.01 * (seed % 2) + gain for seed in range(1, warmup.SEEDS + 1)}
+            {seed: 0.6 + 0.01 * (seed % 2) + gain for seed in range(1, momentum.SEEDS + 1)}
         )
         for condition in momentum.CONDITIONS
         for of in warmup.MOMENTA
@@ -112,11 +128,17 @@ def test_what_warm_up_gains_is_held_against_what_it_gains_without_staleness() ->
     assert found[f"{ASYNCHRONOUS}, momentum 0"]["mean"] == pytest.approx(5)
     assert found[f"{ASYNCHRONOUS}, momentum 0, less hardsync's"]["mean"] == pytest.approx(3)
 
+    rows[momentum.Point("hardsync", 0.0, 0.05, 0.0)].found[-1]["top1"] = 0.1
+    found = warmup.result({}, rows)["differences"]
+    assert len(found) == 7 + 3
+    assert "hardsync, momentum 0" not in found
+    assert f"{ASYNCHRONOUS}, momentum 0" in found
+
 
 def test_an_arm_whose_seeds_are_not_all_there_has_no_difference() -> None:
     rows = {
         momentum.Point("hardsync", of, 0.05, length): row(dict.fromkeys(range(1, seeds + 1), 0.5))
-        for of, length, seeds in ((0.0, 0.0, 6), (0.0, 1.0, 6), (0.9, 0.0, 6), (0.9, 1.0, 3))
+        for of, length, seeds in ((0.0, 0.0, 8), (0.0, 1.0, 8), (0.9, 0.0, 8), (0.9, 1.0, 5))
     }
     assert list(warmup.result({}, rows)["differences"]) == ["hardsync, momentum 0"]
 
