@@ -49,7 +49,7 @@ def test_every_cell_can_be_planned(network: str, optimizer: str, batch: int) -> 
         plan = make_plan(recipe, workers=1)
         assert plan.global_batch == batch
         assert recipe.optimizer.weight_decay == cell.start.decay
-        if optimizer == "muon":
+        if recipe.optimizer.kind == "muon":
             assert recipe.optimizer.others.weight_decay == cell.start.decay
         assert recipe.schedule.peak_lr == cell.start.rate
         assert plan.train_samples == (49_700 if seed is None else 50_000)
