@@ -46,7 +46,7 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 """Changes of the recipe: a ResNet-9 with BatchNorm, and a vision transformer with LayerNorm."""
 
 BETA2 = 0.95
-"""That of LAMB, AdamW and Muon's AdamW: ten epochs are 30 updates at a batch of 16,000."""
+"""beta2 of LAMB, AdamW and Muon's AdamW: ten epochs are 30 updates at a batch of 16,000."""
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "nesterov": {"kind": "sgd", "momentum": 0.9, "nesterov": True},
