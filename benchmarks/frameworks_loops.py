@@ -65,7 +65,7 @@ class Data:
 
 
 Loop = Callable[[nn.Module, Data, Setting], None]
-"""Train a model in place."""
+"""Train a model in place; raise FloatingPointError once the loss is not finite."""
 
 
 def train_torch(model: nn.Module, data: Data, setting: Setting) -> None:
@@ -87,6 +87,12 @@ def _epoch(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    _require_finite(loss)
+
+
+def _require_finite(loss: Tensor) -> None:
+    if not loss.isfinite():
+        raise FloatingPointError("the loss is not finite")
 
 
 def _optimizer(model: nn.Module, setting: Setting) -> Optimizer:
@@ -154,6 +160,7 @@ def train_lightning(model: nn.Module, data: Data, setting: Setting) -> None:
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
             images, labels = batch
             loss: Tensor = self.criterion(self.model(images), labels)
+            _require_finite(loss)
             return loss
 
         def configure_optimizers(self) -> Any:  # noqa: ANN401 -- Lightning's type
