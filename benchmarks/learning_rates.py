@@ -263,7 +263,7 @@ def carry_out(
     configuration: Configuration, study: dict[str, Any], work: Path, *, processes: int
 ) -> dict[str, Any]:
     """Run the study of a configuration and return the content of its database."""
-    out, file = work / configuration.name, work / f"{configuration.name}.yaml"
+    out, file = work / study["name"], work / f"{study['name']}.yaml"
     file.write_text(json.dumps(study, indent=1), encoding="utf-8")  # YAML as well
     command = ["lr", "bench", str(file), "--out", str(out), "--processes", str(processes)]
     if images := configuration.images(work):

@@ -2,16 +2,21 @@
 
     python benchmarks/learning_rates_shapes.py [--data digits] [--processes N]
 
-Needs LARGEBATCH_DATA for Fashion-MNIST. Starts from the rates that learning_rates.py found at the
-large batch with SGD (the newest results), and trains three groups of runs, with its lengths:
+Needs LARGEBATCH_DATA for Fashion-MNIST, and optuna. The large batch with SGD of learning_rates.py,
+with its lengths:
 
-- `shapes`: one key of a policy's shape changed, at the same rate, with 5 seeds;
-- `scales`: 1/4, 1/2, 2 and 4 times the rate of some policies, with 3 seeds;
+- `shapes`: a study of `lr bench` in which every shape, changed in one key, has a rate of its own,
+  found as that of the policy's own shape: by 6 trials on held-out images. 5 seeds at the best;
+- `scales`: multiples (FACTORS) of the rates that learning_rates.py found, with 5 seeds;
 - `bounds`: cyclic policies between the bounds of the range test, with 5 seeds. The test replaces
   the schedule, so it is the same for all policies of a recipe.
 
-The runs of unchanged policies are those of learning_rates.py. Started again it continues; runs are
-kept in --work. Writes benchmarks/results/learning_rates_shapes_<machine>_<date>.json, and
+Decided before: points of a changed shape above the policy's own hold together, with 95 %, by the
+noise of all shapes of which no run fails (contrasts.py); one of which a run fails has none. A
+change whose interval lies within MARGIN of zero makes no difference that counts.
+
+Started again it continues; runs are kept in --work. Writes
+benchmarks/results/learning_rates_shapes_<machine>_<date>.json, and
 `learning_rates_shapes_tables.py` prints and draws it.
 """
 
@@ -24,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from learning_rates import CONFIGURATIONS, SEEDS, SETS, Configuration, policies
+from learning_rates import CONFIGURATIONS, SEEDS, SETS, Configuration, carry_out, policies
 from learning_rates import NAME as SEARCHED
 from measuring import RESULTS, circumstances, few_processes, hardware, newest, today
 
@@ -38,11 +43,13 @@ from largebatch.runs.options import Options
 from largebatch.studies.metrics import outcome
 
 NAME = "learning_rates_shapes"
-FACTORS = (0.25, 0.5, 2.0, 4.0)
+FACTORS = (0.25, 0.5, 1.0, 1.4, 2.0, 4.0)
 SCALED = ("fix", "poly2", "cosine", "warmup-cosine", "tri", "composite")
-SCALED_SEEDS = 3
 BOUNDED = ("tri", "sin", "cos")
+BETWEEN = "between the bounds"
 RANGE_SEEDS = 3
+MARGIN = 1.0
+"""Points of top-1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +61,8 @@ class Change:
 
     @property
     def name(self) -> str:
-        """Name in the results: `half_cycle.epochs x 0.5`."""
-        return f"{self.key} x {self.factor:g}"
+        """Name in the results: `half_cycle.epochs-x-0.5`."""
+        return f"{self.key}-x-{self.factor:g}"
 
     def of(self, decay: Mapping[str, Any]) -> dict[str, Any]:
         """Return the changed decay.
@@ -80,7 +87,7 @@ SHAPES: dict[str, tuple[Change, ...]] = {
     "cos": tuple(Change("cycle.epochs", it) for it in (0.5, 2))
     + tuple(Change("low_lr", it) for it in (0.25, 3)),
 }
-"""Changed shapes, of those policies that a configuration has."""
+"""Changed shapes of a policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ class Asked:
     group: str
     policy: str
     what: str
-    """Change, scale or bounds, by name."""
+    """Scale or bounds, by name."""
 
     seed: int
     schedule: str
@@ -116,38 +123,50 @@ def main() -> None:
         bounds = test_range(one, work / "range", options)
         asked = list(runs_of(one, found, bounds))
         records = list(pool.map(partial(train, one, work, options), asked))
+    shapes = carry_out(one, study_of(one), args.work, processes=args.processes)["policies"]
     about = circumstances(NAME, f"python benchmarks/learning_rates_shapes.py --data {args.data}")
     path = newest(NAME, RESULTS) or RESULTS / f"{NAME}_{hardware()}_{today()}.json"
     every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    every[one.key] = {**about, "rates from": searched.name, "range": bounds, "runs": records}
+    every[one.key] = {
+        **about,
+        "rates from": searched.name,
+        "range": bounds,
+        "runs": records,
+        "shapes": shapes,
+    }
     path.write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
     print(path)
+
+
+def study_of(one: Configuration) -> dict[str, Any]:
+    """Return the study of a configuration's shapes: own ones, `sin` too, and changed ones."""
+    study = one.study()
+    peak = study["recipes"][one.optimizer]["set"]["schedule"]["peak_lr"]
+    shapes = {}
+    for name in sorted({*SHAPES, *BOUNDED}):
+        own = {key: it for key, it in schedule_of(one, name, peak).items() if key != "peak_lr"}
+        shapes[name] = own
+        for change in SHAPES.get(name, ()):
+            shapes[f"{name}-{change.name}"] = {**own, "decay": change.of(own["decay"])}
+    return study | {"name": f"{one.name}-shapes", "policies": shapes}
 
 
 def runs_of(
     one: Configuration, found: Mapping[str, Any], bounds: Mapping[str, Any]
 ) -> Iterator[Asked]:
     """Yield the runs of a configuration, whose policies have these rates."""
-    rates = {name: cell["rate"] for name, cell in found.items()}
-    for name in [name for name in SHAPES if name in rates]:
-        own = schedule_of(one, name, rates[name])
-        for change in SHAPES[name]:
-            changed = {**own, "decay": change.of(own["decay"])}
-            yield from _seeds("shapes", name, change.name, changed)
     for name in SCALED:
         for factor in FACTORS:
-            scaled = schedule_of(one, name, rates[name] * factor)
-            yield from _seeds("scales", name, f"{factor:g}", scaled, number=SCALED_SEEDS)
-    for name in [name for name in BOUNDED if name in rates]:
+            scaled = schedule_of(one, name, found[name]["rate"] * factor)
+            yield from _seeds("scales", name, f"{factor:g}", scaled)
+    for name in BOUNDED:
         own = schedule_of(one, name, bounds["upper"]["value"])
         between = {**own, "decay": {**own["decay"], "low_lr": bounds["lower"]["value"]}}
-        yield from _seeds("bounds", name, "between the bounds", between)
+        yield from _seeds("bounds", name, BETWEEN, between)
 
 
-def _seeds(
-    group: str, policy: str, what: str, schedule: Mapping[str, Any], *, number: int = SEEDS
-) -> Iterator[Asked]:
-    for seed in range(1, number + 1):
+def _seeds(group: str, policy: str, what: str, schedule: Mapping[str, Any]) -> Iterator[Asked]:
+    for seed in range(1, SEEDS + 1):
         yield Asked(group, policy, what, seed, json.dumps(schedule))
 
 
@@ -175,11 +194,11 @@ def test_range(one: Configuration, out: Path, options: Mapping[str, Any]) -> dic
 
 
 def train(one: Configuration, work: Path, options: Mapping[str, Any], asked: Asked) -> Any:  # noqa: ANN401 -- JSON
-    """Return the record of a run, from its folder if it has ended."""
+    """Return the record of a run, from its folder if it has ended with this schedule."""
     folder = work / asked.group / f"{asked.policy} {asked.what}" / f"seed-{asked.seed}"
     record = folder.with_suffix(".json")
-    if record.is_file():
-        return json.loads(record.read_bytes())
+    if record.is_file() and (kept := json.loads(record.read_bytes()))["schedule"] == asked.schedule:
+        return kept
     recipe = recipe_of(one, {"schedule": json.loads(asked.schedule), "seed": asked.seed})
     try:
         run(recipe, out=folder, resume="auto", report=False, **options)
@@ -191,6 +210,7 @@ def train(one: Configuration, work: Path, options: Mapping[str, Any], asked: Ask
         "policy": asked.policy,
         "what": asked.what,
         "seed": asked.seed,
+        "schedule": asked.schedule,
         "peak_lr": recipe.schedule.peak_lr,
         "top1": round(found.top1, 5),
         "diverged": found.diverged,

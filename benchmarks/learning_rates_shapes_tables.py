@@ -2,38 +2,38 @@
 
     python benchmarks/learning_rates_shapes_tables.py [--figure PNG]
 
-Reads the newest results of learning_rates_shapes.py and of learning_rates.py, whose runs at the
-rate found are compared, and trains nothing. Differences are paired by seed, with Student's
-interval of 95 % that holds together for the lines of a table (Bonferroni). Confidence is of
-learning_rates.py alone: AC is the mean probability of right answers, CD its deviation over images,
-CDAC that of the means of classes (arXiv:1908.06477).
+Reads the newest results of learning_rates_shapes.py and, for the confidence of all policies, of
+learning_rates.py, and trains nothing. Differences are paired by seed; their intervals of 95 % hold
+together for the lines of a table (Bonferroni), by the noise of all its cells of which no run fails
+(contrasts.py). Confidence: AC is the mean probability of right answers, CD its deviation over
+images, CDAC that of the means of classes (arXiv:1908.06477).
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from contrasts import FAILS, BySeed, contrast, noise_of, none_fails
 from learning_rates import CONFIGURATIONS, SEEDS, Configuration
 from learning_rates import NAME as SEARCHED
-from learning_rates_shapes import BOUNDED, FACTORS, NAME, SCALED
+from learning_rates_shapes import BETWEEN, BOUNDED, FACTORS, MARGIN, NAME, SCALED, SHAPES
 from learning_rates_statistics import Policies, top1_of, whole
 from measuring import RESULTS, newest
 from scipy.stats import spearmanr
 
 from largebatch.report.style import COLOURS
-from largebatch.studies.metrics import Interval, difference, interval, robustness
+from largebatch.studies.metrics import Interval, interval, robustness
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Runs = Mapping[tuple[str, str, str], dict[int, float]]
-"""Top-1 by group, policy, what was changed, and seed."""
+Result = Mapping[str, Any]
+"""What was measured of a configuration."""
 
-CHANCE = 0.1
-"""Top-1 of a run that diverged, in ten classes."""
+Runs = Mapping[tuple[str, str], dict[int, float]]
 
 FIGURE = Path(__file__).parent.parent / "docs" / "learning-rate-scales.png"
 
@@ -44,18 +44,12 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=FIGURE, metavar="PNG", help="what to draw")
     args = parser.parse_args()
     every, found = (_read(name) for name in (SEARCHED, NAME))
-    measured = {
-        one: (every[one.key]["policies"], found[one.key])
-        for one in CONFIGURATIONS
-        if one.key in found
-    }
-    for one, (policies, result) in measured.items():
-        runs = by_seed(result)
-        for table in (_scales, _shapes):
-            print(*table(one, policies, runs), "", sep="\n")
-        print(*_bounds(one, policies, result), "", sep="\n")
+    measured = {one: found[one.key] for one in CONFIGURATIONS if one.key in found}
+    for one, result in measured.items():
+        for table in (_scales, _shapes, _bounds):
+            print(*table(one, result), "", sep="\n")
     print(*_confidence({one: every[one.key]["policies"] for one in CONFIGURATIONS}), sep="\n")
-    _draw(args.figure, {one: (of, by_seed(result)) for one, (of, result) in measured.items()})
+    _draw(args.figure, measured)
     print(args.figure)
 
 
@@ -67,85 +61,119 @@ def _read(name: str) -> dict[str, Any]:
     return content
 
 
-def by_seed(result: Mapping[str, Any]) -> Runs:
-    """Return top-1 of the runs of a configuration."""
-    found: dict[tuple[str, str, str], dict[int, float]] = {}
+def by_seed(result: Result, group: str) -> Runs:
+    """Return top-1 of a group's runs by policy, what was changed, and seed."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
     for one in result["runs"]:
-        key = one["group"], one["policy"], one["what"]
-        found.setdefault(key, {})[one["seed"]] = one["top1"]
+        if one["group"] == group:
+            found.setdefault((one["policy"], one["what"]), {})[one["seed"]] = one["top1"]
     return found
 
 
-def scales_of(policies: Policies, runs: Runs, name: str) -> dict[float, dict[int, float]]:
-    """Return top-1 of a policy by multiple of its rate and seed, of the seeds that have all."""
-    scaled = {factor: runs["scales", name, f"{factor:g}"] for factor in FACTORS}
-    own = top1_of(policies[name])
-    seeds = set.intersection(*(set(each) for each in (own, *scaled.values())))
-    every = {1.0: own, **scaled}
+def scales_of(result: Result) -> dict[str, dict[float, BySeed]]:
+    """Return top-1 by policy, multiple of its rate, and seed."""
+    found: dict[str, dict[float, BySeed]] = {}
+    for (name, factor), top1 in by_seed(result, "scales").items():
+        found.setdefault(name, {})[float(factor)] = top1
+    return found
+
+
+def areas_of(scales: Mapping[float, BySeed]) -> dict[int, float]:
+    """Return the mean top-1 over the logarithm of the multiples up to 1, by seed.
+
+    Of none if a run of these fails.
+    """
+    below = {at: top1 for at, top1 in scales.items() if at <= 1}
+    if len(none_fails(below.values())) < len(below):
+        return {}
     return {
-        factor: {seed: every[factor][seed] for seed in sorted(seeds)} for factor in sorted(every)
+        seed: robustness({scale: [each[seed]] for scale, each in below.items()}).area
+        for seed in below[1.0]
     }
 
 
-def areas_of(scales: Mapping[float, Mapping[int, float]]) -> dict[int, float]:
-    """Return the mean top-1 over the logarithm of the multiples, by seed."""
-    return {
-        seed: robustness({scale: [each[seed]] for scale, each in scales.items()}).area
-        for seed in scales[1.0]
-    }
-
-
-def _scales(one: Configuration, policies: Policies, runs: Runs) -> Iterator[str]:
-    titles = " | ".join(f"{factor:g}" for factor in sorted({1.0, *FACTORS}))
+def _scales(one: Configuration, result: Result) -> Iterator[str]:
+    titles = " | ".join(f"{factor:g}" for factor in FACTORS)
     yield (
-        f"### {one.key}: top-1 in % at multiples of the rate found, and of seeds that did not "
-        "diverge; mean up to 1, and minus that of fix"
+        f"### {one.key}: top-1 in % at multiples of the rate found, of seeds that did not fail; "
+        "mean up to 1, and minus that of fix"
     )
     yield f"| policy | {titles} | mean of 1/4 to 1 | minus fix, together |"
-    yield "|---" * (len(FACTORS) + 4) + "|"
-    below = {
-        name: areas_of({at: it for at, it in scales_of(policies, runs, name).items() if at <= 1})
-        for name in SCALED
-    }
-    for name in SCALED:
-        cells = [_of_whole(each.values()) for each in scales_of(policies, runs, name).values()]
-        against = difference(below[name], below["fix"], together=len(SCALED) - 1).scaled(100)
-        yield (
-            f"| {name} | {' | '.join(cells)} | {100 * statistics.fmean(below[name].values()):.1f} "
-            f"| {'' if name == 'fix' else against.with_ends('+.1f')} |"
-        )
+    yield "|---" * (len(FACTORS) + 3) + "|"
+    scales = scales_of(result)
+    areas = {name: areas_of(scales[name]) for name in SCALED}
+    noise = noise_of([area for area in areas.values() if area])
+    for name, area in areas.items():
+        cells = [_of_whole(scales[name][factor].values()) for factor in FACTORS]
+        mean = f"{100 * statistics.fmean(area.values()):.1f}" if area else "fails"
+        points = ""
+        if name != "fix" and area and areas["fix"]:
+            terms = [(1.0, area), (-1.0, areas["fix"])]
+            found = contrast(terms, noise, together=len(SCALED) - 1).scaled(100)
+            points = found.with_ends("+.1f")
+        yield f"| {name} | {' | '.join(cells)} | {mean} | {points} |"
 
 
 def _of_whole(top1: Collection[float]) -> str:
-    """Return the mean of runs that did not diverge, and how many these are if not all."""
-    left = [100 * value for value in top1 if value > CHANCE]
-    mean = f"{statistics.fmean(left):.1f}" if left else "diverges"
+    """Return the mean of runs that did not fail, and how many these are if not all."""
+    left = [100 * value for value in top1 if value >= FAILS]
+    mean = f"{statistics.fmean(left):.1f}" if left else "fails"
     return mean if len(left) in {0, len(top1)} else f"{mean}, {len(left)} of {len(top1)} seeds"
 
 
-def shapes_of(policies: Policies, runs: Runs) -> dict[tuple[str, str], Interval | int]:
-    """Return the points of changed shapes above the policy's own, or how many seeds diverged."""
-    changed = {key[1:]: top1 for key, top1 in runs.items() if key[0] == "shapes"}
-    found: dict[tuple[str, str], Interval | int] = {}
-    for (name, what), top1 in changed.items():
-        points = difference(top1, top1_of(policies[name]), together=len(changed)).scaled(100)
-        diverged = sum(value <= CHANCE for value in top1.values())
-        found[name, what] = diverged or points
+class Changed(NamedTuple):
+    """A changed shape beside the policy's own, each at a rate of its own."""
+
+    policy: str
+    change: str
+    rates: tuple[float, float]
+    """Its rate and that of the own shape."""
+
+    fails: int
+    """Number of seeds that failed with one or the other."""
+
+    points: Interval | None
+    """Top-1 above the own shape's; None if a seed failed."""
+
+
+def shapes_of(result: Result) -> list[Changed]:
+    """Return what the changed shapes gain over the policy's own."""
+    cells = result["shapes"]
+    top1 = {name: top1_of(cell) for name, cell in cells.items()}
+    changed = [(policy, change.name) for policy, changes in SHAPES.items() for change in changes]
+    noise = noise_of(none_fails(top1.values()))
+    found = []
+    for policy, change in changed:
+        names = f"{policy}-{change}", policy
+        ours, own = (top1[name] for name in names)
+        fails = sum(min(ours[seed], own[seed]) < FAILS for seed in ours)
+        points = contrast([(1.0, ours), (-1.0, own)], noise, together=len(changed)).scaled(100)
+        rates = cells[names[0]]["rate"], cells[names[1]]["rate"]
+        found.append(Changed(policy, change, rates, fails, None if fails else points))
     return found
 
 
-def _shapes(one: Configuration, policies: Policies, runs: Runs) -> Iterator[str]:
-    yield f"### {one.key}: changed shapes at the rate found, points above the policy's own"
-    yield "| policy | change | points, together |"
-    yield "|---|---|---|"
-    for (name, what), points in shapes_of(policies, runs).items():
-        words = f"diverges, {points} seeds" if isinstance(points, int) else points.with_ends("+.2f")
-        yield f"| {name} | {what} | {words} |"
+def _shapes(one: Configuration, result: Result) -> Iterator[str]:
+    yield f"### {one.key}: changed shapes, each at its own rate; points above the policy's own"
+    yield "| policy | change | rate, that of the own shape | points, together | |"
+    yield "|---|---|---|---|---|"
+    for it in shapes_of(result):
+        words, counts = f"{it.fails} of {SEEDS} seeds fail", ""
+        if it.points:
+            words = it.points.with_ends("+.2f")
+            low, high = it.points.low, it.points.high
+            if max(-low, high) < MARGIN:
+                counts = f"within {MARGIN:g} point"
+            elif low > 0 or high < 0:
+                counts = "surely"
+        rates = "{:.3g}, {:.3g}".format(*it.rates)
+        yield f"| {it.policy} | {it.change.replace('-x-', ' x ')} | {rates} | {words} | {counts} |"
 
 
-def _bounds(one: Configuration, policies: Policies, result: Mapping[str, Any]) -> Iterator[str]:
+def _bounds(one: Configuration, result: Result) -> Iterator[str]:
     low, high = (result["range"][end]["value"] for end in ("lower", "upper"))
-    rates = {name: cell["rate"] / high for name, cell in policies.items()}
+    cells = result["shapes"]
+    rates = {name: cells[name]["rate"] / high for name in sorted({*SHAPES, *BOUNDED})}
     order = sorted(rates, key=lambda name: rates[name])
     yield f"### {one.key}: the range test finds {low:.3g} to {high:.3g}"
     yield "Rates found, as multiples of the upper bound: " + ", ".join(
@@ -153,13 +181,15 @@ def _bounds(one: Configuration, policies: Policies, result: Mapping[str, Any]) -
     )
     yield "| policy | between the bounds, % | at the rate found, % | points, together |"
     yield "|---|---|---|---|"
-    runs = by_seed(result)
-    known = [name for name in BOUNDED if name in policies]
-    for name in known:
-        between, own = runs["bounds", name, "between the bounds"], top1_of(policies[name])
-        points = difference(between, own, together=len(known)).scaled(100)
-        means = (f"{100 * statistics.fmean(each.values()):.2f}" for each in (between, own))
-        yield f"| {name} | {' | '.join(means)} | {points.with_ends('+.2f')} |"
+    runs = by_seed(result, "bounds")
+    pairs = {name: (runs[name, BETWEEN], top1_of(cells[name])) for name in BOUNDED}
+    noise = noise_of(none_fails(top1 for pair in pairs.values() for top1 in pair))
+    for name, pair in pairs.items():
+        points = "a seed fails"
+        if len(none_fails(pair)) == 2:
+            terms = list(zip((1.0, -1.0), pair, strict=True))
+            points = contrast(terms, noise, together=len(pairs)).scaled(100).with_ends("+.2f")
+        yield f"| {name} | {' | '.join(_of_whole(top1.values()) for top1 in pair)} | {points} |"
 
 
 def _confidence(every: Mapping[Configuration, Policies]) -> Iterator[str]:
@@ -190,54 +220,61 @@ def _ends(
     return f"{first} {means[first]:.2f}, {last} {means[last]:.2f}"
 
 
-def _draw(path: Path, measured: Mapping[Configuration, tuple[Policies, Runs]]) -> None:
+def _draw(path: Path, measured: Mapping[Configuration, Result]) -> None:
     """Draw top-1 over multiples of the rate, and the points of changed shapes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4 * len(measured)), layout="constrained")
     grid = figure.subplots(len(measured), 2, squeeze=False)
-    for (one, (policies, runs)), (left, right) in zip(measured.items(), grid, strict=True):
-        _draw_scales(left, policies, runs)
+    for (one, result), (left, right) in zip(measured.items(), grid, strict=True):
+        _draw_scales(left, scales_of(result))
         left.set_title(f"{one.key}: robustness")
-        _draw_shapes(right, shapes_of(policies, runs))
+        _draw_shapes(right, shapes_of(result))
     figure.savefig(path, dpi=110)
 
 
-def _draw_scales(axes: "Axes", policies: Policies, runs: Runs) -> None:
-    """Draw the means where no seed diverged; a cross where some did."""
-    lowest = min(value for top1 in runs.values() for value in top1.values() if value > CHANCE)
+def _draw_scales(axes: "Axes", every: Mapping[str, Mapping[float, BySeed]]) -> None:
+    """Draw the means where no seed failed; a cross where some did."""
+    values = [it for scales in every.values() for top1 in scales.values() for it in top1.values()]
+    lowest = min(value for value in values if value >= FAILS)
     for place, (name, colour) in enumerate(zip(SCALED, COLOURS.values(), strict=False)):
-        scales = scales_of(policies, runs, name)
+        scales = every[name]
         means = {
             at: interval(100 * it for it in each.values())
-            for at, each in scales.items()
-            if min(each.values()) > CHANCE
+            for at, each in sorted(scales.items())
+            if none_fails([each])
         }
         reach = [mean.high - mean.mean for mean in means.values()]
         tops = [mean.mean for mean in means.values()]
         axes.errorbar(list(means), tops, reach, marker="o", capsize=3, color=colour, label=name)
         gone = [at * 1.03**place for at in scales if at not in means]
         axes.plot(gone, [100 * lowest - 6] * len(gone), "x", color=colour)
-    ticks = sorted({1.0, *FACTORS})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{it:g}" for it in ticks])
-    axes.set(xlabel="times the rate found; crosses: one or more seeds diverged", ylabel="top-1, %")
+    axes.minorticks_off()
+    axes.set_xticks(FACTORS, [f"{it:g}" for it in FACTORS])
+    axes.set(xlabel="times the rate found; crosses: one or more seeds failed", ylabel="top-1, %")
     axes.set_ylim(100 * lowest - 8, 100)
     axes.legend()
 
 
-def _draw_shapes(axes: "Axes", found: Mapping[tuple[str, str], Interval | int]) -> None:
-    """Draw the points of changed shapes, and how many seeds diverged."""
-    for place, points in enumerate(found.values()):
-        if isinstance(points, int):
-            axes.text(0, place, f"{points} of {SEEDS} seeds diverge", ha="center", va="center")
+def _draw_shapes(axes: "Axes", found: Sequence[Changed]) -> None:
+    """Draw the points of changed shapes, and how many seeds failed."""
+    for place, it in enumerate(found):
+        if it.points is None:
+            axes.text(0, place, f"{it.fails} of {SEEDS} seeds fail", ha="center", va="center")
         else:
-            reach, colour = points.high - points.mean, COLOURS["train"]
-            axes.errorbar(points.mean, place, xerr=reach, fmt="o", capsize=3, color=colour)
+            reach, colour = it.points.high - it.points.mean, COLOURS["train"]
+            axes.errorbar(it.points.mean, place, xerr=reach, fmt="o", capsize=3, color=colour)
+    axes.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.15, zorder=0)
     axes.axvline(0, color="grey", linewidth=0.8, zorder=0)
-    axes.set_yticks(range(len(found)), [f"{name}: {what}" for name, what in found])
+    axes.set_yticks(
+        range(len(found)), [f"{it.policy}: {it.change.replace('-x-', ' x ')}" for it in found]
+    )
     axes.invert_yaxis()
-    axes.set(title="a changed shape", xlabel="points of top-1 above the own shape")
+    axes.set(
+        title="a changed shape at a rate of its own",
+        xlabel="points of top-1 above the own shape; grey: what does not count",
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,32 @@ import frameworks_loops as loops  # noqa: E402
 from configurations import table  # noqa: E402
 from defaults import finite  # noqa: E402
 from frameworks import FRAMEWORKS, settings_for, summary  # noqa: E402
-from learning_rates import CONFIGURATIONS, policies  # noqa: E402
-from learning_rates_shapes import SHAPES, Change, recipe_of, runs_of, schedule_of  # noqa: E402
-from learning_rates_shapes_tables import areas_of, scales_of, shapes_of  # noqa: E402
+from learning_rates import CONFIGURATIONS  # noqa: E402
+from learning_rates_shapes import (  # noqa: E402
+    BETWEEN,
+    BOUNDED,
+    FACTORS,
+    SCALED,
+    SHAPES,
+    recipe_of,
+    runs_of,
+    study_of,
+)
+from learning_rates_shapes_tables import (  # noqa: E402
+    _bounds,
+    _draw,
+    _scales,
+    _shapes,
+    areas_of,
+    scales_of,
+    shapes_of,
+)
 from schedules_of import schedule_of as rates_of  # noqa: E402
 
-from largebatch.studies.metrics import Interval  # noqa: E402
+from largebatch.studies.queue.study import load_study  # noqa: E402
 
 EPOCHS = 4
+ONE = CONFIGURATIONS[1]
 
 
 class Counted(nn.Linear):
@@ -116,37 +135,96 @@ def test_a_loop_stops_where_the_loss_is_not_finite() -> None:
         assert model.batches == 2, "at the end of the first epoch"
 
 
-def test_changed_shapes_and_rates_can_be_planned() -> None:
-    (one,) = (it for it in CONFIGURATIONS if it.key == "digits, large, sgd")
-    found = {name: {"rate": 0.02} for name in policies(peak=1, epochs=1, steps=1)}
+@pytest.mark.parametrize("key", ["digits, large, sgd", "fashion_mnist, large, sgd"])
+def test_changed_shapes_and_rates_can_be_planned(key: str, tmp_path: Path) -> None:
+    (one,) = (it for it in CONFIGURATIONS if it.key == key)
+    study = study_of(one)
+    changes = sum(map(len, SHAPES.values()))
+    assert len(study["policies"]) == len({*SHAPES, *BOUNDED}) + changes
+    file = tmp_path / "study.yaml"
+    file.write_text(json.dumps(study), encoding="utf-8")
+    assert len(load_study(file).policies) == len(study["policies"])
+    tri, wider = study["policies"]["tri"], study["policies"]["tri-low_lr-x-0.25"]
+    assert wider["decay"]["low_lr"] == tri["decay"]["low_lr"] / 4
+    assert wider["decay"]["half_cycle"] == tri["decay"]["half_cycle"]
+
+    found = {name: {"rate": 0.02} for name in SCALED}
     bounds = {"lower": {"value": 0.001}, "upper": {"value": 0.01}}
     asked = list(runs_of(one, found, bounds))
-    assert len(asked) == 5 * sum(map(len, SHAPES.values())) + 6 * 4 * 3 + 3 * 5
+    assert len(asked) == len(SCALED) * len(FACTORS) * 5 + len(BOUNDED) * 5
     assert len({(it.group, it.policy, it.what, it.seed) for it in asked}) == len(asked)
     for it in asked:
         if it.seed == 1:
             recipe = recipe_of(one, {"schedule": json.loads(it.schedule)})
             assert rates_of(recipe)(30) > 0
-    own = schedule_of(one, "tri", 0.02)
-    longer = Change("half_cycle.epochs", 2).of(own["decay"])
-    assert longer["half_cycle"]["epochs"] == 2 * own["decay"]["half_cycle"]["epochs"]
-    assert longer["low_lr"] == own["decay"]["low_lr"]
+
+
+def result() -> dict[str, Any]:
+    """A result in which changed shapes gain 2 points and composite loses 10 at low rates."""
+    runs = [
+        {"group": "scales", "policy": name, "what": f"{factor:g}", "seed": seed, "top1": top1}
+        for name in SCALED
+        for factor in FACTORS
+        for seed in range(1, 6)
+        for top1 in [
+            0.1 if factor == 4 else 0.8 - 0.1 * (name == "composite") + 0.01 * ((seed * 3) % 4)
+        ]
+    ] + [
+        {"group": "bounds", "policy": name, "what": BETWEEN, "seed": seed, "top1": 0.8 + seed / 500}
+        for name in BOUNDED
+        for seed in range(1, 6)
+    ]
+    names = {*SHAPES, *BOUNDED} | {
+        f"{name}-{change.name}" for name, changes in SHAPES.items() for change in changes
+    }
+    shapes = {
+        name: {
+            "rate": 0.02,
+            "seeds": [
+                {"seed": seed, "top1": 0.9 + 0.02 * ("-x-" in name) + 0.001 * (seed % 2)}
+                for seed in range(1, 6)
+            ],
+        }
+        for name in names
+    }
+    ends = {"lower": {"value": 0.001}, "upper": {"value": 0.01}}
+    return {"runs": runs, "shapes": shapes, "range": ends}
 
 
 def test_robustness_and_shapes_are_paired_by_seed() -> None:
-    cell = {"seeds": [{"seed": seed, "top1": 0.9 + seed / 100} for seed in (1, 2, 3)]}
-    runs = {("scales", "fix", f"{factor:g}"): {1: 0.5, 2: 0.7} for factor in (0.25, 0.5, 2.0, 4.0)}
-    scales = scales_of({"fix": cell}, runs, "fix")
-    assert list(scales) == [0.25, 0.5, 1.0, 2.0, 4.0]
-    assert scales[1.0] == {1: 0.91, 2: 0.92}
-    # the trapezoids: 1.5 of 4 octaves at 0.5, the others half way to 0.91
-    assert areas_of(scales)[1] == pytest.approx((0.5 + 0.705 + 0.705 + 0.5) / 4)
-    changed = {("shapes", "fix", "gamma x 2"): {1: 0.93, 2: 0.94, 3: 0.95}}
-    points = shapes_of({"fix": cell}, changed)["fix", "gamma x 2"]
-    assert isinstance(points, Interval)
-    assert points.mean == pytest.approx(2)
-    changed["shapes", "fix", "gamma x 2"][2] = 0.1
-    assert shapes_of({"fix": cell}, changed)["fix", "gamma x 2"] == 1  # seed that diverged
+    found = result()
+    scales = scales_of(found)
+    assert list(scales) == list(SCALED)
+    assert areas_of(scales["fix"])[1] == pytest.approx(0.83)
+    fix, *_, composite = (
+        line for line in _scales(ONE, found) if line.startswith(("| fix", "| comp"))
+    )
+    assert "| 81.8 | 81.8 | 81.8 | 81.8 | 81.8 | fails | 81.8 |  |" in fix
+    assert "-10.0 (-10.0 to -10.0)" in composite
+    shapes = {(it.policy, it.change): it for it in shapes_of(found)}
+    assert len(shapes) == 14
+    gained = shapes["step", "gamma-x-0.85"]
+    assert gained.fails == 0
+    assert gained.points is not None
+    assert gained.points.mean == pytest.approx(2)
+    found["shapes"]["step-gamma-x-0.85"]["seeds"][1]["top1"] = 0.1
+    failed = {(it.policy, it.change): it for it in shapes_of(found)}["step", "gamma-x-0.85"]
+    assert (failed.fails, failed.points) == (1, None)
+    for one in found["runs"]:
+        if (one["policy"], one["what"], one["seed"]) == ("tri", "0.5", 3):
+            one["top1"] = 0.1
+    assert areas_of(scales_of(found)["tri"]) == {}
+    assert sum("| tri |" in line and "fails |  |" in line for line in _scales(ONE, found)) == 1
+
+
+def test_every_table_of_shapes_is_printed_and_drawn(tmp_path: Path) -> None:
+    found = result()
+    assert any("surely |" in line for line in _shapes(ONE, found))
+    assert any(line.startswith("| tri | 80.6 | 90.1 | -9.46") for line in _bounds(ONE, found))
+    found["shapes"]["tri"]["seeds"][1]["top1"] = 0.1
+    assert any("| a seed fails |" in line for line in _bounds(ONE, found))
+    _draw(tmp_path / "figure.png", {ONE: found})
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_the_table_of_configurations_has_ratios_and_sure_correlations() -> None:
