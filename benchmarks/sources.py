@@ -109,6 +109,8 @@ MEASURED = {
     "soak": (*_CHECKPOINT, "runs/interrupts.py", "runs/launch.py", "training/loop.py"),
     "speed_up": tuple(f"training/protocols/{name}.py" for name in ("rule", "server", "simulator")),
     "staleness": (*_LATE, "training/loss.py"),
+    "staleness_rudra_imagenette": (*_LATE, "training/loss.py"),
+    "staleness_rudra_small": (*_LATE, "training/loss.py"),
     "staleness_times": ("training/protocols/simulator.py",),
     "warmup_by_tau": (*_LATE, "training/loss.py"),
 }

@@ -5,9 +5,9 @@
 Needs the extra `studies`. For the network of each study of STUDIES, on one core: the processor
 seconds of a gradient by samples, as staleness_times.py fits them, and what a parameter server takes
 to copy the weights, to add a gradient to the mean and to update, each over their bytes. `machines`
-of the studies have about these figures; those of gradients in `rudra` are staleness_times.py's.
-Then their speed-up by learners: GRADIENTS gradients with each of SEEDS
-seeds, under their own times, and without the time of the server for comparison. Writes
+of the studies have about these figures. Then their speed-up by learners, with exactly these figures
+and the links of the study: GRADIENTS gradients with each of SEEDS seeds, under their own times, and
+without the time of the server for comparison. Writes
 benchmarks/results/speed_up_<machine>_<date>.json and the figure of docs/studies/staleness.md.
 --measure simulates nothing and prints.
 """
@@ -33,6 +33,7 @@ from largebatch.studies.queue.study import base_recipe
 from largebatch.studies.staleness.pictures import write_speed_up
 from largebatch.studies.staleness.speed_up import SpeedUp, speed_ups
 from largebatch.studies.staleness.study import StalenessStudy, load_study
+from largebatch.training.protocols.cluster import Serving
 from largebatch.training.protocols.rule import Rule
 from largebatch.training.protocols.server import ParameterServer
 
@@ -60,6 +61,7 @@ def main() -> None:
         recipe = base_recipe(study.recipes[study.speed_up.recipe], Path())
         measured[name] = {**seconds_of_gradients(recipe, mini_batches), **serving(recipe)}
         if not args.measure:
+            study = on_measured(study, measured[name])
             found = simulate(study)
             simulated[name] = {
                 "machines": study.machines.model_dump(mode="json"),
@@ -159,6 +161,13 @@ def median_seconds(call: Callable[[], None]) -> float:
         call()
         found.append(time.process_time() - start)
     return statistics.median(found[5:])
+
+
+def on_measured(study: StalenessStudy, measured: dict[str, Any]) -> StalenessStudy:
+    """Return a study on machines that take the measured times."""
+    serving = Serving(**measured["serving"])
+    machines = study.machines.model_copy(update={**measured["fitted"], "serving": serving})
+    return study.model_copy(update={"machines": machines})
 
 
 def simulate(study: StalenessStudy) -> list[SpeedUp]:

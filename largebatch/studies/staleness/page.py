@@ -11,6 +11,7 @@ from largebatch.errors import StudyError
 from largebatch.recipe.protocols import Hardsync, Softsync
 from largebatch.report.interactive import Filter, Page, Section, Table, columns_over, tag_at
 from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
+from largebatch.studies.metrics import difference
 from largebatch.studies.staleness.pictures import diagonals, panels
 from largebatch.studies.staleness.run import Row
 from largebatch.studies.staleness.speed_up import SpeedUp, lines_of
@@ -121,11 +122,11 @@ def describe(name: str, rows: Sequence[Row]) -> Iterator[str]:
         and (row.cell.mu, row.cell.learners) == (quickest.cell.mu, quickest.cell.learners)
     ]
     if same and same[0] is not quickest:
-        points = 100 * (same[0].error.mean - quickest.error.mean)
+        points = difference(quickest.by_seed, same[0].by_seed).scaled(100)
         yield (
             f"The quickest, {_where(quickest)}, takes {quickest.seconds / same[0].seconds:.2f} "
-            f"times as long as hardsync, with {abs(points):.2f} points "
-            f"{'more' if points > 0 else 'less'}: {_accuracy(quickest)}."
+            f"times as long as hardsync. Its top-1 is {_accuracy(quickest)}, less hardsync's "
+            f"{points.with_ends('+.2f', ' points')}."
         )
     if diverged := [row for row in rows if row.diverged]:
         names = "; ".join(_where(row) for row in diverged)

@@ -131,6 +131,11 @@ class Row:
         return interval(one["top1"] for one in self.found)
 
     @property
+    def by_seed(self) -> dict[int, float]:
+        """Fraction of the validation images that are classified right, by seed."""
+        return {one["seed"]: one["top1"] for one in self.found}
+
+    @property
     def error(self) -> Interval:
         """Fraction of the validation images that are classified wrong, over the seeds."""
         return interval(1 - one["top1"] for one in self.found)

@@ -34,6 +34,7 @@ def record(cell: Cell, spread: float) -> dict[str, Any]:
     slow = {"usual": 1.0, "slow": 5.0}[cell.times] if not cell.sigma else 1.0
     diverged = cell.sigma and cell.times == "slow" and cell.mu * cell.learners == 64
     return {
+        "seed": SPREAD.index(spread) + 1,
         "top1": 0.9 - cell.mu * cell.learners / 400 - 0.04 * bool(cell.sigma) + spread,
         "diverged": "the loss is no number" if diverged else None,
         "tau": late,
@@ -84,9 +85,9 @@ def test_the_sentences_name_the_best_the_quickest_and_what_diverged(rows: list[R
         ", in 22.5 s of the simulated cluster."
     )
     assert quickest.startswith(
-        f"The quickest, {FREE} (mu 8, lambda 4), takes 0.20 times as long as hardsync, with 4.00 "
-        "points less: "
+        f"The quickest, {FREE} (mu 8, lambda 4), takes 0.20 times as long as hardsync. Its top-1 "
     )
+    assert quickest.endswith(", less hardsync's -4.00 points (-4.00 to -4.00).")
     assert diverged == f"Runs diverged, which counts as chance, of {FREE} (mu 16, lambda 4)."
     assert "hardsync" not in " ".join(describe("alone", [slow[-1]]))
 
