@@ -13,6 +13,12 @@ from largebatch.studies.servers.traffic import Traffic
 NEAR = 0.05
 """How far counters may be from the formulas, as a part of these."""
 
+LEVEL = 1.1
+"""Ratio of speeds up to which two layouts count as level."""
+
+BUSY = 0.05
+"""Share of late gradients from which on a machine is too busy to judge by it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row(starts.Row):
@@ -117,7 +123,8 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
     """Yield in words what became of the paper's statements, and how far the formulas are off.
 
     Jaeger et al. (DIDL 2018) found servers beside the workers faster than central ones for their
-    smaller model, and no significant difference for their larger one.
+    smaller model, and no significant difference for their larger one. One pair of layouts judges a
+    model: whole tensors, one central server, and its most workers. Other pairs are only compared.
     """
     for row in rows:
         if row.cell.is_central:
@@ -148,17 +155,26 @@ def _compared(central: Row, beside: Row) -> str:
     if times is None or times.number == 1:
         measured = "" if times is None else f" {times.mean:.2f} times as fast,"
         return f"{head}:{measured} too few starts to judge."
-    shown = times.with_ends(".2f", " times as fast")
-    return f"{head}: {shown}; {verdict(cell.trained.paper, [times])}."
+    shown = f"{head}: {times.with_ends('.2f', ' times as fast')}"
+    if cell.is_split or len(central.first.shards) > 1 or cell.workers < max(cell.trained.workers):
+        return f"{shown}."
+    late = max(central.late, beside.late)
+    if late > BUSY:
+        return f"{shown}; {late:.0%} of gradients were late, so the machine was too busy to judge."
+    return f"{shown}; {verdict(cell.trained.paper, times.low, times.high)}."
 
 
-def verdict(paper: Claim | None, times: Sequence[Interval]) -> str:
-    """Return the paper's statement on a model, and how ratios of speed bear it out, in words."""
+def verdict(paper: Claim | None, low: float, high: float) -> str:
+    """Return the paper's statement on a model, and how a range of ratios bears it out, in words.
+
+    Layouts count as level within LEVEL.
+    """
     if paper is None:
         return "the paper does not have this model"
-    low, high = min(one.low for one in times), max(one.high for one in times)
+    differ = low > 1 or high < 1
     if paper == "no difference":
-        differ = low > 1 or high < 1
-        return f"the paper has no difference for this model: {'' if differ else 'not '}refuted"
-    found = "confirmed" if low > 1 else "refuted" if high < 1 else "not decided"
+        level = low >= 1 / LEVEL and high <= LEVEL
+        found = "confirmed" if level else "refuted" if differ else "not decided"
+        return f"the paper has no difference for this model: {found} (level: up to {LEVEL:g} times)"
+    found = "not decided" if not differ else "confirmed" if low > 1 else "refuted"
     return f"the paper has faster for this model: {found}"

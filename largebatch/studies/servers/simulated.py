@@ -193,12 +193,13 @@ def _compared(recipe: str, rows: Mapping[Sweep, Sequence[Row]]) -> Iterator[str]
     for sweep, unit in UNITS.items():
         times = _beside_over_central(rows[sweep], sweep)
         if times:
-            ends = [f"{end(one.mean for one in times.values()):.2f}" for end in (min, max)]
+            low, high = (end(one.mean for one in times.values()) for end in (min, max))
+            ends = f"{low:.2f}", f"{high:.2f}"
             over = " to ".join(f"{end(times):,g}" for end in (min, max))
             found = f"{' to '.join(dict.fromkeys(ends))} at {over} {unit}"
             words = f"{recipe}, simulated, beside over one central server: {found}"
             paper = rows[sweep][0].cell.trained.paper
-            judged = f"; {verdict(paper, list(times.values()))}" if sweep == "workers" else ""
+            judged = f"; {verdict(paper, low, high)}" if sweep == "workers" else ""
             yield f"{words}{judged}."
     faster = _pays_from(rows["megabits"])
     if faster:

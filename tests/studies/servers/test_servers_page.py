@@ -1,6 +1,7 @@
 """What a study of servers has found, against NumPy, and its page in a real browser."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ NONE: dict[Sweep, list[Row]] = {"workers": [], "megabits": [], "mini_batch": []}
 PARTS = {"central": [1000], "beside": [600, 400], "ring": [1000], "alone": [1000]}
 
 
-def found(cell: Cell, seconds: float, *, excess: float) -> Found:
+def found(cell: Cell, seconds: float, *, excess: float, late: float) -> Found:
     """Return a start whose links carried so much more than the formulas have."""
     bare = Found(
         seconds=[seconds, seconds], sent={}, received={}, shards=PARTS[cell.layout], late=0.0,
@@ -37,7 +38,7 @@ def found(cell: Cell, seconds: float, *, excess: float) -> Found:
         sent={name: link.sent * excess for name, link in zip(names, links, strict=True)},
         received={name: link.received * excess for name, link in zip(names, links, strict=True)},
         shards=bare.shards,
-        late=0.0,
+        late=late,
         rates=[],
         device_batch=2,
     )
@@ -48,13 +49,14 @@ def made(
     *,
     paper: str | None = "faster",
     excess: float = 1.01,
+    late: float = 0.0,
     beside: Sequence[float] = SECONDS["beside"],
 ) -> list[Row]:
     path = write_study(folder, recipes=with_recipe(paper=paper), repeats=3)
     cells = {cell.layout: cell for cell in cells_of(load_study(str(path)), folder)}
     starts = {
         name: {
-            seed: found(cells[name], seconds, excess=excess)
+            seed: found(cells[name], seconds, excess=excess, late=late)
             for seed, seconds in enumerate(times, start=1)
         }
         for name, times in (SECONDS | {"beside": beside}).items()
@@ -90,12 +92,28 @@ def test_the_statement_of_the_paper_is_judged_by_the_interval(tmp_path: Path) ->
     slower, _ = findings(made(tmp_path, beside=(0.30, 0.32, 0.30)))
     assert slower.endswith("has faster for this model: refuted.")
     large, links = findings(made(tmp_path, paper="no difference", excess=1.06))
-    assert large.endswith("has no difference for this model: refuted.")
-    same, _ = findings(made(tmp_path, paper="no difference", beside=(0.19, 0.22, 0.20)))
-    assert same.endswith("has no difference for this model: not refuted.")
+    assert large.endswith("no difference for this model: refuted (level: up to 1.1 times).")
+    open_, _ = findings(made(tmp_path, paper="no difference", beside=(0.19, 0.15, 0.12)))
+    assert open_.endswith("no difference for this model: not decided (level: up to 1.1 times).")
+    near = tuple(
+        one * factor for one, factor in zip(SECONDS["central"], (1.01, 1, 1.01), strict=True)
+    )
+    same, _ = findings(made(tmp_path, paper="no difference", beside=near))
+    assert same.endswith("no difference for this model: confirmed (level: up to 1.1 times).")
     ours, _ = findings(made(tmp_path, paper=None))
     assert ours.endswith("the paper does not have this model.")
     assert "NOT within 5% of the formulas: at most 6.0% off" in links
+
+
+def test_only_one_pair_of_layouts_judges_and_only_on_a_machine_that_is_free(
+    tmp_path: Path,
+) -> None:
+    busy, _ = findings(made(tmp_path, late=0.2))
+    assert busy.endswith("; 20% of gradients were late, so the machine was too busy to judge.")
+    rows = made(tmp_path)
+    more = rows[1].cell.trained.model_copy(update={"workers": (2, 4)})
+    pair, _ = findings([replace(row, cell=replace(row.cell, trained=more)) for row in rows])
+    assert pair.endswith(" to 1.64)."), "four workers judge"
 
 
 def test_what_is_slower_than_one_worker_is_said_with_its_speed_up(tmp_path: Path) -> None:
