@@ -41,11 +41,11 @@ def test_recipes_are_listed_by_data_set_with_measured_ones_first(
     ]
     start = lines.index("cifar10 (needs --data DIR)")
     rows = [line.split() for line in lines[start + 1 : start + 8]]
-    assert rows[0] == ["cifar10_resnet9_128", "128", "13.0", "91.35", "%", "top-1"]
+    assert rows[0] == ["cifar10_airbench_2000", "2,000", "8.0", "94.03", "%", "top-1"]
     assert [row[0] for row in rows[1:]] == [
-        "cifar10_resnet9_1600",
-        "cifar10_airbench_2000",
         "cifar10_airbench_2000_nesterov",
+        "cifar10_resnet9_128",
+        "cifar10_resnet9_1600",
         "cifar10_quick_128",
         "cifar10_resnet8_128",
         "cifar10_resnet8_3200",
