@@ -18,7 +18,6 @@ from largebatch.studies.metrics import CONFIDENCE, Interval
 BySeed = Mapping[int, float]
 """Value of every seed of a cell."""
 
-
 FAILS = 0.15
 """Top-1 of ten classes below which a run failed."""
 
@@ -30,13 +29,22 @@ class Noise(NamedTuple):
     freedom: int
 
 
+def no_run_fails(*cells: BySeed) -> bool:
+    """Return True if every cell has runs, none of which failed.
+
+    >>> no_run_fails({1: 0.8}, {1: 0.7}), no_run_fails({1: 0.8}, {1: 0.1}), no_run_fails({})
+    (True, False, False)
+    """
+    return all(cell and min(cell.values()) >= FAILS for cell in cells)
+
+
 def none_fails(cells: Iterable[BySeed]) -> list[BySeed]:
     """Return the cells of which no run failed; a cell without runs is none of them.
 
     >>> none_fails([{1: 0.8, 2: 0.1}, {1: 0.8, 2: 0.7}, {}])
     [{1: 0.8, 2: 0.7}]
     """
-    return [cell for cell in cells if cell and min(cell.values()) >= FAILS]
+    return [cell for cell in cells if no_run_fails(cell)]
 
 
 def noise_of(cells: Sequence[BySeed]) -> Noise:

@@ -42,7 +42,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from contrasts import FAILS, BySeed, contrast, noise_of, none_fails
+from contrasts import FAILS, BySeed, contrast, no_run_fails, noise_of, none_fails
 from defaults import apart
 from frameworks_loops import Data, Loop, Setting, train_lightning, train_timm, train_torch
 from measuring import RESULTS, circumstances, few_processes, hardware, newest, today
@@ -159,7 +159,7 @@ def summary(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         }
         for framework, found in every.items()
     }
-    alike = {setting: none_fails([top1[name][setting] for name in top1]) for setting in lightning}
+    everywhere = {setting: {name: top1[name][setting] for name in top1} for setting in lightning}
     return {
         "runs": runs,
         "Lightning minus PyTorch, seed 1": {
@@ -167,9 +167,9 @@ def summary(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         },
         "best settings": best,
         "frameworks with a setting, best to worst": {
-            setting: apart({name: top1[name][setting] for name in top1})
-            for setting, cells in alike.items()
-            if len(cells) == len(top1)
+            setting: apart(cells)
+            for setting, cells in everywhere.items()
+            if no_run_fails(*cells.values())
         },
         "best settings exchanged": list(exchanged(top1, best)),
     }
@@ -192,7 +192,7 @@ def exchanged(
     pairs = list(permutations(top1, 2))
     for best_of, used_on in pairs:
         value, own = (top1[used_on][best[name]] for name in (best_of, used_on))
-        compared = best[best_of] != best[used_on] and len(none_fails([value, own])) == 2
+        compared = best[best_of] != best[used_on] and no_run_fails(value, own)
         terms: Sequence[tuple[float, BySeed]] = ((1.0, value), (-1.0, own))
         points = contrast(terms, noise, together=len(pairs)).scaled(100) if compared else None
         yield {

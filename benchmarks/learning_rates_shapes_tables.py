@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contrasts import FAILS, BySeed, contrast, noise_of, none_fails
+from contrasts import FAILS, BySeed, contrast, no_run_fails, noise_of, none_fails
 from learning_rates import CONFIGURATIONS, SEEDS, Configuration
 from learning_rates import NAME as SEARCHED
 from learning_rates_shapes import BETWEEN, BOUNDED, FACTORS, MARGIN, NAME, SCALED, SHAPES
@@ -84,7 +84,7 @@ def areas_of(scales: Mapping[float, BySeed]) -> dict[int, float]:
     Of none if a run of these fails.
     """
     below = {at: top1 for at, top1 in scales.items() if at <= 1}
-    if len(none_fails(below.values())) < len(below):
+    if not no_run_fails(*below.values()):
         return {}
     return {
         seed: robustness({scale: [each[seed]] for scale, each in below.items()}).area
@@ -186,7 +186,7 @@ def _bounds(one: Configuration, result: Result) -> Iterator[str]:
     noise = noise_of(none_fails(top1 for pair in pairs.values() for top1 in pair))
     for name, pair in pairs.items():
         points = "a seed fails"
-        if len(none_fails(pair)) == 2:
+        if no_run_fails(*pair):
             terms = list(zip((1.0, -1.0), pair, strict=True))
             points = contrast(terms, noise, together=len(pairs)).scaled(100).with_ends("+.2f")
         yield f"| {name} | {' | '.join(_of_whole(top1.values()) for top1 in pair)} | {points} |"
@@ -242,7 +242,7 @@ def _draw_scales(axes: "Axes", every: Mapping[str, Mapping[float, BySeed]]) -> N
         means = {
             at: interval(100 * it for it in each.values())
             for at, each in sorted(scales.items())
-            if none_fails([each])
+            if no_run_fails(each)
         }
         reach = [mean.high - mean.mean for mean in means.values()]
         tops = [mean.mean for mean in means.values()]

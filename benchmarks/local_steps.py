@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contrasts import contrast, noise_of, none_fails
+from contrasts import contrast, no_run_fails, noise_of, none_fails
 from measuring import best_rate, recorded, write
 
 from largebatch import load_recipe, run
@@ -198,7 +198,7 @@ def differences(top1: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, 
         good = none_fails(arms.values())
         own = arms.pop(LOCAL)
         for protocol, other in arms.items():
-            if len(none_fails([own, other])) == 2:
+            if no_run_fails(own, other):
                 gain = contrast([(1.0, own), (-1.0, other)], noise_of(good), together=pairs)
                 found[f"{names[LOCAL]}, less {protocol}"] = gain.scaled(100)._asdict()
     return found

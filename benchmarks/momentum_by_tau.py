@@ -30,7 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contrasts import Noise, contrast, noise_of, none_fails
+from contrasts import Noise, contrast, no_run_fails, noise_of, none_fails
 from measuring import run_largebatch, write
 
 from largebatch.studies.metrics import interval
@@ -275,7 +275,7 @@ def differences(rows: Found, noise: Noise) -> Iterator[tuple[str, dict[str, Any]
         gains = {
             f"{other:g}": contrast([(1.0, own), (-1.0, top1)], noise, together=TOGETHER)
             for other, top1 in others.items()
-            if other != chosen and len(none_fails([own, top1])) == 2
+            if other != chosen and no_run_fails(own, top1)
         }
         minus = {other: gain.scaled(100)._asdict() for other, gain in gains.items()}
         yield condition, {"tau": tau, "rule": rule(tau), "nearest": chosen, "minus": minus}

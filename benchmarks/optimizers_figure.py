@@ -226,8 +226,8 @@ def tables(study: Study, targets: Mapping[str, float]) -> Iterator[str]:
         yield "|---" * 8 + "|"
         for cell, runs in seeds.items():
             if cell.network == network and runs:
-                setting = at_end(study.tried(cell), best_of(study.tried(cell)))
-                yield _row(cell, runs, setting, target, column)
+                tried = study.tried(cell)
+                yield _row(cell, runs, at_end(tried, best_of(tried)), target, column)
         yield ""
     yield f"| critical batch | {' | '.join(PANELS)} |"
     yield "|---" * (1 + len(PANELS)) + "|"

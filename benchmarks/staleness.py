@@ -27,7 +27,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from contrasts import BySeed, Noise, contrast, noise_of
+from contrasts import FAILS, BySeed, Noise, contrast, noise_of
 from measuring import run_largebatch, write
 from polishing_data import prepare
 from scipy.stats import binomtest
@@ -42,7 +42,6 @@ from largebatch.studies.staleness.run import Row, rows_of, runs_of
 from largebatch.studies.staleness.study import cells_of, load_study
 from largebatch.training.protocols.simulator import simulate
 
-FAILS = 0.15
 MARGIN = 3.0
 
 LOSSES = (1.6, 1.3, 1.0)

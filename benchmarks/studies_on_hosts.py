@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contrasts import contrast, noise_of, none_fails
+from contrasts import contrast, no_run_fails, noise_of, none_fails
 from measuring import spread, write
 
 from largebatch.studies.hosts.starts import Start, starts_of
@@ -91,9 +91,7 @@ def above_hardsync(rows: Sequence[staleness_runs.Row]) -> dict[str, dict[str, fl
     pairs = {
         row.cell.name: (row.by_seed, waits[_place(row)])
         for row in rows
-        if row.cell.sigma
-        and _place(row) in waits
-        and len(none_fails([row.by_seed, waits[_place(row)]])) == 2
+        if row.cell.sigma and _place(row) in waits and no_run_fails(row.by_seed, waits[_place(row)])
     }
     if not pairs or len(good[0]) < 2:
         return {}

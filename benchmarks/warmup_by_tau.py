@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from contrasts import contrast, noise_of, none_fails
+from contrasts import contrast, no_run_fails, noise_of, none_fails
 from measuring import write
 from momentum_by_tau import (
     CONDITIONS,
@@ -55,7 +55,7 @@ def result(search: Found, rows: Found) -> dict[str, Any]:
     gains = {
         name: terms
         for name, terms in differences(kept)
-        if len(none_fails(cell for _, cell in terms)) == len(terms)
+        if no_run_fails(*(cell for _, cell in terms))
     }
     return {
         "noise": noise._asdict(),
