@@ -58,6 +58,7 @@ MEASURED = {
     "defaults": (*_TRAINING, "studies/settings/settings.py", "studies/settings/transfer.py"),
     "false_alarms": ("studies/metrics.py",),
     "frameworks": (*_TRAINING, "studies/settings/transfer.py"),
+    "gradient_times": ("models/lenet5.py", "models/lstm.py", "training/loss.py", *_BATCHNORM),
     "index": ("data/index",),
     "input_gpu": _INPUT,
     "input_host": (*_INPUT, "data/index/file.py", "data/order.py"),

@@ -1,0 +1,95 @@
+"""Time single gradients of the recipes of a study of servers: what `compute` of its file states.
+
+    python benchmarks/gradient_times.py [STUDY] [--data RECIPE=DIR ...]
+
+Processor seconds on one core of forward and backward over a recipe's mini_batch, which its own
+input pipeline reads. The recipes take turns, so that all have the machine of the same minutes.
+Prints `sample`, the mean over the samples of a gradient, and `factor`, the single times over their
+mean, and writes benchmarks/results/gradient_times_<machine>_<date>.json.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from measuring import write
+
+from largebatch.distributed.serial import Serial
+from largebatch.models.of_recipe import build_model
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.loading import validate_tree
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.build import open_pipeline
+from largebatch.runs.state import build_criterion
+from largebatch.studies.queue.study import base_recipe
+from largebatch.studies.servers.study import Trained, load_study
+
+NAME = "gradient_times"
+GRADIENTS, FIRST = 40, 3
+"""Gradients of each recipe, and how many before them are not timed."""
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", nargs="?", default="jaeger", help="a file, or an installed study")
+    parser.add_argument("--data", action="append", default=[], metavar="RECIPE=DIR")
+    args = parser.parse_args()
+    folders = {name: Path(folder) for name, folder in (each.split("=", 1) for each in args.data)}
+    study = load_study(args.study)
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    gradients = {
+        name: gradient_of(trained, Path(args.study).parent, folders.get(name))
+        for name, trained in study.recipes.items()
+    }
+    found = {
+        name: {
+            "mini_batch": study.recipes[name].mini_batch,
+            "sample": float(f"{fmean(seconds) / study.recipes[name].mini_batch:.3g}"),
+            "factor": [round(one / fmean(seconds), 3) for one in seconds],
+        }
+        for name, seconds in take_turns(gradients).items()
+    }
+    for name, each in found.items():
+        print(f"{name}: sample: {each['sample']}\n  seconds: {each['factor']}")
+    print(write(NAME, f"python benchmarks/{NAME}.py {args.study}", {"recipes": found}))
+
+
+def gradient_of(trained: Trained, folder: Path, data: Path | None) -> Callable[[], None]:
+    """Return what computes the gradient of one mini-batch of a recipe."""
+    tree = base_recipe(trained, folder).model_dump(mode="json")
+    span = tree["batch"]["bn_span"] and trained.mini_batch
+    tree["batch"] |= {"global_batch": trained.mini_batch, "bn_span": span}
+    tree["polish"], tree["evaluation"] = None, {}
+    recipe = validate_tree(Recipe, tree, source=trained.recipe)
+    backend, plan = Serial(), make_plan(recipe, workers=1)
+    pipeline = open_pipeline(recipe, plan, backend, folder=data)
+    with closing(pipeline.training(range(plan.train_steps), clean=False)) as batches:
+        samples, labels = next(iter(batches))
+    model, criterion = build_model(recipe, backend.device).train(), build_criterion(recipe)
+
+    def gradient() -> None:
+        criterion(model(samples), labels).backward()
+        model.zero_grad()
+
+    return gradient
+
+
+def take_turns(gradients: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Return the processor seconds of each gradient, without the first ones."""
+    found: dict[str, list[float]] = {name: [] for name in gradients}
+    for _ in range(FIRST + GRADIENTS):
+        for name, gradient in gradients.items():
+            start = time.process_time()
+            gradient()
+            found[name].append(time.process_time() - start)
+    return {name: seconds[FIRST:] for name, seconds in found.items()}
+
+
+if __name__ == "__main__":
+    main()
