@@ -142,7 +142,7 @@ def draw(figure: "Figure", *, seeds: Seeds, targets: Mapping[str, float], epochs
     )  # fmt: skip
     figure.supxlabel(
         "Lines: mean of the seeds, which are faint. Crosses at the top: a seed did not reach it. "
-        "Diamonds and numbers: the critical batch,\nwhich takes a fifth more epochs than small "
+        "Diamonds: the critical batch,\nwhich takes a fifth more epochs than small "
         "batches, where the fit has one.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
@@ -161,7 +161,11 @@ def draw(figure: "Figure", *, seeds: Seeds, targets: Mapping[str, float], epochs
         axes.set_xlabel("Batch →", loc="right")
         axes.set_ylabel(f"Epochs to {targets[network]:.0%} top-1")
         if axes.lines:
-            axes.legend(frameon=False, fontsize=9, loc="upper left")
+            legend = axes.legend(
+                frameon=False, fontsize=9, loc="upper left", title="Optimizer: critical batch",
+                alignment="left",
+            )  # fmt: skip
+            legend.get_title().set_fontsize(9)
 
 
 def runs_by_batch(seeds: Seeds, network: str, optimizer: str) -> dict[int, Runs]:
