@@ -10,13 +10,12 @@ mean, and writes benchmarks/results/gradient_times_<machine>_<date>.json.
 
 import argparse
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from measuring import write
+from measuring import Step, take_turns, write
 
 from largebatch.distributed.serial import Serial
 from largebatch.models.of_recipe import build_model
@@ -29,8 +28,8 @@ from largebatch.studies.queue.study import base_recipe
 from largebatch.studies.servers.study import Trained, load_study
 
 NAME = "gradient_times"
-GRADIENTS, FIRST = 40, 3
-"""Gradients of each recipe, and how many before them are not timed."""
+GRADIENTS = 40
+"""Timed gradients of each recipe."""
 
 
 def main() -> None:
@@ -43,24 +42,25 @@ def main() -> None:
     study = load_study(args.study)
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    gradients = {
+    gradients: dict[str, Step] = {
         name: gradient_of(trained, Path(args.study).parent, folders.get(name))
         for name, trained in study.recipes.items()
     }
+    times = take_turns(gradients, rounds=GRADIENTS, steps=1, clock=time.process_time)
     found = {
         name: {
             "mini_batch": study.recipes[name].mini_batch,
             "sample": float(f"{fmean(seconds) / study.recipes[name].mini_batch:.3g}"),
             "factor": [round(one / fmean(seconds), 3) for one in seconds],
         }
-        for name, seconds in take_turns(gradients).items()
+        for name, seconds in times.items()
     }
     for name, each in found.items():
         print(f"{name}: sample: {each['sample']}\n  seconds: {each['factor']}")
     print(write(NAME, f"python benchmarks/{NAME}.py {args.study}", {"recipes": found}))
 
 
-def gradient_of(trained: Trained, folder: Path, data: Path | None) -> Callable[[], None]:
+def gradient_of(trained: Trained, folder: Path, data: Path | None) -> Step:
     """Return what computes the gradient of one mini-batch of a recipe."""
     tree = base_recipe(trained, folder).model_dump(mode="json")
     span = tree["batch"]["bn_span"] and trained.mini_batch
@@ -78,17 +78,6 @@ def gradient_of(trained: Trained, folder: Path, data: Path | None) -> Callable[[
         model.zero_grad()
 
     return gradient
-
-
-def take_turns(gradients: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Return the processor seconds of each gradient, without the first ones."""
-    found: dict[str, list[float]] = {name: [] for name in gradients}
-    for _ in range(FIRST + GRADIENTS):
-        for name, gradient in gradients.items():
-            start = time.process_time()
-            gradient()
-            found[name].append(time.process_time() - start)
-    return {name: seconds[FIRST:] for name, seconds in found.items()}
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def take_turns(
     steps: int,
     backend: Backend | None = None,
     seconds: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Return every rival's seconds per step, round by round; the slowest worker counts.
 
@@ -75,11 +76,11 @@ def take_turns(
             break
         for name in draw.sample(list(rivals), k=len(rivals)):
             _wait_for(backend)
-            start = time.perf_counter()
+            start = clock()
             for _ in range(steps):
                 rivals[name]()
             accelerator.synchronize(backend.device)
-            times[name].append((time.perf_counter() - start) / steps)
+            times[name].append((clock() - start) / steps)
     slowest = backend.all_gather(torch.tensor(list(times.values()))).amax(0).tolist()
     return dict(zip(times, slowest, strict=True))
 
