@@ -86,7 +86,7 @@ PARTS = (
     Part(
         "polish",
         120,
-        "--images 2048 --batch 256 --seconds 40",
+        "--images 8192 --batch 256 --seconds 40",
         "--images 8 --batch 4 --rounds 1",
     ),
     Part(

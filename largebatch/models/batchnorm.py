@@ -40,6 +40,10 @@ from largebatch.models.wrappers import keep_in_place
 
 M = TypeVar("M", bound=nn.Module)
 
+_ALIGNMENT = 16
+"""Bytes between counters: CUDA graphs write only to inputs at multiples of this address, as layers
+with a multiple of 4 channels have."""
+
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -219,8 +223,11 @@ class Spans:
         dtypes = {layer.running_mean.dtype for layer in self._layers}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         sizes = [2 * layer.num_features for layer in self._layers]
-        self._kept = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=backend.device)
-        self._moments, self._in_graphs = self._kept.split([sum(sizes), len(sizes)])
+        apart = _ALIGNMENT // dtype.itemsize
+        counters = apart * len(sizes)
+        self._kept = torch.zeros(counters + sum(sizes), dtype=dtype, device=backend.device)
+        in_graphs, self._moments = self._kept.split([counters, sum(sizes)])
+        self._in_graphs = in_graphs[::apart]
         self._sums = self._moments.new_zeros(sum(sizes) + len(sizes))
         """Buffer of the all-reduce: moments times spans, and the number of spans per layer."""
 

@@ -91,31 +91,44 @@ def normalise_in_graph(
     """Normalise like `normalise` without `group`, with operations that torch.compile can trace.
 
     Returns N x C x ... images, the sums of the groups' moments (C each), and the number of groups.
-    The groups are arranged as channels.
+    Images and their gradient keep their memory format: groups arranged as channels would not, and
+    every convolution would copy a gradient.
     """
     _check(images, span=span, group=None)
     exact = exact_type(images)
     weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
-    num = -(-len(images) // span)
-    outs, sums = [], torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
-    for part in images.tensor_split([len(images) // span * span]):  # whole groups, and the rest
-        groups = -(-len(part) // span)
-        if not groups:
-            continue
-        mean, variance = sums.new_zeros(2, groups * len(sums[0]))
+    if len(images) <= span:
+        mean, variance = torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
         out = F.batch_norm(
-            part.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2),
+            images,
             mean,
             variance,
-            weight=None if weight is None else weight.repeat(groups),
-            bias=None if bias is None else bias.repeat(groups),
+            weight=weight,
+            bias=bias,
             training=True,
-            momentum=1.0,  # replaces the zeros by the moments of these groups
+            momentum=1.0,  # replaces the zeros by the moments
             eps=eps,
         )
-        outs.append(out.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1))
-        sums = sums + torch.stack([mean, variance]).unflatten(1, (groups, -1)).sum(1)
-    return torch.cat(outs), Moments(*sums), num
+        return out, Moments(mean, variance), 1
+    outs, sums = [], torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
+    whole = len(images) // span * span
+    sizes = [whole, len(images) - whole] if whole < len(images) else [whole]
+    for part in images.split(sizes):  # whole groups, and the rest
+        values = part.unflatten(0, (-(-len(part) // span), -1)).to(exact)
+        dims = [1, *range(3, values.ndim)]
+        num = values.shape[1] * _area(part)
+        variance, mean = torch.var_mean(values, dims, correction=0, keepdim=True)
+        out = (values - mean) * (variance + eps).rsqrt()
+        per_channel = [-1, *[1] * (values.ndim - 3)]
+        if weight is not None:
+            out = out * weight.view(per_channel)
+        if bias is not None:
+            out = out + bias.view(per_channel)
+        outs.append(out.to(images.dtype).flatten(0, 1))
+        found = torch.stack([mean, variance * (num / (num - 1))])
+        sums = sums + found.sum(1).flatten(1)
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    return out, Moments(*sums), -(-len(images) // span)
 
 
 def _check(images: Tensor, *, span: int, group: Group | None) -> None:

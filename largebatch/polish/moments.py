@@ -8,7 +8,7 @@ added in float64, and parts are merged by equation 2.1 of Chan, Golub and LeVequ
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -27,6 +27,10 @@ _FAR = 8.0
 """Distance of a mean from zero, in standard deviations, from which rounding it to float32 changes
 the variance by more than 1e-6, if batches differ as much as samples do."""
 
+_TOGETHER = 32
+"""Batches that a GPU merges at once: to launch the kernels of a merge takes it longer than to run
+them."""
+
 _LOSSY = 1e4
 """Squared distance, in variances, of an origin from which sums of squares keep only 12 digits."""
 
@@ -40,6 +44,9 @@ class Moments:
     deviations: Tensor
     _far: Tensor | None = None
     """Channels that a GPU measures twice, see in_one."""
+
+    _pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    """Counts, means and variances of batches that are to be merged."""
 
     @classmethod
     def of_nothing(cls, channels: int, *, device: torch.device) -> Self:
@@ -57,19 +64,40 @@ class Moments:
         return self.deviations / (self.count - 1)
 
     def add(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add N x C x ... values and return their own mean and (biased) variance."""
+        """Add N x C x ... values and return their own mean and (biased) variance.
+
+        On a GPU the sums include them after `merge`.
+        """
+        count = values.numel() // len(self.mean)
         if values.device.type == "cpu":
             mean, deviations = self.in_parts(values)
-        else:
-            mean, deviations = self.in_one(values)
-        count = values.numel() // len(mean)
+            self._merge(count, mean, deviations)
+            return mean, deviations / count
+        self._pending.append((count, *self.in_one(values)))
+        _, mean, var = self._pending[-1]
+        if len(self._pending) == _TOGETHER:
+            self.merge()
+        return mean, var
+
+    def merge(self) -> None:
+        """Add the batches that are pending."""
+        if not self._pending:
+            return
+        counts, means, variances = zip(*self._pending, strict=True)
+        self._pending.clear()
+        every = torch.stack(means).double()
+        count = sum(counts)
+        mean = _weighted_sum(every, [part / count for part in counts])
+        within = _weighted_sum(torch.stack(variances).double(), counts)
+        self._merge(count, mean, within + _weighted_sum((every - mean).square_(), counts))
+
+    def _merge(self, count: int, mean: Tensor, deviations: Tensor) -> None:
         total = self.count + count
         shift = mean - self.mean
         self.deviations += deviations
         self.deviations.addcmul_(shift, shift, value=self.count * count / total)
         self.mean.add_(shift, alpha=count / total)
         self.count = total
-        return mean, deviations / count
 
     def in_parts(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and squared deviations, part by part: faster than PyTorch's kernel for NCHW.
@@ -87,7 +115,7 @@ class Moments:
         return _about(own, values)
 
     def in_one(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and squared deviations by PyTorch's kernel, which reads the values once.
+        """Return mean and (biased) variance by PyTorch's kernel, which reads the values once.
 
         Channels with a mean far from zero are measured again, centred. The first batch determines
         these channels, so that the host waits for a GPU only once: if the mean of all batches is
@@ -97,13 +125,14 @@ class Moments:
         if self._far is None:
             far = mean.abs() > _FAR * var.sqrt()
             self._far = far.nonzero().flatten()  # sync: its size; once per layer
+        if not len(self._far):
+            return mean, var
+        near = mean[self._far]
+        centred = values.index_select(1, self._far) - near.view(-1, *[1] * (values.ndim - 2))
+        rest, var[self._far] = _kernel(centred)
         exact = mean.double()
-        if len(self._far):
-            near = mean[self._far]
-            centred = values.index_select(1, self._far) - near.view(-1, *[1] * (values.ndim - 2))
-            rest, var[self._far] = _kernel(centred)
-            exact[self._far] += rest
-        return exact, var.double() * (values.numel() // len(mean))
+        exact[self._far] += rest
+        return exact, var
 
 
 def pool(
@@ -117,6 +146,8 @@ def pool(
     If a mean is so far from zero that digits are lost, all workers see that in the sums and sum
     again, with these means as origins, rounded to `dtypes` or float32, whichever is longer.
     """
+    for part in parts:
+        part.merge()
     parts = [part.to(parts[0].mean.device) for part in parts]
     pooled, lossy = _pool_about(parts, [part.mean.new_zeros(1) for part in parts], backend)
     if lossy:
@@ -186,9 +217,14 @@ def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and (biased) variance, at least in float32."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     # The buffers only tell PyTorch's kernel the type to compute in.
-    unused = torch.zeros(2, values.shape[1], dtype=dtype, device=values.device)
+    unused = torch.empty(2, values.shape[1], dtype=dtype, device=values.device)
     mean, var = torch.ops.aten.batch_norm_update_stats(values, *unused, 0.0)
     return mean, var
+
+
+def _weighted_sum(rows: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the sum of rows times weights, which need no copy to a GPU."""
+    return torch.stack(torch._foreach_mul(rows.unbind(), weights)).sum(0)
 
 
 def _sum(values: Tensor) -> Tensor:

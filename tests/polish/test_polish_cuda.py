@@ -79,7 +79,8 @@ def test_only_the_first_batch_waits_for_a_gpu() -> None:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield images, images
         torch.cuda.set_sync_debug_mode("error")
-        yield images, images
+        for _ in range(40):  # of which 32 are merged
+            yield images, images
         torch.cuda.set_sync_debug_mode("default")
 
     try:

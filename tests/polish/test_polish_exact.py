@@ -5,10 +5,12 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import accelerator
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_forked_workers import on_forked_workers
 from polish_reference import Moments, Pairs, assert_right, moments_of, norms, one_pass
 from threads import Done, Thread, on_threads
 from torch import Tensor, nn
@@ -195,12 +197,42 @@ def test_both_ways_to_measure_a_batch_are_exact(
     part = moments.Moments.of_nothing(3, device=CPU.device)
     rows = [images.double().transpose(0, 1).flatten(1) for images in batches]
     for images, row in zip(batches, rows, strict=True):
-        mean, deviations = getattr(part, method)(images)
-        var = deviations / row.shape[1]
+        mean, spread = getattr(part, method)(images)
+        var = spread / row.shape[1] if method == "in_parts" else spread
         right = row.var(1, correction=0)
         assert ((var - right).abs() <= EXACT[dtype] * right).all()
         assert ((mean - row.mean(1)).abs() <= EXACT[dtype] * right.sqrt()).all()
         part.add(images)
+
+
+def on_accelerator(sizes: list[int], offset: float) -> tuple[dict[str, Tensor], int]:
+    """Polish there; return the statistics, and the launches of ten of the last batches."""
+    accelerator.simulate()
+    backend = Serial(torch.device(accelerator.NAME))
+    model = network().double().to(backend.device)
+    launches: list[int] = []
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for images, labels in pairs(*sizes):
+            launches.append(accelerator.COUNTS.launches.total())
+            yield (images + offset).to(backend.device), labels
+
+    polish(model, batches(), backend)
+    return model.cpu().state_dict(), launches[-1] - launches[-11]
+
+
+@pytest.mark.parametrize(("offset", "measuring"), [(0.0, 3), (1e3, 3 + 8)])
+def test_an_accelerator_merges_many_batches_at_once_and_exactly(
+    offset: float, measuring: int
+) -> None:
+    """Each layer adds one launch to the seven of a batch, and if its mean is far, eight more."""
+    sizes = [*[9, 4, 1] * 25, *[6] * 11]  # two merges of 32 batches, and 22 at the end
+    found, launches = on_forked_workers(on_accelerator, sizes, offset, workers=1)
+    model = network().double()
+    right = one_pass(model, [(images + offset, labels) for images, labels in pairs(*sizes)])
+    model.load_state_dict(found)
+    assert_right(model, right, rel=1e-10)
+    assert launches == 10 * (7 + measuring)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e3])
