@@ -36,7 +36,9 @@ BENCH_PARTS ?=
 
 # Four processes, because some wait for their workers; each runs whole files, so that a file trains
 # the runs that its tests share only once.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# GPUs are hidden: these tests compute on CPUs, and several workers would share one. Those of GPUs are
+# run by bench-gpu.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
 # Tests that depend most on the version of torch.
