@@ -9,8 +9,10 @@ The critical batch needs 20 % more epochs than small batches (arXiv:2410.21676).
 own fit of epochs = least x (1 + batch / scale) in logarithms over the batches that reached the
 target (arXiv:1812.06162, equation 2.11); a fifth of `scale` is the critical batch. The interval is
 Student's over the logarithms of the seeds. A fit whose scale is not bounded by the batches counts
-as none, and so does the interval with it. Where seeds do not reach the target at a batch, they
-count as reaching it at the end of the run, and the critical batch is at most what comes of it.
+as none, as does one of epochs that fall as the batch grows, and then so does the interval. Below
+the smallest batch a critical batch is not measured, only what the fit says of it. Where seeds do
+not reach the target at a batch, they count as reaching it at the end of the run, and the critical
+batch is at most what comes of it.
 """
 
 import json
@@ -76,14 +78,15 @@ def epochs_by_seed(runs: Runs, target: float, column: int = AS_IS) -> dict[int, 
 
 
 def critical_batch(epochs: Mapping[int, float]) -> float | None:
-    """Return the critical batch by epochs to the target of each batch; None if not bounded.
+    """Return the critical batch by epochs to the target of each batch; None if there is no fit.
 
     >>> round(critical_batch({batch: 3 * (1 + batch / 5000) for batch in (500, 2000, 8000)}))
     1000
     """
     from scipy.optimize import minimize_scalar
 
-    if len(epochs) < LEAST_BATCHES:
+    in_order = [epochs[batch] for batch in sorted(epochs)]
+    if len(epochs) < LEAST_BATCHES or in_order != sorted(in_order):
         return None
 
     def scatter(log_scale: float) -> float:
@@ -103,9 +106,24 @@ class Critical(NamedTuple):
 
     value: Interval
     at_most: bool
+    smallest: int
+    """Smallest batch of the fit."""
+
+    @property
+    def is_outside(self) -> bool:
+        """True if it is below all batches."""
+        return self.value.mean < self.smallest
 
     def __str__(self) -> str:
-        return f"{'at most ' * self.at_most}{self.value.with_ends(',.0f')}"
+        text = f"{'at most ' * self.at_most}{self.value.with_ends(',.0f')}"
+        return f"below {self.smallest:,}: {text}" if self.is_outside else text
+
+    @property
+    def short(self) -> str:
+        """Text for a legend."""
+        if self.is_outside:
+            return f"< {self.smallest:,}"
+        return f"{'≤ ' * self.at_most}{_rounded(self.value.mean):,}"
 
 
 def critical_batches(
@@ -131,7 +149,8 @@ def critical_batches(
     found = interval(known)
     low, high = (math.exp(one) if math.isfinite(one) else one for one in (found.low, found.high))
     value = Interval(math.exp(found.mean), max(low, 0.0), high, found.number)
-    return Critical(value, at_most=any(seeds - one.keys() for one in reached.values()))
+    at_most = any(seeds - one.keys() for one in reached.values())
+    return Critical(value, at_most=at_most, smallest=min(reached))
 
 
 def draw(figure: "Figure", *, seeds: Seeds, targets: Mapping[str, float], epochs: float) -> None:
@@ -162,7 +181,7 @@ def draw(figure: "Figure", *, seeds: Seeds, targets: Mapping[str, float], epochs
         axes.set_ylabel(f"Epochs to {targets[network]:.0%} top-1")
         if axes.lines:
             legend = axes.legend(
-                frameon=False, fontsize=9, loc="upper left", title="Optimizer: critical batch",
+                frameon=False, fontsize=9, loc="lower right", title="Optimizer: critical batch",
                 alignment="left",
             )  # fmt: skip
             legend.get_title().set_fontsize(9)
@@ -200,7 +219,7 @@ def _draw_line(  # noqa: PLR0913 -- what one line needs
     critical = critical_batches(by_batch, target, epochs=epochs, column=column)
     label = LABELS[optimizer]
     if critical:
-        label += f": {'≤ ' * critical.at_most}{_rounded(critical.value.mean):,}"
+        label += f": {critical.short}"
     axes.plot(list(means), list(means.values()), color=colour, lw=2, label=label)
     if critical and means and min(means) <= (found := critical.value.mean) <= max(means):
         axes.plot([found], [_between(means, found)], color=colour, marker="D", ms=8)

@@ -11,13 +11,14 @@ import pytest
 from largebatch import load_recipe
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.writing import dump_recipe
+from largebatch.studies.metrics import Interval
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import optimizers  # noqa: E402
 import optimizers_together  # noqa: E402
 from optimizers import RECIPE, TRIALS, Study, proposals, score, train  # noqa: E402
-from optimizers_figure import critical_batch, critical_batches, seeds_of, show  # noqa: E402
+from optimizers_figure import Critical, critical_batch, critical_batches, seeds_of, show  # noqa: E402
 from optimizers_runs import (  # noqa: E402
     NETWORKS,
     RESNET,
@@ -224,6 +225,16 @@ def test_the_critical_batch_is_that_of_the_law(scale: float) -> None:
 def test_no_critical_batch_where_epochs_do_not_grow_or_too_few_batches_reach() -> None:
     assert critical_batch(dict.fromkeys(optimizers.BATCHES, 3.0)) is None
     assert critical_batch({500: 3.0, 2_000: 5.0}) is None
+    assert critical_batch({500: 5.0, 2_000: 3.0, 8_000: 9.0, 16_000: 18.0}) is None
+
+
+def test_a_critical_batch_that_is_not_measured_is_said_to_be_below_all() -> None:
+    outside = Critical(Interval(100.0, 80.0, 120.0, 5), at_most=True, smallest=500)
+    assert str(outside) == "below 500: at most 100 (80 to 120)"
+    assert outside.short == "< 500"
+    inside = Critical(Interval(1_234.0, 800.0, 1_900.0, 5), at_most=True, smallest=500)
+    assert str(inside) == "at most 1,234 (800 to 1,900)"
+    assert inside.short == "≤ 1,200"
 
 
 def test_the_interval_is_over_seeds_and_a_missing_fit_leaves_none(tmp_path: Path) -> None:
