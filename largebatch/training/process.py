@@ -13,6 +13,11 @@ from torch.backends import cudnn
 from largebatch.recipe.arithmetic.plan import Plan
 
 
+_FROZEN_BY_PYTHON = 1000
+"""More than the number of objects that Python 3.12 freezes as it starts; other versions freeze
+none."""
+
+
 @contextmanager
 def collected_by_hand() -> Iterator[None]:
     """Run the garbage collector only at calls of gc.collect(), over objects created inside.
@@ -20,7 +25,7 @@ def collected_by_hand() -> Iterator[None]:
     Earlier objects are frozen, so that a call takes milliseconds. The collector is restored
     afterwards.
     """
-    enabled, freezes = gc.isenabled(), not gc.get_freeze_count()
+    enabled, freezes = gc.isenabled(), gc.get_freeze_count() < _FROZEN_BY_PYTHON
     gc.disable()
     if freezes:  # else unfreeze() would free what somebody else froze
         gc.freeze()

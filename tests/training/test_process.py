@@ -63,7 +63,7 @@ def test_the_collector_is_afterwards_as_before(*, enabled: bool) -> None:
     try:
         with collected_by_hand():
             assert not gc.isenabled()
-            assert gc.get_freeze_count()
+            assert gc.get_freeze_count() > 1000
         assert gc.isenabled() == enabled
         assert not gc.get_freeze_count()
     finally:
@@ -76,7 +76,7 @@ def test_what_somebody_else_froze_stays_frozen() -> None:
     try:
         with collected_by_hand():
             pass
-        assert gc.get_freeze_count() == before
+        assert before / 2 < gc.get_freeze_count() <= before  # some have no references any more
     finally:
         gc.unfreeze()
 
