@@ -36,9 +36,10 @@ BENCH_PARTS ?=
 
 # Four processes, because some wait for their workers; each runs whole files, so that a file trains
 # the runs that its tests share only once.
-# GPUs are hidden: these tests compute on CPUs, and several workers would share one. Those of GPUs are
-# run by bench-gpu.
-PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# Tests compute on CPUs: several workers would share a GPU. NVIDIA's and AMD's are hidden; bench-gpu
+# runs the tests that need one.
+ON_CPUS := CUDA_VISIBLE_DEVICES=
+PYTEST := $(ON_CPUS) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
 # Tests that depend most on the version of torch.
@@ -78,11 +79,11 @@ test-torch: .venv-torch-2.8.0-0.23.0/.tested .venv-torch-2.15.0-0.29.2/.tested
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -qq --no-compile --disable-pip-version-check --editable '.[test]' \
 	    torch==$(firstword $(subst -, ,$*)) torchvision==$(lastword $(subst -, ,$*))
-	$(@D)/bin/python -m pytest -n 2 --dist loadfile -m 'not long' $(TORCH_TESTS)
+	$(ON_CPUS) $(@D)/bin/python -m pytest -n 2 --dist loadfile -m 'not long' $(TORCH_TESTS)
 	@touch $@
 
 test-hosts: .venv-mpi/.horovod
-	LARGEBATCH_MPI_PYTHON=$(CURDIR)/.venv-mpi/bin/python \
+	$(ON_CPUS) LARGEBATCH_MPI_PYTHON=$(CURDIR)/.venv-mpi/bin/python \
 	    $(BIN)/python -m pytest -rs tests/test_hosts.py $(PYTEST_ARGS)
 
 # This environment uses the packages of $(VENV); Open MPI is in the package index.

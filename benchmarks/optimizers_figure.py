@@ -9,10 +9,10 @@ The critical batch needs 20 % more epochs than small batches (arXiv:2410.21676).
 own fit of epochs = least x (1 + batch / scale) in logarithms over the batches that reached the
 target (arXiv:1812.06162, equation 2.11); a fifth of `scale` is the critical batch. The interval is
 Student's over the logarithms of the seeds. A fit whose scale is not bounded by the batches counts
-as none, as does one of epochs that fall as the batch grows, and then so does the interval. Below
-the smallest batch a critical batch is not measured, only what the fit says of it. Where seeds do
-not reach the target at a batch, they count as reaching it at the end of the run, and the critical
-batch is at most what comes of it.
+as none, and so does the interval with it, and there is none where the seeds' mean epochs fall as
+the batch grows. An interval below the smallest batch is an extrapolation and marked as one. Where
+seeds do not reach the target at a batch, they count as reaching it at the end of the run, and the
+critical batch is at most what comes of it.
 """
 
 import json
@@ -85,8 +85,7 @@ def critical_batch(epochs: Mapping[int, float]) -> float | None:
     """
     from scipy.optimize import minimize_scalar
 
-    in_order = [epochs[batch] for batch in sorted(epochs)]
-    if len(epochs) < LEAST_BATCHES or in_order != sorted(in_order):
+    if len(epochs) < LEAST_BATCHES:
         return None
 
     def scatter(log_scale: float) -> float:
@@ -111,8 +110,8 @@ class Critical(NamedTuple):
 
     @property
     def is_outside(self) -> bool:
-        """True if it is below all batches."""
-        return self.value.mean < self.smallest
+        """True if all of its interval is below all batches."""
+        return self.value.high < self.smallest
 
     def __str__(self) -> str:
         text = f"{'at most ' * self.at_most}{self.value.with_ends(',.0f')}"
@@ -132,17 +131,21 @@ def critical_batches(
     """Return the geometric mean of the critical batches of the seeds that all batches have.
 
     Those of runs of `epochs`; None if fewer than LEAST_BATCHES have a seed that reached the target,
-    or a fit is not bounded.
+    if the mean epochs fall as the batch grows, or if a fit is not bounded.
     """
     reached = {batch: epochs_by_seed(runs, target, column) for batch, runs in by_batch.items()}
     made = [{run["seed"] for run in runs} for runs in by_batch.values()]
     seeds = set.intersection(*made) if made else set()
     if not seeds or sum(bool(one) for one in reached.values()) < LEAST_BATCHES:
         return None
-    fits = [
-        critical_batch({batch: one.get(seed, epochs) for batch, one in reached.items()})
+    counted = [
+        {batch: reached[batch].get(seed, epochs) for batch in sorted(reached)}
         for seed in sorted(seeds)
     ]
+    means = [statistics.fmean(one[batch] for one in counted) for batch in sorted(reached)]
+    if means != sorted(means):
+        return None
+    fits = [critical_batch(one) for one in counted]
     known = [math.log(fit) for fit in fits if fit is not None]
     if len(known) < len(fits):
         return None

@@ -41,8 +41,8 @@ from largebatch.models.wrappers import keep_in_place
 M = TypeVar("M", bound=nn.Module)
 
 _ALIGNMENT = 16
-"""Bytes between counters: CUDA graphs write only to inputs at multiples of this address, as layers
-with a multiple of 4 channels have."""
+"""Bytes between counters: CUDA graphs write only to inputs whose addresses are multiples of this.
+Moments have such addresses if all layers have a multiple of 4 channels."""
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -1,10 +1,11 @@
 """Normalise groups of samples by their own moments, forward and backward.
 
-A single group on one worker uses PyTorch's batch_norm. Several groups are normalised one by one
-with its kernels, which write into one output. Their input gradients are concatenated, which needs
-the memory of the largest of these tensors twice during a layer's backward pass. A group is either a
-contiguous part of the batch (ghost batches, Hoffer et al. 2017, arXiv:1705.08741, section 4), or
-the batches of several workers, which exchange two numbers per channel forward and two backward.
+A single group on one worker uses PyTorch's batch_norm. Outside of compiled graphs, several groups
+are normalised one by one with its kernels, which write into one output. Their input gradients are
+concatenated, which needs the memory of the largest of these tensors twice during a layer's backward
+pass. A group is either a contiguous part of the batch (ghost batches, Hoffer et al. 2017,
+arXiv:1705.08741, section 4), or the batches of several workers, which exchange two numbers per
+channel forward and two backward.
 
 With y = (x - mean) / std over the n values that a channel has in a group, the gradient is
 dx = weight / std * (dy - mean(dy) - y * mean(dy * y)) (Ioffe and Szegedy 2015, arXiv:1502.03167,
@@ -97,7 +98,8 @@ def normalise_in_graph(
     _check(images, span=span, group=None)
     exact = exact_type(images)
     weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
-    if len(images) <= span:
+    groups = -(-len(images) // span)
+    if groups <= 1:
         mean, variance = torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
         out = F.batch_norm(
             images,
@@ -109,7 +111,7 @@ def normalise_in_graph(
             momentum=1.0,  # replaces the zeros by the moments
             eps=eps,
         )
-        return out, Moments(mean, variance), 1
+        return out, Moments(mean, variance), groups
     outs, sums = [], torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
     whole = len(images) // span * span
     sizes = [whole, len(images) - whole] if whole < len(images) else [whole]
@@ -125,10 +127,10 @@ def normalise_in_graph(
         if bias is not None:
             out = out + bias.view(per_channel)
         outs.append(out.to(images.dtype).flatten(0, 1))
-        found = torch.stack([mean, variance * (num / (num - 1))])
+        found = torch.stack([mean, variance * (num / (num - 1))]).detach()
         sums = sums + found.sum(1).flatten(1)
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return out, Moments(*sums), -(-len(images) // span)
+    return out, Moments(*sums), groups
 
 
 def _check(images: Tensor, *, span: int, group: Group | None) -> None:

@@ -28,8 +28,8 @@ _FAR = 8.0
 the variance by more than 1e-6, if batches differ as much as samples do."""
 
 _TOGETHER = 32
-"""Batches that a GPU merges at once: to launch the kernels of a merge takes it longer than to run
-them."""
+"""Batches that are merged at once on a GPU, because launching the kernels of a merge takes longer
+than running them."""
 
 _LOSSY = 1e4
 """Squared distance, in variances, of an origin from which sums of squares keep only 12 digits."""
@@ -55,7 +55,8 @@ class Moments:
         return cls(0.0, zeros, zeros.clone())
 
     def to(self, device: torch.device) -> Self:
-        """Return the moments on a device; not a copy if they are there."""
+        """Return the moments on a device, with all batches; not a copy if they are there."""
+        self.merge()
         return replace(self, mean=self.mean.to(device), deviations=self.deviations.to(device))
 
     @property
@@ -73,8 +74,8 @@ class Moments:
             mean, deviations = self.in_parts(values)
             self._merge(count, mean, deviations)
             return mean, deviations / count
-        self._pending.append((count, *self.in_one(values)))
-        _, mean, var = self._pending[-1]
+        mean, var = self.in_one(values)
+        self._pending.append((count, mean, var))
         if len(self._pending) == _TOGETHER:
             self.merge()
         return mean, var
@@ -146,8 +147,6 @@ def pool(
     If a mean is so far from zero that digits are lost, all workers see that in the sums and sum
     again, with these means as origins, rounded to `dtypes` or float32, whichever is longer.
     """
-    for part in parts:
-        part.merge()
     parts = [part.to(parts[0].mean.device) for part in parts]
     pooled, lossy = _pool_about(parts, [part.mean.new_zeros(1) for part in parts], backend)
     if lossy:

@@ -102,7 +102,7 @@ class _Statistics:
         """Return the change from these statistics to the measured ones."""
         old = self.mean, self.var
         changes = _change(old, self.measured(moments), eps=self.eps)
-        shift, ratio = torch.stack(changes).cpu()  # sync: for the report; kernels take longer
+        shift, ratio = torch.stack(changes).cpu()  # sync: once per layer, for the report
         quantiles = shift.new_tensor(QUANTILES)
         return LayerDrift(
             name=self.name,
@@ -314,7 +314,8 @@ def _watch(owner: _Statistics, part: Moments, *, as_in_training: bool) -> Callab
     moments as running statistics: the same numbers, measured once instead of twice, without dropout
     inside a layer, and without changing other flags. On a GPU several spans are processed at once,
     which is still faster; the layer then normalises them itself, without updating statistics. So
-    does InstanceNorm, which has no running statistics during the pass.
+    does InstanceNorm, which has no running statistics during the pass. On a GPU these tensors are
+    merged into the sums later, so nothing may write to them.
     """
 
     def watch(layer: _NormBase, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:

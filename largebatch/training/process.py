@@ -4,6 +4,7 @@ Without them, Python's garbage collector would stop every worker at a different 
 """
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,20 +13,18 @@ from torch.backends import cudnn
 
 from largebatch.recipe.arithmetic.plan import Plan
 
-
-_FROZEN_BY_PYTHON = 1000
-"""More than the number of objects that Python 3.12 freezes as it starts; other versions freeze
-none."""
+_FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
+"""Maximum number of objects that Python itself freezes as it starts."""
 
 
 @contextmanager
 def collected_by_hand() -> Iterator[None]:
     """Run the garbage collector only at calls of gc.collect(), over objects created inside.
 
-    Earlier objects are frozen, so that a call takes milliseconds. The collector is restored
-    afterwards.
+    Earlier objects are frozen, so that a call takes milliseconds. Afterwards the collector is
+    enabled as before, and nothing is frozen that was not, nor unfrozen but Python's own objects.
     """
-    enabled, freezes = gc.isenabled(), gc.get_freeze_count() < _FROZEN_BY_PYTHON
+    enabled, freezes = gc.isenabled(), gc.get_freeze_count() <= _FROZEN_BY_PYTHON
     gc.disable()
     if freezes:  # else unfreeze() would free what somebody else froze
         gc.freeze()

@@ -79,7 +79,7 @@ def test_only_the_first_batch_waits_for_a_gpu() -> None:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield images, images
         torch.cuda.set_sync_debug_mode("error")
-        for _ in range(40):  # of which 32 are merged
+        for _ in range(40):  # after 31 of them batches are merged
             yield images, images
         torch.cuda.set_sync_debug_mode("default")
 

@@ -172,7 +172,7 @@ def test_what_is_recomputed_in_the_backward_pass_counts_once(
 def test_convolutions_of_graphs_get_the_memory_format_of_the_images(
     span: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In either pass: of another, cuDNN makes a copy first, which took a quarter of an update."""
+    """Forward and backward: cuDNN copies tensors in another format first."""
     formats: list[bool] = []
 
     def take(graph: GraphModule, inputs: object) -> Callable[..., Tensor]:

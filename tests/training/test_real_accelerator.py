@@ -112,8 +112,10 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
 @needs_accelerator
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(("span", "budget"), [(8, 1.25), (4, 2.1)])
-def test_an_update_launches_little_more_than_a_plain_loop(span: int, budget: float) -> None:
-    """In kernels, of which an operation of the simulated device may be several."""
+def test_launches_of_an_update_are_in_proportion_to_those_of_a_plain_loop(
+    span: int, budget: float
+) -> None:
+    """In kernels, of which an operation may be several: 449 beside 222 with two spans on an H100."""
     network = build("resnet18", num_classes=10)
     ours = updates(Serial(DEVICE), Case(span=span), network)[2]["launches"]
     plain = plain_counts(DEVICE)["launches"]
