@@ -7,7 +7,7 @@ from torch import nn
 from largebatch.distributed.serial import Serial
 from largebatch.models import batchnorm_functional, build
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
-from largebatch.models.batchnorm_functional import normalise
+from largebatch.models.batchnorm_functional import Moments, normalise, normalise_in_graph
 
 CPU = Serial(torch.device("cpu"))
 
@@ -41,6 +41,32 @@ def test_each_group_is_normalised_as_batchnorm_would(
     (plain * weights).sum().backward()
     torch.testing.assert_close(ghost(x), plain)
     torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("span", [16, 4, 6], ids=["one group", "groups", "a smaller last one"])
+@pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 4, 3)], ids=["0d", "1d", "2d"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_operations_of_compiled_graphs_have_the_same_result(
+    dtype: torch.dtype, shape: tuple[int, ...], span: int, affine: bool
+) -> None:
+    exact = torch.promote_types(dtype, torch.float32)
+    weight, bias = images(2, 5, seed=2).to(exact) if affine else (None, None)
+    slope = images(16, *shape, seed=1).to(dtype)
+    means = Moments(*torch.zeros(2, 5, dtype=exact))
+    ours, plain = (images(16, *shape).to(dtype).requires_grad_() for _ in range(2))
+    out, sums, num = normalise_in_graph(ours, weight, bias, eps=1e-5, span=span)
+    expected = normalise(plain, weight, bias, eps=1e-5, span=span, moments=means)
+    for result in (out, expected):
+        (result * slope).sum().backward()
+    assert num == -(-16 // span)
+    assert out.dtype == expected.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected, rtol=4 * eps, atol=64 * eps)
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=4 * eps, atol=64 * eps)
+    for total, mean in zip(sums, means, strict=True):
+        assert not total.requires_grad
+        torch.testing.assert_close(total / num, mean, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cached", [1, 100, 10**6], ids=["one by one", "in parts", "at once"])
