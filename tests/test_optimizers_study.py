@@ -1,5 +1,6 @@
 """The study of optimizers: equal searches, order, resumption, critical batches and tables."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -17,8 +18,16 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import optimizers  # noqa: E402
 import optimizers_together  # noqa: E402
+from measuring import RESULTS, newest  # noqa: E402
 from optimizers import RECIPE, TRIALS, Study, proposals, score, train  # noqa: E402
-from optimizers_figure import Critical, critical_batch, critical_batches, seeds_of, show  # noqa: E402
+from optimizers_figure import (  # noqa: E402
+    Critical,
+    critical_batch,
+    critical_batches,
+    seeds_of,
+    show,
+    tables,
+)
 from optimizers_runs import (  # noqa: E402
     NETWORKS,
     RESNET,
@@ -274,3 +283,15 @@ def test_only_seeds_of_every_batch_are_fitted(tmp_path: Path) -> None:
     found = critical_batches(by_batch, 0.6, epochs=25)
     assert found is not None
     assert found.value.number == 2
+
+
+def test_the_page_has_the_tables_of_the_newest_results() -> None:
+    path = newest(optimizers.NAME, RESULTS)
+    assert path is not None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    study = Study(path, optimizers.every_cell([]), epochs=content["epochs"])
+    assert {len(runs) for runs in seeds_of(study).values()} == {optimizers.SEEDS}
+    lines = [line for line in tables(study, content["targets"]) if line]
+    page = ROOT / "docs" / "studies" / "optimizers.md"
+    assert len(lines) > 60
+    assert not set(lines) - set(page.read_text(encoding="utf-8").splitlines())
