@@ -131,8 +131,8 @@ MUTANTS = (
     Mutant(
         "every batch counts alike, however many samples it has",
         "polish/moments.py",
-        "count = values.numel() // len(mean)\n        total",
-        "count = 1\n        total",
+        "            self._merge(count, mean, deviations)\n            return",
+        "            self._merge(1, mean, deviations)\n            return",
         "polish/test_polish_exact.py::test_every_type_of_layer_has_exact_statistics",
     ),
     Mutant(
@@ -141,6 +141,13 @@ MUTANTS = (
         "        self.deviations.addcmul_(shift, shift, value=self.count * count / total)\n",
         "",
         "polish/test_polish_exact.py::test_every_type_of_layer_has_exact_statistics",
+    ),
+    Mutant(
+        "what batches that a GPU merges differ by is no variance",
+        "polish/moments.py",
+        "within + _weighted_sum((every - mean).square_(), counts)",
+        "within",
+        "polish/test_polish_exact.py::test_an_accelerator_merges_many_batches_at_once_and_exactly",
     ),
     Mutant(
         "variances are the population's",
