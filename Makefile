@@ -34,11 +34,12 @@ BENCH_PYTHON ?= $(BIN)/python
 # Parts of benchmarks/gpu.py that bench-gpu runs, such as: resnet50 roofline; the default is all.
 BENCH_PARTS ?=
 
+# Hides NVIDIA's and AMD's GPUs, which several workers of a test would share; bench-gpu runs the
+# tests that need one.
+ON_CPUS := CUDA_VISIBLE_DEVICES=
+
 # Four processes, because some wait for their workers; each runs whole files, so that a file trains
 # the runs that its tests share only once.
-# Tests compute on CPUs: several workers would share a GPU. NVIDIA's and AMD's are hidden; bench-gpu
-# runs the tests that need one.
-ON_CPUS := CUDA_VISIBLE_DEVICES=
 PYTEST := $(ON_CPUS) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
@@ -55,7 +56,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 quickstart: $(VENV)/.installed
 	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
-	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
+	$(ON_CPUS) $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
 	@echo "open the report in a browser, or look at the PNG files beside it; next: README.md"
 
 # -E: rebuild all pages, because generated pages change with the package and not with a file.

@@ -139,10 +139,12 @@ def critical_batches(
     if not seeds or sum(bool(one) for one in reached.values()) < LEAST_BATCHES:
         return None
     counted = [
-        {batch: reached[batch].get(seed, epochs) for batch in sorted(reached)}
+        {batch: one.get(seed, epochs) for batch, one in sorted(reached.items())}
         for seed in sorted(seeds)
     ]
-    means = [statistics.fmean(one[batch] for one in counted) for batch in sorted(reached)]
+    means = [
+        statistics.fmean(each) for each in zip(*(one.values() for one in counted), strict=True)
+    ]
     if means != sorted(means):
         return None
     fits = [critical_batch(one) for one in counted]

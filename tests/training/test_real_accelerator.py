@@ -112,7 +112,7 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
 @needs_accelerator
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(("span", "budget"), [(8, 1.25), (4, 2.1)])
-def test_an_update_launches_at_most_twice_as_much_as_a_plain_loop(span: int, budget: float) -> None:
+def test_launches_of_an_update_are_within_a_budget(span: int, budget: float) -> None:
     """In kernels, of which an operation may be several: 449 of two spans beside 222 on an H100."""
     network = build("resnet18", num_classes=10)
     ours = updates(Serial(DEVICE), Case(span=span), network)[2]["launches"]
