@@ -89,6 +89,7 @@ def checkpoint(model: nn.Module, optimizer: LARS, step: int) -> Checkpoint:
         "scaler": {},
         "ema": {},
         "snapshot": {},
+        "extra": {},
         "stages": [],
         "progress": {"step": step},
     }
