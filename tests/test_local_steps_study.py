@@ -30,7 +30,10 @@ def test_learners_send_once_in_so_many_samples(arm: study.Arm) -> None:
     assert samples * steps == study.MU * arm.interval
 
 
-def test_real_learners_send_as_much_by_local_steps_as_by_hardsync(tmp_path: Path) -> None:
+def test_real_learners_send_as_much_by_local_steps_as_by_hardsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "LEARNERS", 2)
     sent = {}
     for name in (study.LOCAL, "hardsync"):
         found = study.carry_out(study.Arm(name, 4), 0.01, seed=1, args=options(tmp_path))
@@ -40,7 +43,10 @@ def test_real_learners_send_as_much_by_local_steps_as_by_hardsync(tmp_path: Path
         assert each == pytest.approx(1 / samples, rel=1 / 11)
 
 
-def test_a_run_that_diverges_is_as_good_as_chance_and_is_not_made_again(tmp_path: Path) -> None:
+def test_a_run_that_diverges_is_as_good_as_chance_and_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "LEARNERS", 2)
     for _ in range(2):
         found = study.carry_out(study.Arm("hardsync", 1), 1e6, seed=1, args=options(tmp_path))
         assert found["top1"] == 0.1

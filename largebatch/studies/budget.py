@@ -12,14 +12,13 @@ from datetime import timedelta
 from statistics import fmean
 
 from largebatch.distributed.environment import available_cores
-from largebatch.distributed.serial import Serial
 from largebatch.formatting import plural
 from largebatch.measure.estimate import estimate
-from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.studies.hosts.namespaces import payload_bandwidth
 from largebatch.studies.hosts.starts import Start
+from largebatch.studies.servers.simulated import weights_of
 from largebatch.studies.servers.traffic import beside, central, ring
 from largebatch.studies.staleness.run import Run
 from largebatch.studies.staleness.study import Cell
@@ -105,8 +104,7 @@ def _update_seconds(start: Start) -> float:
 def _message_bytes(start: Start) -> float:
     """Return the bytes of an update on the busiest link, which carries them one after the other."""
     recipe, workers = start.job.recipe, len(start.placement.hosts)
-    model = build_model(recipe, Serial().device)
-    weights, protocol = list(model.parameters()), recipe.protocol
+    weights, protocol = weights_of(recipe), recipe.protocol
     if protocol is None:
         total = sum(weight.nbytes for weight in weights)
         return max(link.sent for link in ring(total, workers=workers))
