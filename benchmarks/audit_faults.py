@@ -17,7 +17,7 @@ from typing import Any, get_args
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests" / "support"))
 
-from measuring import RESULTS, write  # noqa: E402
+from measuring import RESULTS, newest, write  # noqa: E402
 from planted_audit import findings_of, load  # noqa: E402
 
 from largebatch.measure.audit import Findings  # noqa: E402
@@ -111,15 +111,15 @@ def _row(script: ModuleType, findings: Findings | str) -> dict[str, Any]:
 
 def newest_result(name: str) -> tuple[str, dict[str, Any]] | None:
     """Return the file name and the content of the newest results of a benchmark."""
-    path = max(RESULTS.glob(f"{name}_*_*.json"), default=None)
+    path = newest(name, RESULTS, machine="*")
     return None if path is None else (path.name, json.loads(path.read_text(encoding="utf-8")))
 
 
 def page() -> str:
     """Return the page of the newest results."""
-    newest = newest_result("audit_faults")
-    assert newest is not None, "no results: run python benchmarks/audit_faults.py"
-    file, result = newest
+    found = newest_result("audit_faults")
+    assert found is not None, "no results: run python benchmarks/audit_faults.py"
+    file, result = found
     faults, correct = _planted(result["faults"]), _correct(result["correct"])
     tables = (faults, correct, _published(), _first_sight(result))
     head = HEAD.format(command=result["command"], file=file)
@@ -156,9 +156,9 @@ def _correct(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _published() -> Iterator[str]:
     """Yield the table of the newest audit of published scripts (audit_published.py)."""
-    newest = newest_result("audit_published")
-    assert newest is not None, "no results: run python benchmarks/audit_published.py CHECKOUTS"
-    file, result = newest
+    found = newest_result("audit_published")
+    assert found is not None, "no results: run python benchmarks/audit_published.py CHECKOUTS"
+    file, result = found
     yield PUBLISHED.format(command=result["command"], file=file)
     yield "| published script | faults | notes | changes |"
     yield "|---|---|---|---|"

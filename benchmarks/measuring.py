@@ -175,9 +175,12 @@ def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = Non
         return json.loads(file.read_text())
 
 
-def newest(name: str, folder: Path) -> Path | None:
-    """Return the newest results of this name on a machine like this one; None without any."""
-    return max(folder.glob(f"{name}_{hardware()}_*.json"), default=None)
+def newest(name: str, folder: Path, *, machine: str | None = None) -> Path | None:
+    """Return the newest results of this name; None without any.
+
+    They are of `machine`, which may be a pattern such as `*`; by default of one like this.
+    """
+    return max(folder.glob(f"{name}_{machine or hardware()}_*.json"), default=None)
 
 
 def recorded(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

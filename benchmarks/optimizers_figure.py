@@ -138,13 +138,11 @@ def critical_batches(
     seeds = set.intersection(*made) if made else set()
     if not seeds or sum(bool(one) for one in reached.values()) < LEAST_BATCHES:
         return None
+    batches = sorted(reached)
     counted = [
-        {batch: one.get(seed, epochs) for batch, one in sorted(reached.items())}
-        for seed in sorted(seeds)
+        {batch: reached[batch].get(seed, epochs) for batch in batches} for seed in sorted(seeds)
     ]
-    means = [
-        statistics.fmean(each) for each in zip(*(one.values() for one in counted), strict=True)
-    ]
+    means = [statistics.fmean(one[batch] for one in counted) for batch in batches]
     if means != sorted(means):
         return None
     fits = [critical_batch(one) for one in counted]

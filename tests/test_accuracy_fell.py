@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import accuracy_fell as study  # noqa: E402
+from measuring import RESULTS, newest  # noqa: E402
 
 from largebatch.report.style import save_png  # noqa: E402
 
@@ -16,7 +17,8 @@ PAGE = ROOT / "docs" / "accuracy-fell.md"
 
 
 def newest_loops() -> dict[str, object]:
-    path = max((ROOT / "benchmarks" / "results").glob("accuracy_fell_*.json"))
+    path = newest(study.NAME, RESULTS, machine="cpu2")
+    assert path is not None
     loops: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))["loops"]
     return loops
 

@@ -15,7 +15,7 @@ import averaged_figure  # noqa: E402
 import averaged_weights as study  # noqa: E402
 from averaged_passes import Images, augmented, distance, merge, new_model, on_workers  # noqa: E402
 from averaged_weights import Averages, Run, mean_of, schedule, snapshot, train_sgd  # noqa: E402
-from measuring import RESULTS  # noqa: E402
+from measuring import RESULTS, newest  # noqa: E402
 
 
 def small_images(number: int, side: int = 8) -> Images:
@@ -197,7 +197,8 @@ def test_the_figure_and_the_tables_are_made_of_the_results(
 
 
 def test_the_page_has_the_tables_of_the_newest_results() -> None:
-    path = max(RESULTS.glob(f"{study.NAME}_cpu2_*.json"))  # on a machine of any kind
+    path = newest(study.NAME, RESULTS, machine="cpu2")
+    assert path is not None
     page = (ROOT / "docs" / "averaged-weights.md").read_text(encoding="utf-8").splitlines()
     lines = [line for line in averaged_figure.tables(study.read(path)) if line]
     assert len(lines) > 40

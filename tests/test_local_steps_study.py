@@ -21,6 +21,12 @@ def options(work: Path) -> Options:
     return argparse.Namespace(work=work, epochs=1, seeds=2)
 
 
+@pytest.fixture
+def two_learners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start half as many processes as the study."""
+    monkeypatch.setattr(study, "LEARNERS", 2)
+
+
 @pytest.mark.parametrize("arm", study.ARMS, ids=lambda arm: arm.name)
 def test_learners_send_once_in_so_many_samples(arm: study.Arm) -> None:
     recipe = arm.recipe(0.01, seed=1, epochs=1)
@@ -30,10 +36,8 @@ def test_learners_send_once_in_so_many_samples(arm: study.Arm) -> None:
     assert samples * steps == study.MU * arm.interval
 
 
-def test_real_learners_send_as_much_by_local_steps_as_by_hardsync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "LEARNERS", 2)
+@pytest.mark.usefixtures("two_learners")
+def test_real_learners_send_as_much_by_local_steps_as_by_hardsync(tmp_path: Path) -> None:
     sent = {}
     for name in (study.LOCAL, "hardsync"):
         found = study.carry_out(study.Arm(name, 4), 0.01, seed=1, args=options(tmp_path))
@@ -43,10 +47,8 @@ def test_real_learners_send_as_much_by_local_steps_as_by_hardsync(
         assert each == pytest.approx(1 / samples, rel=1 / 11)
 
 
-def test_a_run_that_diverges_is_as_good_as_chance_and_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "LEARNERS", 2)
+@pytest.mark.usefixtures("two_learners")
+def test_a_run_that_diverges_is_as_good_as_chance_and_is_not_made_again(tmp_path: Path) -> None:
     for _ in range(2):
         found = study.carry_out(study.Arm("hardsync", 1), 1e6, seed=1, args=options(tmp_path))
         assert found["top1"] == 0.1

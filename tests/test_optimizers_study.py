@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import optimizers  # noqa: E402
 import optimizers_together  # noqa: E402
-from measuring import RESULTS  # noqa: E402
+from measuring import RESULTS, newest  # noqa: E402
 from optimizers import RECIPE, TRIALS, Study, proposals, score, train  # noqa: E402
 from optimizers_figure import (  # noqa: E402
     Critical,
@@ -285,13 +285,9 @@ def test_only_seeds_of_every_batch_are_fitted(tmp_path: Path) -> None:
     assert found.value.number == 2
 
 
-def committed(name: str) -> Path:
-    """Return the newest results that the page quotes, whatever machine this is."""
-    return max(RESULTS.glob(f"{name}_cpu2_*.json"))
-
-
 def test_the_page_has_the_tables_of_the_newest_results() -> None:
-    path = committed(optimizers.NAME)
+    path = newest(optimizers.NAME, RESULTS, machine="cpu2")
+    assert path is not None
     content = json.loads(path.read_text(encoding="utf-8"))
     study = Study(path, optimizers.every_cell([]), epochs=content["epochs"])
     assert {len(runs) for runs in seeds_of(study).values()} == {optimizers.SEEDS}
@@ -302,7 +298,8 @@ def test_the_page_has_the_tables_of_the_newest_results() -> None:
 
 
 def test_the_page_has_the_grids_that_were_searched_together() -> None:
-    path = committed(optimizers_together.NAME)
+    path = newest(optimizers_together.NAME, RESULTS, machine="cpu2")
+    assert path is not None
     cells = [
         Cell(RESNET, optimizer, optimizers_together.BATCH)
         for optimizer in optimizers_together.OPTIMIZERS
