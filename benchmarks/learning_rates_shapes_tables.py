@@ -270,10 +270,10 @@ def _draw_shapes(axes: "Axes", found: Sequence[Changed]) -> None:
     axes.set_yticks(
         range(len(found)), [f"{it.policy}: {it.change.replace('-x-', ' x ')}" for it in found]
     )
-    axes.invert_yaxis()
+    axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set(
         title="a changed shape at a rate of its own",
-        xlabel="points of top-1 above the own shape; grey: what does not count",
+        xlabel=f"points of top-1 above the own shape; grey: within {MARGIN:g} point",
     )
 
 

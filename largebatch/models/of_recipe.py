@@ -39,6 +39,12 @@ def new_model(recipe: Recipe) -> nn.Module:
     return model
 
 
+def model_without_memory(recipe: Recipe) -> nn.Module:
+    """Build the model on the meta device: its weights have names and shapes, and no numbers."""
+    with torch.device("meta"):
+        return _build(recipe, head_std=None)
+
+
 def in_precision(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
     """Make the model compute in the recipe's precision on this type of device; return it."""
     if recipe.precision != "fp32":
@@ -83,7 +89,7 @@ def require_accepted(recipe: Recipe, image_sizes: Collection[int] = ()) -> None:
     else:
         return
     with torch.device("meta"), torch.no_grad():
-        model = _build(recipe, head_std=None).eval()
+        model = model_without_memory(recipe).eval()
         for sample in samples:
             reason = _refusal(model, sample, num_classes=recipe.data.classes)
             if reason:

@@ -16,8 +16,9 @@ from largebatch.distributed.reducer import (
     divide,
     quadratic,
 )
-from largebatch.models import build, norm_parameters
+from largebatch.models import norm_parameters
 from largebatch.models.compiled import reuses_memory
+from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe import execution
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
@@ -68,15 +69,9 @@ def copies_gradients(
 
 
 def describe_groups(recipe: Recipe) -> str:
-    """Describe the gradient groups; the model is built without memory for its weights."""
+    """Describe the gradient groups."""
     section = recipe.reduction
-    with torch.device("meta"):
-        model = build(
-            recipe.model.name,
-            num_classes=recipe.data.classes,
-            arguments=recipe.model.arguments,
-            head_std=recipe.model.head_std,
-        )
+    model = model_without_memory(recipe)
     exact, grouping = kept_exact(recipe, model), grouping_of(recipe.execution.groups)
     groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
     width = 4 if section.dtype == "fp32" else 2

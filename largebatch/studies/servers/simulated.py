@@ -17,7 +17,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from largebatch.models import build, param_groups
+from largebatch.models import param_groups
+from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe.recipe import Recipe
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.namespaces import payload_bandwidth
@@ -89,11 +90,7 @@ def _of(cell: Cell, samples: float) -> Cell:
 
 def weights_of(recipe: Recipe) -> list[torch.Tensor]:
     """Return the weights of a recipe's model without numbers, in the order of its optimizer."""
-    with torch.device("meta"):
-        model = build(
-            recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
-        )
-    groups = param_groups(model, weight_decay=0.0)
+    groups = param_groups(model_without_memory(recipe), weight_decay=0.0)
     return [weight.detach() for group in groups for weight in group["params"]]
 
 
