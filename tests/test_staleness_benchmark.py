@@ -147,15 +147,16 @@ def test_an_exact_interval_is_that_of_the_tables() -> None:
 
 
 def test_waiting_costs_more_where_learners_straggle() -> None:
-    found: dict[str, Any] = {
-        name: simulated(factor, model_bytes=4e5, gradients=3_000)["sigma 30"]
-        for name, factor in distributions([1.0]).items()
-    }
-    usual, worst = found["usual: lognormal 0.1"], found["1 of 50 takes 10 times as long"]
+    factors = distributions([1.0])
+    names = ("usual: lognormal 0.1", "1 of 50 takes 10 times as long", "recorded here")
+    found: list[dict[str, Any]] = [
+        simulated(factors[name], model_bytes=4e5, gradients=3_000)["sigma 30"] for name in names
+    ]
+    usual, worst, recorded = found
     times = [found["hardsync takes, times"]["mean"] for found in (usual, worst)]
     assert 1 < times[0] < 1.6 < times[1]
     assert usual["tau > 2 sigma"]["gradients"] == 0
-    alike = found["recorded here"]["hardsync takes, times"]
+    alike = recorded["hardsync takes, times"]
     assert alike["mean"] == pytest.approx(1.1, abs=0.15)
     assert alike["high"] - alike["low"] < 0.01
     late = [mean_tau(updates, model_bytes=4e5, gradients=600) for updates in (30, 300)]
