@@ -3,8 +3,8 @@
     python benchmarks/servers_simulated.py
 
 Nothing is started. What an update takes besides its gradient, and the times that the simulated ones
-are held against, are those of the starts in servers_cpu2_2026-11-23.json. The figure has a panel
-for each model: lines are simulated, points measured, with Student's interval of 95 %.
+are held against, are those of the newest starts (studies_on_hosts.py servers jaeger). The figure
+has a panel for each model: lines are simulated, points measured, with Student's interval of 95 %.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measuring import RESULTS, write
+from measuring import RESULTS, newest, write
 from studies_on_hosts import as_interval
 
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
@@ -24,7 +24,6 @@ from largebatch.studies.servers.study import ALONE, Cell, cells_of, load_study
 if TYPE_CHECKING:
     from largebatch.report.style import Figure
 
-STARTS = RESULTS / "servers_cpu2_2026-11-23.json"
 NAME = "servers_simulated"
 DASHED = {"central-2": (4, 2), "central-4": (2, 2), "central-4-split": (6, 2, 1, 2)}
 
@@ -32,7 +31,10 @@ DASHED = {"central-2": (4, 2), "central-4": (2, 2), "central-4-split": (6, 2, 1,
 def main() -> None:
     """Simulate, write the result and draw it."""
     study, folder = load_study("jaeger"), Path()
-    started = recorded(cells_of(study, folder))
+    starts = newest("servers", RESULTS)
+    if starts is None:
+        raise SystemExit("the starts are those of benchmarks/studies_on_hosts.py: write them first")
+    started = recorded(starts, cells_of(study, folder))
     simulated = sweeps(study, folder, started)
     by_name = {row.cell.name: row for row in simulated["workers"]}
     measured = [row for row in started if row.cell.name in by_name]  # Horovod is not simulated
@@ -43,7 +45,7 @@ def main() -> None:
     ]
     print("\n".join(words))
     result = {
-        "starts": STARTS.name,
+        "starts": starts.name,
         "findings": words,
         "held against starts": [
             {
@@ -66,9 +68,9 @@ def main() -> None:
     )
 
 
-def recorded(cells: Sequence[Cell]) -> list[Row]:
+def recorded(starts: Path, cells: Sequence[Cell]) -> list[Row]:
     """Return the rows of the starts, with their seconds alone."""
-    rows = {row["cell"]: row for row in json.loads(STARTS.read_text(encoding="utf-8"))["rows"]}
+    rows = {row["cell"]: row for row in json.loads(starts.read_text(encoding="utf-8"))["rows"]}
     found = {
         name: {
             seed: Found(
