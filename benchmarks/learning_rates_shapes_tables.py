@@ -25,7 +25,7 @@ from measuring import RESULTS, newest
 from scipy.stats import spearmanr
 
 from largebatch.report.style import COLOURS
-from largebatch.studies.metrics import Interval, interval, robustness
+from largebatch.studies.metrics import Interval, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +34,9 @@ Result = Mapping[str, Any]
 """What was measured of a configuration."""
 
 Runs = Mapping[tuple[str, str], dict[int, float]]
+
+LOW, HIGH = 0.25, 1.4
+"""Multiples of the rate whose changes are compared."""
 
 FIGURE = Path(__file__).parent.parent / "docs" / "learning-rate-scales.png"
 
@@ -78,40 +81,42 @@ def scales_of(result: Result) -> dict[str, dict[float, BySeed]]:
     return found
 
 
-def areas_of(scales: Mapping[float, BySeed]) -> dict[int, float]:
-    """Return the mean top-1 over the logarithm of the multiples up to 1, by seed.
+def changes_of(scales: Mapping[float, BySeed], factor: float) -> dict[int, float]:
+    """Return top-1 at a multiple of the rate found minus that at the rate itself, by seed.
 
-    Of none if a run of these fails.
+    Of none if a run of either fails.
     """
-    below = {at: top1 for at, top1 in scales.items() if at <= 1}
-    if not no_run_fails(*below.values()):
+    at, found = scales[factor], scales[1.0]
+    if not no_run_fails(at, found):
         return {}
-    return {
-        seed: robustness({scale: [each[seed]] for scale, each in below.items()}).area
-        for seed in below[1.0]
-    }
+    return {seed: at[seed] - found[seed] for seed in found}
 
 
 def _scales(one: Configuration, result: Result) -> Iterator[str]:
     titles = " | ".join(f"{factor:g}" for factor in FACTORS)
     yield (
         f"### {one.key}: top-1 in % at multiples of the rate found, of seeds that did not fail; "
-        "mean up to 1, and minus that of fix"
+        f"points that {LOW:g} and {HIGH:g} times it change, the intervals of a column together"
     )
-    yield f"| policy | {titles} | mean of 1/4 to 1 | minus fix, together |"
-    yield "|---" * (len(FACTORS) + 3) + "|"
+    yield f"| policy | {titles} | at {LOW:g} | minus that of fix | at {HIGH:g} |"
+    yield "|---" * (len(FACTORS) + 4) + "|"
     scales = scales_of(result)
-    areas = {name: areas_of(scales[name]) for name in SCALED}
-    noise = noise_of([area for area in areas.values() if area])
-    for name, area in areas.items():
+    low, high = ({name: changes_of(scales[name], at) for name in SCALED} for at in (LOW, HIGH))
+    noise = noise_of([change for change in low.values() if change])
+    for name in SCALED:
         cells = [_of_whole(scales[name][factor].values()) for factor in FACTORS]
-        mean = f"{100 * statistics.fmean(area.values()):.1f}" if area else "fails"
+        costs = f"{100 * statistics.fmean(low[name].values()):+.1f}" if low[name] else "fails"
         points = ""
-        if name != "fix" and area and areas["fix"]:
-            terms = [(1.0, area), (-1.0, areas["fix"])]
+        if name != "fix" and low[name] and low["fix"]:
+            terms = [(1.0, low[name]), (-1.0, low["fix"])]
             found = contrast(terms, noise, together=len(SCALED) - 1).scaled(100)
             points = found.with_ends("+.1f")
-        yield f"| {name} | {' | '.join(cells)} | {mean} | {points} |"
+        gains = "fails"
+        if high[name]:
+            gains = (
+                interval(high[name].values(), together=len(SCALED)).scaled(100).with_ends("+.1f")
+            )
+        yield f"| {name} | {' | '.join(cells)} | {costs} | {points} | {gains} |"
 
 
 def _of_whole(top1: Collection[float]) -> str:

@@ -122,8 +122,10 @@ def rank_correlation(one: Policies, other: Policies) -> float:
 def orders(one: Policies, other: Policies) -> tuple[int, int, int]:
     """Return the numbers of pairs of policies with surely another order, and surely the same.
 
-    And how many pairs there are. Surely: together for all pairs of both.
+    And how many pairs there are, of policies of which no run diverged. Surely: together for all
+    pairs of both.
     """
+    one, other = whole(one), whole(other)
     names = [name for name in one if name in other]
     pairs = [(a, b) for at, a in enumerate(names) for b in names[at + 1 :]]
     signs = [
