@@ -235,7 +235,7 @@ def _draw(path: Path, measured: Mapping[Configuration, Result]) -> None:
         _draw_scales(left, scales_of(result))
         left.set_title(f"{one.key}: robustness")
         _draw_shapes(right, shapes_of(result))
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def _draw_scales(axes: "Axes", every: Mapping[str, Mapping[float, BySeed]]) -> None:
