@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from measuring import RESULTS, newest
 from optimizers import BATCHES, NAME, Study, at_end, best_of, every_cell
-from optimizers_runs import AS_IS, POLISHED, RESNET, SECTIONS, VIT, Cell, epochs_to
+from optimizers_runs import AS_IS, LABELS, POLISHED, RESNET, SECTIONS, VIT, Cell, epochs_to
 
 from largebatch.report.noise import MORE_STEPS
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
@@ -41,7 +41,6 @@ PANELS = {
 }
 """Network and column of the curves of each panel."""
 
-LABELS = dict(zip(SECTIONS, ("Nesterov SGD", "LARS", "LAMB", "AdamW", "Muon"), strict=True))
 SHADES = dict(
     zip(
         SECTIONS,

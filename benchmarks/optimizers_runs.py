@@ -57,6 +57,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 """Section `optimizer` without the weight decay."""
 
+LABELS = dict(zip(SECTIONS, ("Nesterov SGD", "LARS", "LAMB", "AdamW", "Muon"), strict=True))
+"""Names of the optimizers in tables and figures."""
+
 STARTS: dict[str, dict[str, tuple[float, float]]] = {
     RESNET: {
         "nesterov": (0.4, 5e-4),

@@ -23,7 +23,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from optimizers import Study, at_end, best_of, carry_on, parse, results
-from optimizers_runs import RESNET, Cell, Job, Setting
+from optimizers_runs import LABELS, RESNET, Cell, Job, Setting
 
 from largebatch.studies.metrics import interval
 
@@ -82,7 +82,8 @@ def show(study: Study) -> Iterator[str]:
     for cell in study.cells:
         tried = study.tried(cell)
         rates = sorted({setting.rate for setting in tried})
-        yield f"\n| {cell.optimizer}: decay, rate | {' | '.join(f'{rate:g}' for rate in rates)} |"
+        titles = " | ".join(f"{rate:g}" for rate in rates)
+        yield f"\n| {LABELS[cell.optimizer]}: decay, rate | {titles} |"
         yield "|---" * (len(rates) + 1) + "|"
         for decay in sorted({setting.decay for setting in tried}):
             scores = (tried.get(Setting(rate, decay)) for rate in rates)
