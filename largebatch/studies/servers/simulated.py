@@ -38,6 +38,9 @@ Sweep = Literal["workers", "megabits", "mini_batch"]
 UNITS: dict[Sweep, str] = {"workers": "workers", "megabits": "Mbit/s", "mini_batch": "samples"}
 """What a study sweeps, and its unit."""
 
+LIMITED = 1.25
+"""Ratio of measured to simulated seconds from which on the machine and not the links limits."""
+
 _QUANTILES = 256
 """Number of times that stand for a distribution that was not recorded."""
 
@@ -173,15 +176,22 @@ def findings(simulated: Mapping[Sweep, Sequence[Row]], measured: Sequence[Row]) 
         }
         yield from _compared(recipe, own)
     by_name = {row.cell.name: row for row in simulated["workers"]}
-    ratios = [
-        by_name[row.cell.name].seconds.mean / row.seconds.mean
+    ratios = {
+        row.cell.name: by_name[row.cell.name].seconds.mean / row.seconds.mean
         for row in measured
         if row.cell.workers > 1 and row.cell.name in by_name
-    ]
+    }
     if ratios:
+        low, high = min(ratios.values()), max(ratios.values())
         yield (
-            f"The simulated time of an update is {min(ratios):.2f} to {max(ratios):.2f} times the "
-            f"measured one over {len(ratios)} cells of several workers."
+            f"The simulated time of an update is {low:.2f} to {high:.2f} times the measured one "
+            f"over {len(ratios)} cells of several workers."
+        )
+    limited = [name for name, ratio in ratios.items() if ratio * LIMITED < 1]
+    if limited:
+        yield (
+            f"Updates took more than {LIMITED:g} times as long as simulated, so cores rather than "
+            f"links limit them and the simulation judges: {', '.join(limited)}."
         )
 
 

@@ -108,6 +108,13 @@ def test_findings_say_where_workers_pay_and_what_the_paper_says(tmp_path: Path) 
         "The simulated time of an update is 1.00 to 1.00 times the measured one over 2 cells of "
         "several workers."
     )
+    slow = replace(real[-1], found={1: replace(real[-1].first, seconds=[10.0])})
+    *_, held, limited = findings(found, [*real[:-1], slow])
+    assert " over 2 cells of several workers." in held
+    assert limited == (
+        "Updates took more than 1.25 times as long as simulated, so cores rather than links limit "
+        "them and the simulation judges: lenet5-central-4."
+    )
 
 
 def test_the_page_of_simulations_needs_no_hosts(
