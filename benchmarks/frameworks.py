@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -116,7 +117,7 @@ def main() -> None:
     add("--processes", type=int, default=1, metavar="N", help="runs at a time, of one thread each")
     add("--work", type=Path, default=Path("runs") / NAME, metavar="DIR", help="for the runs")
     args = parser.parse_args()
-    if find_spec("lightning") is None:
+    if find_spec(LIGHTNING) is None:
         raise SystemExit("this needs Lightning: pip install 'largebatch[examples]'")
     folder = None
     if args.data == "cifar10":
@@ -131,6 +132,7 @@ def main() -> None:
     with few_processes(args.processes) as pool:
         records = list(pool.map(partial(train, args.data, args.work, folder), asked))
     about = circumstances(NAME, f"python benchmarks/frameworks.py --data {args.data}")
+    about["versions"] |= {LIGHTNING: version(LIGHTNING)}
     path = newest(NAME, RESULTS) or RESULTS / f"{NAME}_{hardware()}_{today()}.json"
     every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     every[args.data] = about | summary(records)

@@ -57,7 +57,7 @@ MEASURED = {
     "diagnosis": _DIAGNOSIS,
     "defaults": (*_TRAINING, "studies/settings/settings.py", "studies/settings/transfer.py"),
     "false_alarms": ("studies/metrics.py",),
-    "frameworks": (*_TRAINING, "studies/settings/transfer.py"),
+    "frameworks": _TRAINING,
     "gradient_times": ("models/lenet5.py", "models/lstm.py", "training/loss.py", *_BATCHNORM),
     "index": ("data/index",),
     "input_gpu": _INPUT,
