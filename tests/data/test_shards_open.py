@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -84,3 +85,44 @@ def test_an_unreadable_open_shard_is_reopened(
     monkeypatch.setattr(os, "preadv", stale)
     number = len(set(shards.paths))
     assert read_shards(shards, opened, monkeypatch) == [number + 2] * 3, "once to read again"
+
+
+def test_two_threads_open_a_shard_at_the_same_time(
+    shards: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only one of the two files is kept; the other must not close before its read."""
+    real, both = os.open, threading.Barrier(2)
+    first = iter(range(2))
+
+    def together(path: str, *flags: int) -> int:
+        if next(first, None) is not None:
+            both.wait(120)
+        return real(path, *flags)
+
+    request = whole(shards)[0]
+    expected = [reading.read(shards.locate(sample)) for sample in request.samples.tolist()]
+    monkeypatch.setattr(os, "open", together)
+    with reading.open_reader(shards, 2) as reader:
+        (given,) = reading.read_ahead([request], reader)
+        assert [content.tobytes() for content in given.contents] == expected
+    assert next(first, None) is None
+    assert not caplog.messages, "no read failed"
+
+
+def test_a_shard_that_is_closed_while_it_is_read(
+    shards: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failed read in another thread, or the limit of open files, closes it."""
+    real = os.preadv
+
+    def close_first(file: int, buffers: list[memoryview], offset: int) -> int:
+        reader._files.close()
+        return real(file, buffers, offset)
+
+    request = whole(shards)[0]
+    expected = [reading.read(shards.locate(sample)) for sample in request.samples.tolist()]
+    monkeypatch.setattr(os, "preadv", close_first)
+    with reading.open_reader(shards, 1) as reader:
+        (given,) = reading.read_ahead([request], reader)
+        assert [content.tobytes() for content in given.contents] == expected
+    assert not caplog.messages, "no read failed"

@@ -143,7 +143,8 @@ class _Files:
             _read_file(content, path, mtime)
             return
         try:
-            _fill(content, self._open(path).number, int(index.offsets[sample]))
+            file = self._open(path)  # another thread may drop the reference of the cache
+            _fill(content, file.number, int(index.offsets[sample]))
         except OSError:
             self.close()  # the handle of a network file may be stale
             raise
