@@ -219,8 +219,9 @@ def new_folder(out: Path) -> Iterator[Path]:
             try:
                 yield partial
                 partial.rename(out)
-            finally:
+            except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
+                raise
     except OSError as error:
         raise DataError(
             f"{out}: cannot be written ({error.strerror}); make room or choose another place"

@@ -21,6 +21,22 @@ def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_another_process_begins_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, another = Path.rename, tmp_path / ".out.partial"
+
+    def begin_another(path: Path, target: Path) -> Path:
+        found = real(path, target)
+        another.mkdir()
+        return found
+
+    monkeypatch.setattr(Path, "rename", begin_another)
+    with new_folder(tmp_path / "out"):
+        pass
+    assert another.is_dir()
+
+
 @pytest.mark.parametrize("out", [".", "/", "empty/.."])
 def test_the_working_directory_is_not_a_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str

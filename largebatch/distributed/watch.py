@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -163,17 +163,27 @@ class Watch:
         return time.monotonic() - self._failed_since > GRACE_SECONDS
 
     def _leave_notes(self, *, waits: bool) -> None:
-        """Update the notes; stop using the store if that fails."""
-        if self._notes is None:
-            return
-        try:
-            if waits != self._waits:
-                self._notes.wait() if waits else self._notes.resume()
-            if self._busy and not waits:
-                self._notes.beat()
-        except Exception:
-            self._notes = None
+        """Update the notes; stop using the store if that fails or hangs."""
+        notes, changes, beats = self._notes, waits != self._waits, self._busy and not waits
         self._waits = waits
+        if notes is None or not (changes or beats):
+            return
+        left = threading.Event()
+
+        def leave_them() -> None:
+            with suppress(Exception):
+                if changes:
+                    notes.wait() if waits else notes.resume()
+                if beats:
+                    notes.beat()
+                left.set()
+
+        # In a thread, because the store's host may not respond.
+        leaving = threading.Thread(target=leave_them, daemon=True)
+        leaving.start()
+        leaving.join(GRACE_SECONDS)
+        if not left.is_set():
+            self._notes = None
 
     def _oldest(self) -> _Operation | None:
         """Return the oldest operation that is not done."""
@@ -278,14 +288,16 @@ def describe(operation: str, absent: Sequence[int] | None, seconds: float) -> st
 
 def leave(message: str, *, print_it: bool) -> NoReturn:
     """Exit this process immediately, because its main thread may wait indefinitely."""
-    if LAUNCHER in os.environ:
-        report(message)
-    elif print_it:
-        sys.stderr.write(f"largebatch: {message}\n")
-        sys.stderr.flush()
-    else:
-        time.sleep(1)  # launchers end all workers when the first one ends
-    os._exit(ABSENT)
+    try:
+        if LAUNCHER in os.environ:
+            report(message)
+        elif print_it:
+            sys.stderr.write(f"largebatch: {message}\n")
+            sys.stderr.flush()
+        else:
+            time.sleep(1)  # launchers end all workers when the first one ends
+    finally:  # also with a closed terminal or a full disk
+        os._exit(ABSENT)
 
 
 def report(message: str) -> None:

@@ -25,6 +25,12 @@ TOGETHER_SECONDS = 1.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
+def say_heard() -> None:
+    """Print HEARD, if the terminal is still open: its end is a request, too."""
+    with suppress(OSError):
+        os.write(2, HEARD)  # a stream may be in the middle of a line
+
+
 class InterruptedStudyError(Exception):
     """A run of several was requested to stop and has saved; the same call resumes it."""
 
@@ -86,7 +92,7 @@ def stop_requests(
         first = not requests.any
         requests.add()
         if first and handles_signals:
-            os.write(2, HEARD)  # a stream may be in the middle of a line
+            say_heard()
         if requests.again and not launched:
             raise KeyboardInterrupt
 

@@ -42,7 +42,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.optional import require_horovod
-from largebatch.runs.interrupts import HEARD, STOPS, Requests, answering, show_cursor
+from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard, show_cursor
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
@@ -178,7 +178,7 @@ class _Workers(SubprocessContext):
         first = not self.requests.any
         self.requests.add()
         if first:
-            os.write(2, HEARD)
+            say_heard()
         for handler in self.subprocess_handlers.values():
             if self.requests.again:
                 handler.proc.send_signal(signal.SIGKILL)

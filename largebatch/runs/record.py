@@ -63,6 +63,8 @@ def record(
             with suppress(CheckpointError):
                 if trainer.step_log.is_training:
                     _save_what_is_sound(trainer, PeerLostError(), still)
+                else:
+                    finish_saving(trainer)
                 _finish(trainer, folder, "failed", draws=False)
             return True
 

@@ -105,6 +105,7 @@ class Console:
             + (f"; resumed at step {step}" if step and trains else "")
         )
         if self._console.is_terminal:
+            self._stop_bar()  # of a start before a return to a checkpoint
             self._bar = Progress(
                 TextColumn("{task.description:>10}"),
                 BarColumn(),
@@ -120,8 +121,7 @@ class Console:
 
     def _finish(self, summary: Summary) -> None:
         """Stop the bar and print how the run ended."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._stop_bar()
         skipped = summary.skipped_steps
         end = "paused at --max-steps" if summary.status == "paused" else summary.status
         self._console.print(
@@ -130,6 +130,10 @@ class Console:
             + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
             + "".join(f"; {remark}" for remark in summary.remarks)
         )
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
     def _since_start(self, all_seconds: float) -> str:
         if self._started is None:

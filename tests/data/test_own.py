@@ -1,15 +1,18 @@
 """A user's data set: its items in the recipe's order, boxes and flips."""
 
+import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from importing import png
+from PIL import Image
 from short_runs import a_recipe
 
 from largebatch import run
 from largebatch.cli.main import USER, main
-from largebatch.data.datasets.own import open_own
+from largebatch.data.datasets.own import Items, open_own
 from largebatch.errors import CheckpointError, DataError
 from largebatch.recipe.recipe import Recipe
 
@@ -166,3 +169,27 @@ def test_grey_tensors_are_shown_as_grey(place: Path) -> None:
     )
     image, label = open_own("own_grey:grey")[0].read(0)
     assert (image.mode, image.size, image.getpixel((4, 4)), label) == ("RGB", (9, 8), (7, 7, 7), 1)
+
+
+def test_images_may_share_an_open_file() -> None:
+    """Pillow reads an image when its pixels are needed: that must be in the lock."""
+    file = io.BytesIO()
+    Image.new("RGB", (4, 3), (9, 8, 7)).save(file, "PPM")
+
+    class OneFile:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, number: int) -> tuple[Image.Image, int]:
+            return Image.open(file), 5
+
+    class ClosesTheFile:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            file.close()
+
+    lock: Any = ClosesTheFile()
+    image, label = Items("train", OneFile(), lock).read(0)
+    assert (image.getpixel((3, 2)), label) == ((9, 8, 7), 5)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -107,6 +108,26 @@ def test_a_busy_worker_that_is_suspended_is_absent(
             True,
         )
     ]
+
+
+def test_a_store_that_hangs_does_not_blind_the_watch(
+    ended: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As does a TCPStore whose process is suspended: it ignores its own timeout."""
+    monkeypatch.setattr(watch, "GRACE_SECONDS", LIMIT)
+    go_on = threading.Event()
+
+    class Hangs(Store):
+        def add(self, key: str, number: int) -> int:
+            go_on.wait()
+            return number
+
+    worker = Watch(StoreNotes(Hangs(), rank=1, workers=2), rank=1, timeout=LIMIT)
+    worker.begin("barrier", [0, 1])
+    wait_for(ended, number=1)
+    go_on.set()
+    worker.close()
+    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s; the store that")
 
 
 def test_until_the_first_update_a_worker_waits_six_times_as_long(

@@ -1,5 +1,7 @@
 """Requests to stop: which signals are one, which are two, and what the second one prints."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -31,14 +33,18 @@ with stop_requests(handles_signals=True) as wants_stop:
 """
 
 
-def answers(*signals: tuple[signal.Signals, float], words: tuple[str, ...] = ()) -> list[str]:
+def answers(
+    *signals: tuple[signal.Signals, float],
+    words: tuple[str, ...] = (),
+    stderr: int = subprocess.PIPE,
+) -> list[str]:
     """Return the output of a program that gets these signals, each after its seconds."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -55,6 +61,16 @@ def answers(*signals: tuple[signal.Signals, float], words: tuple[str, ...] = ())
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_every_signal_that_schedulers_send_is_a_request_to_stop(number: str) -> None:
     assert answers((signal.Signals[number], 0)) == ["True"]
+
+
+def test_a_closed_terminal_is_a_request_to_stop_that_is_not_answered() -> None:
+    """As when a connection is lost: a write to the terminal fails."""
+    terminal, program = pty.openpty()
+    os.close(terminal)
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(program, b"heard")
+    assert answers((signal.SIGHUP, 0), stderr=program) == ["True"]
+    os.close(program)
 
 
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed() -> None:

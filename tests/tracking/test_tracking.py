@@ -370,6 +370,18 @@ def test_a_terminal_shows_a_bar_with_rate_loss_and_time(monkeypatch: pytest.Monk
     assert "top-1  97.50%" in shown
 
 
+def test_a_return_to_a_checkpoint_leaves_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that is not stopped leaves the cursor hidden."""
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]  # a terminal that remembers
+    console = Console(stream)
+    for event in (START, STEPS[0], START, STEPS[0], FINISH):
+        console.record(event)
+    hidden, shown = (stream.getvalue().count(f"\x1b[?25{letter}") for letter in "lh")
+    assert hidden == shown > 0
+
+
 def test_wandb_records_offline_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,8 @@ class Items:
         """Return an item as an RGB image and its label; raise DataError if it is not a pair."""
         with self.lock:
             item = self.dataset[number]
+            if isinstance(item, tuple | list) and item and isinstance(item[0], Image.Image):
+                item[0].load()  # now, because images may share an open file
         try:
             image, label = item
             return _to_pillow(image), operator.index(label)
