@@ -84,6 +84,16 @@ def dry_run(path: Path, *words: str, **variables: str) -> str:
     return done.stdout
 
 
+def test_a_job_without_the_data_that_its_recipe_reads_is_printed_with_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["launch", "slurm", "resnet50_32768_mlperf", "--nodes", "32"]
+    warning = "largebatch: the job has no --data DIR, and this recipe reads its data from a folder"
+    for given, expected in (([], [warning]), (["--data", "/data"], [])):
+        assert main([*words, *given]) == DONE
+        assert capsys.readouterr().err.splitlines() == expected
+
+
 def filled(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     assert main(["launch", *words]) == DONE

@@ -84,6 +84,11 @@ def _launch(args: argparse.Namespace) -> int:
             f"--nodes {args.nodes} with {args.gpus_per_node} GPUs each"
             f"{f' and {servers} of servers' * bool(servers)}: {error}"
         ) from None
+    if args.data is None and recipe.data.source in {"folder", "text"}:
+        print(
+            "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
+            file=sys.stderr,
+        )
     options = ["--resume", "auto", *(word for override in args.set for word in ("--set", override))]
     if args.data is not None:
         options += ["--data", str(args.data)]

@@ -36,7 +36,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     command = partial(add_command, commands)
     text = "what staleness costs in accuracy and saves in time, by simulated learners"
     staleness = command("staleness", _staleness, text)
-    staleness.add_argument("study", metavar="STUDY", help="a YAML file, or an installed one: rudra")
+    staleness.add_argument(
+        "study", metavar="STUDY", help="a YAML file, or an installed one: rudra, rudra-small"
+    )
     staleness.add_argument(
         "--out", type=out_folder, metavar="DIR", help="folder of the records (runs/<name>)"
     )
@@ -188,6 +190,15 @@ def _on_hosts(
             print(printable(f"{start.cell} seed {start.seed}"))
         print(describe_total(plural(len(left), "start"), seconds_of_starts(left), of=STARTING))
         return 0
+    names = {cell.name: cell.configuration for cell in cells}
+    missing = {
+        names[start.cell]: None
+        for start in left
+        if start.job.options.data is None and start.job.recipe.data.source in {"folder", "text"}
+    }
+    if missing:
+        options = " ".join(f"--data {name}=DIR" for name in missing)
+        raise StudyError(f"{args.study}: its recipes read data from folders; pass {options}")
     if left:
         require_hosts()
     try:

@@ -72,7 +72,7 @@ def test_dedicated_servers_are_workers_too() -> None:
     with pytest.raises(PlanError) as found:
         require_workers(recipe, workers=4)
     assert str(found.value) == (
-        "protocol has 4 learners + 2 servers, which are 6 workers, got 4: start --workers 6, or "
+        "protocol has 4 learners + 2 servers, which are 6 workers, got 4: start 6 workers, or "
         "change protocol.learners"
     )
     assert describe_protocol(recipe) == (
@@ -83,8 +83,8 @@ def test_dedicated_servers_are_workers_too() -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["train", "--workers", "2"], "start --workers 4, or change protocol.learners"),
-        (["plan", "--workers", "2"], "start --workers 4, or change protocol.learners"),
+        (["train", "--workers", "2"], "start 4 workers, or change protocol.learners"),
+        (["plan", "--workers", "2"], "start 4 workers, or change protocol.learners"),
         (["plan", "--cluster", "dgx-a100", "--workers", "8"], "of the synchronous core alone"),
     ],
 )

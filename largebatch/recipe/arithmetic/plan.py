@@ -239,7 +239,7 @@ def require_workers(recipe: Recipe, *, workers: int) -> None:
     servers = f" + {protocol.dedicated} servers" if protocol.dedicated else ""
     raise PlanError(
         f"protocol has {protocol.learners} learners{servers}, which are {protocol.workers} "
-        f"workers, got {workers}: start --workers {protocol.workers}, or change protocol.learners"
+        f"workers, got {workers}: start {protocol.workers} workers, or change protocol.learners"
     )
 
 

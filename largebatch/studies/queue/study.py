@@ -260,8 +260,17 @@ class ConfigurationStudy(_Study):
 AnyStudy = Study | ConfigurationStudy
 _Kind = TypeVar("_Kind", bound=Section)
 
-_COMMANDS = {"policies": "lr bench", "settings": "bench"}
-"""Commands of the two kinds, by the section that only one kind has."""
+_COMMANDS = {
+    "policies": "lr bench",
+    "settings": "bench",
+    "staleness": "study staleness",
+    "servers": "study servers",
+    "scaling": "study scaling",
+}
+"""Commands by suite of studies."""
+
+_SECTIONS = {"policies", "settings"}
+"""Sections that only studies of one suite have, with the name of the suite."""
 
 
 def _require_own_seed(search: Search, *, seeds: int) -> None:
@@ -318,13 +327,14 @@ def read_study(name: str, kind: type[_Kind], *, suite: str) -> _Kind:
     """
     path = Path(name)
     if path.name == name and not path.suffix and not path.is_file():
-        presets = _STUDIES / suite / "presets"
-        known = sorted(Path(each.name).stem for each in presets.iterdir() if each.is_file())
+        known = _installed(suite)
         if name not in known:
-            raise RecipeError(
-                f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
-            )
-        text = (presets / f"{name}.yaml").read_text(encoding="utf-8")
+            message = f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
+            for other, command in _COMMANDS.items():
+                if name in _installed(other):
+                    message = f"{name}: run this study with `largebatch {command} {name}`"
+            raise RecipeError(message)
+        text = (_STUDIES / suite / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
     else:
         text = read_text(path, what="study")
     tree = parse_yaml(text, source=name)
@@ -333,13 +343,19 @@ def read_study(name: str, kind: type[_Kind], *, suite: str) -> _Kind:
         raise RecipeError(
             f"{name}: a study is a mapping of sections; this kind has {', '.join(required)}"
         )
-    sections = tree.keys() & _COMMANDS.keys()
+    sections = tree.keys() & _SECTIONS
     if sections and not sections & kind.model_fields.keys():
         (section, *_) = sections
         raise RecipeError(
             f"{name}: a study of {section}; run it with `largebatch {_COMMANDS[section]}`"
         )
     return validate_tree(kind, tree, source=name)
+
+
+def _installed(suite: str) -> list[str]:
+    """Return the names of the studies that are installed in a suite."""
+    presets = (_STUDIES / suite / "presets").iterdir()
+    return sorted(Path(each.name).stem for each in presets if each.is_file())
 
 
 def recipe_of(

@@ -68,6 +68,7 @@ def make_page(
             *slower(simulated["workers"], "simulated"),
             *findings(rows),
             *simulator.findings(simulated, rows),
+            *_without_starts(rows, simulated["workers"]),
         ],
         is_sound=all(row.deviation <= NEAR for row in rows),
         note=_NOTE,
@@ -76,6 +77,17 @@ def make_page(
         sections=list(_sections(rows, simulated, looks)),
         source="the records of a study",
     )
+
+
+def _without_starts(rows: Sequence[Row], simulated: Sequence[Row]) -> Iterator[str]:
+    """Yield whose simulations lack the time that only a start of one worker alone shows."""
+    started = {row.cell.configuration for row in rows if row.cell.layout == ALONE}
+    lacking = dict.fromkeys(row.cell.configuration for row in simulated)
+    if names := ", ".join(name for name in lacking if name not in started):
+        yield (
+            f"No start of one worker alone is recorded for {names}: what an update takes besides "
+            "its gradient counts as nothing there, and the simulated speed-ups are too low."
+        )
 
 
 def _sections(

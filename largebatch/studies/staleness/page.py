@@ -125,7 +125,7 @@ def describe(name: str, rows: Sequence[Row]) -> Iterator[str]:
         points = difference(quickest.by_seed, same[0].by_seed).scaled(100)
         yield (
             f"The quickest, {_where(quickest)}, takes {quickest.seconds / same[0].seconds:.2f} "
-            f"times as long as hardsync. Its top-1 is {_accuracy(quickest)}, less hardsync's "
+            f"times as long as hardsync. Its top-1 is {_accuracy(quickest)}; minus hardsync's, "
             f"{points.with_ends('+.2f', ' points')}."
         )
     if diverged := [row for row in rows if row.diverged]:

@@ -107,6 +107,20 @@ def test_what_is_left_is_listed_without_horovod_where_it_is_not_installed(
     assert "the study has the recipes lenet5" in capsys.readouterr().err
     assert main(["study", "servers", "jaegers"]) == USER
     assert "neither a file nor an installed study; those are jaeger" in capsys.readouterr().err
+    assert main(["study", "servers", "rudra"]) == USER
+    assert "run this study with `largebatch study staleness rudra`" in capsys.readouterr().err
+
+
+def test_the_data_that_recipes_lack_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["study", "servers", "jaeger", "--data", "lenet5=x", "--out", str(tmp_path)]
+    assert main(words) == USER
+    found = capsys.readouterr().err
+    assert found == (
+        "largebatch: jaeger: its recipes read data from folders; pass --data lenet5-lecun=DIR "
+        "--data lstm=DIR\n"
+    )
 
 
 @pytest.mark.long

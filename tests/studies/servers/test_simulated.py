@@ -137,6 +137,8 @@ def test_points_of_starts_stand_on_simulated_lines(tmp_path: Path) -> None:
     study = load_study(str(tmp_path / "study.yaml"))
     real = [counted(row) for row in found["workers"] if row.cell.layout in {"alone", "beside"}]
     page = make_page(study, [], found)
+    assert page.findings[-1].startswith("No start of one worker alone is recorded for lenet5: ")
+    assert not any("recorded" in one for one in make_page(study, real, found).findings)
     assert [part.name for section in page.sections for part in section.parts] == [
         *("by-workers", "throughput", "speed-up", "efficiency", "megabits", "mini_batch", "points"),
     ]

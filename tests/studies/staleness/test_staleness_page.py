@@ -87,7 +87,7 @@ def test_the_sentences_name_the_best_the_quickest_and_what_diverged(rows: list[R
     assert quickest.startswith(
         f"The quickest, {FREE} (mu 8, lambda 4), takes 0.20 times as long as hardsync. Its top-1 "
     )
-    assert quickest.endswith(", less hardsync's -4.00 points (-4.00 to -4.00).")
+    assert quickest.endswith("; minus hardsync's, -4.00 points (-4.00 to -4.00).")
     assert diverged == f"Runs diverged, which counts as chance, of {FREE} (mu 16, lambda 4)."
     assert "hardsync" not in " ".join(describe("alone", [slow[-1]]))
 
