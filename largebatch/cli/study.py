@@ -37,8 +37,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     text = "what staleness costs in accuracy and saves in time, by simulated learners"
     staleness = command("staleness", _staleness, text)
     staleness.add_argument(
-        "study", metavar="STUDY", help="a YAML file, or an installed one: rudra, rudra-small"
-    )
+        "study", metavar="STUDY",
+        help="a YAML file, or an installed one: rudra, rudra-small, rudra-imagenette",
+    )  # fmt: skip
     staleness.add_argument(
         "--out", type=out_folder, metavar="DIR", help="folder of the records (runs/<name>)"
     )
@@ -194,7 +195,7 @@ def _on_hosts(
     missing = {
         names[start.cell]: None
         for start in left
-        if start.job.options.data is None and start.job.recipe.data.source in {"folder", "text"}
+        if start.job.options.data is None and start.job.recipe.reads_folder
     }
     if missing:
         options = " ".join(f"--data {name}=DIR" for name in missing)

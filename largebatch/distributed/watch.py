@@ -164,25 +164,16 @@ class Watch:
 
     def _leave_notes(self, *, waits: bool) -> None:
         """Update the notes; stop using the store if that fails or hangs."""
-        notes, changes, beats = self._notes, waits != self._waits, self._busy and not waits
+        changes, beats = waits != self._waits, self._busy and not waits
         self._waits = waits
-        if notes is None or not (changes or beats):
-            return
-        left = threading.Event()
 
-        def leave_them() -> None:
-            with suppress(Exception):
-                if changes:
-                    notes.wait() if waits else notes.resume()
-                if beats:
-                    notes.beat()
-                left.set()
+        def leave_them(notes: Notes) -> None:
+            if changes:
+                notes.wait() if waits else notes.resume()
+            if beats:
+                notes.beat()
 
-        # In a thread, because the store's host may not respond.
-        leaving = threading.Thread(target=leave_them, daemon=True)
-        leaving.start()
-        leaving.join(GRACE_SECONDS)
-        if not left.is_set():
+        if (changes or beats) and self._notes and not _has_answered(self._notes, leave_them):
             self._notes = None
 
     def _oldest(self) -> _Operation | None:
@@ -208,10 +199,8 @@ class Watch:
             elif time.monotonic() > self._excused_until:
                 prints, absent = notes.speaks(), workers
 
-        if self._notes is not None:  # in a thread, because the store's host may not respond
-            looking = threading.Thread(target=look, args=(self._notes,), daemon=True)
-            looking.start()
-            looking.join(GRACE_SECONDS)
+        if self._notes is not None:
+            _has_answered(self._notes, look)
         if excused.is_set():
             self._excused_until = time.monotonic() + self._timeout
         if time.monotonic() < self._excused_until or _is_done(operation):
@@ -236,6 +225,21 @@ class Watch:
             leave(message, print_it=print_it)
         else:
             self._closed.set()
+
+
+def _has_answered(notes: Notes, call: Callable[[Notes], None]) -> bool:
+    """Use the notes in a thread, for their store may hang; return False if it does or fails."""
+    answered = threading.Event()
+
+    def use() -> None:
+        with suppress(Exception):
+            call(notes)
+            answered.set()
+
+    using = threading.Thread(target=use, daemon=True)
+    using.start()
+    using.join(GRACE_SECONDS)
+    return answered.is_set()
 
 
 def _is_done(operation: _Operation) -> bool:

@@ -233,6 +233,11 @@ class Keys(Section):
         return self.data
 
     @property
+    def reads_folder(self) -> bool:
+        """True if the data are files, for which `train` needs --data."""
+        return self.data.source in {"folder", "text"}
+
+    @property
     def task(self) -> Task:
         """The nouns and metrics of the data."""
         return TASKS.get(self.data.source, IMAGES)

@@ -87,8 +87,23 @@ def test_an_unreadable_open_shard_is_reopened(
     assert read_shards(shards, opened, monkeypatch) == [number + 2] * 3, "once to read again"
 
 
+@pytest.fixture
+def batch(shards: Index) -> tuple[Request, list[bytes]]:
+    """A request and the images that it is to read."""
+    request = whole(shards)[0]
+    return request, [reading.read(shards.locate(each)) for each in request.samples.tolist()]
+
+
+def read(reader: reading.Reader, request: Request) -> list[bytes]:
+    (given,) = reading.read_ahead([request], reader)
+    return [content.tobytes() for content in given.contents]
+
+
 def test_two_threads_open_a_shard_at_the_same_time(
-    shards: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shards: Index,
+    batch: tuple[Request, list[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Only one of the two files is kept; the other must not close before its read."""
     real, both = os.open, threading.Barrier(2)
@@ -99,18 +114,19 @@ def test_two_threads_open_a_shard_at_the_same_time(
             both.wait(120)
         return real(path, *flags)
 
-    request = whole(shards)[0]
-    expected = [reading.read(shards.locate(sample)) for sample in request.samples.tolist()]
+    request, expected = batch
     monkeypatch.setattr(os, "open", together)
     with reading.open_reader(shards, 2) as reader:
-        (given,) = reading.read_ahead([request], reader)
-        assert [content.tobytes() for content in given.contents] == expected
+        assert read(reader, request) == expected
     assert next(first, None) is None
     assert not caplog.messages, "no read failed"
 
 
 def test_a_shard_that_is_closed_while_it_is_read(
-    shards: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shards: Index,
+    batch: tuple[Request, list[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A failed read in another thread, or the limit of open files, closes it."""
     real = os.preadv
@@ -119,10 +135,8 @@ def test_a_shard_that_is_closed_while_it_is_read(
         reader._files.close()
         return real(file, buffers, offset)
 
-    request = whole(shards)[0]
-    expected = [reading.read(shards.locate(sample)) for sample in request.samples.tolist()]
+    request, expected = batch
     monkeypatch.setattr(os, "preadv", close_first)
     with reading.open_reader(shards, 1) as reader:
-        (given,) = reading.read_ahead([request], reader)
-        assert [content.tobytes() for content in given.contents] == expected
+        assert read(reader, request) == expected
     assert not caplog.messages, "no read failed"
