@@ -36,7 +36,7 @@ from largebatch.models.batchnorm_functional import (
     normalise,
     normalise_in_graph,
 )
-from largebatch.models.wrappers import keep_in_place
+from largebatch.models.wrappers import describe_layer, keep_in_place
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,8 +51,8 @@ class SpanBatchNorm(_BatchNorm):
     """BatchNorm over contiguous groups of `span` samples; 1d, 2d and 3d inputs (N x C x ...).
 
     A forward pass in training mode updates the running buffers with the mean over its groups, or
-    `moments` if `Spans` updates the buffers. Children of the replaced layer (an activation) keep
-    their names and are applied after it, in order.
+    `moments` if `Spans` updates the buffers. `with_span` makes it of a layer, whose children (an
+    activation) are applied after it, in order.
 
     A copy, pickled or not, has no workers and no `Spans`: it normalises its input alone and updates
     its own buffers, until it is passed to `Spans`.
@@ -62,29 +62,20 @@ class SpanBatchNorm(_BatchNorm):
     running_var: Tensor
     num_batches_tracked: Tensor
 
-    def __init__(self, like: _BatchNorm, *, span: int) -> None:
-        super().__init__(
-            like.num_features, eps=like.eps, momentum=like.momentum, affine=like.affine
-        )
-        self.weight, self.bias = like.weight, like.bias
-        for name, buffer in like.named_buffers(recurse=False):
-            setattr(self, name, buffer)
-        for name, child in like.named_children():
-            self.add_module(name, child)
-        self.training = like.training
-        self.span = span
-        self.group: Group | None = None
-        """Workers that share each span in training; None if this worker holds whole spans."""
+    span: int
 
-        self.moments: Moments | None = None
-        """Mean over the spans of the step so far; None unless `Spans` updates the buffers."""
+    group: Group | None = None
+    """Workers that share each span in training; None if this worker holds whole spans."""
 
-        self.num_spans = 0
-        """Number of spans in `moments`, without those of compiled graphs."""
+    moments: Moments | None = None
+    """Mean over the spans of the step so far; None unless `Spans` updates the buffers."""
 
-        self.num_in_graphs: Tensor | None = None
-        """Number of spans in `moments` from compiled graphs: 0-d, on the device; None unless
-        `Spans` updates the buffers."""
+    num_spans = 0
+    """Number of spans in `moments`, without those of compiled graphs."""
+
+    num_in_graphs: Tensor | None = None
+    """Number of spans in `moments` from compiled graphs: 0-d, on the device; None unless `Spans`
+    updates the buffers."""
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy, without the process group, which belongs to this process."""
@@ -161,30 +152,35 @@ def _in_backward() -> bool:
 
 
 def with_span(model: M, span: int) -> M:
-    """Replace every BatchNorm of the model, in place, with one that has a span; return the model.
+    """Change every BatchNorm of the model, or the layer passed, to one with a span; return it.
 
-    Parameters and buffers keep their names and values. With several spans in a device batch, or one
-    over several workers, the model can be differentiated only once: a loss that contains gradients
-    (a gradient penalty) needs plain BatchNorm.
+    The class of each layer changes in place, so parameters, buffers, hooks, attributes and
+    references to it stay; a span set before is replaced. With several spans in a device batch, or
+    one over several workers, the model can be differentiated only once: a loss that contains
+    gradients (a gradient penalty) needs plain BatchNorm.
 
-    Raises ValueError, naming the layer, for a type of BatchNorm that does more than normalise and
-    apply its children in order.
+    Raises ValueError, naming the layer and before any change, for a type of BatchNorm that does
+    more than normalise and apply its children in order, or that has a forward pass of its own.
     """
-    replaced: dict[nn.Module, SpanBatchNorm] = {}  # a layer may occur under two names
-    for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, _BatchNorm) or isinstance(layer, SpanBatchNorm):
-            continue
-        if type(layer) not in _PLAIN and not _is_timms_with_activation(layer):
+    layers = [it for it in model.named_modules() if isinstance(it[1], _BatchNorm)]
+    for name, layer in layers:
+        if type(layer) not in {*_PLAIN, SpanBatchNorm} and not _is_timms_with_activation(layer):
             raise ValueError(
-                f"layer {name} is a {type(layer).__name__}; only nn.BatchNorm1d, 2d and 3d and "
-                "timm's BatchNormAct2d can be given a span"
+                f"{describe_layer(name)} is a {type(layer).__name__}; only nn.BatchNorm1d, 2d and "
+                "3d and timm's BatchNormAct2d can be given a span"
             )
         if not layer.track_running_stats:
-            raise ValueError(f"layer {name} keeps no running statistics; it cannot be given a span")
-        parent, _, attribute = name.rpartition(".")
-        if layer not in replaced:
-            replaced[layer] = SpanBatchNorm(layer, span=span)
-        setattr(model.get_submodule(parent), attribute, replaced[layer])
+            raise ValueError(
+                f"{describe_layer(name)} keeps no running statistics; it cannot be given a span"
+            )
+        if "forward" in vars(layer):
+            raise ValueError(
+                f"{describe_layer(name)} has a forward pass of its own, which a span would not "
+                "change; delete its attribute `forward` first"
+            )
+    for _, layer in layers:
+        layer.__class__ = SpanBatchNorm
+        layer.span = span
     return model
 
 

@@ -1,4 +1,5 @@
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -395,14 +396,70 @@ def test_timms_batchnorm_keeps_its_activation() -> None:
     torch.testing.assert_close(ghost.eval()(x), plain.eval()(x))
 
 
-def test_an_unsupported_batchnorm_is_refused_by_name() -> None:
-    class BatchNormAct2d(nn.BatchNorm2d):
-        """A class with the name of timm's."""
+def named(kind: str) -> nn.Module:
+    """Return a BatchNorm with an attribute, hooks and a forward pass by someone else."""
+    norm = nn.BatchNorm1d(3).double()
+    if kind == "weight norm":
+        nn.utils.parametrizations.weight_norm(norm)
+    elif kind == "own forward":
+        norm.forward = nn.Identity().forward  # type: ignore[method-assign]
+    elif kind == "subclass":
+        norm = type("BatchNormAct2d", (nn.BatchNorm2d,), {})(3)  # a class with the name of timm's
+    elif kind == "no statistics":
+        norm = nn.BatchNorm1d(3, track_running_stats=False)
+    return norm
 
-    with pytest.raises(ValueError, match="layer 0.1 is a BatchNormAct2d; only nn.BatchNorm1d"):
-        with_span(nn.Sequential(nn.Sequential(nn.ReLU(), BatchNormAct2d(3))), 2)
-    with pytest.raises(ValueError, match="layer 0 keeps no running statistics"):
-        with_span(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)), 2)
+
+@pytest.mark.parametrize("kind", ["weight norm", "own forward", "subclass", "no statistics"])
+def test_an_unsupported_batchnorm_is_refused_by_name_before_any_is_changed(kind: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.ReLU(), named(kind)))
+    with pytest.raises(ValueError, match=r"layer 1\.1 "):
+        with_span(model, 2)
+    assert type(model[0]) is nn.BatchNorm1d
+    with pytest.raises(ValueError, match="the model"):
+        with_span(named(kind), 2)
+
+
+class InAList(nn.Module):
+    """A layer that is also in a plain list, which the forward pass reads."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.layers = norm, [norm]
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers[0](values)
+        return result
+
+
+@pytest.mark.parametrize("wrap", [lambda norm: norm, nn.Sequential, InAList])
+def test_a_layer_keeps_hooks_attributes_and_keys_wherever_it_is(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    """The bare layer itself, one of a model, and one that is referred to elsewhere."""
+    norm, seen = nn.BatchNorm1d(3).double(), []
+    norm.note = "mine"  # type: ignore[assignment]
+    norm.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0] + 1,))
+    handle = norm.register_forward_hook(lambda *_: seen.append("forward"))
+    norm.register_full_backward_hook(lambda *_: seen.append("backward"))
+    norm.register_load_state_dict_pre_hook(lambda *_: seen.append("loaded"))
+    model = wrap(norm)
+    keys = model.state_dict().keys()
+    expected = copy.deepcopy(norm)
+    result = with_span(model, 4)
+    x = images(8, 3).requires_grad_()
+    out = result(x)
+    seen.clear()
+    torch.testing.assert_close(out, torch.cat([expected(part) for part in x.split(4)]))
+    assert result.state_dict().keys() == keys
+    out.sum().backward()
+    result.load_state_dict(model.state_dict())
+    assert seen == ["forward", "forward", "backward", "loaded"]
+    handle.remove()
+    with_span(result, 2)(x)
+    (layer,) = (module for module in result.modules() if isinstance(module, SpanBatchNorm))
+    assert layer.note == "mine"
+    assert (layer.span, len(seen)) == (2, 4)
 
 
 def test_a_vector_is_not_a_batch() -> None:
