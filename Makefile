@@ -27,6 +27,8 @@ SHELL := /bin/bash
 
 # Exact versions in one pip call, so that torch and torchvision match.
 TORCH := torch==2.13.0 torchvision==0.28.0
+# Runs and compiles the kernels of a GPU without one; a torch for GPUs brings its own.
+TRITON := triton==3.9.0
 # Python compiles modules on import; compiling all of PyTorch and DALI would take a minute.
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
@@ -147,6 +149,7 @@ $(VENV)/.torch: | $(VENV)/bin/python
 $(VENV)/.installed-for-tests: setup.cfg | $(VENV)/.torch
 	@echo "installing largebatch, PyTorch and everything optional into $(VENV) ..."
 	$(PIP_INSTALL) --editable '.[dali,wandb,test]' $(TORCH)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP_INSTALL) --no-deps $(TRITON)
 	@touch $@ $(VENV)/.installed
 
 # Otherwise all test processes compile all tests and their imports at the same time. One file is

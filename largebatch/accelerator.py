@@ -4,9 +4,16 @@
 itself lives elsewhere: DALI, apex and NCCL.
 """
 
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import torch
+
+from largebatch.errors import clip
+
+_LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
@@ -130,3 +137,26 @@ def usage(device: torch.device) -> tuple[float, float]:
             with suppress(Exception):  # no library, or no such value for a GPU partition
                 values[place] = float(getattr(module, name)(device))
     return values[0], values[1]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped
+    """Launch a Triton kernel outside of compiled graphs, with 8 warps a program."""
+    kernel[grid](*args, num_warps=8, **constants)
+
+
+def try_kernels(name: str, error_of: Callable[[], float]) -> bool:
+    """Return True if kernels run and their error is below 0.01; otherwise log a warning.
+
+    `error_of` runs them and returns their error relative to PyTorch's.
+    """
+    try:
+        error = error_of()
+        if error < 0.01:
+            return True
+        reason = f"their error is {error:.2g}"
+    except ImportError:
+        reason = "Triton is not installed"
+    except Exception as problem:  # Triton raises all kinds for a device that it does not know
+        reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
+    _LOG.warning("%s: PyTorch's kernels are used instead of the fused ones (%s)", name, reason)
+    return False

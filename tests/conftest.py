@@ -13,6 +13,11 @@ from hypothesis import settings
 
 from largebatch.report import write_report
 
+# Triton's kernels run on the CPU where there is no GPU; Triton reads this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is unset
+
 # Several workers and tests share few cores, where waiting for threads costs more than it gives.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

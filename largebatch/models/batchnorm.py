@@ -21,21 +21,17 @@ spans.
 """
 
 import math
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.backend import Backend, Group, Work
-from largebatch.models.batchnorm_functional import (
-    Moments,
-    exact_type,
-    normalise,
-    normalise_in_graph,
-)
+from largebatch.models import kernels
+from largebatch.models.batchnorm_functional import Moments, check, exact_type, normalise
 from largebatch.models.wrappers import describe_layer, keep_in_place
 
 M = TypeVar("M", bound=nn.Module)
@@ -67,8 +63,9 @@ class SpanBatchNorm(_BatchNorm):
     group: Group | None = None
     """Workers that share each span in training; None if this worker holds whole spans."""
 
-    moments: Moments | None = None
-    """Mean over the spans of the step so far; None unless `Spans` updates the buffers."""
+    moments: Tensor | None = None
+    """Mean and unbiased variance (2 x C), summed over the spans of the step so far; None unless
+    `Spans` updates the buffers."""
 
     num_spans = 0
     """Number of spans in `moments`, without those of compiled graphs."""
@@ -80,56 +77,80 @@ class SpanBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy, without the process group, which belongs to this process."""
         state = {**self.__dict__, "group": None, "moments": None, "num_spans": 0}
-        state.pop("_normalise", None)  # see leave_graphs
+        state.pop("normalise", None)  # see leave_graphs
         return {**state, "num_in_graphs": None}
 
     def leave_graphs(self) -> None:
         """Exclude the statistics from compiled graphs, because workers exchange them."""
-        self._normalise = torch.compiler.disable(self._normalise)  # type: ignore[method-assign]
+        self.normalise = torch.compiler.disable(self.normalise)  # type: ignore[method-assign]
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span, or whole spans."""
-        out = self._normalise(images) if self.training else super().forward(images)
+        if self.training and self.ends_in_relu() and kernels.take(images):
+            return self.normalise(images, relu=True)
+        out = self.normalise(images) if self.training else super().forward(images)
         for child in self.children():
             out = child(out)
         return out
 
-    def _normalise(self, images: Tensor) -> Tensor:
+    def ends_in_relu(self) -> bool:
+        """Return True if the children are a ReLU, and what does nothing, without hooks."""
+        kinds = [type(child) for child in self.children() if type(child) is not nn.Identity]
+        return kinds == [nn.ReLU] and not any(map(has_hooks, self.children()))
+
+    def normalise(
+        self, images: Tensor, other: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:
+        """Normalise in training; `other` and `relu` are for the kernels (see `fusion.py`)."""
         self._check_input_dim(images)
         group = self.group if self.track_running_stats else None
-        if group is None and torch.compiler.is_compiling():
-            return self._normalise_in_graph(images)
-        normalised = partial(
-            normalise, images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
-        )
-        if not self.track_running_stats:
-            return normalised()
-        again = _in_backward()  # recomputed, and already counted
+        compiled = torch.compiler.is_compiling()
+        again = not compiled and _in_backward()  # recomputed, and already counted
         # A span over several workers counts once, on the first of them.
-        if self.moments is not None and not again and (group is None or group.rank == 0):
-            before = self.num_spans
-            self.num_spans += -(-len(images) // self.span) if group is None else 1
-            return normalised(moments=self.moments, num=before)
-        empty = torch.zeros(2, self.num_features, dtype=exact_type(images), device=images.device)
-        moments = Moments(*empty)  # also in backward, so that the same tensors are saved
-        out = normalised(moments=moments)
-        if self.moments is None and not again:
-            self._move_buffers(moments)
-        return out
-
-    def _normalise_in_graph(self, images: Tensor) -> Tensor:
-        """Normalise with operations that torch.compile can trace, without a group of workers."""
+        counts = (
+            self.track_running_stats
+            and self.moments is not None
+            and not again
+            and (group is None or group.rank == 0)
+        )
+        sums = self.moments if counts else None
+        if self.track_running_stats and sums is None:  # also again, to save the same tensors
+            exact = exact_type(images)
+            sums = torch.zeros(2, self.num_features, dtype=exact, device=images.device)
         affine = self.weight, self.bias
-        out, sums, num = normalise_in_graph(images, *affine, eps=self.eps, span=self.span)
-        if not self.track_running_stats:
-            return out
-        with torch.no_grad():
-            if self.moments is None or self.num_in_graphs is None:
-                self._move_buffers(Moments(*(part / num for part in sums)))
-                return out
+        if kernels.take(images, other):
+            check(images, span=self.span, group=group)
+            out: Tensor = kernels.batchnorm().normalise(
+                images,
+                other,
+                *affine,
+                eps=self.eps,
+                span=self.span,
+                relu=relu,
+                group=group,
+                sums=sums,
+            )[0]
+        else:
+            assert other is None
+            assert not relu
+            is_zero = not counts or self.num_spans == 0
+            out = normalise(
+                images,
+                *affine,
+                eps=self.eps,
+                span=self.span,
+                group=group,
+                sums=sums,
+                is_zero=is_zero,
+            )
+        num = -(-len(images) // self.span) if group is None else 1
+        if counts and compiled:
+            assert self.num_in_graphs is not None  # `Spans` sets both
             self.num_in_graphs += num
-            for mean, part in zip(self.moments, sums, strict=True):
-                mean.add_((part - num * mean) / self.num_in_graphs)
+        elif counts:
+            self.num_spans += num
+        elif sums is not None and self.moments is None and not again:
+            self._move_buffers(Moments(*(sums / num)))
         return out
 
     @torch.no_grad()
@@ -144,6 +165,17 @@ class SpanBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- PyTorch's signature
         if input.dim() < 2:
             raise ValueError(f"expected N x C x ..., got {input.dim()} dimensions")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if anything besides its forward pass runs when a module is called."""
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(own) or torch_module._has_any_global_hook()
 
 
 def _in_backward() -> bool:
@@ -225,15 +257,13 @@ class Spans:
         in_graphs, self._moments = self._kept.split([counters, sum(sizes)])
         self._in_graphs = in_graphs[::apart]
         self._sums = self._moments.new_zeros(sum(sizes) + len(sizes))
-        """Buffer of the all-reduce: moments times spans, and the number of spans per layer."""
+        """Buffer of the all-reduce: sums of moments, and the number of spans per layer."""
 
         self._counts: tuple[int, ...] = ()
         """Number of spans per layer in the last step."""
 
         self._spans = self._sums[len(self._moments) :].clone()
-        """`_counts` on the device; `_weights` repeats it for each of the moments."""
-
-        self._weights = torch.zeros_like(self._moments)
+        """`_counts` on the device."""
 
         owners = np.repeat(np.arange(len(sizes)), sizes)
         self._owners = torch.tensor(owners, device=backend.device)
@@ -246,14 +276,13 @@ class Spans:
 
     def attach(self) -> None:
         """Connect the model's layers to these Spans, also after they belonged to others."""
-        sizes = [layer.num_features for layer in self._layers for _ in Moments._fields]
+        sizes = [2 * layer.num_features for layer in self._layers]
         # Autograd saves the arguments of batch_norm and would raise an error when the buffer is
         # zeroed: tensors of `.data` have their own version counters.
         parts = [part.data for part in self._moments.split(sizes)]
         numbers = [number.data for number in self._in_graphs.unbind()]
-        each = zip(self._layers, parts[::2], parts[1::2], numbers, strict=True)
-        for layer, mean, variance, number in each:
-            layer.moments, layer.group = Moments(mean, variance), self._group
+        for layer, part, number in zip(self._layers, parts, numbers, strict=True):
+            layer.moments, layer.group = part.view(2, -1), self._group
             layer.num_in_graphs = number
         keep_in_place([*parts, *numbers])
         self._forget()
@@ -269,12 +298,10 @@ class Spans:
         if counts != self._counts:  # rare: steps are alike
             self._counts = counts
             self._spans = torch.tensor(counts, dtype=self._sums.dtype).to(self._sums.device)
-            self._weights = self._spans[self._owners]
-        spans, weights = self._spans, self._weights
+        spans = self._spans
         if not all(counts):  # layers in compiled graphs, and unused layers
             spans = spans + self._in_graphs
-            weights = spans[self._owners]
-        torch.mul(self._moments, weights, out=self._sums[: len(self._moments)])
+        self._sums[: len(self._moments)].copy_(self._moments)
         self._sums[len(self._moments) :].copy_(spans)
         self._forget()
         self._work = self._backend.all_reduce(self._sums)

@@ -46,8 +46,8 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     eps: float,
     span: int,
     group: Group | None = None,
-    moments: Moments | None = None,
-    num: int = 0,
+    sums: Tensor | None = None,
+    is_zero: bool = False,
 ) -> Tensor:
     """Return N x C x ... images, each group normalised by its own moments.
 
@@ -55,85 +55,82 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     With one, its workers together hold a single span, each the same number of samples of any image
     size, and all must call this.
 
-    `moments` is the mean over the previous `num` groups and is updated in place to include these
-    groups. It is computed in float32 or longer for images of any type. Several groups, and one over
-    several workers, cannot be differentiated twice.
+    The mean and the unbiased variance of every group are added to `sums`, 2 x C, in place; they are
+    computed in float32 or longer for images of any type. `is_zero` saves the addition. Several
+    groups, and one over several workers, cannot be differentiated twice.
 
     Raises ValueError if a channel has a single value, or if the number of samples is not this
     worker's part of the span.
     """
-    _check(images, span=span, group=group)
+    check(images, span=span, group=group)
     exact = exact_type(images)  # PyTorch's kernels take weights of the type of the moments
     weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
-    into = None if moments is None else Moments(*(each.to(exact) for each in moments))
-    if group is None and len(images) <= span:
-        mean, variance = into or (None, None)
+    if torch.compiler.is_compiling():
+        return _in_graph(images, weight, bias, eps, span, sums)
+    found, num = sums, 1 if group is not None else -(-len(images) // span)
+    if sums is not None and not (is_zero and sums.dtype == exact):
+        found = torch.zeros(sums.shape, dtype=exact, device=sums.device)
+    mean, variance = (None, None) if found is None else found.unbind()
+    if group is None and num <= 1:
         out = F.batch_norm(
-            images,
-            mean,
-            variance,
-            weight=weight,
-            bias=bias,
-            training=True,
-            momentum=1 / (num + 1),
-            eps=eps,
+            images, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps
         )
     else:
-        out = _Normalise.apply(images, weight, bias, eps, span, group, into, num)  # type: ignore[no-untyped-call]  # torch's
-    if moments is not None and into is not None and moments.mean.dtype != exact:
-        moments.mean.copy_(into.mean)
-        moments.variance.copy_(into.variance)
+        moments = None if mean is None or variance is None else Moments(mean, variance)
+        out = _Normalise.apply(images, weight, bias, eps, span, group, moments)  # type: ignore[no-untyped-call]  # torch's
+    if found is not None and num > 1:
+        found.mul_(num)  # it was the mean over the groups
+    if sums is not None and found is not None and found is not sums:
+        sums.add_(found)
     return out
 
 
-def normalise_in_graph(
-    images: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, span: int
-) -> tuple[Tensor, Moments, int]:
-    """Normalise like `normalise` without `group`, with operations that torch.compile can trace.
+def _in_graph(
+    images: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    span: int,
+    sums: Tensor | None,
+) -> Tensor:
+    """Normalise like `normalise` without a group, with operations that torch.compile can trace.
 
-    Returns N x C x ... images, the sums of the groups' moments (C each), and the number of groups.
     Images and their gradient keep their memory format: groups arranged as channels would not, and
     every convolution would copy a gradient.
     """
-    _check(images, span=span, group=None)
-    exact = exact_type(images)
-    weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
-    groups = -(-len(images) // span)
-    if groups <= 1:
-        mean, variance = torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
+    found = torch.zeros(2, images.shape[1], dtype=exact_type(images), device=images.device)
+    if len(images) <= span:
+        mean, variance = found
         out = F.batch_norm(
-            images,
-            mean,
-            variance,
-            weight=weight,
-            bias=bias,
-            training=True,
-            momentum=1.0,  # replaces the zeros by the moments
-            eps=eps,
-        )
-        return out, Moments(mean, variance), groups
-    outs, sums = [], torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
-    whole = len(images) // span * span
-    sizes = [whole, len(images) - whole] if whole < len(images) else [whole]
-    for part in images.split(sizes):  # whole groups, and the rest
-        values = part.unflatten(0, (-(-len(part) // span), -1)).to(exact)
-        dims = [1, *range(3, values.ndim)]
-        num = values.shape[1] * _area(part)
-        variance, mean = torch.var_mean(values, dims, correction=0, keepdim=True)
-        out = (values - mean) * (variance + eps).rsqrt()
-        per_channel = [-1, *[1] * (values.ndim - 3)]
-        if weight is not None:
-            out = out * weight.view(per_channel)
-        if bias is not None:
-            out = out + bias.view(per_channel)
-        outs.append(out.to(images.dtype).flatten(0, 1))
-        found = torch.stack([mean, variance * (num / (num - 1))]).detach()
-        sums = sums + found.sum(1).flatten(1)
-    out = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return out, Moments(*sums), groups
+            images, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps
+        )  # a momentum of 1 replaces the zeros by the moments
+    else:
+        outs = []
+        whole = len(images) // span * span
+        sizes = [whole, len(images) - whole] if whole < len(images) else [whole]
+        for part in images.split(sizes):  # whole groups, and the rest
+            values = part.unflatten(0, (-(-len(part) // span), -1)).to(found.dtype)
+            dims = [1, *range(3, values.ndim)]
+            num = values.shape[1] * _area(part)
+            variance, mean = torch.var_mean(values, dims, correction=0, keepdim=True)
+            out = (values - mean) * (variance + eps).rsqrt()
+            per_channel = [-1, *[1] * (values.ndim - 3)]
+            if weight is not None:
+                out = out * weight.view(per_channel)
+            if bias is not None:
+                out = out + bias.view(per_channel)
+            outs.append(out.to(images.dtype).flatten(0, 1))
+            moments = torch.stack([mean, variance * (num / (num - 1))]).detach()
+            found = found + moments.sum(1).flatten(1)
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    if sums is not None:
+        with torch.no_grad():
+            sums.add_(found)
+    return out
 
 
-def _check(images: Tensor, *, span: int, group: Group | None) -> None:
+def check(images: Tensor, *, span: int, group: Group | None) -> None:
+    """Raise ValueError if the images are not whole groups, or a channel has a single value."""
     samples = len(images) % span or span
     if group is not None:
         if len(images) * group.world_size != span:
@@ -160,18 +157,15 @@ class _Normalise(torch.autograd.Function):
         span: int,
         group: Group | None,
         moments: Moments | None,
-        num: int,
     ) -> Tensor:
         if group is None:
-            out, saved = _over_parts(
-                images, (weight, bias), eps=eps, span=span, moments=moments, num=num
-            )
+            out, saved = _over_parts(images, (weight, bias), eps=eps, span=span, moments=moments)
             shared = None
         else:
             out, found, saved, shared = _over_workers(images, (weight, bias), eps=eps, group=group)
             if moments is not None:
-                moments.mean.lerp_(found.mean, 1 / (num + 1))
-                moments.variance.lerp_(found.variance, 1 / (num + 1))
+                moments.mean.copy_(found.mean)
+                moments.variance.copy_(found.variance)
         ctx.save_for_backward(images, weight, saved, shared)
         ctx.span, ctx.group, ctx.eps = span, group, eps
         return out
@@ -189,7 +183,7 @@ class _Normalise(torch.autograd.Function):
             found = _backward_over_workers(
                 grad, images, weight, saved, num=shared, group=ctx.group, needs=needs
             )
-        return (*found, None, None, None, None, None)
+        return (*found, None, None, None, None)
 
 
 def _over_parts(
@@ -199,7 +193,6 @@ def _over_parts(
     eps: float,
     span: int,
     moments: Moments | None,
-    num: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and 2 S x C: mean and 1 / std of each group in turn."""
     out = torch.empty_like(images)
@@ -208,7 +201,7 @@ def _over_parts(
     running = moments or (None, None)
     rows = saved.unbind()
     parts = zip(images.split(span), out.split(span), rows[::2], rows[1::2], strict=True)
-    for done, (part, result, mean, inverse) in enumerate(parts, start=num):
+    for done, (part, result, mean, inverse) in enumerate(parts):
         # This momentum makes the running statistics the mean over the groups so far.
         _aten.native_batch_norm.out(
             part,

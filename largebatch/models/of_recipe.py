@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from largebatch.errors import RecipeError, clip
-from largebatch.models import affine_parameters, build
+from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
 from largebatch.models.compiled import compile_model
+from largebatch.models.fusion import pair
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.task import Sample
@@ -19,6 +20,8 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     model = new_model(recipe).to(device)
     if recipe.execution.channels_last(device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
+    if device.type in kernels.DEVICES:
+        pair(model)
     return in_precision(model, recipe, device)
 
 

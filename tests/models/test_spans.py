@@ -41,7 +41,7 @@ def images(num: int, *shape: int, seed: int = 0) -> Tensor:
 def moments(layer: nn.Module) -> Tensor:
     assert isinstance(layer, SpanBatchNorm)
     assert layer.moments is not None
-    return torch.stack(layer.moments)
+    return layer.moments
 
 
 def shared(

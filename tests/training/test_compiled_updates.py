@@ -204,11 +204,11 @@ def test_cuda_graphs_may_write_to_what_the_layers_count() -> None:
     written = [
         tensor
         for layer in counted
-        for tensor in (*(layer.moments or ()), layer.num_in_graphs)
+        for tensor in (layer.moments, layer.num_in_graphs)
         if tensor is not None
     ]
-    assert len(written) == 6
-    assert [tensor.data_ptr() % 16 for tensor in written] == [0] * 6
+    assert len(written) == 4
+    assert [tensor.data_ptr() % 16 for tensor in written] == [0] * 4
 
 
 def test_inductor_computes_the_same(compiler: None) -> None:

@@ -81,7 +81,7 @@ class Snapshot:
         for restore in self._restores:
             restore()
 
-    def _copy(  # noqa: C901 -- a case for each type
+    def _copy(
         self,
         value: Any,  # noqa: ANN401 -- anything a script holds
     ) -> Iterable[object]:
@@ -274,7 +274,7 @@ def _attributes_of(part: object) -> Iterator[object]:
             yield from value.values()
 
 
-def _held_by(  # noqa: C901 -- a case for each type
+def _held_by(
     functions: Iterable[object],
 ) -> Iterator[object]:
     """Yield what functions may change: functions called, cells, objects and their attributes."""

@@ -1,0 +1,81 @@
+"""Kernels for BatchNorm spans on a GPU; elsewhere PyTorch's are used.
+
+`take` decides for each batch: the kernels read 16 or 32 bits in channels-last memory. On each
+device they are tried once, because Triton may be missing or may not support it: where they fail, or
+differ from PyTorch, a warning is logged and PyTorch's kernels are used.
+"""
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from largebatch import accelerator
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_MOST = 65_535
+"""Spans, and blocks of at least 16 channels, that CUDA launches together."""
+
+DEVICES = {"cuda"}
+"""Types of devices with these kernels."""
+
+_WORK: dict[torch.device, bool] = {}
+"""Result of the trial on each device."""
+
+
+def batchnorm() -> ModuleType:
+    """Import the kernels; raises ImportError without Triton."""
+    from largebatch.models.kernels import fused
+
+    return fused
+
+
+def take(images: Tensor, other: Tensor | None = None) -> bool:
+    """Return True if the kernels normalise N x C x ... images, and add `other`, if any.
+
+    In a graph of torch.compile they are used on devices where they were tried before.
+    """
+    if images.device.type not in DEVICES or images.dtype not in _TYPES or not images.numel():
+        return False
+    if not _lies_in_rows(images) or max(len(images), images.shape[1] // 16) > _MOST:
+        return False
+    if other is not None and not (
+        other.dtype == images.dtype and other.shape == images.shape and _lies_in_rows(other)
+    ):
+        return False
+    if images.device not in _WORK:
+        if torch.compiler.is_compiling():
+            return False
+        _WORK[images.device] = accelerator.try_kernels("BatchNorm", lambda: _trial(images.device))
+    return _WORK[images.device]
+
+
+def _lies_in_rows(images: Tensor) -> bool:
+    """Return True if images lie in memory as rows x channels, as in channels_last."""
+    return images.movedim(1, -1).is_contiguous()
+
+
+def _trial(device: torch.device) -> float:
+    """Return the error of a result and a gradient relative to PyTorch's, in bfloat16."""
+    values = torch.linspace(-3, 3, 6 * 4 * 40).sin().view(6, 4, 40).movedim(-1, 1)
+    affine = torch.linspace(0.5, 1.5, 80).view(2, 40).to(device)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        images = values.to(device, dtype).requires_grad_()
+        weight, bias = affine.to(torch.promote_types(dtype, torch.float32))
+        with torch.enable_grad():
+            if dtype == torch.bfloat16:
+                settings = {"eps": 1e-5, "span": 4, "relu": True}
+                out = batchnorm().normalise(images, images.detach(), weight, bias, **settings)[0]
+            else:
+                parts = [
+                    F.batch_norm(part, None, None, weight, bias, training=True)
+                    for part in images.split(4)
+                ]
+                out = F.relu(torch.cat(parts) + images.detach())
+            (grad,) = torch.autograd.grad(out.square().sum(), images)
+        found.append(torch.stack([out.detach(), grad]).double())
+    ours, reference = found
+    return float((ours - reference).norm() / reference.norm())  # sync: once per device

@@ -1,0 +1,356 @@
+"""BatchNorm over spans of a channels-last batch, with the sum and the ReLU behind it.
+
+Seen as rows x channels, a channels-last batch with spans of S samples is a stack of matrices, and
+BatchNorm normalises the columns of each. Both directions take two launches for any number of spans:
+one reduces parts of the rows to partial sums, the next merges the partial sums of its span and
+writes the result. Every program of the second launch merges for itself, in a fixed order: no
+program waits for another or counts arrivals, so that there is no race, nothing to reset, and the
+same input gives the same bits.
+
+PyTorch's kernels for bf16 in this memory format load two bytes per thread, and read and write the
+batch again for the sum and for the ReLU.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.library import triton_op, wrap_triton
+
+from largebatch import accelerator
+from largebatch.distributed.backend import Group
+from largebatch.models.kernels import triton_batchnorm as kernels
+
+Launch = Callable[..., None]
+"""Launches a kernel: kernel, grid, arguments, and named constants."""
+
+PARTS = 264
+"""Parts of all spans and blocks of channels together: two for each multiprocessor of an H100. More
+would cost time in merging, which each program of the second launch does for its span."""
+
+TILE = 8192
+"""Largest number of values per step of a program."""
+
+CHUNK = 16
+"""Partial sums per step of a merge."""
+
+
+def _cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+class _Shape(NamedTuple):
+    """Numbers of a launch: rows x channels are divided into spans, parts and blocks of channels."""
+
+    spans: int
+    rows: int
+    last: int
+    """Rows of the last span."""
+
+    channels: int
+    cols: int
+    """Channels of a block."""
+
+    tile: int
+    """Rows per step."""
+
+    parts: int
+    per: int
+    """Rows of a part."""
+
+    @classmethod
+    def of(cls, x: Tensor, span: int) -> "_Shape":
+        """Return the numbers for N x C x ... images with spans of `span` samples."""
+        channels = x.shape[1]
+        area, spans = x.numel() // (len(x) * channels), -(-len(x) // span)
+        rows = min(span, len(x)) * area
+        cols = min(128 // x.element_size(), _power_of_2(channels))
+        tile = max(1, min(TILE // cols, _power_of_2(rows)))
+        parts = max(1, PARTS // (spans * _cdiv(channels, cols)))
+        per = _cdiv(_cdiv(rows, parts), tile) * tile
+        last = len(x) * area - (spans - 1) * rows
+        return cls(spans, rows, last, channels, cols, tile, _cdiv(rows, per), per)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.parts, _cdiv(self.channels, self.cols), self.spans
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.rows, self.last, self.per
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        return {"ROWS": self.tile, "COLS": self.cols}
+
+
+def _launch_in_graph(
+    kernel: Any,  # noqa: ANN401 -- Triton is untyped
+    grid: tuple[int, ...],
+    *args: object,
+    **constants: object,
+) -> None:
+    wrap_triton(kernel)[grid](*args, num_warps=8, **constants)
+
+
+def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
+    x: Tensor,
+    other: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    span: int,
+    relu: bool,
+    group: Group | None = None,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return N x C x ... images, each span normalised by its own moments, and these moments.
+
+    `other` is added to the result, and `relu` applied to the sum. The moments are mean, biased
+    variance and number of values of each span: G x 3 x C, float32. The sums over spans of the mean
+    and of the unbiased variance are added to `sums` (2 C numbers) in place.
+
+    Arguments are those that `kernels.takes` returns True for. Without a `group` of workers the last
+    span may be smaller. With one, its workers together hold a single span.
+    """
+    if torch.compiler.is_compiling():
+        y, stat = _in_graph(x, other, weight, bias, eps, span, relu)
+        if sums is not None:
+            mean, variance, count = stat.unbind(1)
+            sums += torch.stack([mean.sum(0), (variance * (count / (count - 1))).sum(0)])
+        return y, stat
+    result: tuple[Tensor, Tensor] = _Normalise.apply(  # type: ignore[no-untyped-call]  # torch's
+        x, other, weight, bias, sums, eps, span, relu, group
+    )
+    return result
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 -- PyTorch takes no keywords here
+        ctx: Any,  # noqa: ANN401 -- PyTorch's, untyped
+        x: Tensor,
+        other: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        sums: Tensor | None,
+        eps: float,
+        span: int,
+        relu: bool,  # noqa: FBT001 -- as above
+        group: Group | None,
+    ) -> tuple[Tensor, Tensor]:
+        shape = _Shape.of(x, span if group is None else len(x))
+        y, stat = _forward(
+            x, other, (weight, bias), sums, shape, eps, relu, group, accelerator.launch
+        )
+        result = y if relu and other is not None else None
+        ctx.save_for_backward(x, result, weight, bias, stat)
+        ctx.settings = shape, eps, relu, group, accelerator.launch
+        ctx.adds = other is not None
+        ctx.mark_non_differentiable(stat)
+        ctx.set_materialize_grads(False)
+        return y, stat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
+        if dy is None:
+            return (None,) * 9
+        x, y, weight, bias, stat = ctx.saved_tensors
+        dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *ctx.settings)
+        affine = _of_affine(grads, (weight, bias))
+        return dx, dz if ctx.adds else None, *affine, None, None, None, None, None
+
+
+def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
+    x: Tensor,
+    other: Tensor | None,
+    affine: tuple[Tensor | None, Tensor | None],
+    sums: Tensor | None,
+    shape: _Shape,
+    eps: float,
+    relu: bool,  # noqa: FBT001 -- as above
+    group: Group | None,
+    launch: Launch,
+) -> tuple[Tensor, Tensor]:
+    """Return the result and the moments of each span."""
+    part, parts = _partial_moments(x, shape, launch), shape.parts
+    if group is not None:
+        part, parts = _over_workers(part, shape, group, launch), group.world_size
+    y = torch.empty_like(x)
+    stat = part.new_empty(shape.spans, 3, shape.channels)
+    tensors = [x, other, y, part, stat, sums, *affine]
+    launch(
+        kernels.normalise_rows,
+        shape.grid,
+        *(x if tensor is None else tensor for tensor in tensors),
+        *(*shape.sizes, parts, shape.channels, eps),
+        SUM=other is not None,
+        RELU=relu,
+        AFFINE=affine[0] is not None,
+        COUNT=sums is not None,
+        CHUNK=CHUNK,
+        **shape.tiles,
+    )
+    return y, stat
+
+
+def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    affine: tuple[Tensor | None, Tensor | None],
+    stat: Tensor,
+    shape: _Shape,
+    eps: float,
+    relu: bool,  # noqa: FBT001 -- as above
+    group: Group | None,
+    launch: Launch,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C."""
+    dy = _in_rows(dy, x.dtype)
+    dz = torch.empty_like(x) if y is not None else dy
+    part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
+    tensors = [dy, x, y, dz, part, stat, *affine]
+    launch(
+        kernels.gradient_sums,
+        shape.grid,
+        *(x if tensor is None else tensor for tensor in tensors),
+        *(*shape.sizes, shape.channels, eps),
+        SUM=y is not None,
+        RELU=relu,
+        AFFINE=affine[0] is not None,
+        **shape.tiles,
+    )
+    dx = torch.empty_like(x)
+    grads = stat.new_empty(2, shape.channels)  # of bias and weight
+    parts = shape.parts
+    if group is not None:
+        grads = part.sum((0, 1))
+        part, parts = grads.clone(), 1
+        group.all_reduce(part).wait()
+    launch(
+        kernels.gradient_rows,
+        shape.grid,
+        *(x if tensor is None else tensor for tensor in [dz, x, dx, part, stat, *affine, grads]),
+        *(*shape.sizes, parts, shape.channels, eps),
+        RELU=relu and y is None,
+        AFFINE=affine[0] is not None,
+        COUNT=group is None,
+        CHUNK=CHUNK,
+        **shape.tiles,
+    )
+    return dx, dz, grads
+
+
+def _of_affine(
+    grads: Tensor, affine: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias in their types."""
+    weight, bias = affine
+    if weight is None or bias is None:
+        return None, None
+    return grads[1].to(weight.dtype), grads[0].to(bias.dtype)
+
+
+def _partial_moments(x: Tensor, shape: _Shape, launch: Launch) -> Tensor:
+    size = shape.spans * shape.parts * (2 * shape.channels + 1)
+    part = torch.empty(size, dtype=torch.float32, device=x.device)
+    launch(kernels.statistics, shape.grid, x, part, *shape.sizes, shape.channels, **shape.tiles)
+    return part
+
+
+def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
+    """Return mean, biased variance and count of each span: G x 3 x C."""
+    stat = part.new_empty(shape.spans, 3, shape.channels)
+    grid = shape.grid[1:]
+    constants = {"COLS": shape.cols, "CHUNK": CHUNK}
+    launch(kernels.merge_spans, grid, part, stat, shape.parts, shape.channels, **constants)
+    return stat
+
+
+def moments(x: Tensor, span: int) -> Tensor:
+    """Return mean, biased variance and number of values of each span: G x 3 x C, float32."""
+    shape, launch = _Shape.of(x, span), accelerator.launch
+    return _merged(_partial_moments(x, shape, launch), shape, launch)
+
+
+def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> Tensor:
+    """Return the moments of a span's workers as its parts."""
+    mean, variance, count = _merged(part, shape, launch)[0]
+    gathered = group.all_gather(torch.cat([mean, variance * count, count[:1]]))
+    return torch.cat([gathered[:, :-1].flatten(), gathered[:, -1]])
+
+
+def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return N x C x ... values as rows x channels in memory; a copy only if they are not."""
+    return x.to(dtype).movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+@triton_op("largebatch::span_batchnorm", mutates_args=())
+def _in_graph(  # noqa: PLR0913 -- operators take no keywords
+    x: Tensor,
+    other: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    span: int,
+    relu: bool,  # noqa: FBT001 -- as above
+) -> tuple[Tensor, Tensor]:
+    shape = _Shape.of(x, span)
+    return _forward(x, other, (weight, bias), None, shape, eps, relu, None, _launch_in_graph)
+
+
+@_in_graph.register_fake  # type: ignore[untyped-decorator]  # torch's
+def _(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    spans = -(-len(x) // int(args[4]))  # type: ignore[call-overload]  # the span
+    return torch.empty_like(x), x.new_empty(spans, 3, x.shape[1], dtype=torch.float32)
+
+
+@triton_op("largebatch::span_batchnorm_backward", mutates_args=())
+def _backward_in_graph(  # noqa: PLR0913 -- operators take no keywords
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stat: Tensor,
+    eps: float,
+    span: int,
+    relu: bool,  # noqa: FBT001 -- as above
+) -> list[Tensor]:
+    settings = _Shape.of(x, span), eps, relu, None, _launch_in_graph
+    dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *settings)
+    return [dx, grads] if y is None else [dx, grads, dz]
+
+
+@_backward_in_graph.register_fake  # type: ignore[untyped-decorator]  # torch's
+def _(_: Tensor, x: Tensor, y: Tensor | None, *args: object) -> list[Tensor]:  # noqa: ARG001 -- the operator's
+    grads = x.new_empty(2, x.shape[1], dtype=torch.float32)
+    return [torch.empty_like(x), grads] + ([] if y is None else [torch.empty_like(x)])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401 -- PyTorch's, untyped
+    x, other, weight, bias, eps, span, relu = inputs
+    y, stat = output
+    ctx.save_for_backward(x, y if relu and other is not None else None, weight, bias, stat)
+    ctx.settings, ctx.adds = (eps, span, relu), other is not None
+    ctx.mark_non_differentiable(stat)
+
+
+def _backward_of_graph(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
+    x, y, weight, bias, stat = ctx.saved_tensors
+    dx, grads, *dz = _backward_in_graph(dy, x, y, weight, bias, stat, *ctx.settings)
+    other = (dz[0] if dz else dy) if ctx.adds else None
+    return dx, other, *_of_affine(grads, (weight, bias)), None, None, None
+
+
+_in_graph.register_autograd(_backward_of_graph, setup_context=_save)

@@ -1,0 +1,269 @@
+"""The kernels of `fused`, in Triton.
+
+Partial sums are a count, a mean and squared deviations from it, about the mean of the first rows of
+a part, and are merged by equation 2.1 of Chan, Golub and LeVeque (1983): a mean that is far from
+zero costs no digits. Sums are in float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wide(number):
+    """Return an int64: a batch may have more than 2 ** 31 values."""
+    return tl.zeros((), tl.int64) + number
+
+
+@triton.jit
+def _load(pointer, start, end, C, cols, ROWS: tl.constexpr):
+    """Return ROWS x COLS values from row `start`, zero from row `end` on, and where they are."""
+    row = tl.arange(0, ROWS)
+    inside = (start + row < end)[:, None] & (cols < C)[None, :]
+    at = pointer + start * _wide(C) + (row[:, None] * C + cols[None, :])
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit
+def _store(pointer, values, start, C, cols, inside, ROWS: tl.constexpr):
+    at = pointer + start * _wide(C) + (tl.arange(0, ROWS)[:, None] * C + cols[None, :])
+    tl.store(at, values.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _relu(values):
+    """Return the positive part; unlike tl.maximum, NaN stays NaN."""
+    return tl.where(values < 0.0, 0.0, values)
+
+
+@triton.jit
+def _rows_of_span(span, rows, last):
+    """Return the number of rows of a span; the last one may have fewer."""
+    return tl.where(span == tl.num_programs(2) - 1, last, rows)
+
+
+@triton.jit
+def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Write the mean and deviations of `per` rows of a span, G x P x 2 x C, then counts, G x P."""
+    split, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    cols = block * COLS + tl.arange(0, COLS)
+    x += span * _wide(rows) * C
+    start = split * per
+    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+    count = tl.maximum(end - start, 0).to(tl.float32)
+    values, inside = _load(x, start, end, C, cols, ROWS)
+    origin = tl.sum(values, 0) / tl.maximum(tl.minimum(count, ROWS), 1.0)
+    first = tl.zeros((ROWS, COLS), tl.float32)
+    second = tl.zeros((ROWS, COLS), tl.float32)
+    for row in range(start, end, ROWS):
+        values, inside = _load(x, row, end, C, cols, ROWS)
+        values = tl.where(inside, values - origin[None, :], 0.0)
+        first += values
+        second += values * values
+    total = tl.sum(first, 0)
+    shift = total / tl.maximum(count, 1.0)
+    which = span * tl.num_programs(0) + split
+    at = part + which * 2 * C + cols
+    tl.store(at, origin + shift, mask=cols < C)
+    tl.store(at + C, tl.sum(second, 0) - total * shift, mask=cols < C)
+    if block == 0:
+        num = part + tl.num_programs(2) * tl.num_programs(0) * 2 * C
+        tl.store(num + which, count)
+
+
+@triton.jit
+def _merge(part, span, spans, splits, C, cols, CHUNK: tl.constexpr):
+    """Return count, mean and biased variance of a span from its partial moments."""
+    known = cols < C
+    num = part + spans * splits * 2 * C + span * splits
+    part += span * splits * 2 * C
+    origin = tl.load(part + cols, mask=known, other=0.0)
+    count = 0.0
+    first = tl.zeros_like(origin)
+    second = tl.zeros_like(origin)
+    for split in range(0, splits, CHUNK):
+        which = split + tl.arange(0, CHUNK)
+        inside = (which < splits)[:, None] & known[None, :]
+        at = part + which[:, None] * 2 * C + cols[None, :]
+        weight = tl.load(num + which, mask=which < splits, other=0.0)
+        shift = tl.load(at, mask=inside, other=0.0) - origin[None, :]
+        shift = tl.where(weight[:, None] > 0.0, shift, 0.0)
+        moved = weight[:, None] * shift
+        deviations = tl.load(at + C, mask=inside, other=0.0)
+        count += tl.sum(weight, 0)
+        first += tl.sum(moved, 0)
+        second += tl.sum(deviations + moved * shift, 0)
+    shift = first / count
+    variance = (second - first * shift) / count
+    return count, origin + shift, _relu(variance)
+
+
+@triton.jit
+def _store_moments(stat, span, count, mean, variance, C, cols):
+    at = stat + span * 3 * C + cols
+    tl.store(at, mean, mask=cols < C)
+    tl.store(at + C, variance, mask=cols < C)
+    tl.store(at + 2 * C, tl.zeros_like(mean) + count, mask=cols < C)
+
+
+@triton.jit
+def merge_spans(part, stat, splits, C, COLS: tl.constexpr, CHUNK: tl.constexpr):
+    """Write the mean, biased variance and count of each span: G x 3 x C."""
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    span, spans = tl.program_id(1), tl.num_programs(1)
+    count, mean, variance = _merge(part, span, spans, splits, C, cols, CHUNK)
+    _store_moments(stat, span, count, mean, variance, C, cols)
+
+
+@triton.jit
+def normalise_rows(
+    x, other, y, part, stat, sums, weight, bias,
+    rows, last, per, splits, C, eps,
+    SUM: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write y, and the mean, biased variance and count of each span: G x 3 x C.
+
+    With COUNT the mean and unbiased variance of every span are added to `sums`, 2 x C.
+    """
+    program, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    cols = block * COLS + tl.arange(0, COLS)
+    known, spans = cols < C, tl.num_programs(2)
+    count, mean, variance = _merge(part, span, spans, splits, C, cols, CHUNK)
+    inverse = 1.0 / tl.sqrt_rn(variance + eps)
+    if program == 0:
+        _store_moments(stat, span, count, mean, variance, C, cols)
+        if COUNT:
+            if span == 0:
+                mean_sum = mean
+                variance_sum = variance * (count / (count - 1.0))
+                for each in range(1, spans):
+                    num_of, mean_of, variance_of = _merge(part, each, spans, splits, C, cols, CHUNK)
+                    mean_sum += mean_of
+                    variance_sum += variance_of * (num_of / (num_of - 1.0))
+                mean_sum += tl.load(sums + cols, mask=known, other=0.0)
+                tl.store(sums + cols, mean_sum, mask=known)
+                variance_sum += tl.load(sums + C + cols, mask=known, other=0.0)
+                tl.store(sums + C + cols, variance_sum, mask=known)
+    gain, offset = inverse, tl.zeros_like(mean)
+    if AFFINE:
+        gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
+        offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
+    base = span * _wide(rows) * C
+    start = program * per
+    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+    for row in range(start, end, ROWS):
+        values, inside = _load(x + base, row, end, C, cols, ROWS)
+        values = (values - mean[None, :]) * gain[None, :] + offset[None, :]
+        if SUM:
+            shortcut, _ = _load(other + base, row, end, C, cols, ROWS)
+            values += shortcut
+        if RELU:
+            values = _relu(values)
+        _store(y + base, values, row, C, cols, inside, ROWS)
+
+
+@triton.jit
+def gradient_sums(
+    dy, x, y, dz, part, stat, weight, bias,
+    rows, last, per, C, eps,
+    SUM: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of dz and of dz times the normalised x, over `per` rows: G x P x 2 x C.
+
+    dz is the gradient before the ReLU, which is zero where the result is. With SUM it is the
+    gradient of the shortcut too, and is written.
+    """
+    split, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    cols = block * COLS + tl.arange(0, COLS)
+    known = cols < C
+    mean = tl.load(stat + span * 3 * C + cols, mask=known, other=0.0)
+    variance = tl.load(stat + span * 3 * C + C + cols, mask=known, other=0.0)
+    inverse = 1.0 / tl.sqrt_rn(variance + eps)
+    gain, offset = inverse, tl.zeros_like(mean)
+    if AFFINE:
+        gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
+        offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
+    base = span * _wide(rows) * C
+    start = split * per
+    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+    first = tl.zeros((ROWS, COLS), tl.float32)
+    second = tl.zeros((ROWS, COLS), tl.float32)
+    for row in range(start, end, ROWS):
+        grad, inside = _load(dy + base, row, end, C, cols, ROWS)
+        values, _ = _load(x + base, row, end, C, cols, ROWS)
+        values = tl.where(inside, values - mean[None, :], 0.0)
+        if RELU:
+            if SUM:
+                result, _ = _load(y + base, row, end, C, cols, ROWS)
+            else:
+                result = values * gain[None, :] + offset[None, :]
+            grad = tl.where(result <= 0.0, 0.0, grad)
+            grad = tl.where(inside, grad, 0.0)
+            if SUM:
+                _store(dz + base, grad, row, C, cols, inside, ROWS)
+        first += grad
+        second += grad * values
+    part += (span * tl.num_programs(0) + split) * 2 * C + cols
+    tl.store(part, tl.sum(first, 0), mask=known)
+    tl.store(part + C, tl.sum(second, 0) * inverse, mask=known)
+
+
+@triton.jit
+def _add(part, span, splits, C, cols, CHUNK: tl.constexpr):
+    """Return the two sums of a span from its partial sums."""
+    part += span * splits * 2 * C
+    first = tl.zeros_like(cols).to(tl.float32)
+    second = tl.zeros_like(cols).to(tl.float32)
+    for split in range(0, splits, CHUNK):
+        which = split + tl.arange(0, CHUNK)
+        inside = (which < splits)[:, None] & (cols < C)[None, :]
+        at = part + which[:, None] * 2 * C + cols[None, :]
+        first += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+        second += tl.sum(tl.load(at + C, mask=inside, other=0.0), 0)
+    return first, second
+
+
+@triton.jit
+def gradient_rows(
+    dz, x, dx, part, stat, weight, bias, affine,
+    rows, last, per, splits, C, eps,
+    RELU: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of x, and with COUNT those of bias and weight over all spans: 2 x C."""
+    program, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    cols = block * COLS + tl.arange(0, COLS)
+    known = cols < C
+    at = stat + span * 3 * C + cols
+    mean = tl.load(at, mask=known, other=0.0)
+    inverse = 1.0 / tl.sqrt_rn(tl.load(at + C, mask=known, other=0.0) + eps)
+    count = tl.load(at + 2 * C, mask=known, other=1.0)
+    first, second = _add(part, span, splits, C, cols, CHUNK)
+    if COUNT:
+        if (program == 0) & (span == 0):
+            bias_grad, weight_grad = first, second
+            for each in range(1, tl.num_programs(2)):
+                bias_of, weight_of = _add(part, each, splits, C, cols, CHUNK)
+                bias_grad += bias_of
+                weight_grad += weight_of
+            tl.store(affine + cols, bias_grad, mask=known)
+            tl.store(affine + C + cols, weight_grad, mask=known)
+    gain, offset = inverse, tl.zeros_like(mean)
+    if AFFINE:
+        gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
+        offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
+    slope = -gain * inverse * second / count
+    level = -gain * first / count
+    base = span * _wide(rows) * C
+    start = program * per
+    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+    for row in range(start, end, ROWS):
+        grad, inside = _load(dz + base, row, end, C, cols, ROWS)
+        values, _ = _load(x + base, row, end, C, cols, ROWS)
+        values -= mean[None, :]
+        if RELU:
+            grad = tl.where(values * gain[None, :] + offset[None, :] <= 0.0, 0.0, grad)
+        grad = grad * gain[None, :] + (values * slope[None, :] + level[None, :])
+        _store(dx + base, grad, row, C, cols, inside, ROWS)

@@ -1,0 +1,366 @@
+"""BatchNorm's kernels against float64, layer by layer and inside networks.
+
+Triton's interpreter runs them where there is no GPU, and its compiler makes their machine code.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import DEVICE, run_kernels
+from threads import Thread, on_threads
+from torch import Tensor, nn
+
+from largebatch import accelerator
+from largebatch.distributed.serial import Serial
+from largebatch.models import build, kernels, with_span
+from largebatch.models.batchnorm import Spans
+from largebatch.models.fusion import pair
+
+runs = pytest.mark.usefixtures("kernels_run")
+
+__all__ = ["run_kernels"]
+CPU = Serial(DEVICE)
+
+
+def in_rows(values: Tensor) -> Tensor:
+    return values.movedim(1, -1).contiguous().movedim(-1, 1).to(DEVICE)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return in_rows((2 * values + 1).to(dtype))
+
+
+def by_hand(
+    x: Tensor, other: Tensor | None, affine: tuple[Tensor, Tensor] | None, span: int, relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the layer's result and the sums over spans of mean and variance."""
+    axes = [0, *range(2, x.ndim)]
+    outs, sums = [], torch.zeros(2, x.shape[1], dtype=x.dtype, device=x.device)
+    for part in x.split(span):
+        mean, variance = part.mean(axes), part.var(axes)
+        sums = sums + torch.stack([mean, variance]).detach()
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        biased = part.var(axes, unbiased=False)
+        out = (part - mean.view(shape)) / (biased + 1e-5).sqrt().view(shape)
+        if affine is not None:
+            out = out * affine[0].view(shape) + affine[1].view(shape)
+        outs.append(out)
+    out = torch.cat(outs)
+    out = out if other is None else out + other
+    return (out.relu() if relu else out), sums
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.detach().double() - exact.detach()).norm() / (exact.detach().norm() + 1e-30))
+
+
+SHAPES = [
+    pytest.param((8, 24, 3, 2), 4, id="two spans"),
+    pytest.param((7, 5, 3, 3), 3, id="odd channels and a smaller last span"),
+    pytest.param((3, 40, 2, 4), 8, id="a span above the batch"),
+    pytest.param((10, 12), 4, id="0d"),
+    pytest.param((6, 3, 7), 2, id="1d"),
+    pytest.param((4, 6, 2, 3, 2), 2, id="3d"),
+    pytest.param((3, 1, 4, 2), 1, id="one channel"),
+]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@runs
+@pytest.mark.parametrize(("shape", "span"), SHAPES)
+@pytest.mark.parametrize(
+    ("relu", "adds", "dtype"),
+    [
+        (False, False, torch.float32),
+        (True, False, torch.float32),
+        (False, True, torch.bfloat16),
+        (True, True, torch.float32),
+        (True, True, torch.float16),
+    ],
+)
+def test_result_moments_and_gradients_are_those_of_the_formula(
+    shape: tuple[int, ...], span: int, dtype: torch.dtype, relu: bool, adds: bool
+) -> None:
+    channels, affine = shape[1], relu or adds
+    x = draw(*shape, dtype=dtype).requires_grad_()
+    other = draw(*shape, seed=1, dtype=dtype).requires_grad_() if adds else None
+    weight = draw(channels, 1, seed=2).flatten().requires_grad_() if affine else None
+    bias = draw(channels, 1, seed=3).flatten().requires_grad_() if affine else None
+    sums = torch.ones(2, channels, device=DEVICE)
+    settings: dict[str, Any] = {"eps": 1e-5, "span": span, "relu": relu}
+    out, moments = kernels.batchnorm().normalise(x, other, weight, bias, sums=sums, **settings)
+    slope = draw(*shape, seed=4, dtype=dtype)
+    leaves = [it for it in (x, other, weight, bias) if it is not None]
+    grads = torch.autograd.grad(out, leaves, slope)
+
+    exact = [it.detach().double().requires_grad_() for it in leaves]
+    own = iter(exact)
+    x64, other64 = next(own), next(own) if adds else None
+    affine64 = (next(own), next(own)) if affine else None
+    expected, expected_sums = by_hand(x64, other64, affine64, span, relu)
+    kept = slope.double() * (out != 0) if relu else slope.double()  # zeros within rounding
+    unclipped, _ = by_hand(x64, other64, affine64, span, relu=False)
+    assert error(out, expected.detach()) < TOLERANCE[dtype]
+    assert error(sums - 1, expected_sums) < 1e-6
+    assert moments[:, 2].sum(0).eq(x.numel() / channels).all()
+    for ours, theirs in zip(grads, torch.autograd.grad(unclipped, exact, kept), strict=True):
+        assert ours.dtype in {dtype, torch.float32}
+        assert error(ours, theirs) < TOLERANCE[dtype] * (3 if x.numel() < 40 else 1)
+
+
+@runs
+def test_a_far_mean_costs_no_more_digits_than_in_pytorch() -> None:
+    x = draw(16, 4, 5, 5) + 20_000
+    out, moments = kernels.batchnorm().normalise(x, None, None, None, eps=1e-5, span=16, relu=False)
+    exact, sums = by_hand(x.double(), None, None, 16, relu=False)
+    plain = F.batch_norm(x, None, None, training=True)
+    assert error(out, exact) < 1.5 * error(plain, exact)
+    assert error(moments[0, 1] * (400 / 399), sums[1]) < 1e-4
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, in the interpreter
+def test_nan_and_infinities_are_never_hidden() -> None:
+    x = draw(4, 3, 2, 2)
+    x[1, 0, 1, 1], x[2, 1, 0, 0] = torch.nan, torch.inf
+    out, _ = kernels.batchnorm().normalise(x, x, None, None, eps=1e-5, span=4, relu=True)
+    theirs = F.relu(F.batch_norm(x, None, None, training=True) + x)
+    assert torch.equal(out.isnan(), theirs.isnan())
+    assert out[:, :2].isnan().all()
+
+
+@runs
+def test_the_same_input_gives_the_same_bits() -> None:
+    x, other = draw(8, 24, 2, 2), draw(8, 24, 2, 2, seed=1)
+    weight, bias = torch.rand(2, 24, device=DEVICE)
+    settings: dict[str, Any] = {"eps": 1e-5, "span": 4, "relu": True}
+    found = []
+    for _ in range(1000 if DEVICE.type == "cuda" else 3):
+        leaf = x.clone().requires_grad_()
+        out, moments = kernels.batchnorm().normalise(leaf, other, weight, bias, **settings)
+        (grad,) = torch.autograd.grad(out, leaf, other)
+        found.append((out, moments, grad))
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+
+
+@runs
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_share_a_span(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    launch, lock = accelerator.launch, threading.Lock()
+
+    def alone(*args: Any, **constants: Any) -> None:  # noqa: ANN401 -- those of launch
+        with lock:  # the interpreter is not made for threads
+            launch(*args, **constants)
+
+    monkeypatch.setattr(accelerator, "launch", alone)
+    x, slope = draw(6, 12, 3, 3), draw(6, 12, 3, 3, seed=1)
+    weight, bias = draw(2, 12, seed=2)
+    fused = kernels.batchnorm()
+
+    def work(group: Thread) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        own = x.chunk(workers)[group.rank].clone(memory_format=torch.preserve_format)
+        leaves = [it.clone().requires_grad_() for it in (own, weight, bias)]
+        out, _ = fused.normalise(
+            leaves[0], None, *leaves[1:], eps=1e-5, span=6, relu=True, group=group, sums=sums
+        )
+        return out, *torch.autograd.grad(out, leaves, slope.chunk(workers)[group.rank])
+
+    sums = torch.zeros(2, 12, device=DEVICE)
+    outs, *grads = zip(*on_threads(work, workers=workers), strict=True)
+    exact = [it.double().requires_grad_() for it in (x, weight, bias)]
+    expected, expected_sums = by_hand(exact[0], None, (exact[1], exact[2]), 6, relu=True)
+    theirs = torch.autograd.grad(expected, exact, slope.double())
+    assert error(torch.cat(outs).detach(), expected.detach()) < 1e-6
+    assert error(sums / workers, expected_sums) < 1e-6
+    assert error(torch.cat(grads[0]), theirs[0]) < 1e-6
+    assert error(sum(grads[1]), theirs[1]) < 1e-6
+    assert error(sum(grads[2]), theirs[2]) < 1e-6
+
+
+NETWORKS = {
+    "cifar_resnet20": (19, 19),
+    "test_resnet": (12, 15),
+    "torchvision/resnet18": (17, 20),
+    "regnetx_002": (27, 44),
+    "airbench": (0, 6),
+}
+"""Layers in pairs, and all: not those of shortcuts, and no other activation than ReLU."""
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_pairs_are_found_and_change_neither_names_nor_results(name: str) -> None:
+    torch.manual_seed(0)
+    plain = with_span(build(name, num_classes=4), 2)
+    paired = copy.deepcopy(plain)
+    assert pair(paired) == NETWORKS[name]
+    assert list(paired.state_dict()) == list(plain.state_dict())
+    images = torch.randn(4, 3, 32, 32)
+    for training in (True, False):
+        results = [
+            model.train(training)(images) for model in (plain, paired, copy.deepcopy(paired))
+        ]
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+def trained(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Make an update of two micro-batches; return the loss, and gradients and buffers by name."""
+    spans = Spans(model, CPU)
+    total = torch.zeros((), device=DEVICE)
+    for part in images.chunk(2):
+        out = model(part)
+        loss = (out * torch.linspace(-1, 2, out.numel(), device=DEVICE).view_as(out)).sum()
+        loss.backward()
+        total += loss.detach()
+    spans.reduce()
+    spans.update()
+    found = {name: it.grad for name, it in model.named_parameters() if it.grad is not None}
+    return total, {**found, **dict(model.named_buffers())}
+
+
+@runs
+def test_a_network_with_pairs_trains_as_pytorchs_kernels_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    block = build("torchvision/resnet18", num_classes=4).get_submodule("layer2.0")
+    plain = with_span(nn.Sequential(nn.Conv2d(3, 64, 3), block), 2).to(DEVICE).double()
+    ours = copy.deepcopy(plain).float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
+    assert pair(ours) == (2, 3)
+    launch = mock.Mock(side_effect=accelerator.launch)
+    monkeypatch.setattr(accelerator, "launch", launch)
+    images = draw(8, 3, 5, 5)
+    loss, found = trained(ours, images)
+    expected, exact = trained(plain, images.double())
+    assert launch.call_count == 2 * 3 * 4  # micro-batches, layers, kernels
+    assert error(loss, expected) < 1e-6
+    for name, value in exact.items():
+        assert error(found[name], value.double()) < 2e-5, name
+
+
+@runs
+def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
+    block = with_span(block, 2).to(DEVICE)
+    assert pair(block) == (1, 1)
+    fused = kernels.batchnorm()
+    normalise = mock.Mock(side_effect=fused.normalise)
+    monkeypatch.setattr(fused, "normalise", normalise)
+    images = draw(4, 3, 2, 2)
+    block(images)
+    assert normalise.call_args.kwargs["relu"]
+    seen: list[Tensor] = []
+    hook = block[2].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    block(images)
+    assert not normalise.call_args.kwargs["relu"]
+    assert bool((seen[0] < 0).any())
+    hook.remove()
+    block.eval()(images)
+    assert normalise.call_count == 2
+
+
+@runs
+def test_checkpointed_layers_count_once() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
+    plain = with_span(layers.to(DEVICE), 2)
+    again = copy.deepcopy(plain)
+    images = draw(4, 3, 2, 2)
+    results = []
+    for model, recomputed in ((plain, False), (again, True)):
+        pair(model)
+        spans = Spans(model, CPU)
+        out = checkpoint(model, images, use_reentrant=False) if recomputed else model(images)
+        out.square().sum().backward()
+        spans.reduce()
+        spans.update()
+        weight_grad = model.get_parameter("0.weight").grad
+        assert weight_grad is not None
+        results.append([weight_grad, *model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@runs
+@pytest.mark.parametrize("span", [4, 2])
+def test_a_graph_of_torch_compile_calls_the_operator(span: int) -> None:
+    """It is traced with the shapes that the operator declares; Triton's code is a GPU's matter."""
+    block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    block = with_span(block.to(DEVICE), span)
+    pair(block)
+    compiled = copy.deepcopy(block)
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    images = draw(4, 3, 2, 2)
+    results = []
+    for model, forward in (
+        (block, block),
+        (compiled, torch.compile(compiled, backend=backend, dynamic=False)),
+    ):
+        spans = Spans(model, CPU)
+        for _ in range(2):
+            forward(images).square().sum().backward()
+        spans.reduce()
+        spans.update()
+        results.append([it.grad for it in model.parameters()] + list(model.buffers()))
+    assert any("span_batchnorm" in name for name in called)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "other"),
+    [
+        pytest.param(torch.zeros(2, 3, 2, 2), None, id="NCHW"),
+        pytest.param(torch.zeros(2, 3).double(), None, id="float64"),
+        pytest.param(torch.zeros(0, 3), None, id="no samples"),
+        pytest.param(torch.zeros(2, 3), torch.zeros(1, 3), id="a sum that broadcasts"),
+        pytest.param(torch.zeros(2, 3), torch.zeros(2, 3).half(), id="a sum of two types"),
+    ],
+)
+@runs
+def test_what_the_kernels_do_not_take_is_left_to_pytorch(
+    images: Tensor, other: Tensor | None
+) -> None:
+    assert not kernels.take(images.to(DEVICE), None if other is None else other.to(DEVICE))
+
+
+def test_kernels_that_fail_on_a_device_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernels, "_WORK", {})
+
+    def fail() -> None:
+        raise RuntimeError("sm_20 is not supported")
+
+    monkeypatch.setattr(kernels, "batchnorm", fail)
+    for _ in range(2):
+        assert not kernels.take(torch.zeros(2, 3))
+    (record,) = caplog.records
+    assert "sm_20" in record.getMessage()
+
+
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.long), 90])
+def test_the_compiler_takes_every_kernel(arch: int) -> None:
+    """Machine code for A100 and H100, which needs no GPU; the interpreter accepts more."""
+    pytest.importorskip("triton", reason="Triton, whose compiler reads the kernels")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+    command = [sys.executable, str(script), str(arch)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["7", "kernels"]

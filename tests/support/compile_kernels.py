@@ -1,0 +1,85 @@
+"""Compile the Triton kernels for an architecture of NVIDIA's, which needs no GPU.
+
+python compile_kernels.py 90
+"""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from largebatch import accelerator
+from largebatch.models.kernels import fused
+from largebatch.optim.kernels import Rule
+from largebatch.optim.kernels.table import Table
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+}
+
+
+def compiled(kernel: Any, target: GPUTarget, args: tuple[object, ...], constants: Any) -> str:  # noqa: ANN401 -- Triton is untyped
+    """Return the PTX that a launch with these arguments would compile."""
+    names = kernel.arg_names
+    signature: dict[str, str] = dict.fromkeys(names, "constexpr")
+    values = {(names.index(name),): value for name, value in constants.items()}
+    attributes: dict[tuple[int], object] = {}
+    for number, value in enumerate(args):
+        if isinstance(value, int) and value == 1:
+            values[(number,)] = 1
+            continue
+        if isinstance(value, Tensor):
+            signature[names[number]] = _TYPES[value.dtype]
+        else:
+            signature[names[number]] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    ptx: str = triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+    return ptx
+
+
+def main() -> None:
+    """Compile what a bfloat16 layer with a sum and a ReLU launches, and an update of LARS."""
+    launches: dict[str, tuple[Any, tuple[object, ...], dict[str, object]]] = {}
+
+    def launch(kernel: Any, grid: object, *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped
+        launches[kernel.__name__] = kernel, args, constants
+
+    accelerator.launch = launch
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    x = torch.randn(4, 64, 8, 8).bfloat16().to(memory_format=torch.channels_last)
+    affine = torch.rand(2, 64).requires_grad_()
+    sums = torch.zeros(2, 64)
+    for other in (x.clone(), None):
+        leaf = x.clone().requires_grad_()
+        out, _ = fused.normalise(leaf, other, *affine, eps=1e-5, span=2, relu=True, sums=sums)
+        out.backward(x)
+    fused.moments(x, 2)
+    weight, short = torch.ones(64), torch.ones(64).bfloat16()
+    rule = Rule(
+        momentum=0.9, decay=0.1, ratio_decay=0.1, eta=1.0, eps=0.0, into=1.0, out=1.0, ratio="none"
+    )
+    table = Table([weight], [short], [weight.clone()], [short], [0])
+    table.update([rule], torch.ones(()), torch.zeros(()))
+    code = {
+        name: compiled(kernel, target, args, constants)
+        for name, (kernel, args, constants) in launches.items()
+    }
+    for name in ("statistics", "normalise_rows", "gradient_sums", "gradient_rows"):
+        assert "ld.global.v4" in code[name], f"{name} does not read 16 bytes at once"
+    for name in ("normalise_rows", "gradient_rows", "update"):
+        assert "cvt.rn.bf16" in code[name], f"{name} does not round to nearest"
+    print(len(code), "kernels")
+
+
+if __name__ == "__main__":
+    main()

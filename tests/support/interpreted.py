@@ -1,0 +1,19 @@
+"""BatchNorm's kernels without a GPU: Triton's interpreter runs them."""
+
+import pytest
+import torch
+
+from largebatch.models import kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(name="kernels_run")
+def run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernels for tensors of the CPU too, in small parts, so that there are several."""
+    pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu", "cuda"})
+    fused = kernels.batchnorm()
+    for name, number in (("PARTS", 8), ("TILE", 256), ("CHUNK", 2)):
+        monkeypatch.setattr(fused, name, number)
+    assert kernels.take(torch.zeros(1, 1, device=DEVICE))
