@@ -46,7 +46,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from largebatch.optim.kernels import Rule, Update, apex, batched, fused
+from largebatch.optim.kernels import Rule, Update, apex, batched, fused, table
+from largebatch.optim.kernels.table import Table
 from largebatch.recipe.choices import Convention, Kernels
 
 Number = float | Tensor
@@ -80,7 +81,19 @@ class LARS(Optimizer):
 
     _ratios: Sequence[tuple[list[Tensor], Tensor]] = ()
     """Ratios of the last step with the parameters of each kernel call. A class attribute, because a
-    copy of an optimizer has only its groups and state."""
+    copy of an optimizer has only its groups and state; the same holds for the next four."""
+
+    _tables: Sequence["_Tabled"] = ()
+    """Tables of the last step, one per GPU."""
+
+    _made_for: object = None
+    """`_layout` for which the tables were made; None to make them in every step."""
+
+    _grads: Sequence[int] = ()
+    """Addresses of the gradients of the last step."""
+
+    _others = True
+    """True if there may be parameters outside the tables."""
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of the method
         self,
@@ -137,6 +150,7 @@ class LARS(Optimizer):
             loaded.update(state)
 
         def finish(_: Optimizer) -> None:
+            self._made_for = None
             for group, choice in zip(self.param_groups, kernels, strict=True):
                 group["kernels"] = choice
             self._keep_exact(loaded)
@@ -179,20 +193,33 @@ class LARS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
-        work = [(group, self._gather(group)) for group in self.param_groups]
         found: list[tuple[list[Tensor], Tensor]] = []
-        for group, every_kind in work:
+        layout, addresses = self._layout()
+        if layout is None or layout != self._made_for:
+            self._make_tables(layout)
+        elif addresses != self._grads:
+            for tabled in self._tables:
+                tabled.table.move_grads([it.grad for it in tabled.parameters])
+        self._grads = addresses
+        rules = [_rule(group) for group in self.param_groups]
+        others = [self._gather(group) for group in self.param_groups] if self._others else []
+        for tabled in self._tables:
+            scales = [it if it is None else it.to(tabled.device) for it in (scale, found_inf)]
+            ratios = tabled.table.update(rules, *scales)
+            found.append((tabled.adapted, ratios[: len(tabled.adapted)]))
+            for target, source in tabled.copies:
+                target.copy_(source)
+        for group, rule, every_kind in zip(self.param_groups, rules, others, strict=False):
             for (device, _), lists in every_kind.items():
                 grads = _alike(lists.grads, lists.weights)
                 if scale is not None:
                     torch._foreach_div_(grads, scale.to(device))
-                rule = _rule(group)
-                if found_inf is not None:  # it is a sum over devices
-                    rule = replace(rule, found_inf=found_inf.to(device).clamp(max=1))
+                skipped = found_inf if found_inf is None else found_inf.to(device).clamp(max=1)
                 update = _kernel(device, group["kernels"])
-                ratios = update(lists.weights, grads, lists.buffers, rule)
-                if ratios is not None:
-                    found.append((lists.parameters, ratios))
+                own = replace(rule, found_inf=skipped)  # it is a sum over devices
+                adapted = update(lists.weights, grads, lists.buffers, own)
+                if adapted is not None:
+                    found.append((lists.parameters, adapted))
                 if lists.rounded:
                     torch._foreach_copy_(lists.rounded, lists.exact)
         self._ratios = found
@@ -211,11 +238,43 @@ class LARS(Optimizer):
             for parameter, ratio in zip(parameters, ratios.unbind(), strict=True)
         }
 
-    def _gather(self, group: dict[str, Any]) -> "dict[tuple[torch.device, torch.dtype], _Lists]":
-        """Return the tensors of a group's update by device and type."""
+    def _layout(self) -> tuple[object, list[int]]:
+        """Return what the tables depend on, and the addresses of gradients.
+
+        The first is None without a GPU that has the kernels of tables. This runs in every step.
+        """
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        if not any(table.works(device) for device in {weight.device for weight in weights}):
+            return None, []
+        kinds = [(group["adapt"], group["kernels"]) for group in self.param_groups]
+        grads = [weight.grad for weight in weights]
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            return object(), []  # `_gather` refuses it
+        strides = [None if grad is None else grad.stride() for grad in grads]
+        layout = kinds, len(self.state), strides, [weight.data_ptr() for weight in weights]
+        return layout, [grad.data_ptr() for grad in grads if grad is not None]
+
+    def _make_tables(self, layout: object) -> None:
+        """Make the table of each GPU, for later steps too unless tensors must be copied."""
+        self._tables, self._others, self._made_for = [], layout is None, None
+        if layout is None:
+            return
+        found: dict[torch.device, list[tuple[int, bool, _Lists]]] = {}
+        for number, group in enumerate(self.param_groups):
+            for (device, _), lists in self._gather(group, tabled=True).items():
+                found.setdefault(device, []).append((number, group["adapt"], lists))
+        self._tables = [_Tabled(device, parts) for device, parts in found.items()]
+        self._others = any(self._gather(group) for group in self.param_groups)
+        if all(tabled.is_lasting for tabled in self._tables):
+            self._made_for, _ = self._layout()  # again, because the state may have been created
+
+    def _gather(
+        self, group: dict[str, Any], *, tabled: bool = False
+    ) -> "dict[tuple[torch.device, torch.dtype], _Lists]":
+        """Return the tensors of a group's update by device and type: in tables, or all others."""
         found: dict[tuple[torch.device, torch.dtype], _Lists] = {}
         for weight in group["params"]:
-            if weight.grad is None or weight.numel() == 0:
+            if weight.grad is None or weight.numel() == 0 or _in_table(weight, group) != tabled:
                 continue
             if weight.grad.layout is not torch.strided:
                 raise ValueError(
@@ -246,6 +305,43 @@ class _Lists:
     exact: list[Tensor] = field(default_factory=list)
     rounded: list[Tensor] = field(default_factory=list)
     """Parameters that are copied from `exact` after the update of `exact`."""
+
+
+class _Tabled:
+    """The table of a GPU: made of lists, adapted parameters first, whose ratios are kept."""
+
+    def __init__(self, device: torch.device, parts: list[tuple[int, bool, "_Lists"]]) -> None:
+        parts = sorted(parts, key=lambda part: not part[1])
+        self.device = device
+        self.adapted = [it for _, adapt, lists in parts if adapt for it in lists.parameters]
+        weights, grads, buffers, parameters = (
+            list(chain.from_iterable(getattr(lists, name) for _, _, lists in parts))
+            for name in ("weights", "grads", "buffers", "parameters")
+        )
+        self.parameters = parameters
+        pairs = list(zip(parameters, weights, strict=True))
+        rounded = [it if it.stride() == exact.stride() else exact for it, exact in pairs]
+        self._grads = _alike(grads, rounded)
+        self.copies = [pair for pair, own in zip(pairs, rounded, strict=True) if own is not pair[0]]
+        """Parameters in another layout, and what is copied to them after the update."""
+
+        alike = all(ours is given for ours, given in zip(self._grads, grads, strict=True))
+        self.is_lasting = alike and not self.copies
+        """True if the table holds for later steps, with the same addresses."""
+
+        groups = [number for number, _, lists in parts for _ in lists.weights]
+        self.table = Table(weights, self._grads, buffers, rounded, groups)
+        if self.is_lasting:
+            self._grads = []  # the table needs only addresses; references would keep the memory
+
+
+def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
+    """Return True if the update of a parameter is that of a table."""
+    return (
+        group["kernels"] == "torch"
+        and weight.dtype in {torch.float32, *_SHORT}
+        and table.works(weight.device)
+    )
 
 
 def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:

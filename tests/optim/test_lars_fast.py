@@ -80,6 +80,28 @@ RATIOS = 0.019
 """Between the ratios of `parameters`; half of the tensors would have a larger one."""
 
 
+TABLE: list[tuple[Convention, bool, dict[str, Any]]] = [
+    *((name, True, {"weight_decay": 0.05, "momentum": 0.9}) for name in CONVENTIONS),
+    *((name, True, {"clip_ratio": RATIOS, "clip_gradient": 0.7}) for name in CONVENTIONS),
+    ("reference", False, {"weight_decay": 0.05, "momentum": 0.0, "clip_gradient": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("convention", "adapt", "settings"), TABLE)
+def test_the_table_matches_the_formula(
+    path: Path, convention: Convention, adapt: bool, settings: dict[str, Any]
+) -> None:
+    """Its kernels run in Triton's interpreter, which is slow: fewer cases than for the others."""
+    path("table")
+    weights = parameters(torch.float32)
+    group = {"params": weights, "adapt": adapt}
+    optimizer = LARS([group], eta=0.02, eps=1e-3, convention=convention, **settings)
+    formulas = [Formula(weight, optimizer.param_groups[0]) for weight in weights]
+    take_steps(optimizer, weights, formulas, range(3))
+    for weight, formula in zip(weights, formulas, strict=True):
+        assert_close(weight, formula.w, 1e-6)
+
+
 @every_path
 @every_convention
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ __all__ = ["choose_path"]
         ("batched", {}),
         ("batched", {"clip_ratio": 0.02, "clip_gradient": 0.5}),
         ("apex", {"clip_ratio": 0.02}),
+        ("table", {"clip_ratio": 0.02, "clip_gradient": 0.5}),
     ],
     ids=str,
 )

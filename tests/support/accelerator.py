@@ -35,7 +35,9 @@ from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-import largebatch
+import largebatch.accelerator
+from largebatch.models import kernels
+from largebatch.optim.kernels import table
 
 aten = torch.ops.aten
 
@@ -500,6 +502,32 @@ def simulate() -> torch.device:
     ):
         mock.patch.object(target, name, replacement).start()
     return torch.device(NAME, 0)
+
+
+def use_kernels(*, computes: bool = True) -> None:
+    """Run Triton's kernels on the device, each counted as one launch.
+
+    Its interpreter computes them, slowly; otherwise their results are never written.
+    """
+    launch = largebatch.accelerator.launch
+
+    def launch_on_raw(kernel: Value, grid: Value, *args: Value, **constants: Value) -> None:
+        COUNTS.operations[line := _line()] += 1
+        COUNTS.launches[line] += 1
+        for tensor in args:
+            if isinstance(tensor, SimTensor):
+                require_idle(tensor, kernel.__name__)
+        if computes and not (_HUNG.is_set() and in_default_stream()):
+            launch(kernel, grid, *tree_map_only(SimTensor, lambda x: x.raw, args), **constants)
+
+    works = {} if computes else {torch.device(NAME, 0): True}  # a trial needs results
+    for target, name, replacement in (
+        (largebatch.accelerator, "launch", launch_on_raw),
+        (kernels, "DEVICES", {NAME}),
+        (table, "DEVICES", {NAME}),
+        *((module, "_WORK", dict(works)) for module in (kernels, table)),
+    ):
+        mock.patch.object(target, name, replacement).start()
 
 
 _KEPT: list[Any] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from largebatch.optim.kernels import apex, batched, fused
+from largebatch.optim.kernels import apex, batched, fused, table
 from largebatch.optim.lars import LARS
 from largebatch.recipe.choices import Convention
 
@@ -31,6 +31,12 @@ def choose_path(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(sys.modules, "amp_C", fake_apex)
 
     def choose(way: str) -> None:
+        if way == "table":
+            pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
+            monkeypatch.setattr(table, "DEVICES", {"cpu"})
+            monkeypatch.setattr(table, "CHUNK", 1024)  # several programs for some tensors
+            return
+        monkeypatch.setattr(table, "DEVICES", set())
         update = {"fused": own, "batched": batched.update, "apex": apex.update}[way]
         monkeypatch.setattr(fused, "update", update)
 

@@ -27,6 +27,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import Spans, with_span
+from largebatch.models.fusion import pair
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree
@@ -87,6 +88,8 @@ class Case:
     optimizer: Callable[[nn.Module], Optimizer] = lars
     init_scale: float = 2.0**10
     steps: int = 3
+    kernels: bool = False
+    """True to use Triton's kernels on the device, with pairs of layers."""
 
 
 HALF = Case(precision=torch.float16)
@@ -98,6 +101,9 @@ def training(
 ) -> Iterator[tuple[TrainState, Iterator[Update]]]:
     """Provide a state, and the updates that change it."""
     network = with_span((network or small()).to(backend.device), case.span)
+    if case.kernels:
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
+        pair(network)
     if case.precision is not torch.float32:
         lower = torch.autocast(backend.device.type, case.precision)
         network.forward = lower(network.forward)
@@ -168,6 +174,8 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
 def on_both(case: Case) -> dict[str, float]:
     """Return how far apart the CPU and the device are, and the counts of an update."""
     device = accelerator.simulate()  # first, for autograd notes the devices in its first pass
+    if case.kernels:
+        accelerator.use_kernels()
     expected, losses, cpu = updates(Serial(CPU), case)
     network, ours, counts = updates(Serial(device), case)
     apart = float((torch.tensor(ours) - torch.tensor(losses)).abs().max())
@@ -189,15 +197,21 @@ def on_both(case: Case) -> dict[str, float]:
             replace(HALF, init_scale=OVERFLOWS, optimizer=lars_outside), id="skipped, outside"
         ),
         pytest.param(replace(HALF, init_scale=OVERFLOWS, optimizer=sgd), id="skipped, SGD"),
+        pytest.param(Case(span=4, kernels=True, steps=2), id="kernels"),
+        pytest.param(replace(HALF, init_scale=OVERFLOWS, kernels=True), id="kernels, skipped"),
     ],
 )
 def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:
     """Skipped updates agree too: the first one, and one after the loss scale has grown."""
+    if case.kernels:
+        pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
     found = on_forked_workers(on_both, case, workers=1)
-    assert found["losses"] < 1e-6
-    assert found["weights"] < 1e-6
+    tolerance = 1e-3 if case.kernels and case.precision != torch.float32 else 1e-6
+    assert found["losses"] < tolerance
+    assert found["weights"] < tolerance
     assert found["skipped"] == (2 if case.init_scale == OVERFLOWS else 0)
-    assert found["syncs"] == found["transfers"] == found["pageable"] == 0
+    assert found["syncs"] == found["pageable"] == 0
+    assert found["transfers"] == case.kernels  # addresses of gradients, from pinned memory
 
 
 def waiting_sgd(network: nn.Module) -> Optimizer:
@@ -295,21 +309,34 @@ def test_a_log_with_an_average_waits_for_its_two_reads_alone(case: Case, average
     assert found["transfers"] == 3  # these, and what is asked of all workers
 
 
-def budgets() -> dict[str, dict[str, int]]:
+def budgets(kernels: bool) -> dict[str, dict[str, int]]:
     device = accelerator.simulate()
+    if kernels:
+        accelerator.use_kernels(computes=False)
     networks = {span: build("resnet18", num_classes=10) for span in (8, 4)}
     ours = {
-        str(span): updates(Serial(device), Case(span=span), network)[2]
+        str(span): updates(Serial(device), Case(span=span, kernels=kernels), network)[2]
         for span, network in networks.items()
     }
     return {"plain": plain_counts(device), **ours}
 
 
-def test_an_update_launches_little_more_than_a_plain_loop() -> None:
+@pytest.mark.parametrize(
+    ("kernels", "budget"),
+    [
+        (False, {"8": (1.25, 1.6), "4": (1.85, 2.3)}),
+        (True, {"8": (1.05, 1.9), "4": (1.05, 1.9)}),
+    ],
+)
+def test_an_update_launches_little_more_than_a_plain_loop(
+    kernels: bool, budget: dict[str, tuple[float, float]]
+) -> None:
     """LARS and spans of BatchNorm included; the plain loop has SGD and nn.BatchNorm2d."""
-    found = on_forked_workers(budgets, workers=1)
+    if kernels:
+        pytest.importorskip("triton", reason="Triton, whose kernels are counted")
+    found = on_forked_workers(budgets, kernels, workers=1)
     plain = found["plain"]
-    for span, launches, operations in (("8", 1.25, 1.6), ("4", 1.75, 2.2)):
+    for span, (launches, operations) in budget.items():
         assert found[span]["launches"] <= launches * plain["launches"]
         assert found[span]["operations"] <= operations * plain["operations"]
 

@@ -1,0 +1,163 @@
+"""The update of all tensors of a GPU in two launches: norms, then ratios and update.
+
+A table of the tensors' addresses lies on the device, and so do the numbers of their groups (rates,
+momentum, ...), so that a CUDA graph can replay both launches. Weights are float32; a float16 or
+bfloat16 weight is updated through its float32 master, and its copy is written in the same pass.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from largebatch import accelerator
+from largebatch.optim.kernels import Rule, Tensors
+
+DEVICES = {"cuda"}
+"""Types of devices with these kernels."""
+
+CHUNK = 8192
+"""Elements of a program."""
+
+PARTIAL = 64
+"""Sums of squares per step of adding them."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PLACES = {"none": 0.0, "inside": 1.0, "outside": 2.0}
+_ALIGNMENT = 16
+"""Bytes of a load of several elements; its address must be a multiple."""
+
+_WORK: dict[torch.device, bool] = {}
+"""Result of the trial on each device."""
+
+
+def works(device: torch.device) -> bool:
+    """Return True if the kernels can be used on a device; they are tried once on each."""
+    if device.type not in DEVICES:
+        return False
+    if device not in _WORK:
+        _WORK[device] = accelerator.try_kernels("LARS", lambda: _trial(device))
+    return _WORK[device]
+
+
+class Table:
+    """Tensors that are updated together, on one device.
+
+    Each of `rounded` is the float16 or bfloat16 copy of a weight, or the weight itself, and has the
+    type of its gradient. All tensors of a weight have its shape and strides, without gaps; `groups`
+    has the number of its rule.
+    """
+
+    def __init__(
+        self,
+        weights: Tensors,
+        grads: Tensors,
+        buffers: Tensors,
+        rounded: Tensors,
+        groups: Sequence[int],
+    ) -> None:
+        sizes = [weight.numel() for weight in weights]
+        counts = [-(-size // CHUNK) for size in sizes]
+        firsts = list(accumulate(counts, initial=0))[:-1]
+        kinds = [_KINDS[copy.dtype] for copy in rounded]
+        columns = [
+            [tensor.data_ptr() for tensor in tensors]
+            for tensors in (weights, buffers, rounded, grads)
+        ]
+        self._device, self._num, self._num_chunks = weights[0].device, len(weights), sum(counts)
+        self._aligned = _are_aligned(chain.from_iterable(columns[:3]))
+        chunks = [[i, j * CHUNK] for i, count in enumerate(counts) for j in range(count)]
+        rows = [list(row) for row in zip(sizes, kinds, groups, firsts, strict=True)]
+        self._chunks, self._tensors = self._send(chunks), self._send(rows)
+        self._addresses = self._send(columns)
+        self._grads_are_aligned = _are_aligned(columns[3])
+        self._squares = self._empty(self._num_chunks, 2)
+        self._numbers = self._empty(max(groups) + 1, 10)
+        self._rules: list[list[float]] = []
+
+    def move_grads(self, grads: Tensors) -> None:
+        """Read the gradients from other memory from now on."""
+        addresses = [grad.data_ptr() for grad in grads]
+        self._grads_are_aligned = _are_aligned(addresses)
+        self._addresses[3].copy_(self._pinned([addresses])[0], non_blocking=True)
+
+    def update(
+        self, rules: Sequence[Rule], scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> Tensor:
+        """Update weights and buffers, and return the ratio of each weight, 1 if its rule has none.
+
+        Gradients are divided by `scale`. Nothing else changes if `found_inf` is not 0.
+        """
+        from largebatch.optim.kernels import triton_lars
+
+        numbers = [_numbers(rule) for rule in rules]
+        if numbers != self._rules:
+            self._numbers.copy_(self._pinned(numbers), non_blocking=True)
+            self._rules = numbers
+        unused = self._numbers
+        scales = (unused if scale is None else scale, unused if found_inf is None else found_inf)
+        ratios = self._empty(self._num)
+        constants = {"SCALED": scale is not None, "CHUNK": CHUNK}
+        constants["ALIGNED"] = self._aligned and self._grads_are_aligned
+        grid = (self._num_chunks,)
+        table = self._chunks, self._tensors, self._addresses, self._squares
+        accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
+        accelerator.launch(
+            triton_lars.update,
+            grid,
+            *table,
+            *(self._numbers, ratios, *scales, self._num),
+            PARTIAL=PARTIAL,
+            SKIPS=found_inf is not None,
+            **constants,
+        )
+        return ratios
+
+    def _send(self, numbers: list[list[int]]) -> Tensor:
+        return self._pinned(numbers).to(self._device, non_blocking=True)
+
+    def _pinned(self, numbers: list[list[int]] | list[list[float]]) -> Tensor:
+        """Return numbers in memory from which a copy does not wait for the device."""
+        dtype = torch.int64 if isinstance(numbers[0][0], int) else torch.float64
+        return torch.tensor(numbers, dtype=dtype, pin_memory=self._device.type != "cpu")
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float64, device=self._device)
+
+
+def _are_aligned(addresses: Iterable[int]) -> bool:
+    return all(address % _ALIGNMENT == 0 for address in addresses)
+
+
+def _numbers(rule: Rule) -> list[float]:
+    """Return the numbers of a rule in the order of the kernels."""
+    return [
+        *(rule.momentum, rule.decay, rule.ratio_decay, rule.eta, rule.eps, rule.into, rule.out),
+        _PLACES[rule.ratio],
+        math.inf if rule.clip_ratio is None else rule.clip_ratio,
+        math.inf if rule.clip_gradient is None else rule.clip_gradient,
+    ]
+
+
+def _trial(device: torch.device) -> float:
+    """Return the error of an update relative to the formula in float64."""
+    rule = Rule(
+        momentum=0.9,
+        decay=0.1,
+        ratio_decay=0.1,
+        eta=0.1,
+        eps=0.0,
+        into=0.5,
+        out=1.0,
+        ratio="inside",
+    )
+    values = torch.linspace(-2, 3, 9000, dtype=torch.float64)
+    weight, grad, buffer = (values.roll(shift).float().to(device) for shift in (0, 100, 200))
+    ratios = Table([weight], [grad], [buffer], [weight], [0]).update([rule])
+    w, g, b = values, values.roll(100), values.roll(200)
+    ratio = 0.1 * w.norm() / (g.norm() + 0.1 * w.norm())
+    expected = w - (0.9 * b + 0.5 * ratio * (g + 0.1 * w))
+    error = (weight.double().cpu() - expected).norm() / expected.norm()  # sync: once per device
+    return max(float(error), abs(float(ratios.cpu()[0] / ratio) - 1))

@@ -1,0 +1,126 @@
+"""The two kernels of `table`, in Triton.
+
+Each program has a chunk of one tensor. The first kernel writes the sums of squares of the weight
+and the gradient in it, in float64, where the square of any float32 number is normal. In the second
+every program adds the sums of its tensor, in a fixed order, and updates its chunk.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pointer(addresses, which, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(addresses + which).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load_short(addresses, which, kind, at, inside, ALIGNED: tl.constexpr):
+    """Return elements of a float32 (kind 0), bfloat16 (1) or float16 (2) tensor, as float32."""
+    if kind == 0:
+        pointer = _pointer(addresses, which, tl.float32, ALIGNED)
+        values = tl.load(pointer + at, mask=inside, other=0.0)
+    elif kind == 1:
+        brain = _pointer(addresses, which, tl.bfloat16, ALIGNED)
+        values = tl.load(brain + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        half = _pointer(addresses, which, tl.float16, ALIGNED)
+        values = tl.load(half + at, mask=inside, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _store_short(addresses, which, kind, at, values, inside, ALIGNED: tl.constexpr):
+    if kind == 0:
+        tl.store(_pointer(addresses, which, tl.float32, ALIGNED) + at, values, mask=inside)
+    elif kind == 1:
+        brain = _pointer(addresses, which, tl.bfloat16, ALIGNED)
+        tl.store(brain + at, values.to(tl.bfloat16), mask=inside)
+    else:
+        half = _pointer(addresses, which, tl.float16, ALIGNED)
+        tl.store(half + at, values.to(tl.float16), mask=inside)
+
+
+@triton.jit
+def norms(
+    chunks, tensors, addresses, squares, scale, num,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of squares of weight and gradient of each chunk."""
+    program = tl.program_id(0)
+    which = tl.load(chunks + 2 * program)
+    at = tl.load(chunks + 2 * program + 1) + tl.arange(0, CHUNK)
+    inside = at < tl.load(tensors + 4 * which)
+    pointer = _pointer(addresses, which, tl.float32, ALIGNED)
+    weight = tl.load(pointer + at, mask=inside, other=0.0).to(tl.float64)
+    tl.store(squares + 2 * program, tl.sum(weight * weight, 0))
+    kind = tl.load(tensors + 4 * which + 1)
+    grad = _load_short(addresses + 3 * num, which, kind, at, inside, ALIGNED)
+    if SCALED:
+        grad = grad / tl.load(scale)
+    grad = grad.to(tl.float64)
+    tl.store(squares + 2 * program + 1, tl.sum(grad * grad, 0))
+
+
+@triton.jit
+def update(
+    chunks, tensors, addresses, squares, numbers, ratios, scale, found_inf, num,
+    SCALED: tl.constexpr, SKIPS: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Update weights and buffers, and write the ratio of each tensor."""
+    program = tl.program_id(0)
+    which = tl.load(chunks + 2 * program)
+    start = tl.load(chunks + 2 * program + 1)
+    size = tl.load(tensors + 4 * which)
+    kind = tl.load(tensors + 4 * which + 1)
+    group = tl.load(tensors + 4 * which + 2)
+    first = tl.load(tensors + 4 * which + 3)
+    last = first + (size + CHUNK - 1) // CHUNK
+    rule = numbers + 10 * group
+    place = tl.load(rule + 7)
+    ratio = tl.full((), 1.0, tl.float64)
+    if place > 0.0:
+        of_weight = tl.zeros((PARTIAL,), tl.float64)
+        of_grad = tl.zeros((PARTIAL,), tl.float64)
+        for chunk in range(first, last, PARTIAL):
+            each = chunk + tl.arange(0, PARTIAL)
+            of_weight += tl.load(squares + 2 * each, mask=each < last, other=0.0)
+            of_grad += tl.load(squares + 2 * each + 1, mask=each < last, other=0.0)
+        w, g = tl.sqrt(tl.sum(of_weight, 0)), tl.sqrt(tl.sum(of_grad, 0))
+        ratio = tl.load(rule + 3) * w / (g + tl.load(rule + 2) * w + tl.load(rule + 4))
+        ratio = tl.where((w > 0.0) & (g > 0.0), ratio, 1.0)
+        limit = tl.load(rule + 8)
+        ratio = tl.where(ratio > limit, limit, ratio)
+    if start == 0:
+        tl.store(ratios + which, ratio)
+    at = start + tl.arange(0, CHUNK)
+    inside = at < size
+    weights = _pointer(addresses, which, tl.float32, ALIGNED) + at
+    weight = tl.load(weights, mask=inside, other=0.0)
+    grad = _load_short(addresses + 3 * num, which, kind, at, inside, ALIGNED)
+    if SCALED:
+        grad = grad / tl.load(scale)
+        _store_short(addresses + 3 * num, which, kind, at, grad, inside, ALIGNED)
+    direction = grad + tl.load(rule + 1).to(tl.float32) * weight
+    limit = tl.load(rule + 9).to(tl.float32)
+    direction = tl.where(direction > limit, limit, direction)
+    direction = tl.where(direction < -limit, -limit, direction)
+    into, out = tl.load(rule + 5), tl.load(rule + 6)
+    if place == 1.0:
+        into *= ratio
+    if place == 2.0:
+        out *= ratio
+    buffers = _pointer(addresses + num, which, tl.float32, ALIGNED) + at
+    buffer = tl.load(buffers, mask=inside, other=0.0) * tl.load(rule).to(tl.float32)
+    buffer += into.to(tl.float32) * direction
+    weight -= out.to(tl.float32) * buffer
+    if SKIPS:
+        inside = at < tl.where(tl.load(found_inf) == 0.0, size, 0)
+    tl.store(buffers, buffer, mask=inside)
+    tl.store(weights, weight, mask=inside)
+    if kind > 0:
+        _store_short(addresses + 2 * num, which, kind, at, weight, inside, ALIGNED)
