@@ -104,7 +104,7 @@ class SpanBatchNorm(_BatchNorm):
         )
         if not self.track_running_stats:
             return normalised()
-        again = _in_backward()  # recomputed, and already counted
+        again = in_backward()  # recomputed, and already counted
         # A span over several workers counts once, on the first of them.
         if self.moments is not None and not again and (group is None or group.rank == 0):
             before = self.num_spans
@@ -146,7 +146,7 @@ class SpanBatchNorm(_BatchNorm):
             raise ValueError(f"expected N x C x ..., got {input.dim()} dimensions")
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Return True if this thread runs a backward pass: a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
