@@ -343,7 +343,7 @@ class _Buffers:
             (module, name, buffer, buffer.clone())
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if name not in {*_KEYS, "num_batches_tracked"} and not is_lazy(buffer)
+            if name not in {*_KEYS, "num_batches_tracked"} and _may_change(buffer)
         ]
 
     def __enter__(self) -> None:
@@ -354,6 +354,12 @@ class _Buffers:
         for module, name, buffer, content in self._kept:
             module._buffers[name] = buffer
             buffer.resize_(content.shape).copy_(content)
+
+
+def _may_change(buffer: Tensor) -> bool:
+    """Return True if a forward pass could write to a buffer: one number at each address."""
+    is_plain = buffer.layout == torch.strided and not is_lazy(buffer) and not buffer.is_inference()
+    return is_plain and torch._debug_has_internal_overlap(buffer) != 1
 
 
 def _require_same_network(run: _Run, *, sequential: bool, kept: Mapping[str, str]) -> None:
@@ -543,12 +549,14 @@ class _Watch(TorchFunctionMode):
         """
 
         def call(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 -- of any layer
-            values, *others = (it for it in (*args, *kwargs.values()) if it is not None)
-            if others:
+            given = [it for it in (*args, *kwargs.values()) if it is not None]
+            if len(given) != 1 or not isinstance(given[0], Tensor):
+                kinds = ", ".join(type(it).__name__ for it in given)
                 raise ValueError(
-                    f"{describe_layer(owner.name)} takes {1 + len(others)} arguments, such as a "
-                    "mask, so it is not known which values count; leave it out with `skip`"
+                    f"{describe_layer(owner.name)} takes ({kinds}), so it is not known which "
+                    "values count, for example beside a mask; leave it out with `skip`"
                 )
+            (values,) = given
             again, calls, version = in_backward(), owner.calls, _version(values)
             with self if again else nullcontext():  # the mode is off while autograd runs
                 output = forward(*args, **kwargs)

@@ -173,6 +173,7 @@ class Masked(nn.BatchNorm2d):
     """Counts only some values, in training."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002
+        input = input[0] if isinstance(input, list) else input  # noqa: A001
         return super().forward(input if mask is None else input * mask)
 
 
@@ -254,10 +255,13 @@ def test_channels_may_be_the_last_dimension() -> None:
 
 @pytest.mark.parametrize(("layer", "message"), [
     pytest.param(
-        Block(lambda norm, x: norm(x, mask=x > 0), Masked(3)), "norm takes 2 arg", id="mask"
+        Block(lambda norm, x: norm(x, mask=x > 0), Masked(3)), r"norm takes \(Tensor, Te", id="mask"
     ),
     pytest.param(
-        Block(lambda norm, x: norm(x, x > 0), Masked(3)), "norm takes 2 arg", id="positional mask"
+        Block(lambda norm, x: norm(x, x > 0), Masked(3)), r"norm takes \(T", id="positional mask"
+    ),
+    pytest.param(
+        Block(lambda norm, x: norm([x]), Masked(3)), r"norm takes \(list\)", id="list"
     ),
     pytest.param(
         Block(lambda norm, x: torch.func.vmap(lambda it: norm(it[None])[0])(x)), "norm is inside",
@@ -300,6 +304,7 @@ def test_buffers_that_a_block_reads_do_not_depend_on_the_batches() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.fold, self.norm, self.last = Folds(), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+            self.register_buffer("positions", torch.arange(4.0).expand(3, 4))  # cannot be written
 
         def forward(self, values: Tensor) -> Tensor:
             values = self.norm(self.fold(values))
