@@ -486,7 +486,9 @@ class _Watch(TorchFunctionMode):
         if function in {F.batch_norm, F.instance_norm}:
             given = inspect.signature(function).bind(*args, **kwargs or {}).arguments
             mean = given.get("running_mean")
-            if mean is not None and mean.data_ptr() in self._by_address:
+            if mean is None or _C.is_batchedtensor(mean):  # the latter has no address
+                return function(**given)
+            if mean.data_ptr() in self._by_address:
                 return self._normalised(*self._by_address[mean.data_ptr()], function, given)
         return function(*args, **kwargs or {})
 
@@ -597,7 +599,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _are_alike(found: object, expected: Tensor) -> bool:
-    if not isinstance(found, Tensor) or found.shape != expected.shape:
+    if not isinstance(found, Tensor) or found.shape != expected.shape or _C.is_batchedtensor(found):
         return False
     # sync: only for layers with a formula of their own
     return torch.allclose(found.float(), expected.float(), rtol=_SAME, atol=_SAME, equal_nan=True)
