@@ -19,8 +19,12 @@ from largebatch.errors import DesynchronizedError, MismatchError, shorten
 Facts = Mapping[str, object]
 """Plain values by key, nested like a recipe. None is equivalent to a missing key."""
 
+_REMEDY = "start every worker with the same command, recipe, packages and type of device"
 
-def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
+
+def require_agreement(
+    facts: Facts, group: Group, device: torch.device, *, remedy: str = _REMEDY
+) -> None:
     """Raise MismatchError on every worker unless all of them have the same facts.
 
     If they do, this is one all-reduce of 512 bytes. `device` is the device of the group's tensors.
@@ -30,7 +34,7 @@ def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
     content = json.dumps(dict(_flatten(facts)), default=str)
     if have_same_bytes(_tensor(hashlib.sha256(content.encode()).digest(), device), group):
         return
-    require_same(gather_values(json.loads(content), group, device))
+    require_same(gather_values(json.loads(content), group, device), remedy=remedy)
 
 
 def gather_values(own: object, group: Group, device: torch.device) -> list[Any]:
@@ -55,7 +59,7 @@ def share_weights(model: nn.Module, backend: Backend, *, facts: Facts) -> None:
         backend.broadcast(tensor)
 
 
-def require_same(facts: Sequence[Mapping[str, Any]]) -> None:
+def require_same(facts: Sequence[Mapping[str, Any]], *, remedy: str = _REMEDY) -> None:
     """Raise MismatchError unless the facts of all workers, ordered by rank, are equal.
 
     >>> require_same([{"seed": 1}, {"seed": 2}, {"seed": 1}])  # doctest: +ELLIPSIS
@@ -72,7 +76,6 @@ def require_same(facts: Sequence[Mapping[str, Any]]) -> None:
             different.append(f"{key}: {_describe(ranks)}")
     if not different:
         return
-    remedy = "start every worker with the same command, recipe, packages and type of device"
     if len(different) == 1:
         raise MismatchError(f"workers disagree on {different[0]}; {remedy}")
     raise MismatchError(
@@ -97,7 +100,7 @@ def require_same_bits(
     """
     if group.world_size == 1:
         return
-    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    sums = [sum_of_bits(tensor) for tensor in tensors]
     own = torch.stack(sums).sum().to(device)
     if have_same_bytes(own.view(1).view(torch.uint8), group):
         return
@@ -130,9 +133,10 @@ def have_same_bytes(own: Tensor, group: Group) -> bool:
     return bool(same.all().item())  # sync: once, before training or in many updates
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's memory as integers, which is independent of the order."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)
 
 

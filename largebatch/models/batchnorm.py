@@ -105,7 +105,7 @@ class SpanBatchNorm(_BatchNorm):
         self._check_input_dim(images)
         group = self.group if self.track_running_stats else None
         compiled = torch.compiler.is_compiling()
-        again = not compiled and _in_backward()  # recomputed, and already counted
+        again = not compiled and in_backward()  # recomputed, and already counted
         # A span over several workers counts once, on the first of them.
         counts = (
             self.track_running_stats
@@ -178,7 +178,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any(own) or torch_module._has_any_global_hook()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Return True if this thread runs a backward pass: a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 

@@ -87,7 +87,6 @@ def state_of(model: nn.Module) -> dict[str, object]:
 def peculiar() -> nn.Sequential:
     """A model with settings that are easily lost."""
     model = first_layer()
-    model[2].eval()
     model[3].eval()
     model[0].momentum = None  # type: ignore[assignment]  # PyTorch's cumulative average
     model[2].track_running_stats = False  # type: ignore[assignment]  # a flag

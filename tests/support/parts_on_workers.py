@@ -300,11 +300,11 @@ def run_the_page() -> list[str]:
 
 
 def names_of_the_page() -> dict[str, Any]:
-    """Return what the page takes for granted; each worker has other images."""
-    torch.manual_seed(rank())
-    images = torch.randn(16, 3, 32, 32)
+    """Return what the page takes for granted; each worker has other clean images."""
+    torch.manual_seed(0)
     labels = torch.arange(16) % 10
-    loader = list(zip(images.split(8), labels.split(8), strict=True))
+    loader = list(zip(torch.randn(16, 3, 32, 32).split(8), labels.split(8), strict=True))
+    clean = [(images + rank(), labels) for images, labels in loader]
 
     def update(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
         optimizer.zero_grad()
@@ -322,7 +322,7 @@ def names_of_the_page() -> dict[str, Any]:
     return names | {
         "update": update,
         "train_loader": loader,
-        "clean_loader": loader[rank() :],  # two batches and one
+        "clean_loader": clean[rank() :],  # two batches and one
         "val_set": val_set,
         "val_loader": [next(iter(torch.utils.data.DataLoader(val_set, 23)))],
     }

@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "what backward computes again counts again",
         "models/batchnorm.py",
-        "again = not compiled and _in_backward()",
+        "again = not compiled and in_backward()",
         "again = False",
         "models/test_activation_checkpointing.py::test_recomputed_layers_count_once_on_one_worker",
     ),
@@ -173,9 +173,16 @@ MUTANTS = (
     Mutant(
         "layers normalise by statistics of the pass before",
         "polish/statistics.py",
-        "        layer.running_mean, layer.running_var = mean, var\n    return",
-        "        pass\n    return",
+        "    owner.mean.copy_(mean)\n    owner.var.copy_(var)\n    return",
+        "    return",
         "polish/test_polish_sequential.py::test_the_result_is_that_of_polishing_one_layer_at_a_time",
+    ),
+    Mutant(
+        "frozen layers are polished",
+        "polish/statistics.py",
+        "        if layer in left:\n            continue\n",
+        "",
+        "polish/test_polish_layers.py::test_frozen_layers_keep_statistics_and_normalise_by_them",
     ),
     Mutant(
         "the average takes from the model what it should keep",

@@ -13,6 +13,7 @@ from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
+from largebatch.polish import polish
 from largebatch.training.evaluation import Metrics, evaluate
 
 CPU = Serial(torch.device("cpu"))
@@ -108,7 +109,7 @@ def test_labels_of_any_integer_type_and_form_count_alike(
 
 @needs_dali
 @pytest.mark.filterwarnings("ignore:Please set `reader_name`")
-def test_dalis_own_iterator_is_evaluated() -> None:
+def test_dalis_own_iterator_is_evaluated_and_measured() -> None:
     dali: Any = importlib.import_module("nvidia.dali")
     plugin: Any = importlib.import_module("nvidia.dali.plugin.pytorch")
 
@@ -121,9 +122,12 @@ def test_dalis_own_iterator_is_evaluated() -> None:
         return column(data()[0]), column(data()[1].int())
 
     pipeline = dali.pipeline_def(columns, batch_size=5, num_threads=1, device_id=None)()
-    last = plugin.LastBatchPolicy.PARTIAL
-    iterator = plugin.DALIClassificationIterator(pipeline, SAMPLES, last_batch_policy=last)
+    how = {"last_batch_policy": plugin.LastBatchPolicy.PARTIAL, "auto_reset": True}
+    iterator = plugin.DALIClassificationIterator(pipeline, SAMPLES, **how)
     assert_same(evaluate(Returns(), iterator, CPU))
+    model = nn.BatchNorm1d(CLASSES)
+    polish(model, iterator, CPU)
+    torch.testing.assert_close(model.running_var, data()[0].var(0))
 
 
 @pytest.mark.parametrize("form", [

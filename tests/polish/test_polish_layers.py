@@ -1,0 +1,423 @@
+"""What polish() measures: layers that are frozen, peculiar, or used in an unusual way."""
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from threads import Thread, on_threads
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.serial import Serial
+from largebatch.errors import DataError, MismatchError
+from largebatch.models import with_span
+from largebatch.optional import require_torchvision
+from largebatch.polish import polish
+
+CPU = Serial(torch.device("cpu"))
+EPS = 1e-5
+
+
+def images(*sizes: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(sum(sizes), 3, 5, 5, dtype=torch.float64, generator=generator)
+    scale = torch.arange(1.0, 4).view(3, 1, 1)
+    return list((values * scale + scale + torch.arange(len(values)).view(-1, 1, 1, 1)).split(sizes))
+
+
+BATCHES = images(4, 7, 5)
+
+
+def moments(values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    rows = torch.cat([it.movedim(1, -1).flatten(0, -2) for it in values])
+    return rows.mean(0), rows.var(0)
+
+
+def as_in_training(values: Tensor) -> Tensor:
+    return F.batch_norm(values, None, None, training=True, eps=EPS)
+
+
+def layers(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Sequential:
+    torch.manual_seed(0)
+    body = [norm(3), nn.Conv2d(3, 3, 3), norm(3), nn.Tanh(), nn.Conv2d(3, 3, 1), norm(3)]
+    model = nn.Sequential(*body, nn.Dropout())
+    for layer in (body[0], body[2], body[5]):
+        cast("Tensor", layer.running_mean).uniform_(1, 2)
+        cast("Tensor", layer.running_var).uniform_(0.5, 2)
+    return model.double()
+
+
+@torch.no_grad()
+def by_hand(model: nn.Sequential, frozen: set[int], batches: list[Tensor]) -> dict[int, Any]:
+    """Run layer after layer; frozen ones normalise by their statistics, others by the batch's."""
+    values, found = batches, {}
+    for n, layer in enumerate(model):
+        if isinstance(layer, nn.BatchNorm2d) and n not in frozen:
+            found[n] = moments(values)
+            values = [as_in_training(it) for it in values]
+        else:
+            values = [copy.deepcopy(layer).eval()(it) for it in values]
+    return found
+
+
+def freeze(model: nn.Module, *numbers: int) -> nn.Module:
+    for n in numbers:
+        model.get_submodule(str(n)).eval()
+    return model
+
+
+def head_in_training(model: nn.Module) -> nn.Module:
+    model.eval().get_submodule("6").train()
+    return model
+
+
+@pytest.mark.parametrize(("change", "skip", "frozen"), [
+    pytest.param(lambda it: freeze(it, 0), (), {0}, id="one in eval()"),
+    pytest.param(lambda it: freeze(it, 0, 1, 3), (), {0}, id="a part in eval()"),
+    pytest.param(lambda it: freeze(it, 2), ("0",), {0, 2}, id="one in eval(), one left out"),
+    pytest.param(lambda it: it, "2", {2}, id="left out by a word"),
+    pytest.param(lambda it: it.eval(), ["0"], {0}, id="left out of a model in eval()"),
+    pytest.param(lambda it: it.eval(), (), set(), id="whole model in eval()"),
+    pytest.param(lambda it: AveragedModel(it.eval()), (), set(), id="average of one in eval()"),
+    pytest.param(head_in_training, (), set(), id="dropout alone in training"),
+])  # fmt: skip
+@pytest.mark.parametrize("sequential", [False, True])
+def test_frozen_layers_keep_statistics_and_normalise_by_them(
+    change: Callable[[nn.Module], nn.Module], skip: list[str], frozen: set[int], *, sequential: bool
+) -> None:
+    """Sequential passes agree if the whole data is one batch and later layers are affine to it."""
+    model, before = change(layers()), layers()
+    batches = [torch.cat(BATCHES)] if sequential else BATCHES
+    prefix = "module." if isinstance(model, AveragedModel) else ""
+    drift = polish(model, batches, CPU, sequential=sequential, skip=skip)
+    assert {name.removeprefix(prefix) for name in drift.notes} == {str(n) for n in frozen}
+    right = by_hand(before, frozen, batches)
+    assert [it.name.removeprefix(prefix) for it in drift] == [str(n) for n in right]
+    for n in (0, 2, 5):
+        layer = model.get_submodule(f"{prefix}{n}")
+        pair = right.get(n) or (before[n].running_mean, before[n].running_var)
+        rel = 1e-2 if sequential else 1e-10  # the variance of a batch is biased, of the data not
+        torch.testing.assert_close(layer.running_mean, pair[0], rtol=rel, atol=rel)
+        torch.testing.assert_close(layer.running_var, pair[1], rtol=rel, atol=rel)
+
+
+@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, nn.InstanceNorm2d])
+def test_other_kinds_of_layers_are_frozen_too(kind: type[Any]) -> None:
+    settings = {"track_running_stats": True} if kind is nn.InstanceNorm2d else {}
+    model = freeze(layers(lambda num: kind(num, **settings)), 0)
+    before = copy.deepcopy(model.get_submodule("0"))
+    polish(model, BATCHES, CPU)
+    assert model.get_submodule("0").state_dict().keys() == before.state_dict().keys()
+    torch.testing.assert_close(model.get_submodule("0").state_dict(), before.state_dict())
+    if kind is nn.SyncBatchNorm:
+        right = by_hand(layers(), {0}, BATCHES)[2]
+        torch.testing.assert_close(model.get_buffer("2.running_var"), right[1])
+
+
+def test_a_layer_of_no_momentum_and_frozen_weights_is_measured_and_named() -> None:
+    model = layers()
+    for layer in (model[0], model[2]):
+        cast("nn.BatchNorm2d", layer).momentum = 0.0
+    model[0].requires_grad_(False)
+    drift = polish(model, BATCHES, CPU)
+    assert (list(drift.notes), len(drift)) == (["0"], 3)
+
+
+def test_everything_frozen_and_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer 0 is kept: it is in evaluation mode"):
+        polish(freeze(layers(), 0, 2, 5), BATCHES, CPU)
+    for name in ("7", "1"):
+        with pytest.raises(ValueError, match=f"skip: '{name}'.*0, 2, 5"):
+            polish(layers(), BATCHES, CPU, skip=["0", name])
+    shared = layers()
+    shared[2].running_mean = shared[0].running_mean
+    with pytest.raises(ValueError, match="layer 0 .* shares with layer 2"):
+        polish(shared, BATCHES, CPU, skip=["0"])
+
+
+class Scaled(nn.BatchNorm2d):
+    """Changes its input first."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- PyTorch's name
+        return super().forward(2 * input + 1)
+
+
+class ChannelsLast(nn.BatchNorm1d):
+    """BatchNorm whose channels are the last dimension."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- PyTorch's name
+        return super().forward(input.flatten(0, -2)).view_as(input)
+
+
+class OwnFormula(nn.BatchNorm2d):
+    """Calls no function of torch, as in tutorials; may change its input, also in place."""
+
+    def __init__(self, channels: int, *, scale: float = 1.0, in_place: bool = False) -> None:
+        super().__init__(channels)
+        self.scale, self.in_place = scale, in_place
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- PyTorch's name
+        mean, var = (it.view(-1, 1, 1) for it in (self.running_mean, self.running_var))  # type: ignore[union-attr]
+        if self.in_place:
+            return input.sub_(mean).div_((var + self.eps).sqrt())
+        return (self.scale * input - mean) / (var + self.eps).sqrt()
+
+
+class Masked(nn.BatchNorm2d):
+    """Counts only some values, in training."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002
+        input = input[0] if isinstance(input, list) else input  # noqa: A001
+        return super().forward(input if mask is None else input * mask)
+
+
+class Block(nn.Module):
+    """Uses a layer in its own way."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.use = norm or nn.BatchNorm2d(3).double(), use
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.use(self.norm, values)
+
+
+def functional(norm: nn.BatchNorm2d, values: Tensor) -> Tensor:
+    return F.batch_norm(values, norm.running_mean, running_var=norm.running_var)
+
+
+def with_gradient(norm: nn.BatchNorm2d, values: Tensor, *, again: bool = False) -> Tensor:
+    """Forces: a gradient of the input, which depends on the moments of the batch."""
+    with torch.enable_grad():
+        values = values.detach().requires_grad_()
+        energy = checkpoint(norm, values, use_reentrant=False) if again else norm(values)
+        (force,) = torch.autograd.grad(energy.pow(3).sum(), values)
+    return force
+
+
+def force_by_hand(values: Tensor) -> Tensor:
+    values = values.detach().requires_grad_()
+    (force,) = torch.autograd.grad(as_in_training(values).pow(3).sum(), values)
+    return force
+
+
+def functional_gradient(norm: nn.BatchNorm2d, values: Tensor) -> Tensor:
+    force: Tensor = torch.func.grad(lambda it: norm(it).pow(3).sum())(values)
+    return force
+
+
+@torch.inference_mode()
+def inferring(norm: nn.BatchNorm2d, values: Tensor) -> Tensor:
+    return cast("Tensor", norm(values))
+
+
+USES = [
+    pytest.param(Block(functional), lambda x: x, as_in_training, id="function with buffers"),
+    pytest.param(Scaled(3), lambda x: 2 * x + 1, lambda x: as_in_training(2 * x + 1), id="input"),
+    pytest.param(OwnFormula(3), lambda x: x, as_in_training, id="own formula"),
+    pytest.param(Masked(3), lambda x: x, as_in_training, id="optional argument"),
+    pytest.param(Block(with_gradient), lambda x: x, force_by_hand, id="gradient inside"),
+    pytest.param(
+        Block(lambda norm, x: with_gradient(norm, x, again=True)),
+        lambda x: x, force_by_hand, id="gradient of recomputed layers",
+    ),
+    pytest.param(Block(functional_gradient), lambda x: x, force_by_hand, id="torch.func"),
+    pytest.param(Block(inferring), lambda x: x, as_in_training, id="inference mode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "measured", "result"), USES)
+def test_what_is_normalised_is_measured_and_normalised_as_in_training(
+    layer: nn.Module, measured: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]
+) -> None:
+    """The layer behind shows what the first returns."""
+    model = nn.Sequential(copy.deepcopy(layer), nn.BatchNorm2d(3)).double()
+    polish(model, BATCHES, CPU)
+    first = model[0].norm if isinstance(model[0], Block) else model[0]
+    for found, right in ((first, measured), (model[1], result)):
+        mean, var = moments([right(it).detach() for it in BATCHES])
+        torch.testing.assert_close(found.running_mean, mean, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.running_var, var, rtol=1e-9, atol=1e-9)
+    assert not any(it.grad is not None for it in model.parameters())
+
+
+def test_channels_may_be_the_last_dimension() -> None:
+    model = ChannelsLast(3).double()
+    polish(model, [it.movedim(1, -1) for it in BATCHES], CPU)
+    torch.testing.assert_close(model.running_var, moments(BATCHES)[1])
+
+
+@pytest.mark.parametrize(("layer", "message"), [
+    pytest.param(
+        Block(lambda norm, x: norm(x, mask=x > 0), Masked(3)), r"norm takes \(Tensor, Te", id="mask"
+    ),
+    pytest.param(
+        Block(lambda norm, x: norm(x, x > 0), Masked(3)), r"norm takes \(T", id="positional mask"
+    ),
+    pytest.param(
+        Block(lambda norm, x: norm([x]), Masked(3)), r"norm takes \(list\)", id="list"
+    ),
+    pytest.param(
+        Block(lambda norm, x: torch.func.vmap(lambda it: norm(it[None])[0])(x)), "norm is inside",
+        id="vmap",
+    ),
+    pytest.param(OwnFormula(3, scale=2.0), "OwnFormula, which normalises other", id="other values"),
+    pytest.param(OwnFormula(3, in_place=True), "OwnFormula, which norm", id="in place"),
+])  # fmt: skip
+def test_a_layer_whose_values_are_not_known_is_refused_by_name(
+    layer: nn.Module, message: str
+) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), copy.deepcopy(layer)).double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message) as caught:
+        polish(model, [it.clone() for it in BATCHES], CPU)
+    assert "layer 1" in str(caught.value)
+    torch.testing.assert_close(model.state_dict(), before)
+    assert not any("forward" in vars(it) for it in model.modules())
+    polish(model, [it.clone() for it in BATCHES], CPU, skip=["1"])
+
+
+class Folds(nn.Module):
+    """A convolution and BatchNorm, folded into one convolution in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training:
+            return cast("Tensor", self.norm(self.conv(values)))
+        scale = (self.norm.get_buffer("running_var") + self.norm.eps).rsqrt()
+        return F.conv2d(values, self.conv.weight * scale.view(-1, 1, 1, 1))
+
+
+def test_buffers_that_a_block_reads_do_not_depend_on_the_batches() -> None:
+    """A norm that is not used is named, and one whose buffers are read elsewhere is exact."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fold, self.norm, self.last = Folds(), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+            self.register_buffer("positions", torch.arange(4.0).expand(3, 4))  # cannot be written
+
+        def forward(self, values: Tensor) -> Tensor:
+            values = self.norm(self.fold(values))
+            result: Tensor = self.last(values * self.norm.get_buffer("running_var").view(-1, 1, 1))
+            return result
+
+    torch.manual_seed(0)
+    models = [Both().double()]
+    models.append(copy.deepcopy(models[0]))
+    drifts = [
+        polish(it, order, CPU) for it, order in zip(models, (BATCHES, BATCHES[::-1]), strict=True)
+    ]
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
+    assert [*drifts[0].notes] == ["fold.norm"]
+    with pytest.raises(DataError, match=r"no layer .* in 3 batches, such as layer norm"):
+        polish(Folds().double(), BATCHES, CPU)
+    with pytest.raises(DataError, match="no worker has any"):
+        polish(Folds().double(), [], CPU)
+
+
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max")
+def test_quantisation_aware_blocks_do_not_depend_on_the_order() -> None:
+    """They divide by the running deviation before the layer, and observe ranges of values."""
+    quantisation: Any = importlib.import_module("torch.ao.quantization")
+    blocks: Any = importlib.import_module("torch.ao.nn.intrinsic.qat")
+    torch.manual_seed(0)
+    config = quantisation.get_default_qat_qconfig("fbgemm")
+    model = nn.Sequential(
+        config.activation(), blocks.ConvBn2d(3, 3, 1, qconfig=config), nn.BatchNorm2d(3)
+    )
+    before, float32 = copy.deepcopy(model.state_dict()), [it.float() for it in BATCHES]
+    other = copy.deepcopy(model)
+    polish(model, float32, CPU)
+    polish(other, float32[::-1], CPU)
+    found = {key: it for key, it in model.state_dict().items() if "running" in key}
+    torch.testing.assert_close(found, {key: other.state_dict()[key] for key in found})
+    assert len(found) == 4
+    for key, value in model.state_dict().items():
+        assert key in found or value.equal(before[key]) or value.isnan().any(), key
+
+
+@pytest.mark.parametrize("span", [None, 2])
+def test_a_forward_runs_models_of_several_inputs(span: int | None) -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, one: Tensor, *, other: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.last(self.norm(one + other))}
+
+    model = Adds().double()
+    model = with_span(model, span) if span else model
+    batches = [{"a": it.float(), "b": [it - it.float()]} for it in images(4, 6, 4)]
+    polish(model, batches, CPU, forward=lambda net, it: net(it["a"].double(), other=it["b"][0]))
+    values = images(4, 6, 4)
+    groups = torch.cat(values).split(2) if span else values
+    for norm, right in ((model.norm, values), (model.last, [as_in_training(x) for x in groups])):
+        mean, var = moments(list(right))
+        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(norm.running_var, var, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    pytest.param(lambda it: cast("Tensor", it[1].weight).data[0, 0, 0, 0].add_(1e-9), "checksum",
+                 id="a weight"),
+    pytest.param(lambda it: it[0].running_mean.add_(1), "checksum", id="frozen statistics"),
+    pytest.param(lambda it: it[5].eval(), "layers to measure", id="frozen on one worker"),
+])  # fmt: skip
+def test_workers_of_different_networks_are_not_pooled(
+    change: Callable[[nn.Sequential], object], message: str
+) -> None:
+    def work(worker: Thread) -> None:
+        own = cast("nn.Sequential", freeze(layers(), 0))
+        own.get_buffer("2.running_var").add_(worker.rank)  # measured: may differ
+        if worker.rank == 1:
+            change(own)
+        polish(own, BATCHES, cast("Backend", worker))
+
+    with pytest.raises(MismatchError, match=message):
+        on_threads(work, workers=2)
+
+
+def test_frozen_classes_stay_as_they_are_and_are_named() -> None:
+    require_torchvision()
+    from timm.layers.norm_act import FrozenBatchNormAct2d
+    from torchvision.ops import FrozenBatchNorm2d
+
+    model = layers()
+    model[0], model[2] = FrozenBatchNorm2d(3).double(), FrozenBatchNormAct2d(3).double()
+    drift = polish(model, BATCHES, CPU)
+    assert ([*drift.notes], [it.name for it in drift]) == (["0", "2"], ["5"])
+    assert not model.get_buffer("0.running_mean").any()
+
+
+@pytest.mark.parametrize(("layer", "shape"), [
+    (nn.InstanceNorm1d, (4, 4)), (nn.InstanceNorm2d, (4, 4, 7)), (nn.InstanceNorm3d, (4, 4, 7, 5))
+])  # fmt: skip
+@pytest.mark.parametrize("sequential", [False, True])
+def test_instance_norm_without_a_batch_dimension_takes_one_sample(
+    layer: type[nn.InstanceNorm2d], shape: tuple[int, ...], *, sequential: bool
+) -> None:
+    """As PyTorch defines it: the first dimension has the channels."""
+    model, samples = layer(4, track_running_stats=True), [torch.randn(shape) for _ in range(3)]
+    polish(model, samples, CPU, sequential=sequential)
+    rows = torch.stack(samples).flatten(2).double()
+    for found, right in ((model.running_mean, rows.mean(2)), (model.running_var, rows.var(2))):
+        assert found is not None
+        torch.testing.assert_close(found, right.mean(0).float())
+
+
+def test_a_model_of_one_layer_is_called_the_model() -> None:
+    with pytest.raises(DataError, match="^the model got a single value per channel"):
+        polish(nn.BatchNorm1d(3), [torch.ones(1, 3)], CPU)
+    with pytest.raises(ValueError, match="^the model is not initialised"):
+        polish(nn.LazyBatchNorm2d(), [torch.ones(1, 3, 2, 2)], CPU)
