@@ -163,8 +163,7 @@ def _other(content: bytes) -> Size:
     """Open with Pillow; decode formats without an end marker, which are rare in large data sets."""
     try:
         with Image.open(io.BytesIO(content), formats=OTHER_FORMATS) as image:
-            if image.mode not in MODES:
-                raise BadImageError(f"its pixels are {image.mode}, expected 8 bits per channel")
+            require_mode(image.mode)
             size = _displayed(image)
             if image.format != "WEBP":  # opening a WebP checks that it is complete
                 image.load()
@@ -175,6 +174,15 @@ def _other(content: bytes) -> Size:
     except Exception as error:  # Pillow raises many types for a damaged file
         raise BadImageError(str(error) or type(error).__name__) from None
     return size
+
+
+def require_mode(mode: str) -> None:
+    """Raise BadImageError for pixels that Pillow converts to RGB by cutting them off at 255.
+
+    Also for those, such as LAB, that only some decoders convert.
+    """
+    if mode not in MODES:
+        raise BadImageError(f"its pixels are {mode}, expected 8 bits per channel")
 
 
 def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None:
