@@ -5,9 +5,9 @@ workers are separate processes, also on other machines, and open files cannot be
 function returns a training and a validation data set.
 
 An item is a PIL image with 8 bits per channel or a uint8 tensor of 3 or 1 x H x W, and its class
-number. The recipe decides the order, crops and flips. So worker 0 reads every item once before the run, for its size and
-label, and an item must be the same every time it is read. Only one thread reads items at a time,
-because data sets are usually not thread-safe.
+number. The recipe decides the order, crops and flips. So worker 0 reads every item once before the
+run, for its size and label, and an item must be the same every time it is read. Only one thread
+reads items at a time, because data sets are usually not thread-safe.
 """
 
 import hashlib
