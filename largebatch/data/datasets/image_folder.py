@@ -17,8 +17,8 @@ from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files,
 from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.build import BadImageError, measure_bytes
-from largebatch.data.index.folder import is_image, visible
-from largebatch.data.index.ignored import by_kind, describe, suffix_of
+from largebatch.data.index.folder import EXTENSIONS, is_system, visible
+from largebatch.data.index.ignored import by_kind, describe, kind_of
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 
@@ -102,7 +102,7 @@ def open_archives(
             unread += others
             for name, class_name, image in _images(files, wanted, layout):
                 splits[name].setdefault(class_name, []).append(image)
-        remarks = describe(by_kind((suffix_of(path), path) for path in unread), where=str(source))
+        remarks = describe(by_kind((kind_of(path), path) for path in unread), where=str(source))
         remarks += _without_images(unread, splits, where=str(source))
         remarks += _other_folders(source, layout)
         if val_fraction is not None:
@@ -127,7 +127,7 @@ def _without_images(unread: Sequence[str], splits: dict[str, Classes], *, where:
         for parent in around
         if path.startswith(parent) and "/" in (rest := path.removeprefix(parent))
     }
-    empty = sorted(beside - folders - around)
+    empty = [folder for folder in sorted(beside - folders - around) if not is_system(folder)]
     named = shorten([folder[:-1] for folder in empty])
     return [f"{where}: not a class, because it has no readable image: {named}"] if empty else []
 
@@ -177,9 +177,9 @@ def _split_of(archive: Path) -> str:
 
 
 def _wanted(files: Files, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the images, and the other visible files."""
-    shown = [path for path in files.names if _is_shown(path, names)]
-    wanted = [path for path in shown if is_image(path.rpartition("/")[2])]
+    """Return the images, and the other files that are not hidden."""
+    shown = [path for path in files.names if is_system(path) or _is_shown(path, names)]
+    wanted = [path for path in shown if kind_of(path) in EXTENSIONS]
     if not wanted:
         listed = shorten(sorted(files.names))
         raise DataError(f"{files.archive}: contains no images; {LAYOUT}; found {listed}")
@@ -225,8 +225,7 @@ def _move(bare: Sequence[str]) -> str:
 
 def _is_shown(path: str, names: Sequence[str]) -> bool:
     parts = path.split("/")
-    below = parts[_place_of_split(parts, names) or 0 :]
-    return all(map(visible, below)) and "__MACOSX" not in parts
+    return all(map(visible, parts[_place_of_split(parts, names) or 0 :]))
 
 
 def _place_of_split(parts: Sequence[str], names: Sequence[str]) -> int | None:
