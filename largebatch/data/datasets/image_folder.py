@@ -327,7 +327,7 @@ def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Unusable]:
     contents = in_parts(lambda row: _read(images[row]), len(images))
     for image, label, content in zip(images, labels, contents, strict=True):
         if isinstance(content, bytes):
-            yield Sample(content, image.path.rpartition(".")[2], label)
+            yield Sample(content, image.path.rpartition(".")[2], label, image)
         else:
             yield Unusable(str(image), reason(content))
 

@@ -180,12 +180,13 @@ def _samples(
         for row, (image, label) in enumerate(
             _rows(path, files[path], columns.image, columns.label)
         ):
+            origin = f"{path.name}, row {row}"
             reason = _fault(image, label, len(columns.classes))
             if reason is None:
                 content = image["bytes"]
-                yield Sample(content, extension_of(content), label)
+                yield Sample(content, extension_of(content), label, origin)
             else:
-                yield Unusable(f"{path.name}, row {row}", reason)
+                yield Unusable(origin, reason)
 
 
 def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above
