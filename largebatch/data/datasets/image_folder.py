@@ -6,10 +6,11 @@ and `val.tar.gz`, the paths may omit the split. Without splits, or with train on
 every class can be used for validation.
 """
 
+import csv
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ ENDINGS = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar
 LAYOUT = (
     "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or tar, or in "
     "a folder that holds train.zip and val.zip (or train.tar, train.tar.gz, ...; ImageNet's are "
-    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download). "
+    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download; "
+    "Kaggle's archive must be unpacked). "
     "If val has another name: --val-name test; to divide train/<class>/*.jpg, or only "
     "<class>/*.jpg: --val-fraction 0.1"
 )
@@ -36,6 +38,13 @@ IMAGENET = (
     "for ImageNet that is imagenet_2012_validation_synset_labels.txt, in research/slim/datasets of "
     "https://github.com/tensorflow/models"
 )
+
+
+KAGGLE = "ILSVRC/Data/CLS-LOC"
+"""Folder of ImageNet's splits as Kaggle packs them; the images of val are in no class folders."""
+
+SOLUTION = "LOC_val_solution.csv"
+"""Kaggle's list of the classes of val, beside ILSVRC."""
 
 
 class _Image(NamedTuple):
@@ -83,6 +92,8 @@ def open_archives(
     class is used for validation, chosen by `seed` and the names. A compressed tar is unpacked into
     the folder `scratch`.
     """
+    inside = (KAGGLE, KAGGLE.partition("/")[2])
+    source = next((source / name for name in inside if (source / name).is_dir()), source)
     divided = val_fraction is not None
     layout = _Layout((TRAIN,) if divided else (TRAIN, val_name), divided)
     if val_name == TRAIN:
@@ -201,6 +212,10 @@ def _images(
             around.setdefault(tuple(parts[:place]), name)
     split = TRAIN if layout.divided else _split_of(files.archive)
     in_folders = files.archive.is_dir() and not layout.divided
+    val = layout.names[-1]
+    if bare and in_folders and bare == [name for name in wanted if name.startswith(f"{val}/")]:
+        others = [name for name in wanted if not name.startswith(f"{val}/")]
+        return chain(_in_class_folders(files, others, depth=1), _flat(files, bare, val))
     if bare and (around or in_folders or split not in layout.names):
         unlike = f", unlike {next(iter(around.values()))}" if around else ""
         remedy = _move(bare) if around else LAYOUT
@@ -218,7 +233,38 @@ def _images(
     return _in_class_folders(files, wanted, depth=len(outer) + 1)
 
 
+def _flat(files: Files, paths: Sequence[str], split: str) -> Iterator[tuple[str, str, _Image]]:
+    """Yield images in a split's folder itself; their classes are in SOLUTION, or in a list."""
+    folder = files.archive.resolve()
+    places = [place / SOLUTION for place in (folder, *folder.parents[:3])]
+    solution = next(filter(Path.is_file, places), None)
+    paths = sorted(paths, key=os.fsencode)
+    if solution is None:
+        classes = _listed_classes(files.archive / split, split, len(paths))
+    else:
+        classes = _solved_classes(solution, [Path(path).stem for path in paths])
+    for path, name in zip(paths, classes, strict=True):
+        yield split, name, _Image(files, path, len(split) + 1)
+
+
+def _solved_classes(path: Path, names: Sequence[str]) -> list[str]:
+    """Read the classes of images from Kaggle's table; a row has an image, its class and boxes."""
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    if not rows or rows[0][:2] != ["ImageId", "PredictionString"]:
+        raise DataError(f"{path}: expected a table with the columns ImageId, PredictionString")
+    classes = {row[0]: row[1].partition(" ")[0] for row in rows[1:] if len(row) > 1}
+    missing = [name for name in names if not classes.get(name)]
+    if missing:
+        raise DataError(f"{path}: has no class for {len(missing)} images: {shorten(missing)}")
+    return [classes[name] for name in names]
+
+
 def _move(bare: Sequence[str]) -> str:
+    if KAGGLE in bare[0]:
+        return f"unpack the archive and import its folder, with {SOLUTION} beside ILSVRC"
     others = f", and {len(bare) - 1:,} more like it," if bare[1:] else ""
     return f"move it{others} into one, or out of the imported folder"
 
@@ -271,7 +317,8 @@ def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
     path = archive.with_name(f"{split}_labels.txt")
     expected = (
         f"expected {path} with the classes of the {number} images of {archive.name}, which are "
-        f"not in class folders: one per line, in the order of the images' names; {IMAGENET}"
+        f"not in class folders: one per line, in the order of the images' names; {IMAGENET}, or "
+        f"Kaggle's {SOLUTION}"
     )
     try:
         classes = path.read_text(encoding="utf-8").splitlines()

@@ -128,8 +128,9 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
         )
     if not names and not shards:
         raise DataError(
-            f"{folder}: there are no class folders and no shards; {expected}; "
-            f"found {_found(folder)}"
+            f"{folder}: there are no class folders and no shards; {expected}; found "
+            f"{_found(folder)}. For images with a list of classes, such as ImageNet's val: "
+            "largebatch data import imagefolder"
         )
     return names, shards
 
