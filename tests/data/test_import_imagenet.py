@@ -69,12 +69,15 @@ def write_kaggle(root: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("given", ["root", "folder", "csv beside val"])
+@pytest.mark.parametrize("given", ["root", "folder", "csv beside val", "list"])
 def test_imagenet_as_kaggle_packs_it_is_imported(given: str, tmp_path: Path) -> None:
     root = tmp_path / "in"
     folder = write_kaggle(root)
     if given == "csv beside val":
         (root / "LOC_val_solution.csv").rename(folder / "LOC_val_solution.csv")
+    if given == "list":
+        (root / "LOC_val_solution.csv").unlink()
+        (folder / "val_labels.txt").write_text("n01443537\nn01440764\nn01440764\n")
     out = imported(root if given == "root" else folder, tmp_path / "out")
     assert contents(out) == {"n01440764": [png(0), png(1)], "n01443537": [png(10), png(11)]}
     assert contents(out, "val") == {"n01440764": [png(102), png(103)], "n01443537": [png(101)]}

@@ -20,6 +20,7 @@ from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.folder import EXTENSIONS, is_system, visible
 from largebatch.data.index.ignored import by_kind, describe, kind_of
+from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 
@@ -336,13 +337,8 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
     for split in SPLITS:
         if not splits[split]:
             raise DataError(f"{source}: there are no images of {split}; {LAYOUT}")
-    train, val = (splits[split].keys() for split in SPLITS)
-    if train != val:
-        raise DataError(
-            f"{source}: the splits must have the same classes; only in train: "
-            f"{shorten(sorted(train - val))}; only in val: {shorten(sorted(val - train))}; {LAYOUT}"
-        )
-    classes = sorted(train, key=os.fsencode)
+    classes, of_val = (sorted(splits[split], key=os.fsencode) for split in SPLITS)
+    check_same_classes(source, classes, of_val, remedy=f"; {LAYOUT}")
     if len(classes) == 1:
         text = f"{source}: all images are of one class, {classes[0]}; if the class folders are "
         remarks = [*remarks, f"{text}below it, import that folder"]

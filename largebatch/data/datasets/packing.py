@@ -76,7 +76,7 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
     Images dropped from the indexes are left out.
     """
     indexes = {split: load_or_read(root, split) for split in SPLITS}
-    check_same_classes(indexes[TRAIN], indexes[VAL])
+    check_same_classes(root, *(indexes[split].classes for split in SPLITS))
     data_set = DataSet(
         indexes[TRAIN].classes,
         {split: len(index) for split, index in indexes.items()},
