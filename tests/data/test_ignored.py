@@ -184,6 +184,7 @@ def test_an_import_leaves_folders_of_the_system_out_and_says_so(
     for number in range(2):
         for class_name in ("cat", "dog", "Zebra"):
             write_image(root / f"train/{class_name}/{number}.png", width=3 + number)
+    (root / name).mkdir()
     (root / f"train/empty/{name}").mkdir(parents=True)
     shutil.copy(root / "train/cat/x.jpg", root / f"train/empty/{name}/copy.jpg")
     source, options = root, dict[str, object]()
@@ -198,6 +199,7 @@ def test_an_import_leaves_folders_of_the_system_out_and_says_so(
         options=options,
     )
     assert f"6 {SYSTEMS}" in "".join(remarks)
+    assert (f"{root}: not imported: {name}" in remarks) == (form == "folder")
     if form == "one split":
         assert remarks[2].endswith("not a class, because it has no readable image: empty")
     splits = [read_folder(tmp_path / "out", split) for split in ("train", "val")]

@@ -74,7 +74,8 @@ def test_imagenet_as_kaggle_packs_it_is_imported(given: str, tmp_path: Path) -> 
     root = tmp_path / "in"
     folder = write_kaggle(root)
     if given == "csv beside val":
-        (root / "LOC_val_solution.csv").rename(folder / "LOC_val_solution.csv")
+        path = (root / "LOC_val_solution.csv").rename(folder / "LOC_val_solution.csv")
+        path.write_text(path.read_text(), encoding="utf-8-sig", newline="\r\n")  # of a spreadsheet
     if given == "list":
         (root / "LOC_val_solution.csv").unlink()
         (folder / "val_labels.txt").write_text("n01443537\nn01440764\nn01440764\n")

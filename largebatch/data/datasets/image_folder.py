@@ -149,7 +149,7 @@ def _other_folders(source: Path, layout: _Layout) -> list[str]:
     if not (source / TRAIN).is_dir():
         return []
     folders = sorted(path.name for path in source.iterdir() if path.is_dir())
-    others = [name for name in folders if visible(name) and name not in layout.names]
+    others = [name for name in folders if name[0] != "." and name not in layout.names]
     return [f"{source}: not imported: {shorten(others)}"] if others else []
 
 
@@ -251,7 +251,7 @@ def _flat(files: Files, paths: Sequence[str], split: str) -> Iterator[tuple[str,
 def _solved_classes(path: Path, names: Sequence[str]) -> list[str]:
     """Read the classes of images from Kaggle's table; a row has an image, its class and boxes."""
     try:
-        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
     if not rows or rows[0][:2] != ["ImageId", "PredictionString"]:
