@@ -136,7 +136,7 @@ def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]"
             f"{them}, or leave {them} out with: largebatch data index {folder} --drop-bad"
         )
     train, val = (index_of(content, folder) for content in contents)
-    check_same_classes(train, val)
+    check_same_classes(train.root, train.classes, val.classes)
     print(
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
         f"{len(val)} validation images, {_left_out(train, val)}"

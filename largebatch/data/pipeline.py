@@ -313,7 +313,7 @@ def root_of(data: Data, folder: Path | None) -> Path:
 
 def _check(data: Data, train: Index, val: Index) -> None:
     """Raise DataError if the images do not match the recipe."""
-    check_same_classes(train, val)
+    check_same_classes(train.root, train.classes, val.classes)
     counts = {
         "classes": len(train.classes),
         "train_samples": len(train),

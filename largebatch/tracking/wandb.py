@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from largebatch.errors import LONGEST_NAME, TrackerError, clip, reason_of
 from largebatch.optional import require_wandb
 from largebatch.tracking.events import LOG, Start, Summary
@@ -30,7 +32,8 @@ class Wandb(ScalarTracker):
     """A Tracker for one W&B run, which belongs to one run folder.
 
     `note` records a remark on the run. `identity` is the run's id in W&B if the folder has lost
-    it; `checkpoint` uploads the last checkpoint. Raises TrackerError for an invalid WANDB_RUN_ID.
+    it; `checkpoint` uploads the last checkpoint. Raises TrackerError for an invalid value in the
+    environment.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Wandb(ScalarTracker):
         self._followed = followed is not None
         self._scalars = Scalars(folder / LOG if followed else None)
         self._identity = followed or _chosen_id() or uuid.uuid4().hex[:8]
+        _check_environment(self._wandb.Settings())
 
     def _open(self, start: Start) -> None:
         """Open the run, offline if W&B cannot be reached; a resumed run keeps its id."""
@@ -82,8 +86,8 @@ class Wandb(ScalarTracker):
             if name in known
         }
         return self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "largebatch"),
-            name=self._folder.name,
+            project=os.environ.get("WANDB_PROJECT") or "largebatch",
+            name=os.environ.get("WANDB_NAME") or self._folder.name,
             id=identity,
             resume=resume,
             dir=str(self._folder),
@@ -120,6 +124,21 @@ class Wandb(ScalarTracker):
     def _sync(self) -> str:
         """Command that uploads every part of the run; each part has its own folder."""
         return f"wandb sync {shlex.quote(str(self._folder))}/wandb/offline-run-*"
+
+
+def _check_environment(settings: Any) -> None:  # noqa: ANN401 -- W&B's
+    """Raise TrackerError for a variable that W&B refuses; W&B names its own field at best."""
+    for name, value in os.environ.items():
+        try:
+            settings.update_from_env_vars({name: value})
+        except Exception as error:  # W&B raises several types
+            reason = reason_of(error)
+            if isinstance(error, ValidationError):
+                reason = error.errors()[0]["msg"]
+            shown = "not usable" if "KEY" in name else clip(repr(value), LONGEST_NAME)
+            raise TrackerError(
+                f"tracking: [wandb]: {name} is {shown}; W&B: {reason}; correct or unset it"
+            ) from None
 
 
 def _chosen_id() -> str | None:

@@ -53,6 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
         "other/alpha.png": (alpha, {}),
         "other/grey with alpha.png": (alpha.convert("LA"), {}),
         "other/rgb.webp": (rgb, {}),
+        # DALI's parser skips no padding between chunks when it looks for EXIF.
+        "other/turned.webp": (tall, {"lossless": True, "exif": exif, "icc_profile": b"odd"}),
         "other/rgb.tif": (rgb, {}),
         "other/rgb.bmp": (rgb, {}),
         "other/grey.pgm": (grey, {}),

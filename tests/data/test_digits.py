@@ -22,7 +22,7 @@ def test_the_digits_are_1437_and_360_images_of_ten_classes(cache: Path) -> None:
     root = write_digits()
     assert root == cache / "largebatch/digits"
     train, val = read_folder(root, "train"), read_folder(root, "val")
-    check_same_classes(train, val)
+    check_same_classes(train.root, train.classes, val.classes)
     assert train.classes == tuple("0123456789")
     assert (len(train), len(val)) == (1437, 360)
     assert set(train.heights) | set(train.widths) | set(val.heights) | set(val.widths) == {8}

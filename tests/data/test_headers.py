@@ -45,6 +45,25 @@ def after_start(jpeg: bytes, inserted: bytes) -> bytes:
     return jpeg[:2] + inserted + jpeg[2:]
 
 
+def tiff(
+    bits: int, samples: int, *, colours: int = 1, number: int = 1, extra: int | None = None
+) -> bytes:
+    """A TIFF of zeros, 48 wide and 31 high, tag by tag; `number` is 2 for signed ones."""
+    length = -(-48 * bits * samples // 8) * 31
+    one = {256: 48, 257: 31, 259: 1, 262: colours, 273: 256, 277: samples, 278: 31, 279: length}
+    each = {258: bits, 339: number}
+    tags = {tag: struct.pack("<I", value) for tag, value in one.items()}
+    tags |= {tag: struct.pack(f"<{samples}H", *[value] * samples) for tag, value in each.items()}
+    tags |= {} if extra is None else {338: struct.pack("<H", extra)}
+    head, rest = struct.pack("<4sIH", b"II*\0", 8, len(tags)), b""
+    for tag, value in sorted(tags.items()):
+        place = struct.pack("<I", 192 + len(rest)) if len(value) > 4 else value
+        rest += value if len(value) > 4 else b""
+        kind, count = (4, 1) if tag in one else (3, len(value) // 2)
+        head += struct.pack("<HHI4s", tag, kind, count, place)
+    return head.ljust(192, b"\0") + rest.ljust(64, b"\0") + bytes(length)
+
+
 JPEG = encoded("jpeg")
 PNG = encoded("png")
 BMP = encoded("bmp")
@@ -70,6 +89,11 @@ GOOD = {
     "PPM": encoded("ppm"),
     "PGM": encoded("ppm", mode="L"),
     "TIFF": encoded("tiff"),
+    "TIFF by hand": tiff(8, 3, colours=2),
+    "TIFF with alpha": tiff(8, 4, colours=2, extra=2),
+    "TIFF of ink": tiff(8, 4, colours=5),
+    "black and white TIFF": tiff(1, 1),
+    "text": b"P3 48 31 255 " + b"7 " * 48 * 31 * 3,
     "WebP": encoded("webp", lossless=True),
 }
 
@@ -133,6 +157,20 @@ BAD = {
     "unknown colours": (png_header(48, 31, 8, 5), "its header cannot be read"),
     "a damaged header": (PNG[:17] + b"\xee" + PNG[18:], "bad header checksum"),
     "deep grey": (encoded("tiff", mode="I;16"), "its pixels are I;16, expected 8 bits"),
+    # What only Pillow shows, or DALI otherwise (found by decoding each with both).
+    "16 bits in a TIFF": (tiff(16, 3, colours=2), "a TIFF of 16 bits"),
+    "16 bits of ink": (tiff(16, 4, colours=5), "a TIFF of 16 bits"),
+    "4 bits in a TIFF": (tiff(4, 1), "a TIFF of 4 bits"),
+    "signed": (tiff(8, 1, number=2), "signed"),
+    "grey with alpha in a TIFF": (tiff(8, 2, extra=2), "alpha"),
+    "grey with another channel": (tiff(8, 2, extra=0), "alpha"),
+    "colours times alpha": (tiff(8, 4, colours=2, extra=1), "alpha"),
+    "no depth": (encoded("tiff", mode="1"), "a TIFF of unstated bits"),
+    "a PPM of 16 bits": (b"P6 48 31 65535\n" + bytes(48 * 31 * 6), "up to 65535, expected 255"),
+    "a dark PGM": (b"P5 48 31 100\n" + bytes(48 * 31), "up to 100, expected 255"),
+    "a PGM as text": (b"P2 48 31 15 " + b"7 " * 48 * 31, "up to 15, expected 255"),
+    "a text without an end": (b"P2 48 31 255" + b" 7" * 48 * 31, "without a line break"),
+    "a BMP of 16 bits": (BMP[:28] + b"\x10" + BMP[29:], "it is a BMP of 16 bits"),
     "a BMP bomb": (BMP[:18] + struct.pack("<II", 30_000, 30_000) + BMP[26:], "decompression bomb"),
 }
 

@@ -1,5 +1,6 @@
 """Class folders with another name of validation, or without validation."""
 
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -170,3 +171,29 @@ def test_folders_beside_the_splits_are_named(
     assert main(["data", "import", "imagefolder", source, "--out", out, *words]) == DONE
     others = "extra" if "--val-name" in words else "extra, test"
     assert f"{source}: not imported: {others}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_images_that_are_equal_in_both_splits_are_counted_and_named(
+    tmp_path: Path, divided: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies under other names: validation would measure what was learnt by heart."""
+    source = tmp_path / "in"
+    for split, start in (("", 0),) if divided else (("train", 0), ("val", 100)):
+        write_classes(source / split, cat=4, dog=4)
+        for path in (source / split).rglob("*.png"):
+            path.write_bytes(png(start + int(path.stem) + 10 * (path.parts[-2] == "dog")))
+    if divided:
+        for number in range(3):  # every one of the four cats is the same
+            shutil.copy(source / "cat/003.png", source / f"cat/{number:03d}.png")
+        named = r"cat/00\d.png = .*cat/00\d.png"
+    else:
+        shutil.copy(source / "train/dog/002.png", source / "val/cat/000.png")
+        named = r"val/cat/000.png = .*train/dog/002.png"
+    words = ["data", "import", "imagefolder", str(source), "--out", str(tmp_path / "out")]
+    assert main([*words, *(["--val-fraction", "0.25"] if divided else [])]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = (n for n, line in enumerate(lines) if " equal to one of train" in line)
+    assert lines[place].startswith(f"1 of {2 if divided else 8} images of val ")
+    assert re.search(named, lines[place + 1])
+    assert "= " not in lines[place + 2]

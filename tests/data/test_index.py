@@ -195,9 +195,27 @@ def test_the_splits_must_have_the_same_classes(root: Path) -> None:
     for name in ("cat", "Zebra", "yak"):
         write_image(root / f"val/{name}/x.png")
     train, val = read_folder(root, "train"), read_folder(root, "val")
-    check_same_classes(train, train)
+    check_same_classes(root, train.classes, train.classes)
     with pytest.raises(DataError, match="only in train: dog; only in val: yak"):
-        check_same_classes(train, val)
+        check_same_classes(root, train.classes, val.classes)
+
+
+@pytest.mark.parametrize("command", ["index", "import"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_classes_that_differ_in_unicode_normalisation_alone_are_told_apart(
+    command: str, split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen both are the same word; some systems store one form, some the other."""
+    whole, parts = "caf\u00e9", "cafe\u0301"
+    for place in (f"train/{whole}", f"val/{whole if split == 'train' else parts}", "val/a"):
+        write_image(tmp_path / f"in/{place}/x.png")
+    write_image(tmp_path / "in/train/a/x.png")
+    if split == "train":  # in one split: a class in two halves
+        write_image(tmp_path / f"in/train/{parts}/x.png")
+        write_image(tmp_path / f"in/val/{parts}/x.png")
+    words = {"index": [], "import": ["imagefolder", "--out", str(tmp_path / "out")]}[command]
+    assert main(["data", command, *words, str(tmp_path / "in")]) == 2
+    assert r"'cafe\u0301', 'caf\xe9'" in capsys.readouterr().err
 
 
 def test_the_command_builds_describes_and_refuses_an_index(

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from importing import png
 from PIL import Image
@@ -169,6 +170,42 @@ def test_grey_tensors_are_shown_as_grey(place: Path) -> None:
     )
     image, label = open_own("own_grey:grey")[0].read(0)
     assert (image.mode, image.size, image.getpixel((4, 4)), label) == ("RGB", (9, 8), (7, 7, 7), 1)
+
+
+RAMP = np.arange(0, 256, 15, dtype=np.uint8)[None]  # 0 .. 255
+DEEP = RAMP.astype(np.uint16) * 257
+
+SHOWN = {
+    "L": Image.fromarray(RAMP),
+    "LA": Image.fromarray(np.stack([RAMP, RAMP // 2], -1)),
+    "RGBA": Image.fromarray(np.stack([RAMP, RAMP, RAMP, RAMP // 2], -1)),
+    "P": Image.fromarray(RAMP[:, ::-1].copy(), "P"),
+    "CMYK": Image.fromarray(np.stack([255 - RAMP] * 3 + [0 * RAMP], -1), "CMYK"),
+}
+SHOWN["P"].putpalette([255 - value for value in range(256) for _ in range(3)])
+SHOWN["P"].info["transparency"] = 0
+
+DEEPER = {
+    "I;16": DEEP,
+    "I;16B": DEEP.astype(">u2"),
+    "I": DEEP.astype(np.int32),
+    "F": RAMP.astype(np.float32) / 255,
+}
+
+
+@pytest.mark.parametrize("mode", SHOWN)
+def test_an_image_of_8_bits_a_channel_has_its_own_colours(mode: str) -> None:
+    image, _ = Items("train", [(SHOWN[mode], 0)]).read(0)
+    assert np.asarray(image).tolist() == RAMP[..., None].repeat(3, -1).tolist()
+
+
+@pytest.mark.parametrize("mode", [*DEEPER, "LAB", "YCbCr", "HSV", "PA", "RGBa"])
+def test_other_pixels_than_8_bits_a_channel_are_refused_as_in_folders(mode: str) -> None:
+    """Pillow would cut them off at 0 and 255: a ramp of 16 bits becomes white."""
+    image = Image.fromarray(DEEPER[mode]) if mode in DEEPER else Image.new(mode, (4, 4))
+    assert image.mode == mode
+    with pytest.raises(DataError, match=f"item 0: its pixels are {mode}, expected"):
+        Items("train", [(image, 0)]).read(0)
 
 
 def test_images_may_share_an_open_file() -> None:

@@ -30,6 +30,7 @@ class FakeWandb:
 
     def init(self, **words: Any) -> "FakeWandb":  # noqa: ANN401 -- whatever init takes
         self._call("init", words["mode"])
+        self.named = words["project"], words["name"]
         self.resumes.append(words["resume"])
         self.offline = words["mode"] == "offline"
         return self
@@ -55,4 +56,7 @@ class Settings:
     model_fields = ("init_timeout",)
 
     def __init__(self, **_: object) -> None:
+        pass
+
+    def update_from_env_vars(self, _: object) -> None:
         pass

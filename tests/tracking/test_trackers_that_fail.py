@@ -154,6 +154,55 @@ def test_an_id_of_the_environment_is_kept_or_refused(
     assert read_id(tmp_path, "wandb") == "exp.3"
 
 
+@pytest.mark.parametrize(
+    ("name", "project", "found"),
+    [
+        pytest.param(None, None, ("largebatch", "digits-1"), id="unset"),
+        pytest.param("", "", ("largebatch", "digits-1"), id="empty"),
+        pytest.param("Ada's", "lenses", ("lenses", "Ada's"), id="set"),
+    ],
+)
+def test_the_environment_names_run_and_project(
+    name: str | None,
+    project: str | None,
+    found: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable, value in {"WANDB_NAME": name, "WANDB_PROJECT": project}.items():
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
+    (tmp_path / "digits-1").mkdir()
+    there, _, wandb = fake(tmp_path / "digits-1", monkeypatch, "")
+    wandb.record(START)
+    assert there.named == found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WANDB_INIT_TIMEOUT", "soon"),
+        ("WANDB_MODE", "garbage"),
+        ("WANDB_QUIET", "perhaps"),
+        ("WANDB_PROJECT", "a/b"),
+        ("WANDB_BASE_URL", "our server"),
+        ("WANDB_API_KEY", f" {KEY}"),
+    ],
+)
+def test_a_bad_value_in_the_environment_is_named_before_the_run(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real library, which names its own field, or says that the server is not reached."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(TrackerError, match=name) as caught:
+        Wandb(tmp_path, CONFIG, note=print)
+    assert (value in str(caught.value)) == (name != "WANDB_API_KEY")
+    assert KEY not in str(caught.value)
+
+
 def test_the_rows_of_a_run_whose_log_is_lost_begin_above_those_that_wandb_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from largebatch.data.datasets import arrays, image_folder, parquet
 from largebatch.data.datasets.packing import DataSet, write_shards
-from largebatch.errors import SHOWN, shorten
 from largebatch.storage import Progress, require_new
 
 
@@ -28,7 +27,8 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     """Write the data set `name` from `source`, an archive or its folder, to `out` as shards.
 
     `options` are the keyword arguments of its opener. Returns lines to print: the ignored files,
-    the division, and with `drop_bad` the images that cannot be used. Raises DataError if files are
+    the division, with `drop_bad` the images that cannot be used, and images of val that are equal
+    to one of train. Raises DataError if files are
     missing; the message says which are expected and where to get them.
     """
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
@@ -43,10 +43,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
         raise ValueError(f"expected one of {', '.join(openers)}, got {name!r}")
     require_new(out)  # before an archive is unpacked, which may take an hour
     with openers[name](source, scratch=out.parent, **(options or {})) as data_set:
-        bad = write_shards(
+        remarks = write_shards(
             data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
         )
-    if not bad:
-        return data_set.remarks
-    left_out = f"{len(bad)} of {sum(data_set.sizes.values())} images left out:"
-    return [*data_set.remarks, shorten([left_out, *map(str, bad)], most=1 + SHOWN, between="\n  ")]
+    return [*data_set.remarks, *remarks]

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 
 from largebatch.data.index.build import MAX_BYTES
-from largebatch.data.index.folder import is_image, visible
+from largebatch.data.index.folder import is_image, is_system, visible
+from largebatch.data.index.ignored import files_below
 from largebatch.data.index.shards import CHUNK, has_bytes, kind_of, members
 from largebatch.errors import DataError
 
@@ -114,9 +115,11 @@ def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator
     with os.scandir(root / name) as entries:
         for entry in entries:
             path = f"{name}/{entry.name}" if name else entry.name
-            if not visible(entry.name):
+            if is_system(entry.name):  # even if it is not readable
+                yield from (file for _, file in files_below(root, path))
+            elif not visible(entry.name):
                 continue
-            if entry.is_dir():
+            elif entry.is_dir():
                 yield from _walk(root, path, (*above, identity))
             elif entry.is_file():
                 yield path
@@ -156,7 +159,7 @@ class _Listing(Generic[P]):
                 last = self._links[last]
             if last in self._places:
                 self._places[name] = self._places[last]
-            elif visible(_last(name)):
+            elif visible(_last(name)) and not is_system(name):
                 raise DataError(
                     f"{self._archive}: {name} is a link to {target}, and there is no such file in "
                     f"the archive; {self._unpack('fix the link')}"

@@ -6,10 +6,11 @@ and `val.tar.gz`, the paths may omit the split. Without splits, or with train on
 every class can be used for validation.
 """
 
+import csv
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files,
 from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.build import BadImageError, measure_bytes
-from largebatch.data.index.folder import is_image, visible
-from largebatch.data.index.ignored import by_kind, describe, suffix_of
+from largebatch.data.index.folder import EXTENSIONS, is_system, visible
+from largebatch.data.index.ignored import by_kind, describe, kind_of
+from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 
@@ -27,7 +29,8 @@ ENDINGS = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar
 LAYOUT = (
     "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or tar, or in "
     "a folder that holds train.zip and val.zip (or train.tar, train.tar.gz, ...; ImageNet's are "
-    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download). "
+    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download; "
+    "Kaggle's archive must be unpacked). "
     "If val has another name: --val-name test; to divide train/<class>/*.jpg, or only "
     "<class>/*.jpg: --val-fraction 0.1"
 )
@@ -36,6 +39,13 @@ IMAGENET = (
     "for ImageNet that is imagenet_2012_validation_synset_labels.txt, in research/slim/datasets of "
     "https://github.com/tensorflow/models"
 )
+
+
+KAGGLE = "ILSVRC/Data/CLS-LOC"
+"""Folder of ImageNet's splits as Kaggle packs them; the images of val are in no class folders."""
+
+SOLUTION = "LOC_val_solution.csv"
+"""Kaggle's list of the classes of val, beside ILSVRC."""
 
 
 class _Image(NamedTuple):
@@ -83,6 +93,8 @@ def open_archives(
     class is used for validation, chosen by `seed` and the names. A compressed tar is unpacked into
     the folder `scratch`.
     """
+    inside = (KAGGLE, KAGGLE.partition("/")[2])
+    source = next((source / name for name in inside if (source / name).is_dir()), source)
     divided = val_fraction is not None
     layout = _Layout((TRAIN,) if divided else (TRAIN, val_name), divided)
     if val_name == TRAIN:
@@ -102,7 +114,7 @@ def open_archives(
             unread += others
             for name, class_name, image in _images(files, wanted, layout):
                 splits[name].setdefault(class_name, []).append(image)
-        remarks = describe(by_kind((suffix_of(path), path) for path in unread), where=str(source))
+        remarks = describe(by_kind((kind_of(path), path) for path in unread), where=str(source))
         remarks += _without_images(unread, splits, where=str(source))
         remarks += _other_folders(source, layout)
         if val_fraction is not None:
@@ -127,7 +139,7 @@ def _without_images(unread: Sequence[str], splits: dict[str, Classes], *, where:
         for parent in around
         if path.startswith(parent) and "/" in (rest := path.removeprefix(parent))
     }
-    empty = sorted(beside - folders - around)
+    empty = [folder for folder in sorted(beside - folders - around) if not is_system(folder)]
     named = shorten([folder[:-1] for folder in empty])
     return [f"{where}: not a class, because it has no readable image: {named}"] if empty else []
 
@@ -137,7 +149,7 @@ def _other_folders(source: Path, layout: _Layout) -> list[str]:
     if not (source / TRAIN).is_dir():
         return []
     folders = sorted(path.name for path in source.iterdir() if path.is_dir())
-    others = [name for name in folders if visible(name) and name not in layout.names]
+    others = [name for name in folders if name[0] != "." and name not in layout.names]
     return [f"{source}: not imported: {shorten(others)}"] if others else []
 
 
@@ -177,9 +189,9 @@ def _split_of(archive: Path) -> str:
 
 
 def _wanted(files: Files, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the images, and the other visible files."""
-    shown = [path for path in files.names if _is_shown(path, names)]
-    wanted = [path for path in shown if is_image(path.rpartition("/")[2])]
+    """Return the images, and the other files that are not hidden."""
+    shown = [path for path in files.names if is_system(path) or _is_shown(path, names)]
+    wanted = [path for path in shown if kind_of(path) in EXTENSIONS]
     if not wanted:
         listed = shorten(sorted(files.names))
         raise DataError(f"{files.archive}: contains no images; {LAYOUT}; found {listed}")
@@ -201,6 +213,10 @@ def _images(
             around.setdefault(tuple(parts[:place]), name)
     split = TRAIN if layout.divided else _split_of(files.archive)
     in_folders = files.archive.is_dir() and not layout.divided
+    val = layout.names[-1]
+    if bare and in_folders and bare == [name for name in wanted if name.startswith(f"{val}/")]:
+        others = [name for name in wanted if not name.startswith(f"{val}/")]
+        return chain(_in_class_folders(files, others, depth=1), _flat(files, bare, val))
     if bare and (around or in_folders or split not in layout.names):
         unlike = f", unlike {next(iter(around.values()))}" if around else ""
         remedy = _move(bare) if around else LAYOUT
@@ -218,15 +234,45 @@ def _images(
     return _in_class_folders(files, wanted, depth=len(outer) + 1)
 
 
+def _flat(files: Files, paths: Sequence[str], split: str) -> Iterator[tuple[str, str, _Image]]:
+    """Yield images in a split's folder itself; their classes are in SOLUTION, or in a list."""
+    folder = files.archive.resolve()
+    places = [place / SOLUTION for place in (folder, *folder.parents[:3])]
+    solution = next(filter(Path.is_file, places), None)
+    paths = sorted(paths, key=os.fsencode)
+    if solution is None:
+        classes = _listed_classes(files.archive / split, split, len(paths))
+    else:
+        classes = _solved_classes(solution, [Path(path).stem for path in paths])
+    for path, name in zip(paths, classes, strict=True):
+        yield split, name, _Image(files, path, len(split) + 1)
+
+
+def _solved_classes(path: Path, names: Sequence[str]) -> list[str]:
+    """Read the classes of images from Kaggle's table; a row has an image, its class and boxes."""
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    if not rows or rows[0][:2] != ["ImageId", "PredictionString"]:
+        raise DataError(f"{path}: expected a table with the columns ImageId, PredictionString")
+    classes = {row[0]: row[1].partition(" ")[0] for row in rows[1:] if len(row) > 1}
+    missing = [name for name in names if not classes.get(name)]
+    if missing:
+        raise DataError(f"{path}: has no class for {len(missing)} images: {shorten(missing)}")
+    return [classes[name] for name in names]
+
+
 def _move(bare: Sequence[str]) -> str:
+    if KAGGLE in bare[0]:
+        return f"unpack the archive and import its folder, with {SOLUTION} beside ILSVRC"
     others = f", and {len(bare) - 1:,} more like it," if bare[1:] else ""
     return f"move it{others} into one, or out of the imported folder"
 
 
 def _is_shown(path: str, names: Sequence[str]) -> bool:
     parts = path.split("/")
-    below = parts[_place_of_split(parts, names) or 0 :]
-    return all(map(visible, below)) and "__MACOSX" not in parts
+    return all(map(visible, parts[_place_of_split(parts, names) or 0 :]))
 
 
 def _place_of_split(parts: Sequence[str], names: Sequence[str]) -> int | None:
@@ -272,7 +318,8 @@ def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
     path = archive.with_name(f"{split}_labels.txt")
     expected = (
         f"expected {path} with the classes of the {number} images of {archive.name}, which are "
-        f"not in class folders: one per line, in the order of the images' names; {IMAGENET}"
+        f"not in class folders: one per line, in the order of the images' names; {IMAGENET}, or "
+        f"Kaggle's {SOLUTION}"
     )
     try:
         classes = path.read_text(encoding="utf-8").splitlines()
@@ -290,13 +337,8 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
     for split in SPLITS:
         if not splits[split]:
             raise DataError(f"{source}: there are no images of {split}; {LAYOUT}")
-    train, val = (splits[split].keys() for split in SPLITS)
-    if train != val:
-        raise DataError(
-            f"{source}: the splits must have the same classes; only in train: "
-            f"{shorten(sorted(train - val))}; only in val: {shorten(sorted(val - train))}; {LAYOUT}"
-        )
-    classes = sorted(train, key=os.fsencode)
+    classes, of_val = (sorted(splits[split], key=os.fsencode) for split in SPLITS)
+    check_same_classes(source, classes, of_val, remedy=f"; {LAYOUT}")
     if len(classes) == 1:
         text = f"{source}: all images are of one class, {classes[0]}; if the class folders are "
         remarks = [*remarks, f"{text}below it, import that folder"]
@@ -328,7 +370,7 @@ def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Unusable]:
     contents = in_parts(lambda row: _read(images[row]), len(images))
     for image, label, content in zip(images, labels, contents, strict=True):
         if isinstance(content, bytes):
-            yield Sample(content, image.path.rpartition(".")[2], label)
+            yield Sample(content, image.path.rpartition(".")[2], label, image)
         else:
             yield Unusable(str(image), reason(content))
 

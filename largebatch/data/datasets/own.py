@@ -4,10 +4,10 @@ Every worker opens it by an importable function, `module:function`. It is not pa
 workers are separate processes, also on other machines, and open files cannot be sent to them. The
 function returns a training and a validation data set.
 
-An item is a PIL image or a uint8 tensor of 3 or 1 x H x W, and its class number. The recipe decides
-the order, crops and flips. So worker 0 reads every item once before the run, for its size and
-label, and an item must be the same every time it is read. Only one thread reads items at a time,
-because data sets are usually not thread-safe.
+An item is a PIL image with 8 bits per channel or a uint8 tensor of 3 or 1 x H x W, and its class
+number. The recipe decides the order, crops and flips. So worker 0 reads every item once before the
+run, for its size and label, and an item must be the same every time it is read. Only one thread
+reads items at a time, because data sets are usually not thread-safe.
 """
 
 import hashlib
@@ -29,6 +29,7 @@ from PIL import Image
 
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, show
+from largebatch.data.index.build import BadImageError, require_mode
 from largebatch.data.index.file import Paths, pack, unpack
 from largebatch.data.index.index import Index
 from largebatch.data.types import Bytes, Decode, Floats, IntArray, Request, Resources, View
@@ -37,7 +38,10 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
-EXPECTED = "expected (image, label): a PIL image or a uint8 tensor of 3 or 1 x H x W, and an int"
+EXPECTED = (
+    "expected (image, label): a PIL image with 8 bits per channel (RGB, L) or a uint8 tensor of "
+    "3 or 1 x H x W, and an int"
+)
 
 
 class MapStyle(Protocol):
@@ -66,7 +70,7 @@ class Items:
         try:
             image, label = item
             return _to_pillow(image), operator.index(label)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, BadImageError) as error:
             raise DataError(
                 f"{self.name}, item {number}: {error}; {EXPECTED}. The recipe's data section "
                 "replaces resizing, random crops, ToTensor and Normalize; remove them"
@@ -194,6 +198,7 @@ def _read_same(items: Items, index: Index, sample: int) -> Image.Image:
 
 def _to_pillow(image: object) -> Image.Image:
     if isinstance(image, Image.Image):
+        require_mode(image.mode)
         return image.convert("RGB")
     if not isinstance(image, torch.Tensor):
         raise TypeError(f"its image is a {type(image).__name__}")

@@ -5,6 +5,7 @@ original folder, and a run on either sees the same images in the same order. (Re
 shards front to back, without this package's index, should shuffle: they are sorted by class.)
 """
 
+import hashlib
 import io
 import math
 import tarfile
@@ -19,7 +20,8 @@ from largebatch.data.decoders.reader import read
 from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.index import Index, check_same_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
-from largebatch.errors import DataError, shorten
+from largebatch.data.index.verify import CHECKSUM_BYTES
+from largebatch.errors import SHOWN, DataError, shorten
 from largebatch.storage import THREADS, Progress, new_folder
 
 TRAIN, VAL = SPLITS = ("train", "val")
@@ -49,6 +51,8 @@ class Sample(NamedTuple):
     """Extension of the file name, without a dot."""
 
     label: int
+    origin: object = None
+    """What `str` turns into the image's name in its source, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
     Images dropped from the indexes are left out.
     """
     indexes = {split: load_or_read(root, split) for split in SPLITS}
-    check_same_classes(indexes[TRAIN], indexes[VAL])
+    check_same_classes(root, *(indexes[split].classes for split in SPLITS))
     data_set = DataSet(
         indexes[TRAIN].classes,
         {split: len(index) for split, index in indexes.items()},
@@ -83,11 +87,11 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
 
 def write_shards(
     data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress, drop_bad: bool = False
-) -> list[Unusable]:
+) -> list[str]:
     """Write a data set atomically into a new folder.
 
-    Returns the bad images, which are left out. Raises DataError that lists the first of them,
-    unless `drop_bad`.
+    Returns lines that name the bad images, which are left out, and the images of val that are equal
+    to one of train. Raises DataError that lists the first bad images, unless `drop_bad`.
     """
     broken = [name for name in data_set.classes if not is_class_name(name)]
     if broken:
@@ -95,7 +99,9 @@ def write_shards(
             f"{broken[0]!r} is not a valid class name: {CLASSES} has one per line; rename it"
         )
     total, done = sum(data_set.sizes.values()), 0
-    bad: list[Unusable] = []
+    bad: list[str] = []
+    trained: dict[bytes, object] = {}
+    equal: list[str] = []
     used: dict[str, set[int]] = {split: set() for split in data_set.sizes}
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
@@ -104,8 +110,10 @@ def write_shards(
             with closing(ShardWriter(folder / split, shard_bytes=shard_bytes)) as writer:
                 for sample in _read_samples(data_set, split):
                     if isinstance(sample, Unusable):
-                        bad.append(sample)
+                        bad.append(str(sample))
                     else:
+                        origin = sample.origin or f"{split}, image {writer.num_samples}"
+                        equal += _twins(sample.content, origin, split, trained)
                         writer.add(sample.content, extension=sample.extension, label=sample.label)
                         used[split].add(sample.label)
                     done += 1
@@ -115,10 +123,27 @@ def write_shards(
             raise DataError(
                 f"{out}: not written: {len(bad)} of {total} images cannot be used; replace them, "
                 "or leave them out: the same `largebatch data import` with --drop-bad\n  "
-                + shorten(list(map(str, bad)), between="\n  ")
+                + shorten(bad, between="\n  ")
             )
         _require_every_class(data_set.classes, used, out)
-    return bad
+    heads = {
+        f"{len(bad)} of {total} images left out:": bad,
+        f"{len(equal)} of {data_set.sizes.get(VAL)} images of val are equal to one of train, byte "
+        "by byte: their accuracy is of what was learnt by heart; remove one of each two:": equal,
+    }
+    return [
+        shorten([head, *names], most=1 + SHOWN, between="\n  ")
+        for head, names in heads.items()
+        if names
+    ]
+
+
+def _twins(content: bytes, origin: object, split: str, trained: dict[bytes, object]) -> list[str]:
+    """Return a line if an image of val is among the `trained`, by checksum; add those of train."""
+    key = hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).digest()
+    if split == TRAIN:
+        trained.setdefault(key, origin)
+    return [f"{origin} = {trained[key]}"] if split == VAL and key in trained else []
 
 
 def _require_every_class(

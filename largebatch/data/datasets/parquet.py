@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, extension_of
 from largebatch.data.index.build import BadImageError, measure_bytes
+from largebatch.data.index.folder import visible
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.optional import require_parquet
@@ -75,10 +76,10 @@ def open_parquet(
 
 
 def _unread(source: Path, taken: Collection[Path]) -> list[str]:
-    """Return a line that names the files of other splits, if there are any."""
+    """Return a line that names the other files, of other splits or hidden, if there are any."""
     others = [path for path in sorted(source.rglob("*.parquet")) if path not in taken]
     names = shorten([path.relative_to(source).as_posix() for path in others])
-    return [f"{source}: {len(others)} files of other splits ignored: {names}"] if others else []
+    return [f"{source}: {len(others)} other files ignored: {names}"] if others else []
 
 
 def _divided(
@@ -111,7 +112,8 @@ def _divided(
 def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str, list[Path]]:
     """Return the files of each split, sorted by name."""
     splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
-    names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.parquet"))
+    found = sorted(path.relative_to(source) for path in source.rglob("*.parquet"))
+    names = [path.as_posix() for path in found if all(map(visible, path.parts))]
     for name in names:
         words = set(re.split(r"[^a-z0-9]+", name.lower()))
         for split, wanted in {TRAIN: [TRAIN], VAL: val_names}.items():
@@ -178,12 +180,13 @@ def _samples(
         for row, (image, label) in enumerate(
             _rows(path, files[path], columns.image, columns.label)
         ):
+            origin = f"{path.name}, row {row}"
             reason = _fault(image, label, len(columns.classes))
             if reason is None:
                 content = image["bytes"]
-                yield Sample(content, extension_of(content), label)
+                yield Sample(content, extension_of(content), label, origin)
             else:
-                yield Unusable(f"{path.name}, row {row}", reason)
+                yield Unusable(origin, reason)
 
 
 def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above

@@ -28,6 +28,10 @@ from largebatch.optional import require_dali
 AHEAD = 2
 """Number of batches finished or in progress when one is requested."""
 
+WEBP_WITH_FLAGS, WEBP_FLAGS, WEBP_EXIF = b"WEBPVP8X", 20, np.uint8(8)
+"""Bytes 8 to 15 of a WebP with flags, the position of the flags, and that of EXIF, which is cleared
+because DALI fails to find EXIF behind a chunk of odd length; the index holds the orientation."""
+
 _Numbers = npt.NDArray[np.int32]
 _Inputs = tuple[Any, _Numbers, _Numbers, _Numbers]
 """Encoded images, as DALI tensors or a list of arrays; corners, shapes and flips of boxes."""
@@ -183,6 +187,9 @@ def _inputs(
     """
     tensors = graph.dali.tensors
     for reading in readings:
+        for image in reading.contents:
+            if bytes(image[8:16]) == WEBP_WITH_FLAGS:
+                image[WEBP_FLAGS] &= ~WEBP_EXIF
         boxes, flips = as_stored(graph.index, reading.request)
         inputs = (
             tensors.TensorListCPU([tensors.TensorCPU(image, "") for image in reading.contents]),

@@ -163,8 +163,13 @@ def _other(content: bytes) -> Size:
     """Open with Pillow; decode formats without an end marker, which are rare in large data sets."""
     try:
         with Image.open(io.BytesIO(content), formats=OTHER_FORMATS) as image:
-            if image.mode not in MODES:
-                raise BadImageError(f"its pixels are {image.mode}, expected 8 bits per channel")
+            require_mode(image.mode)
+            problem = _unshared(image, content)
+            if problem:
+                raise BadImageError(
+                    f"it is a {image.format} of {problem}, which the decoders do not show alike; "
+                    "store it as a PNG of 8 bits per channel"
+                )
             size = _displayed(image)
             if image.format != "WEBP":  # opening a WebP checks that it is complete
                 image.load()
@@ -175,6 +180,41 @@ def _other(content: bytes) -> Size:
     except Exception as error:  # Pillow raises many types for a damaged file
         raise BadImageError(str(error) or type(error).__name__) from None
     return size
+
+
+def _unshared(image: ImageFile, content: bytes) -> str | None:
+    """Return what DALI shows unlike Pillow, or not at all, in an image of OTHER_FORMATS."""
+    if image.format == "TIFF":
+        tags = image.getexif()
+        found = (tags.get(tag, ()) for tag in (258, 339, 338))
+        depths, numbers, extra = (set(tag if isinstance(tag, tuple) else [tag]) for tag in found)
+        usual = {"1": {1}, "P": {1, 2, 4, 8}}.get(image.mode, {8})
+        is_colour = image.mode in {"RGB", "RGBA"}
+        faults = {
+            f"{max(depths, default='unstated')} bits per channel": not depths or depths - usual,
+            "signed numbers or fractions": numbers - {1},
+            "alpha beside grey, or multiplied into the colours": 1 in extra
+            or (extra and not is_colour),
+        }
+    else:
+        stored = image.tile[0].args if image.tile else ()
+        most = stored[-1] if image.format == "PPM" and isinstance(stored, tuple) else 255
+        is_text = image.format == "PPM" and content[1:2] in b"123"
+        faults = {
+            f"values up to {most}, expected 255": most != 255,
+            "text without a line break at its end": is_text and not content[-1:].isspace(),
+            "16 bits per pixel": image.format == "BMP" and str(stored).startswith("('BGR;1"),
+        }
+    return next((name for name, found in faults.items() if found), None)
+
+
+def require_mode(mode: str) -> None:
+    """Raise BadImageError for pixels that Pillow converts to RGB by cutting them off at 255.
+
+    Also for those, such as LAB, that only some decoders convert.
+    """
+    if mode not in MODES:
+        raise BadImageError(f"its pixels are {mode}, expected 8 bits per channel")
 
 
 def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None:

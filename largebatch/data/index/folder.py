@@ -35,6 +35,16 @@ EXTENSIONS = (".bmp", *JPEG, ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Suffixes that both decoders read. Other files are ignored and counted by `ignored`; hidden files
 are skipped."""
 
+SYSTEM = frozenset(
+    (
+        *("@eadir", "@recently-snapshot", "@recycle", "@sharebin", "@synoresource", "@tmp"),
+        *("#recycle", "#snapshot", "~snapshot", "$recycle.bin", "recycler", "lost+found"),
+        *("__macosx", "network trash folder", "system volume information", "temporary items"),
+    )
+)
+"""Folders, in lower case, in which systems and their storage keep thumbnails, deleted files and
+older copies of a user's. They are counted by `ignored`."""
+
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
 
@@ -118,8 +128,9 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
         )
     if not names and not shards:
         raise DataError(
-            f"{folder}: there are no class folders and no shards; {expected}; "
-            f"found {_found(folder)}"
+            f"{folder}: there are no class folders and no shards; {expected}; found "
+            f"{_found(folder)}. For images with a list of classes, such as ImageNet's val: "
+            "largebatch data import imagefolder"
         )
     return names, shards
 
@@ -178,8 +189,17 @@ def is_image(name: str) -> bool:
 
 
 def visible(name: str) -> bool:
-    """Return True if a name is not hidden."""
-    return not name.startswith(".")
+    """Return True if a name is neither hidden nor one of SYSTEM."""
+    return not name.startswith(".") and name.lower() not in SYSTEM
+
+
+def is_system(path: str) -> bool:
+    """Return True if a path leads through a folder of SYSTEM.
+
+    >>> [is_system(path) for path in ("cat/@eaDir/a.jpg/S.jpg", "cat/lost+found.jpg")]
+    [True, False]
+    """
+    return not SYSTEM.isdisjoint(path.lower().split("/"))
 
 
 def _found(folder: Path) -> str:

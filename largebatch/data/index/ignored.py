@@ -2,8 +2,8 @@
 
 Images of other formats or in other places must not be lost silently: `data index` and `data
 import` print the counts, and a run logs them at its start. Hidden files belong to the system or to
-this package and are not counted. Nor are other members of a sample in a shard; a sample without an
-image is a bad one.
+this package and are not counted, except in folders of the system. Nor are other members of a sample
+in a shard; a sample without an image is a bad one.
 """
 
 import os
@@ -11,13 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from largebatch.data.index.file import Ignored
-from largebatch.data.index.folder import EXTENSIONS, is_image, visible
+from largebatch.data.index.folder import EXTENSIONS, is_image, is_system, visible
 
 EXAMPLES = 3
 """Number of example names per kind."""
 
 LOOSE = "beside the class folders or shards"
 NESTED = "in subfolders of a class (`largebatch data import imagefolder` reads those)"
+
+
+SYSTEMS = "in folders of the system, such as @eaDir and #recycle"
 
 
 def list_ignored(root: Path, split: str) -> list[Ignored]:
@@ -34,13 +37,15 @@ def by_kind(found: Iterable[tuple[str, str]]) -> list[Ignored]:
     return sorted(counted, key=lambda ignored: (-ignored.number, ignored.kind))
 
 
-def suffix_of(name: str) -> str:
-    """Return the suffix of a file, or a phrase if it has none, as its kind.
+def kind_of(path: str) -> str:
+    """Return the kind of an ignored file: its place, its suffix, or a phrase if it has none.
 
-    >>> [suffix_of(name) for name in ("a.GIF", "cat/a.b.heic", "cat.d/README")]
+    >>> [kind_of(path) for path in ("a.GIF", "cat/a.b.heic", "cat.d/README")]
     ['.gif', '.heic', 'without a suffix']
     """
-    return os.path.splitext(name)[1].lower() or "without a suffix"  # noqa: PTH122 -- a string
+    if is_system(path):
+        return SYSTEMS
+    return os.path.splitext(path)[1].lower() or "without a suffix"  # noqa: PTH122 -- a string
 
 
 def describe(ignored: Sequence[Ignored], *, where: str) -> list[str]:
@@ -65,31 +70,39 @@ def number_of(ignored: Iterable[Ignored]) -> int:
 
 def _in_split(root: Path, split: str) -> Iterator[tuple[str, str]]:
     with os.scandir(root / split) as entries:
-        for entry in filter(_is_visible, entries):
+        for entry in filter(_counts, entries):
             path = f"{split}/{entry.name}"
             if entry.is_dir():
-                yield from _in_class(root, path)
+                yield from (files_below if is_system(entry.name) else _in_class)(root, path)
             elif not entry.name.endswith(".tar"):
                 yield LOOSE, path
 
 
 def _in_class(root: Path, folder: str) -> Iterator[tuple[str, str]]:
     with os.scandir(root / folder) as entries:
-        for entry in filter(_is_visible, entries):
+        for entry in filter(_counts, entries):
             path = f"{folder}/{entry.name}"
             if entry.is_dir():
-                yield from ((NESTED, file) for file in _below(root, path))
+                yield from files_below(root, path)
             elif not is_image(entry.name):
-                yield suffix_of(entry.name), path
+                yield kind_of(path), path
 
 
-def _below(root: Path, folder: str) -> Iterator[str]:
-    """Yield the files in a folder and its subfolders, without following links to folders."""
+def files_below(root: Path, folder: str) -> Iterator[tuple[str, str]]:
+    """Yield kind and path of the files in a folder and its subfolders, as far as they are readable.
+
+    Links to folders are not followed, hidden files are left out except in folders of the system.
+    """
     for place, folders, names in os.walk(root / folder):
-        folders[:] = filter(visible, folders)
-        for name in filter(visible, names):
-            yield (Path(place) / name).relative_to(root).as_posix()
+        inside = Path(place).relative_to(root).as_posix()
+        system = is_system(inside)
+        folders[:] = [name for name in folders if system or visible(name) or is_system(name)]
+        yield from (
+            (SYSTEMS if system else NESTED, f"{inside}/{name}")
+            for name in names
+            if system or visible(name)
+        )
 
 
-def _is_visible(entry: os.DirEntry[str]) -> bool:
-    return visible(entry.name)
+def _counts(entry: os.DirEntry[str]) -> bool:
+    return visible(entry.name) or is_system(entry.name)

@@ -8,6 +8,7 @@ is rejected if the folder has changed.
 import contextlib
 import hashlib
 import os
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,16 +259,28 @@ def index_of(content: Content, root: Path) -> Index:
     )
 
 
-def check_same_classes(train: Index, val: Index) -> None:
-    """Raise DataError if the classes of the splits differ: labels would differ in meaning."""
-    if train.classes == val.classes:
-        return
-    only_train = sorted(set(train.classes) - set(val.classes))
-    only_val = sorted(set(val.classes) - set(train.classes))
-    raise DataError(
-        f"{train.root}: the splits must have the same classes; only in train: "
-        f"{shorten(only_train)}; only in val: {shorten(only_val)}"
-    )
+def check_same_classes(
+    root: Path, train: Sequence[str], val: Sequence[str], *, remedy: str = ""
+) -> None:
+    """Raise DataError if the classes of the splits differ, so that labels would differ in meaning.
+
+    Also if two names look the same: one class would be two, or be missing under its other form.
+    """
+    forms: dict[str, set[str]] = {}
+    for name in (*train, *val):
+        forms.setdefault(unicodedata.normalize("NFC", name), set()).add(name)
+    twins = [ascii(name) for names in forms.values() if len(names) > 1 for name in sorted(names)]
+    if twins:
+        raise DataError(
+            f"{root}: these names of classes look the same and differ in Unicode normalisation "
+            f"alone: {shorten(twins)}; rename the folders, so that each class has one name"
+        )
+    if tuple(train) != tuple(val):
+        only_train, only_val = sorted(set(train) - set(val)), sorted(set(val) - set(train))
+        raise DataError(
+            f"{root}: the splits must have the same classes; only in train: {shorten(only_train)}; "
+            f"only in val: {shorten(only_val)}{remedy}"
+        )
 
 
 def _difference(content: Content, root: Path, *, every_file: bool) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from largebatch.data.index.folder import EXTENSIONS, visible
+from largebatch.data.index.folder import EXTENSIONS, is_system, visible
 from largebatch.errors import DataError
 
 LABEL = "cls"
@@ -155,6 +155,8 @@ def _add(parts: _Parts, member: tarfile.TarInfo, extension: str, file: int) -> N
 def _usable_member(parts: _Parts, num_classes: int) -> Member | Unusable:
     if parts.trouble is not None:
         return parts.trouble
+    if is_system(parts.key):
+        return Unusable(parts.key, "it is in a folder of the system: a thumbnail or a deleted file")
     if len(parts.images) != 1:
         return Unusable(parts.key, f"it has {len(parts.images)} images, expected 1")
     image, label = parts.images[0], parts.label
