@@ -21,6 +21,7 @@ from largebatch.storage import write_whole
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import RECIPE
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint
+from largebatch.training.saving import require_fit
 
 WEIGHTS, CONFIG, CARD, ONNX = "model.safetensors", "config.json", "README.md", "model.onnx"
 
@@ -44,7 +45,8 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
         recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
     )
     weights = checkpoint.model(source=path)
-    model.load_state_dict(weights)
+    with require_fit(str(path)):
+        model.load_state_dict(weights)
     model.eval()
     if onnx:
         require_onnx()

@@ -1,6 +1,7 @@
 """What `export` writes, loaded by timm and by ONNX's own interpreter."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_a_checkpoint_without_class_names_has_a_card_without_them(
     export(write_checkpoint(tmp_path, checkpoint), tmp_path / "out")
     assert "Classes by label" not in (tmp_path / "out/README.md").read_text()
     assert "label_names" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["export", "polish --compare", "polish --compare --ema"])
+def test_tensors_of_another_shape_are_refused_in_one_line(
+    command: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = load_checkpoint(find_checkpoint(trained["resnet10t"]))
+    polish = checkpoint.recipe.polish.model_copy(update={"ema": 0.5})  # type: ignore[union-attr]
+    recipe = checkpoint.recipe.model_copy(update={"polish": polish})
+    state = {**checkpoint.state, "ema": {"n_averaged": torch.tensor(1)}}
+    if "--ema" not in command:
+        state["model"] = {**state["model"], "fc.bias": torch.zeros(3)}
+    path = write_checkpoint(tmp_path, replace(checkpoint, recipe=recipe, state=state))
+    out = ["--out", str(tmp_path / "out")] if command == "export" else []
+    assert main([*command.split()[:1], str(path), *command.split()[1:], *out]) == USER
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"largebatch: {path}: does not fit")
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.long
