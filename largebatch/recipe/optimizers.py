@@ -1,7 +1,8 @@
 """The optimizer of a recipe: one section for each kind.
 
 The learning rate is the schedule's. Biases and normalisation layers are neither decayed nor adapted
-unless a setting says so.
+unless a setting says so, nor is what goes with them: class tokens, tables of positions, gains, and
+what the model names in `no_weight_decay()` (`largebatch.models.param_groups`).
 """
 
 from typing import Annotated, Literal, Self
