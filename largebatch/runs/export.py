@@ -127,6 +127,8 @@ def _card(checkpoint: Checkpoint, *, source: Path) -> str:
         f"{'yes' if stage.kept else 'rolled back'} |"
         for stage in checkpoint.stages
     ]
+    rounding = " (the weights are fp32, with which it differs slightly)"
+    rounding = "" if recipe.precision == "fp32" else rounding
     batches = ", then ".join(f"{size:,}" for size in recipe.batch.by_key.values())
     return f"""---
 library_name: {library}
@@ -143,7 +145,8 @@ Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
 
 {_describe_input(recipe, checkpoint.origin.get("classes", []))}
 
-On {recipe.data.val_split:,} validation images, after each stage that has ended:
+On {recipe.data.val_split:,} validation images, computed in {recipe.precision}{rounding}, after
+each stage that has ended:
 
 | stage | top-1 | top-5 | loss | kept |
 |---|---|---|---|---|

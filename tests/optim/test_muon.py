@@ -87,7 +87,7 @@ def authors_update(grad: Tensor) -> Tensor:
     """
     matrix = grad.flatten(1)
     tall = len(matrix) > matrix.shape[1]
-    wide = (matrix.T if tall else matrix) / matrix.norm()
+    wide: Tensor = (matrix.T if tall else matrix) / matrix.norm()
     for _ in range(5):
         square = wide @ wide.T
         wide = 3.4445 * wide + (-4.7750 * square + 2.0315 * square @ square) @ wide

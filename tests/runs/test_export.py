@@ -93,6 +93,19 @@ def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path
     torch.testing.assert_close(found, weights(trained["cifar_resnet8"]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_card_has_the_precision_of_its_accuracies(
+    precision: str, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """The weights in the file are fp32 in any case, and timm computes with them in fp32."""
+    checkpoint = load_checkpoint(find_checkpoint(trained["cifar_resnet8"]))
+    recipe = checkpoint.recipe.model_copy(update={"precision": precision})
+    export(write_checkpoint(tmp_path, replace(checkpoint, recipe=recipe)), tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"computed in {precision}" in card
+    assert ("weights are fp32" in card) == (precision != "fp32")
+
+
 def test_the_code_of_a_card_has_the_arguments_of_the_model() -> None:
     changes = ["model={name: torchvision/resnet18, arguments: {zero_init_residual: true}}"]
     library, code = loading_code(load_recipe(DIGITS, changes))
