@@ -1,6 +1,8 @@
 """Models by name, and the parameter groups that are decayed and adapted."""
 
+import re
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -26,6 +28,11 @@ _OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
     **{f"cifar_resnet{depth}": (CifarResNet, {"depth": depth}) for depth in DEPTHS},
 }
 """Constructors by name, with the arguments that a recipe cannot change."""
+
+_POSITIONS = re.compile(r"(?:^|_)(?:pos(?:_|emb|ition|\d|$)|rel(?:_|ative|$))")
+"""Names of tables of positions, absolute or relative."""
+
+_TABLES = re.compile(rf"{_POSITIONS.pattern}|bias|tokens?_?\d*$")
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
@@ -76,18 +83,52 @@ def is_timms(name: str) -> bool:
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Split the parameters into a group that is decayed and adapted, and one that is neither.
 
-    Normalisation layers and biases are neither (MLPerf's rule for LARS). They are identified by the
-    type of the layer and by their dimension, not by name: ResNet's `downsample.1.weight` belongs to
-    a BatchNorm.
+    Neither are normalisation layers, by their type (ResNet's `downsample.1.weight` belongs to a
+    BatchNorm); tensors with at most one side above 1, such as biases, class tokens and gains; what
+    the model or a part of it names in `no_weight_decay()`, as timm's do, or with a word of Swin's
+    `no_weight_decay_keywords()`; and tables of positions, tokens or biases, which the libraries
+    without these methods hold as parameters of their own.
     """
-    norms = norm_parameters(model)
+    plain = norm_parameters(model) | _named_by_models(model)
+    plain |= {weight for path, weight in model.named_parameters() if _holds_values(path, weight)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    plain = [p for p in trained if p in norms or p.ndim <= 1]
-    adapted = [p for p in trained if p not in norms and p.ndim > 1]
+    adapted = [weight for weight in trained if weight not in plain]
     return [
         {"params": adapted, "weight_decay": weight_decay, "adapt": True},
-        {"params": plain, "weight_decay": 0.0, "adapt": False},
+        {"params": [p for p in trained if p in plain], "weight_decay": 0.0, "adapt": False},
     ]
+
+
+def _holds_values(path: str, parameter: nn.Parameter) -> bool:
+    """Return True for vectors, and for tables, known by their shape or name.
+
+    Layers call `weight` what multiplies their input. A first side of 1 in another parameter means
+    that it is added to every sample of a batch.
+    """
+    if sum(side > 1 for side in parameter.shape) <= 1:
+        return True
+    name = path.replace("parametrizations.weight.", "weight_").rpartition(".")[2]
+    of_batch = parameter.ndim > 2 and len(parameter) == 1
+    return "weight" not in name and (of_batch or _TABLES.search(name) is not None)
+
+
+def _named_by_models(model: nn.Module) -> set[nn.Parameter]:
+    """Return what models exclude from weight decay: by names, which may have wildcards, or words.
+
+    A model may be a part of another, such as a wrapper. Embeddings of positions are added.
+    """
+    excluded: set[nn.Parameter] = set()
+    for path, part in model.named_modules():
+        if isinstance(part, nn.Embedding) and _POSITIONS.search(path.rpartition(".")[2]):
+            excluded |= set(part.parameters())
+        patterns: list[str] = [*getattr(part, "no_weight_decay", list)()]
+        patterns += [f"*{word}*" for word in getattr(part, "no_weight_decay_keywords", list)()]
+        excluded |= {
+            parameter
+            for name, parameter in (part.named_parameters() if patterns else ())
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
+    return excluded
 
 
 def norm_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -103,7 +103,7 @@ class Muon(Optimizer):
                 norm = weight.norm()
                 weight.mul_(math.sqrt(len(weight)) / norm.masked_fill(norm == 0, 1))  # 0 stays 0
             weight.mul_(1 - group["lr"] * group["weight_decay"])
-            scale = _scale(*_sides(weight), group["adjust_lr"])
+            scale = _scale(weight, group["adjust_lr"])
             weight.add_(direction, alpha=-group["lr"] * scale)
         self._update_others()
         return loss
@@ -169,8 +169,15 @@ def _sides(weight: Tensor) -> tuple[int, int]:
     return len(weight), weight[0].numel()
 
 
-def _scale(rows: int, columns: int, adjust_lr: AdjustLR) -> float:
-    """Return the factor of the learning rate for a matrix of this size."""
-    if adjust_lr == "original":
-        return math.sqrt(max(1, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+def _scale(weight: Tensor, adjust_lr: AdjustLR) -> float:
+    """Return the factor of the learning rate for this weight.
+
+    That of Muon's author is of the last two sides of the gradient: those of a kernel, not of the
+    matrix that is orthogonalised.
+    """
+    rows, columns = _sides(weight)
+    if adjust_lr == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    if weight.ndim > 3:
+        rows, columns = weight.shape[-2:]
+    return math.sqrt(max(1, rows / columns))

@@ -1,7 +1,8 @@
 """The optimizer of a recipe: one section for each kind.
 
 The learning rate is the schedule's. Biases and normalisation layers are neither decayed nor adapted
-unless a setting says so.
+unless a setting says so, nor is what goes with them: class tokens, tables of positions, gains, and
+what the model names in `no_weight_decay()` (`largebatch.models.param_groups`).
 """
 
 from typing import Annotated, Literal, Self
@@ -232,8 +233,9 @@ class Muon(Section):
 
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Factor of the learning rate for a matrix of rows x columns. `original`: sqrt(max(1,
-    rows / columns)). `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), with which steps are as long
-    as those of AdamW (arXiv:2502.16982), so that AdamW's learning rates can be used."""
+    rows / columns)), and for a convolution that of its kernel, height x width, as in Keller
+    Jordan's code: 1 where it is square. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), with which
+    steps are as long as those of AdamW (arXiv:2502.16982), so that AdamW's rates can be used."""
 
     momentum: Momentum = 0.95
 

@@ -27,7 +27,7 @@ from largebatch.training.averages import store_ema
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
 from largebatch.training.judging import end_stage
-from largebatch.training.saving import restore
+from largebatch.training.saving import require_fit, restore
 from largebatch.training.stages import describe_unsettled, polish_statistics
 from largebatch.training.trainer import Trainer
 from largebatch.training.updates import make_updates
@@ -211,7 +211,8 @@ def polish_checkpoint(
         trainer.store_average()
         stage = current_stage(checkpoint, trainer.plan)
         if ema:
-            store_ema(state["ema"], trainer.state.model)
+            with require_fit(str(path)):
+                store_ema(state["ema"], trainer.state.model)
             stage = "ema"
 
         def polish() -> bool:
@@ -242,11 +243,12 @@ def compare_checkpoint(
     recipe = with_updates(recipe, epochs=epochs, lr=lr)
     facts = {"command": "polish --compare", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts) as trainer:
-        trainer.state.model.load_state_dict(state["model"])
-        trainer.state.scaler.load_state_dict(state["scaler"])
-        _store_average(trainer, state["optimizer"])
-        if ema:
-            store_ema(state["ema"], trainer.state.model)
+        with require_fit(str(path)):
+            trainer.state.model.load_state_dict(state["model"])
+            trainer.state.scaler.load_state_dict(state["scaler"])
+            _store_average(trainer, state["optimizer"])
+            if ema:
+                store_ema(state["ema"], trainer.state.model)
         yield compare(trainer)
 
 

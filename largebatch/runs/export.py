@@ -21,6 +21,7 @@ from largebatch.storage import write_whole
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import RECIPE
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint
+from largebatch.training.saving import require_fit
 
 WEIGHTS, CONFIG, CARD, ONNX = "model.safetensors", "config.json", "README.md", "model.onnx"
 
@@ -44,7 +45,8 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
         recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
     )
     weights = checkpoint.model(source=path)
-    model.load_state_dict(weights)
+    with require_fit(str(path)):
+        model.load_state_dict(weights)
     model.eval()
     if onnx:
         require_onnx()
@@ -125,6 +127,8 @@ def _card(checkpoint: Checkpoint, *, source: Path) -> str:
         f"{'yes' if stage.kept else 'rolled back'} |"
         for stage in checkpoint.stages
     ]
+    rounding = " (the weights are fp32, with which it differs slightly)"
+    rounding = "" if recipe.precision == "fp32" else rounding
     batches = ", then ".join(f"{size:,}" for size in recipe.batch.by_key.values())
     return f"""---
 library_name: {library}
@@ -141,7 +145,8 @@ Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
 
 {_describe_input(recipe, checkpoint.origin.get("classes", []))}
 
-On {recipe.data.val_split:,} validation images, after each stage that has ended:
+On {recipe.data.val_split:,} validation images, computed in {recipe.precision}{rounding}, after
+each stage that has ended:
 
 | stage | top-1 | top-5 | loss | kept |
 |---|---|---|---|---|

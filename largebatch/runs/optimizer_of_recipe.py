@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
-from largebatch.models import classifier, norm_parameters, param_groups
+from largebatch.models import classifier, param_groups
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree, require_shampoo, require_timm
@@ -147,20 +147,20 @@ def _build_muon(
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that Muon takes, in the order of the model.
 
-    These are neither the first layer nor classifiers, embeddings or normalisation. As in timm,
-    the first two sides must exceed 1: depthwise convolutions and class tokens do not. Tables
-    that are no layer's weight, such as Swin's of relative positions, are left out by their name.
+    These are weights that `param_groups` decays, but neither the first layer nor classifiers or
+    embeddings. As in timm, the first two sides must exceed 1: those of depthwise convolutions do
+    not. Parameters that are not a layer's weight are left out by their name.
     """
     weights = [getattr(module, "weight", None) for module in model.modules()]
     first = next((id(weight) for weight in weights if weight is not None and weight.ndim > 1), None)
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    skipped = {first, *map(id, [*norm_parameters(model), *_of_classifiers(model), *tables])}
+    skipped = {first, *map(id, [*_of_classifiers(model), *tables])}
+    decayed = set(param_groups(model, weight_decay=0.0)[0]["params"])
     return [
         weight
         for name, weight in model.named_parameters()
-        if weight.requires_grad
+        if weight in decayed
         and id(weight) not in skipped
-        and weight.ndim > 1
         and min(weight.shape[:2]) > 1
         and "weight" in name.rpartition(".")[2]
     ]

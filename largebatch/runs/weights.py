@@ -1,7 +1,7 @@
 """Read and write files of weights as timm, torchvision and PyTorch's tools save them.
 
-The weights may be all of the file or stand under a key, with a prefix before every name, as .pth or
-as .safetensors. Nothing in a file is executed. A written file keeps everything but the replaced
+The weights may be all of the file or be under a key, with prefixes in their names, as .pth or as
+.safetensors. Nothing in a file is executed. A written file keeps everything but the replaced
 weights.
 """
 
@@ -9,11 +9,12 @@ import argparse
 import hashlib
 import pickle
 import re
-from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,12 +25,35 @@ from largebatch.storage import whole_file
 from largebatch.training.checkpoint import HEADER, load_checkpoint
 from largebatch.training.trainer import Trainer
 
-_PLACES = ("state_dict", "model")
-_AVERAGED = ("state_dict_ema", "model_ema")
-"""Keys of weights, and of their moving average, in files of timm and torchvision."""
+_PLACES = (
+    *("state_dict", "model", "model_state_dict"),
+    *("net", "network", "module", "params", "weights", "state"),
+)
+_AVERAGED = (
+    *("state_dict_ema", "model_ema", "ema", "ema_model"),
+    *("ema_state_dict", "model_ema_state_dict", "params_ema"),
+)
+"""Keys of weights, and of their moving average, in files of timm, torchvision and other tools."""
 
-_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
-"""Prefixes of names by DistributedDataParallel, AveragedModel and torch.compile."""
+_DEPTH = 3
+"""Places inside each other that are searched; a file may contain itself."""
+
+_WRAPPERS = {
+    *("_orig_mod", "_checkpoint_wrapped_module"),
+    *("_fsdp_wrapped_module", "_fpw_module", "_forward_module"),
+}
+"""Parts that wrappers put into names: of torch.compile, recomputed activations, FSDP, Fabric."""
+
+_PLAIN: list[Any] = [
+    argparse.Namespace,  # timm's options
+    *(np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}),
+    *(
+        (value.__reduce__()[0], f"{package}.multiarray.{name}")
+        for name, value in {"scalar": np.float64(), "_reconstruct": np.empty(0)}.items()
+        for package in ("numpy.core", "numpy._core")  # NumPy 1 and 2
+    ),
+]
+"""Types of plain values that torch.load may build besides its own."""
 
 _SAFE = ".safetensors"
 
@@ -42,27 +66,45 @@ class Weights:
     content: Any
     """The whole content; of a .safetensors file, the tensors alone."""
 
-    tensors: MutableMapping[str, Tensor]
-    """The weights by the names in the file; a part of the content."""
+    place: MutableMapping[str, Any]
+    """The weights by the names in the file; a part of the content. Other values may be among them,
+    and NumPy's arrays may be weights."""
 
     metadata: dict[str, str] | None = None
     """Metadata of a .safetensors file."""
 
+    keys: dict[str, str] = field(default_factory=dict)
+    """Names in the file by those in the last model that the weights fit."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights, by the names in the file."""
+        return {
+            key: value if isinstance(value, Tensor) else torch.tensor(value)
+            for key, value in self.place.items()
+            if isinstance(value, Tensor) or _is_array(value)
+        }
+
     def state_for(self, model: nn.Module, *, without: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors under the model's names, except those `without`.
+        """Return the tensors under the model's names, except those `without`; note the names.
 
         Raises CheckpointError if they do not fit.
         """
-        here = {name: key for name, key in self._by_plain_name().items() if name not in without}
-        there = {name: own for name, own in model.state_dict().items() if name not in without}
+        tensors, expected = self.tensors, model.state_dict()
+        keys = self._by_name(expected)
+        here = {name: own[0] for name, own in keys.items() if name not in without}
+        there = {name: own for name, own in expected.items() if name not in without}
         counters = {name for name in there if name.endswith("num_batches_tracked")}
         problems = {
             "missing": sorted(there.keys() - here.keys() - counters),
-            "not known": sorted(here.keys() - there.keys()),
+            "not known": sorted(here[name] for name in here.keys() - there.keys()),
+            "twice": [
+                f"{name}: {' and '.join(keys[name])}" for name in sorted(here) if keys[name][1:]
+            ],
             "of another shape": [
-                f"{name}: {_shape(self.tensors[key])}, expected {_shape(there[name])}"
+                f"{name}: {_shape(tensors[key])}, expected {_shape(there[name])}"
                 for name, key in here.items()
-                if name in there and self.tensors[key].shape != there[name].shape
+                if name in there and tensors[key].shape != there[name].shape
             ],
         }
         misfits = [
@@ -72,20 +114,23 @@ class Weights:
         ]
         if misfits:
             raise CheckpointError(f"{self.path}: the weights do not fit: {'; '.join(misfits)}")
-        return {name: self.tensors[key] for name, key in here.items()}
+        self.keys.clear()
+        self.keys.update(here)
+        return {name: tensors[key] for name, key in here.items()}
 
     def replace(self, changed: Mapping[str, Tensor]) -> None:
-        """Replace tensors, given under the model's names, each in its type in the file."""
-        here = self._by_plain_name()
+        """Replace tensors, under the names of state_for's model, each in its type in the file."""
+        tensors = self.tensors
         for name, value in changed.items():
-            there = self.tensors[here[name]]
+            key = self.keys[name]
+            there = tensors[key]
             cast = value.detach().to("cpu", there.dtype, copy=True)
             if not cast.isfinite().all():
                 raise CheckpointError(
                     f"{self.path}: the new {name} has values beyond what the {there.dtype} of the "
                     "file can hold; convert the file to float32 first"
                 )
-            self.tensors[here[name]] = cast
+            self.place[key] = cast if isinstance(self.place[key], Tensor) else cast.numpy()
 
     def write(self, path: Path) -> None:
         """Write a file of the same format, whole or not at all."""
@@ -94,15 +139,31 @@ class Weights:
                 if _is_safe(path):
                     from safetensors.torch import save
 
-                    file.write(save(dict(self.tensors), metadata=self.metadata))
+                    file.write(save(self.tensors, metadata=self.metadata))
                 else:
                     torch.save(self.content, file)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def _by_plain_name(self) -> dict[str, str]:
-        """Return the name of each tensor in the file by its name in a model."""
-        return {_WRAPPERS.sub("", key): key for key in self.tensors if key != "n_averaged"}
+    def _by_name(self, expected: Collection[str]) -> dict[str, list[str]]:
+        """Return the names in the file by the names expected; unknown ones by their own.
+
+        The longest end of a name that is expected counts, as wrappers put prefixes before it,
+        unless another name is equal to that end. Arrays that are not expected are not weights.
+        """
+        names = {
+            key: [part for part in key.split(".") if part not in _WRAPPERS]
+            for key, value in self.place.items()
+            if (isinstance(value, Tensor) or _is_array(value)) and key != "n_averaged"
+        }
+        ends = set(expected) - {".".join(parts) for parts in names.values()}
+        by_name: dict[str, list[str]] = {}
+        for key, parts in names.items():
+            name = ".".join(parts)
+            name = name if name in expected else _end(parts, ends) or name
+            if name in expected or isinstance(self.place[key], Tensor):
+                by_name.setdefault(name, []).append(key)
+        return by_name
 
 
 def read_weights(path: Path, *, ema: bool = False) -> Weights:
@@ -115,17 +176,20 @@ def read_weights(path: Path, *, ema: bool = False) -> Weights:
     try:
         if _is_safe(path):
             return _read_safe(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's options: plain values
+        with torch.serialization.safe_globals(_PLAIN):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{path}: not a readable file of weights: neither .pth nor .safetensors, or it has "
-            "objects besides tensors and plain values, which only code in the file could rebuild"
-        ) from None
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = "neither .pth nor .safetensors"
+        if found:
+            reason = (
+                f"it holds {found[1]}, which only code could rebuild: load the file where you "
+                "trust that code, and save the model's state_dict() alone"
+            )
+        raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
     except Exception as error:
-        raise CheckpointError(
-            f"{path}: not a readable file of weights: {reason_of(error)}"
-        ) from None
+        reason = reason_of(error).partition(". In PyTorch")[0]  # then: trust the file
+        raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
     return Weights(path, content, _find(path, content, ema=ema))
 
 
@@ -153,31 +217,69 @@ def _read_safe(path: Path) -> Weights:
         return Weights(path, tensors, tensors, file.metadata())
 
 
-def _find(path: Path, content: object, *, ema: bool) -> MutableMapping[str, Tensor]:
+def _find(path: Path, content: object, *, ema: bool) -> dict[str, Any]:
     """Return the part of the content that holds the weights, or with `ema` their EMA."""
+    words = _AVERAGED if ema else _PLACES
+    places = dict(_places(content, words))
+    if not places and not ema and _are_weights(content):
+        return content
+    if len(places) == 1:
+        return places.popitem()[1]
+    if places:
+        raise CheckpointError(
+            f"{path}: holds weights under {' and '.join(places)}; save those to take alone"
+        )
     found = list(content) if isinstance(content, dict) else []
-    if isinstance(content, dict):
-        for word in _AVERAGED if ema else _PLACES:
-            if _are_weights(content.get(word)):
-                return content[word]  # type: ignore[no-any-return]  # just seen
-        if _are_weights(content) and not ema:
-            return content
-    words = " or ".join(_AVERAGED if ema else _PLACES)
-    hint = "; --ema takes its EMA" if set(found) & set(_AVERAGED) else ""
+    hint = "; --ema takes its EMA" if not ema and dict(_places(content, _AVERAGED)) else ""
     what = f"a mapping of {shorten(found, most=3)}" if found else type(content).__name__
     raise CheckpointError(
         f"{path}: expected weights{' of an EMA' * ema} by name, "
-        f"{'' if ema else 'bare or '}under {words}; found {what}{hint if not ema else ''}"
+        f"{'' if ema else 'bare or '}under {' or '.join(words)}; found {what}{hint}"
     )
 
 
-def _are_weights(content: object) -> bool:
-    """Return True if `content` maps names to tensors."""
+def _places(
+    content: object, words: Sequence[str], above: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the weights under these keys, or under a usual key inside, by their dotted place."""
+    if not isinstance(content, dict) or above.count(".") > _DEPTH:
+        return
+    for word in dict.fromkeys([*words, "state"]):
+        part = content.get(word)
+        if word in words and _are_weights(part):
+            yield f"{above}{word}", part
+        else:
+            yield from _places(part, words if word == "state" else _PLACES, f"{above}{word}.")
+
+
+def _are_weights(content: object) -> TypeGuard[dict[str, Any]]:
+    """Return True if `content` maps names to tensors, with or without values that are not."""
     return (
         isinstance(content, dict)
-        and len(content) > 0
-        and all(isinstance(value, Tensor) for value in content.values())
+        and all(isinstance(key, str) for key in content)
+        and any(isinstance(value, Tensor) or _is_array(value) for value in content.values())
+        and not any(isinstance(value, dict) for value in content.values())
     )
+
+
+def _is_array(value: object) -> bool:
+    """Return True for an array of NumPy that a tensor can hold."""
+    return (
+        isinstance(value, np.ndarray)
+        and value.dtype.kind in "fiub"
+        and value.dtype.isnative
+        and value.dtype.itemsize <= np.dtype(np.float64).itemsize
+    )
+
+
+def _end(parts: Sequence[str], expected: Collection[str]) -> str | None:
+    """Return the longest end of a name that is expected, with or without parts called module."""
+    for start in range(len(parts)):
+        own = parts[start:]
+        for name in (".".join(own), ".".join(part for part in own if part != "module")):
+            if name in expected:
+                return name
+    return None
 
 
 def _is_safe(path: Path) -> bool:

@@ -81,9 +81,7 @@ class Checkpoint:
     @classmethod
     def of(cls, recipe: Recipe, state: dict[str, Any], **origin: object) -> Self:
         """Return a checkpoint; raise KeyError, TypeError or ValueError for an incomplete state."""
-        for key in _PARTS:
-            if not isinstance(state[key], dict):
-                raise TypeError(f"{key} is no mapping")
+        _require_types(state)
         if not isinstance(origin.get("trackers", {}), dict):
             raise TypeError("trackers is no mapping")
         _CLASSES.validate_python(origin.get("classes", []), strict=True)
@@ -214,10 +212,11 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
         del tensors[CHECKSUM]
         if header["format"] not in {4, FORMAT}:
             raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+        if not isinstance(header["recipe"], str):
+            raise TypeError("recipe is not a text")
         recipe = parse_recipe(header["recipe"], source="its recipe")
         state = _unpack(header["state"], tensors)
-        if header["format"] == 4:
-            _upgrade(state)
+        _upgrade(state, version=header["format"])
         state["optimizer"]["state"] = {
             int(number): entry for number, entry in state["optimizer"]["state"].items()
         }
@@ -337,8 +336,10 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
     return value
 
 
-def _upgrade(state: dict[str, Any]) -> None:
-    """Move the state of a protocol to the state of extensions, as in format 5."""
+def _upgrade(state: dict[str, Any], *, version: int) -> None:
+    """Move the state of a protocol in format 4 to the state of extensions, as in format 5."""
+    if version == FORMAT:
+        return
     momentum, progress = state.pop("protocol", {}), state["progress"]
     counts = {name: progress.pop(name, []) for name in ("gradients", "lost")}
     state["extra"] = {"protocol": {"momentum": momentum, **counts}}
@@ -364,6 +365,20 @@ def idle_stream(device: torch.device) -> AbstractContextManager[object]:
         return nullcontext()
     streams = (torch.Stream(device) for _ in count())  # torch's own, by turns
     return next(stream for stream in streams if stream.query())
+
+
+def _require_types(state: Mapping[str, Any]) -> None:
+    """Raise TypeError unless the parts of a state are what those who load them expect."""
+    for key in _PARTS:
+        if not isinstance(state[key], dict):
+            raise TypeError(f"{key} is no mapping")
+    for key in ("model", "ema"):
+        for name, value in state[key].items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{key}/{name} is not a tensor")
+    groups = state["optimizer"]["param_groups"]
+    if not (isinstance(groups, list) and all(isinstance(group, dict) for group in groups)):
+        raise TypeError("optimizer/param_groups is not a list of mappings")
 
 
 def _require_finite(state: Mapping[str, Any]) -> None:

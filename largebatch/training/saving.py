@@ -1,6 +1,7 @@
 """Saves a run and restores it, and compares the weights of the workers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from largebatch.distributed.agreement import require_same_bits
@@ -100,8 +101,15 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, source: str = "the chec
     trainer.pipeline.require_same_labels(labels, source=source)
     if checkpoint.progress.step > trainer.plan.steps:
         trainer.state.use(trainer.build_affine())
-    try:
+    with require_fit(source):
         trainer.state.load_state_dict(checkpoint.state)
+
+
+@contextmanager
+def require_fit(source: str) -> Iterator[None]:
+    """Raise CheckpointError, which begins with `source`, if a saved state cannot be loaded."""
+    try:
+        yield
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(

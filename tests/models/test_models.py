@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import fake_apex
 import pytest
@@ -34,6 +35,113 @@ def test_resnet50_has_161_tensors_of_which_54_are_adapted() -> None:
     assert (adapted["adapt"], plain["adapt"]) == (True, False)
 
 
+def plain_names(model: nn.Module) -> set[str]:
+    """Return the names of what is neither decayed nor adapted."""
+    plain = set(param_groups(model, weight_decay=0.1)[1]["params"])
+    return {name for name, parameter in model.named_parameters() if parameter in plain}
+
+
+class Table(nn.Module):
+    """One parameter under a name that says what it is."""
+
+    def __init__(self, name: str, *shape: int) -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+
+
+class Excluding(nn.Module):
+    """A model that names what it does not decay, as those of timm and of Swin's authors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freqs, self.cpb_mlp = nn.Parameter(torch.ones(4, 4)), nn.Linear(2, 8, bias=False)
+        self.block, self.head = nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8, bias=False)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"freqs", "block.*"}
+
+    def no_weight_decay_keywords(self) -> set[str]:
+        return {"cpb_mlp"}
+
+
+@pytest.mark.parametrize(
+    ("model", "adapted"),
+    [
+        pytest.param(Table("class_token", 1, 1, 8), set(), id="class token"),
+        pytest.param(Table("register_tokens", 1, 4, 8), set(), id="register tokens"),
+        pytest.param(Table("tokens", 4, 8), set(), id="tokens"),
+        pytest.param(Table("pos_embedding", 1, 9, 8), set(), id="positions of torchvision"),
+        pytest.param(Table("positional_embedding", 9, 8), set(), id="positions of CLIP"),
+        pytest.param(Table("grid", 1, 8, 3, 3), set(), id="one value an element"),
+        pytest.param(Table("relative_position_bias_table", 169, 3), set(), id="Swin's table"),
+        pytest.param(Table("height_rel", 15, 16), set(), id="relative heights"),
+        pytest.param(Table("attention_biases", 4, 196), set(), id="LeViT's biases"),
+        pytest.param(Table("temperature", 4, 1, 1), set(), id="temperatures"),
+        pytest.param(Table("gain", 8, 1, 1, 1), set(), id="gains"),
+        pytest.param(Table("weight", 8, 1, 1, 1), set(), id="gains named weight"),
+        pytest.param(
+            nn.ModuleDict({"position_embedding": nn.Embedding(9, 8), "tokens": nn.Embedding(9, 8)}),
+            {"tokens.weight"},
+            id="positions in an nn.Embedding",
+        ),
+        pytest.param(
+            nn.ModuleDict({"pos_embed": nn.Conv2d(8, 8, 3, groups=8, bias=False)}),
+            {"pos_embed.weight"},
+            id="a convolution of positions",
+        ),
+        pytest.param(Table("proj", 8, 4), {"proj"}, id="a matrix without a layer"),
+        pytest.param(Table("post_mix", 8, 4), {"post_mix"}, id="a matrix whose name begins so"),
+        pytest.param(
+            nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3)),
+            {"parametrizations.weight.original1"},
+            id="weight_norm",
+        ),
+        pytest.param(nn.LSTM(4, 8), {"weight_ih_l0", "weight_hh_l0"}, id="LSTM"),
+        pytest.param(
+            nn.MultiheadAttention(8, 2), {"in_proj_weight", "out_proj.weight"}, id="attention"
+        ),
+        pytest.param(Excluding(), {"head.weight"}, id="no_weight_decay"),
+        pytest.param(
+            nn.DataParallel(nn.Sequential(Excluding())), {"module.0.head.weight"}, id="inside"
+        ),
+    ],
+)
+def test_only_weights_that_multiply_are_adapted(model: nn.Module, adapted: set[str]) -> None:
+    assert {name for name, _ in model.named_parameters()} - plain_names(model) == adapted
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 1}, {"cls_token", "pos_embed"}),
+        (
+            "swinv2_tiny_window8_256",
+            {"depths": [1], "num_heads": [3]},
+            {
+                f"layers.0.blocks.0.attn.{name}"
+                for name in ("logit_scale", "cpb_mlp.0.weight", "cpb_mlp.2.weight")
+            },
+        ),
+        ("edgenext_xx_small", {}, {"stages.1.blocks.1.xca.temperature"}),
+        ("torchvision/swin_t", {}, {"features.1.0.attn.relative_position_bias_table"}),
+        ("torchvision/convnext_tiny", {}, {"features.1.0.layer_scale"}),
+    ],
+)
+def test_libraries_tables_tokens_and_gains_are_neither_decayed_nor_adapted(
+    name: str, arguments: dict[str, Any], expected: set[str]
+) -> None:
+    """Besides normalisation layers and biases, of which at least one is looked for."""
+    with torch.device("meta"):
+        model = build(name, num_classes=10, arguments=arguments)
+    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+    found = {key for key in plain_names(model) if len(shapes[key]) > 1}
+    assert expected <= found
+    layers = {
+        f"{key}.weight" for key, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)
+    }
+    assert {key for key in found & layers if "cpb_mlp" not in key} == set()
+
+
 def test_groups_depend_on_the_type_of_a_layer_not_its_name() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -44,10 +152,10 @@ def test_groups_depend_on_the_type_of_a_layer_not_its_name() -> None:
             self.frozen = nn.Linear(2, 2).requires_grad_(requires_grad=False)
 
     model = Net()
-    adapted, plain = param_groups(model, weight_decay=0.1)
-    assert adapted["params"] == [model.token, model.downsample[0].weight]
-    names = {name for name, p in model.named_parameters() if any(p is q for q in plain["params"])}
-    assert names == {
+    adapted, _ = param_groups(model, weight_decay=0.1)
+    assert adapted["params"] == [model.downsample[0].weight]
+    assert plain_names(model) == {
+        "token",
         "downsample.0.bias",
         "downsample.1.weight",
         "downsample.1.bias",

@@ -1,6 +1,7 @@
 """Muon: which weights it takes, and that workers share its work. The formula: the crown test."""
 
 import copy
+import math
 import pickle
 from typing import Any, cast
 
@@ -77,6 +78,32 @@ def test_in_bfloat16_it_is_the_muon_of_torch(adjust_lr: Any) -> None:  # noqa: A
         own.step()
         library.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def authors_update(grad: Tensor) -> Tensor:
+    """Return Keller Jordan's first update without its rate (KellerJordan/Muon, muon.py).
+
+    It has the direction of the gradient. His factor is of the last two sides of the gradient.
+    """
+    matrix = grad.flatten(1)
+    tall = len(matrix) > matrix.shape[1]
+    wide: Tensor = (matrix.T if tall else matrix) / matrix.norm()
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * square + 2.0315 * square @ square) @ wide
+    factor = math.sqrt(max(1, grad.size(-2) / grad.size(-1)))
+    return (wide.T if tall else wide).reshape(grad.shape).mul(factor)
+
+
+@pytest.mark.parametrize("shape", [(24, 6), (6, 24), (24, 6, 1, 1), (64, 2, 3, 3), (8, 4, 7, 1)])
+def test_original_is_as_long_as_its_authors_step(shape: tuple[int, ...]) -> None:
+    weight = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(5)
+    weight.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+    expected = -0.1 * authors_update(weight.grad)
+    others = SGD([{"params": [], "lr_ratio": 1.0}])
+    Muon([weight], others, SERIAL, lr=0.1, adjust_lr="original").step()
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_matrix_of_zeros_begins_at_zero() -> None:

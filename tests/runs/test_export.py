@@ -1,6 +1,7 @@
 """What `export` writes, loaded by timm and by ONNX's own interpreter."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path
     torch.testing.assert_close(found, weights(trained["cifar_resnet8"]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_card_has_the_precision_of_its_accuracies(
+    precision: str, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """The weights in the file are fp32 in any case, and timm computes with them in fp32."""
+    checkpoint = load_checkpoint(find_checkpoint(trained["cifar_resnet8"]))
+    recipe = checkpoint.recipe.model_copy(update={"precision": precision})
+    export(write_checkpoint(tmp_path, replace(checkpoint, recipe=recipe)), tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"computed in {precision}" in card
+    assert ("weights are fp32" in card) == (precision != "fp32")
+
+
 def test_the_code_of_a_card_has_the_arguments_of_the_model() -> None:
     changes = ["model={name: torchvision/resnet18, arguments: {zero_init_residual: true}}"]
     library, code = loading_code(load_recipe(DIGITS, changes))
@@ -112,6 +126,24 @@ def test_a_checkpoint_without_class_names_has_a_card_without_them(
     export(write_checkpoint(tmp_path, checkpoint), tmp_path / "out")
     assert "Classes by label" not in (tmp_path / "out/README.md").read_text()
     assert "label_names" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["export", "polish --compare", "polish --compare --ema"])
+def test_tensors_of_another_shape_are_refused_in_one_line(
+    command: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = load_checkpoint(find_checkpoint(trained["resnet10t"]))
+    polish = checkpoint.recipe.polish.model_copy(update={"ema": 0.5})  # type: ignore[union-attr]
+    recipe = checkpoint.recipe.model_copy(update={"polish": polish})
+    state = {**checkpoint.state, "ema": {"n_averaged": torch.tensor(1)}}
+    if "--ema" not in command:
+        state["model"] = {**state["model"], "fc.bias": torch.zeros(3)}
+    path = write_checkpoint(tmp_path, replace(checkpoint, recipe=recipe, state=state))
+    out = ["--out", str(tmp_path / "out")] if command == "export" else []
+    assert main([*command.split()[:1], str(path), *command.split()[1:], *out]) == USER
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"largebatch: {path}: does not fit")
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.long

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -28,14 +30,18 @@ def state() -> State:
     return {name: value.clone() for name, value in a_model().state_dict().items()}
 
 
+def prefixed(prefix: str, content: State) -> State:
+    return {prefix + name: value for name, value in content.items()}
+
+
 def wrapped(content: State) -> State:
-    return {f"module.{name}": value for name, value in content.items()}
+    return prefixed("module.", content)
 
 
 FORMS: dict[str, Callable[[State], Any]] = {
     "bare": lambda content: content,
     "DataParallel": wrapped,
-    "compiled": lambda content: {f"_orig_mod.{name}": value for name, value in content.items()},
+    "compiled": lambda content: prefixed("_orig_mod.", content),
     "timm": lambda content: {
         "epoch": 3,
         "arch": "resnet10t",
@@ -48,6 +54,46 @@ FORMS: dict[str, Callable[[State], Any]] = {
         "optimizer": {"state": {}, "param_groups": [{"lr": 0.5}]},
         "model_ema": {"n_averaged": torch.tensor(7), **wrapped(content)},
     },
+    "PyTorch's tutorial": lambda content: {
+        "model_state_dict": content,
+        "optimizer_state_dict": {"state": {}, "param_groups": []},
+        "loss": torch.tensor(0.5),
+    },
+    "pytorch-cifar": lambda content: {"net": wrapped(content), "acc": 91.5, "epoch": 3},
+    "Composer": lambda content: {"state": {"model": wrapped(content)}, "rng": [1]},
+    "DeepSpeed": lambda content: {"module": content, "dp_world_size": 8},
+    "within": lambda content: {"model": {"state_dict": content, "name": "resnet10t"}},
+    "Lightning": lambda content: {"state_dict": prefixed("model.", content), "loops": {}},
+    "two prefixes": lambda content: prefixed("module.model._orig_mod.", content),
+    "a backbone and a head": lambda content: {
+        ("head." if name.startswith("fc.") else "backbone.") + name: value
+        for name, value in content.items()
+    },
+    "a backbone beside its classifier": lambda content: {
+        name if name.startswith("fc.") else f"backbone.{name}": value
+        for name, value in content.items()
+    },
+    "recomputed activations": lambda content: {
+        name.replace("layer1.0.", "layer1.0._checkpoint_wrapped_module."): value
+        for name, value in content.items()
+    },
+    "compiled and sharded parts": lambda content: prefixed(
+        "_fsdp_wrapped_module.",
+        {re.sub(r"^(layer\d)\.", r"\1._orig_mod.", name): v for name, v in content.items()},
+    ),
+    "a parallel part": lambda content: {
+        name.replace("layer1.", "layer1.module."): value for name, value in content.items()
+    },
+    "other values beside": lambda content: {**content, "epoch": 3, "arch": "resnet10t"},
+    "NumPy beside": lambda content: {
+        "state_dict": content,
+        "best_acc1": np.float64(76.1),
+        "history": np.arange(3.0),
+        "names": np.array(["a", "b"]),
+        "step": np.int64(7),
+        "found": np.bool_(True),
+    },
+    "arrays": lambda content: {name: value.numpy() for name, value in content.items()},
     "without counters": lambda content: {
         name: value for name, value in content.items() if "num_batches" not in name
     },
@@ -73,7 +119,10 @@ def assert_only(changed: set[str], before: Any, after: Any) -> None:  # noqa: AN
     ours, other = flat(before), flat(after)
     assert list(ours) == list(other)
     for path, value in ours.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, np.ndarray | np.generic):
+            assert value.dtype == other[path].dtype
+            assert np.array_equal(value, other[path]) == (path not in changed), path
+        elif isinstance(value, Tensor):
             assert value.dtype == other[path].dtype
             assert value.equal(other[path]) == (path not in changed), path
         else:
@@ -88,8 +137,9 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
     model.load_state_dict(weights.state_for(model))
     weights.replace({"bn1.running_mean": torch.full((64,), 0.25)})
     weights.write(tmp_path / "ours.pth")
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        before, after = (torch.load(tmp_path / name) for name in ("theirs.pth", "ours.pth"))
+    before, after = (
+        torch.load(tmp_path / name, weights_only=False) for name in ("theirs.pth", "ours.pth")
+    )
     (changed,) = {
         p
         for p in flat(before)
@@ -98,6 +148,23 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
     assert_only({changed}, before, after)
     assert (flat(after)[changed] == 0.25).all()
     assert {path.name for path in tmp_path.iterdir()} == {"theirs.pth", "ours.pth"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(lambda own: {"ema": own}, id="ema"),
+        pytest.param(lambda own: {"ema": {"module": own, "updates": 3}}, id="ema.module"),
+        pytest.param(lambda own: {"state": {"ema": wrapped(own)}}, id="state.ema"),
+        pytest.param(lambda own: {"model": {}, "ema_state_dict": own}, id="ema_state_dict"),
+    ],
+)
+def test_other_places_of_a_moving_average(content: Callable[[State], Any], tmp_path: Path) -> None:
+    torch.save(content(state()), tmp_path / "theirs.pth")
+    found = read_weights(tmp_path / "theirs.pth", ema=True).state_for(a_model())
+    torch.testing.assert_close(found, state(), rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="--ema"):
+        read_weights(tmp_path / "theirs.pth")
 
 
 @pytest.mark.parametrize("form", ["timm", "torchvision"])
@@ -148,6 +215,21 @@ def without_a_layer(content: State) -> State:
             id="missing",
         ),
         pytest.param(
+            lambda content: prefixed("model.", {**content, "layer4.9.bn1.bias": torch.ones(1)}),
+            r"1 twice \(bn1.bias: model.bn1.bias and model.layer4.9.bn1.bias\)",
+            id="a longer network",
+        ),
+        pytest.param(
+            lambda content: {**prefixed("student.", content), **prefixed("teacher.", content)},
+            r"\d+ twice \(bn1.bias: student.bn1.bias and teacher.bn1.bias, .*",
+            id="two networks",
+        ),
+        pytest.param(
+            lambda content: {**content, "layer4.9.conv1.weight": torch.ones(1)},
+            r"1 not known \(layer4.9.conv1.weight\)",
+            id="a layer more",
+        ),
+        pytest.param(
             lambda content: {**content, "fc.weight": torch.zeros(10, 512)},
             r"1 of another shape \(fc.weight: 10 x 512, expected 3 x 512\)",
             id="shape",
@@ -178,11 +260,19 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
         read_weights(path)
     assert "ran" not in capsys.readouterr().out
     path.write_text("model: resnet50")
-    with pytest.raises(CheckpointError, match="neither .pth nor .safetensors, or it has objects"):
+    with pytest.raises(CheckpointError, match="neither .pth nor .safetensors"):
         read_weights(path)
+    for value, name in [(Evil(), "print"), (Path(), "pathlib.PosixPath"), (a_model(), "ResNet")]:
+        torch.save({"state_dict": state(), "config": value}, path)
+        with pytest.raises(CheckpointError, match=rf"theirs.pth: .*\b{name}"):
+            read_weights(path)
+    itself: dict[str, Any] = {}
+    itself["state"] = itself
     for content, message in [
-        ({"epoch": 3, "best": 0.5}, "under state_dict or model; found a mapping of epoch, best"),
+        ({"epoch": 3, "best": 0.5}, "found a mapping of epoch, best"),
+        ({"model": state(), "net": state()}, "model and net"),
         ({}, "found dict"),
+        (itself, "found a mapping of state"),
         ([torch.zeros(3)], "found list"),
         ({"model_ema": state()}, "found a mapping of model_ema; --ema takes its EMA"),
     ]:

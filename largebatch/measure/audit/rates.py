@@ -18,7 +18,7 @@ from largebatch.measure.audit.findings import Finding
 from largebatch.measure.audit.ranks import Ranks, StoppedError
 from largebatch.measure.audit.recording import Update
 from largebatch.measure.audit.subject import Subject
-from largebatch.models import param_groups
+from largebatch.models import norm_parameters
 from largebatch.recipe.installed import FEWEST_UPDATES
 
 _WARM_UP_EPOCHS = 5
@@ -237,7 +237,8 @@ def _check_updates(updates: int, counts: Counts, subject: Subject) -> Finding:
 
 def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
     """Count normalisation parameters and biases that have weight decay."""
-    plain = set(param_groups(model, weight_decay=0.0)[1]["params"])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    plain = {p for p in trained if p.ndim <= 1} | norm_parameters(model)
     decayed = {
         parameter: group["weight_decay"]
         for group in optimizer.param_groups
