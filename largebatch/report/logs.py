@@ -309,7 +309,7 @@ def _record_of_rows(rows: list[Row], *, name: str, classes: int | None) -> Recor
 def _columns(rows: list[Row]) -> dict[str, str]:
     """Return the column of each kind that a log has; raise ValueError without training losses."""
     names = {key: False for row in rows for key in row if key != HEADER}
-    names |= {key: True for row in rows for key, value in row.items() if not math.isnan(value)}
+    names |= {key: True for row in rows for key in row if key in names and not math.isnan(row[key])}
     columns = {
         LOSS: _column(names, "loss", "train", ""),
         VAL_LOSS: _column(names, "loss", "val", "test"),
@@ -360,13 +360,13 @@ def _column(names: Mapping[str, bool], metric: str, *splits: str) -> str | None:
 def _is_of_training(name: str | None, loss: str, val_loss: str | None, rows: list[Row]) -> bool:
     """Return True if an accuracy without a split in its name is of training.
 
-    It is beside an unnamed `loss`, as in Keras's logs, and where a row of the training loss has it
-    without the validation loss, unlike in fastai's.
+    It is where it was measured without the validation loss, but with that of training; in a log
+    without validation losses, as of Keras, if the training loss has no split in its name either.
     """
     beside = [row for row in rows if _has(row, name) and _has(row, loss)]
-    if not _split(loss):
-        return bool(beside)
-    return bool(val_loss) and not all(_has(row, val_loss) for row in beside)
+    if not val_loss:
+        return bool(beside) and not _split(loss)
+    return not all(_has(row, val_loss) for row in beside)
 
 
 def _has(row: Row, name: str | None) -> bool:
@@ -389,6 +389,7 @@ def _without_repeats(rows: list[Row]) -> list[Row]:
         counters = tuple(row[kind] for kind in (EPOCH, STEP) if _has(row, kind))
         if LOSS in row and counters:
             goes_back = bool(places) and counters < places[-1][0]
+            goes_back |= bool(places) and begins and counters == places[-1][0]
             if goes_back and (begins or EPOCH in row or counters > places[0][0]):
                 while places and places[-1][0] >= counters:
                     del kept[places.pop()[1] :]
@@ -405,16 +406,14 @@ def _training(rows: list[Row]) -> list[Row]:
     was lost if it is missing up to the end, for more rows than before, in rows of the same kind.
     """
     known = [place for place, row in enumerate(rows) if not math.isnan(row.get(LOSS, math.nan))]
-    unknown = [row for row in rows if math.isnan(row.get(LOSS, 0)) and not _has(row, VAL_LOSS)]
-    if not known or (unknown and any(LOSS not in row for row in rows)):
-        return [
-            row for row in rows if LOSS in row and (row in unknown or not math.isnan(row[LOSS]))
-        ]
     measured = {key for place in known for key in rows[place] if _has(rows[place], key)}
-    tail = rows[known[-1] + 1 :]
-    alike = all({key for key in row if _has(row, key)} <= measured for row in tail)
-    lost = alike and not any(_has(row, VAL_LOSS) for row in tail) and len(tail) > _gap(known)
-    return [rows[place] for place in known] + [{**row, LOSS: math.nan} for row in tail if lost]
+    alike = [all(key in measured for key in row if _has(row, key)) for row in rows]
+    nan = [place for place, row in enumerate(rows) if math.isnan(row.get(LOSS, 0))]
+    if known and not (nan and any(LOSS not in row for row in rows)):
+        tail = range(known[-1] + 1, len(rows))
+        nan = [*tail] if len(tail) > _gap(known) and all(alike[known[-1] + 1 :]) else []
+    nan = [place for place in nan if alike[place] or not known]
+    return [rows[place] for place in sorted({*known, *nan})]
 
 
 def _gap(places: list[int]) -> int:
@@ -475,31 +474,30 @@ def _evaluations(rows: list[Row]) -> FloatArray:
 def _is_percent(column: str, rows: list[Row]) -> bool:
     """Return True if accuracies are per cent; raise ValueError if they are neither.
 
-    They are if the name or the tool says so, or a value of the same metric is above 1, of training
-    or top-5 too. Otherwise `accuracy` is a fraction, and top-1 is per cent if as a fraction it is
-    ten times what its loss allows: a loss of L goes with probabilities of exp(-L) for the classes.
+    They are if the name or the tool says so, or an accuracy of the file is above 1, of training or
+    top-5 too. If none is, a loss of L decides, which probabilities of exp(-L) have: a fraction far
+    above it is none. `accuracy` is more often a fraction, top-1 more often per cent.
     """
-    names = {key for row in rows for key in row}
-    stem = _rest(column)
-    same = {TOP1, *(key for key in names if _rest(key).replace("5", "1") == stem)}
-    values = [row[key] for key in same for row in rows if _has(row, key)]
+    values = [row[TOP1] for row in rows if _has(row, TOP1)]
     wrong = next((value for value in values if not 0 <= value < 100.001), None)
     if wrong is not None:
         raise ValueError(f"{column} is {wrong:.6g}; expected an accuracy from 0 to 1 or to 100")
+    names = {key for row in rows for key in row}
     tools = {"eval_top1", "eval_top5"}, {"test_acc1", "n_parameters"}  # timm, DeiT and its heirs
     if any(tool <= {column, *names} for tool in tools) or {"percent", "pct"} & {*column.split("_")}:
         return True
+    same = [key for key in names if re.fullmatch(METRICS["top1"], _rest(key).replace("5", "1"))]
+    values += [row[key] for key in same for row in rows if _has(row, key)]
     if max(values, default=0) > 1.0001:  # a mean of fractions may round to a little above 1
         return True
-    if "1" not in stem and "prec" not in stem:
-        return False
     start = next((row[LOSS] for row in rows if _has(row, LOSS)), math.inf)
-    ratios = [
-        math.log(row[TOP1]) + (row[VAL_LOSS] if _has(row, VAL_LOSS) else start)
+    limits = [
+        math.log(row[TOP1]) + min(start, row[VAL_LOSS] if _has(row, VAL_LOSS) else start)
         for row in rows
-        if row.get(TOP1, 0) > 0
+        if row.get(TOP1, 0) > 0 and (_has(row, VAL_LOSS) or start < math.inf)
     ]
-    return not ratios or float(np.median(ratios)) > math.log(10)
+    is_top1 = re.search("1|prec", _rest(column)) is not None
+    return float(np.median(limits)) > math.log(10 if is_top1 else 50) if limits else is_top1
 
 
 def _values(rows: list[Row], kind: str) -> FloatArray:

@@ -116,6 +116,7 @@ def read(path: Path, content: str, **known: int) -> Record:
         ("epoch,loss\n0,2\n1,nan\n2,nan\n", [], True),
         ("epoch,loss,val_loss\n0,2,1.9\n1,,\n2,,\n", [1.9], True),
         ("epoch,loss,lr\n0,2,0.1\n1,1,0.1\n,,\n,,\n", [], False),
+        ("epoch,loss,val_loss\n0,2,1.9\n1,nan,1.2\n", [1.9, 1.2], True),
         ("epoch,loss,hours\n0,2,\n1,1,\n1,,0.3\n", [], False),  # a summary
     ],
 )  # fmt: skip
@@ -168,9 +169,13 @@ def test_a_loss_of_zero_or_a_norm_of_nan_up_to_the_end_is_a_loss_that_was_filter
         ("epoch,train_loss,val_loss,val_acc1\n0,6.9,6.8,0.3\n", [0.003]),
         ("epoch,train_loss,val_loss,val_acc1\n0,1.4,1.2,0.7\n", [0.7]),
         ("epoch,train_loss,val prec@1\n0,6.8,0.4\n", [0.004]),
+        ("epoch,train_loss,val_loss,val_acc\n0,6.9,6.8,0.3\n1,6.7,6.5,0.9\n", [0.003, 0.009]),
+        ("epoch,train_loss,val_loss,val_acc1\n0,2.3,99,0.3\n", [0.3]),
+        ("epoch,train_loss,val_acc,val_acc5\n0,2.3,0.6,2.5\n", [0.006]),
         ("epoch,loss,Val Acc (%)\n0,6.9,0.4\n", [0.004]),
         ("epoch,loss,valAcc\n0,0.1,1.0000001\n", [1.0000001]),
         ("epoch,train_loss,valid_loss,accuracy\n0,2,1,0.5\n", [0.5]),  # fastai's
+        ("epoch,loss,val_loss,acc\n0,2,1,0.5\n", [0.5]),
         ("epoch,accuracy,loss\n0,0.9,0.2\n", []),  # Keras's without validation
         ("step,train_loss,acc,val_loss\n1,2,0.5,\n2,1,0.6,\n2,,,1.5\n", [NAN]),
         ("epoch,train_loss,train_accuracy\n0,2,0.5\n", []),
