@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ SPLITS = {
 
 LOSS, VAL_LOSS, TOP1, LR = "training loss", "validation loss", "top-1", "learning rate"
 NORM, STEP, EPOCH = "norm of gradients", "number of the update", "number of the epoch"
-HEADER = "line_of_the_header"
-"""Keys of the columns that are read, once they are found."""
+HEADER = "header_of_a_csv"
+"""Keys of the columns that are read, once they are found, and of rows that stand for a header."""
 
 COUNTERS = {
     STEP: "global_step trainer_global_step train_global_step step steps iteration iter update "
@@ -46,8 +47,6 @@ COUNTERS = {
     EPOCH: "epoch epochs train_epoch",
 }
 """Usual names of the counters, the likeliest first, in lower case and with _ for other signs."""
-
-COUNTS = {*" ".join(COUNTERS.values()).split()}
 
 METRICS = {
     "loss": r"loss|(ce|nll|xent|cross_entropy)(_loss)?",
@@ -58,7 +57,7 @@ METRICS = {
 }
 """Names of each metric, without the words of `SPLITS` and `PLAIN`."""
 
-PLAIN = "epoch step avg average mean total running metric metrics global percent pct"
+PLAIN = "epoch step batch avg average mean total running metric metrics global percent pct"
 """Words in names that do not change which metric it is."""
 
 GROUPS = {"mode", "split", "phase", "set", "subset", "stage", "type"}
@@ -147,11 +146,8 @@ def _read_json(text: str) -> Iterator[Mapping[Any, Any]]:
         entries = content.get("log_history", [content]) if isinstance(content, dict) else content
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and "train_runtime" not in entry:  # the Trainer's summary
-                nested = {k: v for k, v in entry.items() if isinstance(v, dict)}
-                flat = {
-                    f"{k}/{name}": v for k, below in nested.items() for name, v in below.items()
-                }
-                yield entry | flat
+                nested = [(k, below) for k, below in entry.items() if isinstance(below, dict)]
+                yield entry | {f"{k}/{n}": v for k, below in nested for n, v in below.items()}
 
 
 def _read_csv(text: str, path: Path) -> Iterator[Mapping[Any, Any]]:
@@ -161,12 +157,11 @@ def _read_csv(text: str, path: Path) -> Iterator[Mapping[Any, Any]]:
     empty = True
     for line in lines:
         cells = [cell.strip() for cell in line]
-        if not header or (any(map(_is_known, cells)) and all(_float(it) is None for it in cells)):
-            signs = {";": "semicolons", "\t": "tabs"} if len(cells) == 1 else {}
-            for sign in signs.keys() & {*cells[0]}:
-                raise ValueError(f"expected commas between columns, found {signs[sign]}")
-            lacks = [name for name in filter(_is_known, header) if name not in cells]
-            if lacks:
+        if not header or (all(_float(it) is None for it in cells) and any(map(_is_known, cells))):
+            if len(cells) == 1 and (sign := re.search("[;\t]", cells[0])):
+                words = {";": "semicolons", "\t": "tabs"}[sign[0]]
+                raise ValueError(f"expected commas between columns, found {words}")
+            if lacks := [name for name in filter(_is_known, header) if name not in cells]:
                 raise ValueError(f"line {lines.line_num}, another header, is without {lacks[0]}")
             header = _exported(cells, path)
             yield {HEADER: 1}
@@ -199,15 +194,19 @@ def _numbers(row: Mapping[Any, Any]) -> Row:
     split = _split(_plain(group))
     values = ((_plain(k), _float(v)) for k, v in row.items() if not str(k).startswith("_"))
     return {
-        f"{split}_{name}" if split and not _split(name) and name not in COUNTS else name: value
+        f"{split}_{name}" if split and not _split(name) and not _is_counter(name) else name: value
         for name, value in values
         if name and value is not None
     }
 
 
+def _is_counter(name: str) -> bool:
+    return any(name in usual.split() for usual in COUNTERS.values())
+
+
 def _is_known(column: str) -> bool:
     name = _plain(column)
-    return name in COUNTS or any(re.fullmatch(it, _rest(name)) for it in METRICS.values())
+    return _is_counter(name) or any(re.fullmatch(it, _rest(name)) for it in METRICS.values())
 
 
 def _float(text: object) -> float | None:
@@ -270,12 +269,16 @@ def _read_events(path: Path) -> Iterator[Row]:
 
 def _record_of_rows(rows: list[Row], *, name: str, classes: int | None) -> Record:
     """Return the record of the rows of a log; raise ValueError without training losses."""
-    columns = _columns(rows)
+    columns = _columns([row for row in rows if HEADER not in row])
     kinds = {column: kind for kind, column in columns.items()}
     renamed = [{kinds.get(key, key): value for key, value in row.items()} for row in rows]
     table = _without_repeats(renamed)
     percent = TOP1 in columns and _is_percent(columns[TOP1], table)
     training = _training(table)
+    for before, row in pairwise(table):  # Lightning has rates, mmengine epochs in other rows
+        row |= {
+            kind: before[kind] for kind in (LR, EPOCH) if kind in before and not _has(row, kind)
+        }
     losses, steps, epochs = (_values(training, kind) for kind in (LOSS, STEP, EPOCH))
     filtered = _filtered(losses, training, table)
     losses[filtered:] = math.nan
@@ -293,7 +296,7 @@ def _record_of_rows(rows: list[Row], *, name: str, classes: int | None) -> Recor
         epoch=epochs + 1 - first_epoch,
         first_epoch=first_epoch,
         loss=losses,
-        lr=_filled(_values(training, LR), table),
+        lr=_values(training, LR),
         by_update=EPOCH not in columns or not by_epoch,
         val_epoch=val_epoch + 1 - first_epoch,
         val_loss=val_loss,
@@ -308,60 +311,53 @@ def _record_of_rows(rows: list[Row], *, name: str, classes: int | None) -> Recor
 
 def _columns(rows: list[Row]) -> dict[str, str]:
     """Return the column of each kind that a log has; raise ValueError without training losses."""
-    names = {key: False for row in rows for key in row if key != HEADER}
-    names |= {key: True for row in rows for key in row if key in names and not math.isnan(row[key])}
+    finite = {key for row in rows for key in row if _has(row, key)}
+    names = sorted({key: None for row in rows for key in row}, key=lambda key: key not in finite)
+    loss = _column(names, "loss", "train", "")
+    if loss is None:
+        expected, found = "expected a column such as train_loss or loss", shorten(names)
+        raise ValueError(f"has no training loss; {expected}, found {found}")
     columns = {
-        LOSS: _column(names, "loss", "train", ""),
+        LOSS: loss,
         VAL_LOSS: _column(names, "loss", "val", "test"),
         TOP1: _column(names, "top1", "val", "test"),
         LR: _column(names, "lr", "train", ""),
         NORM: _column(names, "grad_norm", "train", ""),
     }
-    loss = columns[LOSS]
-    if loss is None:
-        raise ValueError(
-            "has no training loss; expected a column such as train_loss or loss, found "
-            f"{shorten(list(names))}"
-        )
-    trained = [row for row in rows if loss in row]
+    trained = {key for row in rows if loss in row for key in row}
     for kind, usual in COUNTERS.items():
-        known = (name for name in usual.split() if any(name in row for row in trained))
-        columns[kind] = next(known, None)
+        columns[kind] = next((name for name in usual.split() if name in trained), None)
     unnamed = _column(names, "top1", "")
     if not columns[TOP1] and not _is_of_training(unnamed, loss, columns[VAL_LOSS], rows):
         columns[TOP1] = unnamed
     return {kind: column for kind, column in columns.items() if column}
 
 
-def _column(names: Mapping[str, bool], metric: str, *splits: str) -> str | None:
-    """Return the likeliest column of a metric, of the first of these splits that has one.
+def _column(names: list[str], metric: str, *splits: str) -> str | None:
+    """Return the likeliest column of a metric in the first of these splits that has one.
 
-    `names` maps columns to True where they have a number. A loss by update comes before a mean of
-    an epoch in training, and after it in validation.
+    A loss by update comes before a mean of an epoch in training, and after it in validation.
     """
-    for split in splits:
-        other = "step" if split in {"val", "test"} else "epoch"
-        found = [
-            (
-                not filled,
-                _rest(name) != metric,
-                other in name,
-                _split(name.rpartition("_")[2]),
-                name,
-            )
-            for name, filled in names.items()
-            if _split(name) == split and re.fullmatch(METRICS[metric], _rest(name))
-        ]
-        if found:
-            return min(found)[-1]
-    return None
+    other = "epoch" if "train" in splits else "step"
+    found = [
+        (
+            splits.index(_split(name)),
+            _rest(name) != metric,
+            other in name,
+            _split(name.rpartition("_")[2]),
+            place,
+        )
+        for place, name in enumerate(names)
+        if _split(name) in splits and re.fullmatch(METRICS[metric], _rest(name))
+    ]
+    return names[min(found)[-1]] if found else None
 
 
 def _is_of_training(name: str | None, loss: str, val_loss: str | None, rows: list[Row]) -> bool:
     """Return True if an accuracy without a split in its name is of training.
 
-    It is where it was measured without the validation loss, but with that of training; in a log
-    without validation losses, as of Keras, if the training loss has no split in its name either.
+    It is where a row has it with the training loss and without that of validation. In logs without
+    the latter, as of Keras, it is if the name of the training loss has no split either.
     """
     beside = [row for row in rows if _has(row, name) and _has(row, loss)]
     if not val_loss:
@@ -383,19 +379,16 @@ def _without_repeats(rows: list[Row]) -> list[Row]:
     places: list[tuple[tuple[float, ...], int]] = []
     begins = False
     for row in rows:
-        if HEADER in row:
-            begins = True
-            continue
+        begins = begins or HEADER in row
         counters = tuple(row[kind] for kind in (EPOCH, STEP) if _has(row, kind))
         if LOSS in row and counters:
             goes_back = bool(places) and counters < places[-1][0]
-            goes_back |= bool(places) and begins and counters == places[-1][0]
-            if goes_back and (begins or EPOCH in row or counters > places[0][0]):
+            if begins or (goes_back and (EPOCH in row or counters > places[0][0])):
                 while places and places[-1][0] >= counters:
                     del kept[places.pop()[1] :]
             places.append((counters, len(kept)))
             begins = False
-        kept.append(row)
+        kept += [row] if HEADER not in row else []
     return kept
 
 
@@ -449,17 +442,17 @@ def _evaluations(rows: list[Row]) -> FloatArray:
     in its row, or if cells that were not measured are blank; without other metrics, if it is NaN
     up to the end, for more rows than before.
     """
-    names = {key for row in rows for key in row}
-    others = {key for key in names if re.search("acc|top|prec|f1|auc|err", _rest(key))}
-    others = {key for key in others if _split(key) in {"val", "test"}}
-    others = {key for key in (*others, TOP1) if any(_has(row, key) for row in rows)}
+    names = {
+        key for row in rows for key in row if _has(row, key) and _split(key) in {"val", "test"}
+    }
+    others = [key for key in names if re.search("acc|top|prec|f1|auc|err", _rest(key))]
+    others += [TOP1] if any(_has(row, TOP1) for row in rows) else []
     known = [place for place, row in enumerate(rows) if _has(row, VAL_LOSS)]
     blank = any(VAL_LOSS not in row for row in rows)
     is_lost = not others and len(known) > 1 and len(rows) - 1 - known[-1] > _gap(known)
-    epoch, found = math.nan, [[math.nan] * 3]
+    found = [[math.nan] * 3]
     for place, row in enumerate(rows):
-        epoch = row.get(EPOCH, epoch)
-        loss, top1 = row.get(VAL_LOSS, math.nan), row.get(TOP1, math.nan)
+        epoch, loss, top1 = (row.get(kind, math.nan) for kind in (EPOCH, VAL_LOSS, TOP1))
         if VAL_LOSS in row and math.isnan(loss):
             measured = blank or any(_has(row, key) for key in others)
             loss = math.inf if measured or (is_lost and place > known[-1]) else math.nan
@@ -509,15 +502,3 @@ def _first(counter: FloatArray) -> int:
     """Return the number of the first update or epoch: 0 if it begins at 0, as timm's epochs."""
     known = counter[np.isfinite(counter)]
     return 0 if known.size and known[0] == 0 and not (known % 1).any() else 1
-
-
-def _filled(rates: FloatArray, rows: list[Row]) -> FloatArray:
-    """Return the rates; where the rows of the loss have none, those of other rows in their place.
-
-    Lightning writes rates in rows of their own.
-    """
-    alone = _values([row for row in rows if _has(row, LR)], LR)
-    if np.isfinite(rates).any() or not alone.size or not rates.size:
-        return rates
-    places = np.linspace(0, alone.size - 1, rates.size).round().astype(int)
-    return np.asarray(alone[places], dtype=np.float64)

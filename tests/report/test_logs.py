@@ -117,6 +117,7 @@ def read(path: Path, content: str, **known: int) -> Record:
         ("epoch,loss,val_loss\n0,2,1.9\n1,,\n2,,\n", [1.9], True),
         ("epoch,loss,lr\n0,2,0.1\n1,1,0.1\n,,\n,,\n", [], False),
         ("epoch,loss,val_loss\n0,2,1.9\n1,nan,1.2\n", [1.9, 1.2], True),
+        ("step,loss,lr\n1,2,\n2,1,\n2,,0.1\n", [], False),
         ("epoch,loss,hours\n0,2,\n1,1,\n1,,0.3\n", [], False),  # a summary
     ],
 )  # fmt: skip
