@@ -324,12 +324,17 @@ def _columns(rows: list[Row]) -> dict[str, str]:
         LR: _column(names, "lr", "train", ""),
         NORM: _column(names, "grad_norm", "train", ""),
     }
-    trained = {key for row in rows if loss in row for key in row}
+    trained = [row for row in rows if loss in row]
     for kind, usual in COUNTERS.items():
-        columns[kind] = next((name for name in usual.split() if name in trained), None)
+        known = (name for name in usual.split() if any(name in row for row in trained))
+        columns[kind] = next(known, None)
     unnamed = _column(names, "top1", "")
     if not columns[TOP1] and not _is_of_training(unnamed, loss, columns[VAL_LOSS], rows):
         columns[TOP1] = unnamed
+    each = all(_has(row, columns[VAL_LOSS]) or _has(row, columns[TOP1]) for row in trained)
+    steps = {*np.diff([row.get("step", math.nan) for row in trained])}
+    if each and steps == {1} and (columns[STEP], columns[EPOCH]) == ("step", None):
+        columns |= {STEP: None, EPOCH: "step"}  # TensorBoard has no other name for it
     return {kind: column for kind, column in columns.items() if column}
 
 

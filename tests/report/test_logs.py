@@ -55,9 +55,11 @@ MADE_BY_THEIR_TOOLS = {
     "ultralytics.csv": Expected(3, NAN, 3, 4.18583e-4, 2.38365, 2.29291, 0.14, "underfit"),
     "transformers.json": Expected(6, 30, 3, 0.433333, 1.76183, 1.77432, 0.72, "fewer updates"),
     "transformers_filtered.json": Expected(10, 40, 4, 1e38, NAN, INF, 0.1025, "diverged"),
-    "run-.-tag-train_loss.csv": Expected(20, 20, NAN, NAN, 0.392064, NAN, NAN),  # TensorBoard
+    "skorch.json": Expected(5, NAN, 5, NAN, 2.19205, 2.19431, 0.40625, "underfit"),
+    "convnext.txt": Expected(3, NAN, 3, 0.0376953, 3.79683, 3.35025, 0.14, "underfit"),
+    "run-.-tag-train_loss.csv": Expected(20, 20, NAN, NAN, 0.392064, NAN, NAN),
 }
-"""Logs of small networks on 640 digits; DeiT's main.py on noise."""
+"""Logs of small networks on digits, by twelve tools; DeiT had noise. Two runs diverged."""
 
 TRANSCRIBED = {
     "dino.txt": Expected(4, NAN, 4, 0.01, 6.83, 6.82, 0.0037, "underfit", 1000),
@@ -200,6 +202,8 @@ def test_accuracies_are_of_validation_and_per_cent_by_name_tool_and_the_whole_fi
         (RESUMED, [3, 1, 0.5], 29),
         ("epoch,iter,loss\n0,0,3\n0,9,2\n1,0,1.5\n1,9,1\n", [3, 2, 1.5, 1], None),
         ("iter,loss\n0,3\n9,2\n0,1.5\n9,1\n", [3, 2, 1.5, 1], None),
+        ("step,loss,val_acc\n0,2,0.3\n1,1,0.5\n", [2, 1], None),  # epochs are the steps
+        ("step,loss,val_acc\n0,2,0.3\n50,1,0.5\n", [2, 1], 51),
         ("epoch,loss,\n0,2,\n1,1,\n", [2, 1], None),
         ("epoch,loss,lr\n0,2,0.1\n1,1,0.1\n2,0", [2, 1], None),  # killed in a line
         ("\ufeff  epoch,   train/loss\n  0,   2\n\n  1,   1\n", [2, 1], None),
