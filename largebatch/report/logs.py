@@ -145,7 +145,7 @@ def _read_json(text: str) -> Iterator[Mapping[Any, Any]]:
             raise ValueError(f"line {line} is not JSON: {error.msg}") from None
         entries = content.get("log_history", [content]) if isinstance(content, dict) else content
         for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict) and "train_runtime" not in entry:  # the Trainer's summary
+            if isinstance(entry, dict):
                 nested = [(k, below) for k, below in entry.items() if isinstance(below, dict)]
                 yield entry | {f"{k}/{n}": v for k, below in nested for n, v in below.items()}
 
@@ -193,11 +193,12 @@ def _numbers(row: Mapping[Any, Any]) -> Row:
     group = next((v for k, v in row.items() if _plain(k) in GROUPS and isinstance(v, str)), "")
     split = _split(_plain(group))
     values = ((_plain(k), _float(v)) for k, v in row.items() if not str(k).startswith("_"))
-    return {
+    numbers = {
         f"{split}_{name}" if split and not _split(name) and not _is_counter(name) else name: value
         for name, value in values
         if name and value is not None
     }
+    return {} if _has(numbers, "train_runtime") else numbers  # the summary of transformers
 
 
 def _is_counter(name: str) -> bool:
@@ -311,11 +312,11 @@ def _record_of_rows(rows: list[Row], *, name: str, classes: int | None) -> Recor
 
 def _columns(rows: list[Row]) -> dict[str, str]:
     """Return the column of each kind that a log has; raise ValueError without training losses."""
-    finite = {key for row in rows for key in row if _has(row, key)}
-    names = sorted({key: None for row in rows for key in row}, key=lambda key: key not in finite)
+    names = {key: False for row in rows for key in row}
+    names |= {key: True for row in rows for key in row if _has(row, key)}
     loss = _column(names, "loss", "train", "")
     if loss is None:
-        expected, found = "expected a column such as train_loss or loss", shorten(names)
+        expected, found = "expected a column such as train_loss or loss", shorten(list(names))
         raise ValueError(f"has no training loss; {expected}, found {found}")
     columns = {
         LOSS: loss,
@@ -338,24 +339,20 @@ def _columns(rows: list[Row]) -> dict[str, str]:
     return {kind: column for kind, column in columns.items() if column}
 
 
-def _column(names: list[str], metric: str, *splits: str) -> str | None:
+def _column(names: Mapping[str, bool], metric: str, *splits: str) -> str | None:
     """Return the likeliest column of a metric in the first of these splits that has one.
 
-    A loss by update comes before a mean of an epoch in training, and after it in validation.
+    `names` maps columns to True where they have a finite number. A loss by update comes before a
+    mean of an epoch in training, and after it in validation.
     """
     other = "epoch" if "train" in splits else "step"
     found = [
-        (
-            splits.index(_split(name)),
-            _rest(name) != metric,
-            other in name,
-            _split(name.rpartition("_")[2]),
-            place,
-        )
-        for place, name in enumerate(names)
+        (not finite, splits.index(_split(name)), _rest(name) != metric, other in name, last, name)
+        for name, finite in names.items()
+        for last in [_split(name.rpartition("_")[2])]
         if _split(name) in splits and re.fullmatch(METRICS[metric], _rest(name))
     ]
-    return names[min(found)[-1]] if found else None
+    return min(found)[-1] if found else None
 
 
 def _is_of_training(name: str | None, loss: str, val_loss: str | None, rows: list[Row]) -> bool:
@@ -383,10 +380,11 @@ def _without_repeats(rows: list[Row]) -> list[Row]:
     kept: list[Row] = []
     places: list[tuple[tuple[float, ...], int]] = []
     begins = False
+    kinds = [kind for kind in (EPOCH, STEP) if any(kind in row for row in rows)]
     for row in rows:
         begins = begins or HEADER in row
-        counters = tuple(row[kind] for kind in (EPOCH, STEP) if _has(row, kind))
-        if LOSS in row and counters:
+        counters = tuple(row[kind] for kind in kinds if _has(row, kind))
+        if LOSS in row and kinds and len(counters) == len(kinds):
             goes_back = bool(places) and counters < places[-1][0]
             if begins or (goes_back and (EPOCH in row or counters > places[0][0])):
                 while places and places[-1][0] >= counters:

@@ -1,5 +1,6 @@
 """Logs of other programs are read by the names that they have there."""
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -91,6 +92,26 @@ RESUMED = """{"iteration": 9, "loss": 3}
 {"iteration": 19, "loss": 1}
 {"iteration": 29, "loss": 0.5}
 {"iter"""
+
+
+@pytest.mark.parametrize("blank", ["", "nan", "NA"])
+@pytest.mark.parametrize(
+    "name", ["lightning.csv", "keras.csv", "wandb_history.csv", "mmengine.json"]
+)
+def test_a_log_that_another_program_wrote_again_as_one_table_is_read_alike(
+    name: str, blank: str, tmp_path: Path
+) -> None:
+    path = LOGS / name
+    with path.open() as file:
+        rows = list(map(json.loads, file) if path.suffix == ".json" else csv.DictReader(file))
+    names = dict.fromkeys(key for row in rows for key in row)
+    cells = [[place, *(row.get(key) or blank for key in names)] for place, row in enumerate(rows)]
+    cells = [[blank if cell == "NA" else cell for cell in row] for row in cells]
+    with (tmp_path / "log.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["", *names], *cells])
+    was, found = read_record(path), read_record(tmp_path / "log.csv")
+    for column in ("step", "epoch", "loss", "lr", "val_epoch", "val_loss", "top1"):
+        np.testing.assert_allclose(getattr(found, column), getattr(was, column), rtol=1e-12)
 
 
 def read(path: Path, content: str, **known: int) -> Record:
