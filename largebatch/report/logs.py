@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -158,11 +158,7 @@ def _read_csv(text: str, path: Path) -> Iterator[Mapping[Any, Any]]:
     for line in lines:
         cells = [cell.strip() for cell in line]
         if not header or (all(_float(it) is None for it in cells) and any(map(_is_known, cells))):
-            if len(cells) == 1 and (sign := re.search("[;\t]", cells[0])):
-                words = {";": "semicolons", "\t": "tabs"}[sign[0]]
-                raise ValueError(f"expected commas between columns, found {words}")
-            if lacks := [name for name in filter(_is_known, header) if name not in cells]:
-                raise ValueError(f"line {lines.line_num}, another header, is without {lacks[0]}")
+            _check_header(cells, header, f"line {lines.line_num}")
             header = _exported(cells, path)
             yield {HEADER: 1}
         elif any(cells[len(header) :]):
@@ -175,6 +171,17 @@ def _read_csv(text: str, path: Path) -> Iterator[Mapping[Any, Any]]:
             yield dict(zip(header, cells, strict=False))
     if empty:
         raise ValueError("has no rows")
+
+
+def _check_header(header: list[str], before: list[str], line: str) -> None:
+    """Raise ValueError unless a header has commas, each name once, and what is read of the last."""
+    if len(header) == 1 and (sign := re.search("[;\t]", header[0])):
+        words = {";": "semicolons", "\t": "tabs"}[sign[0]]
+        raise ValueError(f"expected commas between columns, found {words}")
+    if twice := [name for name in header if name and header.count(name) > 1]:
+        raise ValueError(f"{line} names {twice[0]} twice")
+    if lacks := [name for name in filter(_is_known, before) if name not in header]:
+        raise ValueError(f"{line}, another header, is without {lacks[0]}")
 
 
 def _exported(header: list[str], path: Path) -> list[str]:
@@ -412,7 +419,7 @@ def _training(rows: list[Row]) -> list[Row]:
     return [rows[place] for place in sorted({*known, *nan})]
 
 
-def _gap(places: list[int]) -> int:
+def _gap(places: Sequence[int] | NDArray[np.int64]) -> int:
     """Return the most rows before one of these places and after the one before."""
     return int(max(np.diff([-1, *places]), default=1)) - 1
 
@@ -423,8 +430,9 @@ def _filtered(losses: FloatArray, training: list[Row], rows: list[Row]) -> int:
     transformers does so (logging_nan_inf_filter): the loss is 0, and the norm of gradients NaN.
     """
     norms = np.array([row.get(NORM, 0.0) for row in training])
-    begin, zeros = _tail(~np.isfinite(norms)), _tail(~np.isfinite(losses) | (losses == 0))
-    if np.isnan(norms[-1]) and (begin > 0 or zeros <= 1):
+    known, zeros = np.flatnonzero(np.isfinite(norms)), _tail(~np.isfinite(losses) | (losses == 0))
+    begin = int(known[-1]) + 1 if known.size else 0
+    if np.isnan(norms[-1]) and (zeros <= 1 or 0 < begin < len(norms) - _gap(known)):
         return begin
     if not 0 < zeros < len(losses) or losses[zeros] != 0 or losses[zeros - 1] < FITTED:
         return len(losses)

@@ -162,6 +162,7 @@ def test_cells_that_were_not_measured_are_no_losses_and_a_loss_that_stays_away_i
         ([2.3, 0.009, 0.0, 0.0], None, NAN, None),  # rounded
         ([2.3, 1.9, 0.0, 0.0], [1.0, 1.1, 0.01, 0.01], NAN, None),
         ([2.3, 1.9, 1.4, 1.1], [1.0, NAN, 1.1, 1.2], 1.2, None),  # fp16 skipped an update
+        ([2.3, 1.9, 1.4, 1.1], [1.0, NAN, 1.1, NAN], 1.2, None),  # measured every other time
         ([2.3, 1.9, 1.4, 1.1], [NAN, NAN, NAN, NAN], 1.2, None),  # a norm that is never known
     ],
 )
@@ -243,6 +244,7 @@ def test_headers_restarts_and_damaged_ends_of_files_are_read_as_they_were_meant(
     [
         ("epoch,loss\n0,2\n1,1,0.5\n", "line 3"),
         ('{"loss": 2}\n{"loss": \n{"loss": 1}\n', "line 2"),
+        ("epoch,loss,acc,loss,acc\n0,2,0.3,1,0.4\n", "loss twice"),
         ("epoch\tloss\n0\t2\n", "tabs"),
         ('Step,"a - loss","b - loss"\n1,2,3\n', "2 runs"),
         ("epoch,loss,val_acc\n0,2,8735\n", "val_acc is 8735"),
