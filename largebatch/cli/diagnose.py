@@ -27,8 +27,8 @@ def add_commands(command: Command) -> None:
         type=Path,
         nargs="+",
         metavar="run",
-        help="a run folder, or another program's log: CSV, JSON, JSON lines, TensorBoard; with two, "
-        "the one of the larger batch is judged against the other",
+        help="a run folder, or another program's log: CSV, JSON, JSON lines, TensorBoard; with "
+        "two, the one of the larger batch is judged against the other",
     )
     added.add_argument(
         "--classes", type=count, metavar="K", help="number of classes, which other logs lack"
