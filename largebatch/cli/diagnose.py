@@ -12,7 +12,6 @@ from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_planned
 from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import MISSING, aligned, percent
-from largebatch.tracking.events import LOG
 
 if TYPE_CHECKING:
     from largebatch.report.diagnosis import Cause
@@ -28,7 +27,7 @@ def add_commands(command: Command) -> None:
         type=Path,
         nargs="+",
         metavar="run",
-        help="a run folder, or another program's log: CSV, trainer_state.json, TensorBoard; with "
+        help="a run folder, or another program's log: CSV, JSON, JSON lines, TensorBoard; with "
         "two, the one of the larger batch is judged against the other",
     )
     added.add_argument(
@@ -49,12 +48,12 @@ def _diagnose(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.exists():
         raise LargebatchError(f"{args.out}: exists already; choose another file with --out")
     from largebatch.report.diagnosis import find_causes
-    from largebatch.report.logs import find_log, read_record
+    from largebatch.report.logs import find_log, is_of_run, read_record
     from largebatch.report.pair import order
     from largebatch.report.record import read_edge
     from largebatch.report.verdict import verdict
 
-    if args.classes is not None and all(find_log(path).name == LOG for path in args.runs):
+    if args.classes is not None and all(is_of_run(find_log(path)) for path in args.runs):
         raise LargebatchError("--classes: a run folder has its number of classes; leave it out")
     edge = None if args.range is None else read_edge(args.range)
     records = [read_record(path, classes=args.classes) for path in args.runs]
@@ -77,16 +76,21 @@ def _diagnose(args: argparse.Namespace) -> int:
 
 
 def _print_table(records: list["Record"]) -> None:
-    """Print the settings and results of the runs side by side, the small batch first."""
+    """Print settings and results side by side, the small batch first, and the columns read."""
     columns = [_facts(record) for record in records]
     rows = [["", *(record.name for record in records)]]
     rows += [[name, *(facts[name] for facts in columns)] for name in columns[0]]
     print(printable(aligned(rows, right=range(1, len(rows[0])))))
+    for record in records:
+        if record.source:
+            print(wrapped(f"read in {record.name}: {record.source}"))
 
 
 def _facts(record: "Record") -> dict[str, str]:
-    val_loss = record.val_loss[-1] if record.val_loss.size else math.nan
-    top1 = record.top1[-1] if record.top1.size else math.nan
+    val_loss, top1 = (
+        next((one for one in reversed(column.tolist()) if not math.isnan(one)), math.nan)
+        for column in (record.val_loss, record.top1)
+    )
     warmup = record.warmup
     return {
         "global batch": MISSING if record.batch is None else f"{record.batch:,}",
@@ -95,7 +99,7 @@ def _facts(record: "Record") -> dict[str, str]:
         "peak learning rate": _number(record.peak),
         "warm-up, updates": MISSING if warmup is None else f"{warmup:,}",
         "final training loss": _number(record.end),
-        "final validation loss": _number(float(val_loss)),
+        "final validation loss": _number(val_loss),
         "top-1": MISSING if math.isnan(top1) else f"{percent(top1)} %",
     }
 

@@ -130,11 +130,12 @@ def _diverged(run: Record) -> Iterator[Cause]:
     if lost.size and (failed or not math.isfinite(run.loss[-1])):
         row, begin = int(lost[0]), run.onset()
         rose = ""
+        filtered = "; its log has numbers in place of NaN from there on" if run.is_filtered else ""
         if begin is not None and begin < row:
             rose = f"rose from {run.lows[begin]:.3g}{_begin(run)} and "
         yield Cause(
             "diverged",
-            f"the training loss {rose}was not finite {_place(run, row)}{_rate(run, row)}",
+            f"the training loss {rose}was not finite {_place(run, row)}{_rate(run, row)}{filtered}",
             lower,
         )
         return
@@ -161,7 +162,7 @@ def _place(run: Record, row: int) -> str:
     """Return where a row is: its update, or its epoch in logs without updates."""
     if math.isfinite(run.step[row]):
         return f"at step {run.step[row] - 1 + run.first_step:,.0f}"
-    return _epoch(run, run.epoch[row])
+    return _epoch(run, run.epoch[row]) if math.isfinite(run.epoch[row]) else f"in row {row + 1:,}"
 
 
 def _begin(run: Record) -> str:

@@ -120,6 +120,12 @@ class Record:
     warmup: int | None = None
     """Updates of the warm-up; None: until the highest rate."""
 
+    is_filtered: bool = False
+    """True if the log has other numbers in place of losses that were not finite."""
+
+    source: str = ""
+    """Columns of another program's log that were read, in words."""
+
     edge: float | None = None
     """Upper bound of the learning rate by a range test of this recipe."""
 

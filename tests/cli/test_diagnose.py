@@ -63,6 +63,9 @@ def test_two_logs_of_another_program_stand_side_by_side(
     assert "1. underfit: the training loss ends at 1.7 against 0.3" in shown
     assert "top-1 ends at 45.00 % against 90.00 %" in " ".join(shown.split())
     assert "judged, on the right: " in " ".join(shown.split())
+    assert "large.csv: train_loss, eval_loss, eval_top1, lr (eval_top1 in per cent)" in " ".join(
+        shown.split()
+    )
 
 
 def test_a_repair_without_a_recipe_is_refused_after_the_causes(
