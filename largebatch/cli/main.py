@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_resume(words: Sequence[str]) -> list[str]:
     """Write a bare --resume as --resume=yes, so that it does not consume a recipe after it."""
     after = [*words, ""][1:]
-    bare = [word == "--resume" and nxt != "auto" for word, nxt in zip(words, after, strict=True)]
+    own = {"auto", "yes"}
+    bare = [word == "--resume" and nxt not in own for word, nxt in zip(words, after, strict=True)]
     return ["--resume=yes" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 

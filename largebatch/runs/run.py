@@ -26,6 +26,7 @@ from largebatch.errors import (
     PlanError,
     WorkerFailedError,
 )
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -187,7 +188,7 @@ def restarting(
             options = replace(options, resume="auto")
             sys.stderr.write(
                 f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
-                f"starting {workers} workers again, {left - 1} restarts left\n"
+                f"starting {plural(workers, 'worker')} again, {plural(left - 1, 'restart')} left\n"
             )
         else:
             return
@@ -195,7 +196,7 @@ def restarting(
 
 def _fewer(recipe: Recipe, options: Options, workers: int, *, least: int) -> int:
     """Return the next smaller number of workers that the recipe can be divided over."""
-    for number in range(workers - 1, max(least, 2) - 1, -1):
+    for number in range(workers - 1, least - 1, -1):
         with suppress(PlanError):
             plan_run(recipe, workers=number, backend=options.backend)
             return number

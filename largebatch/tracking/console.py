@@ -127,7 +127,7 @@ class Console:
         self._console.print(
             f"{end} after {summary.seconds:.1f} s"
             + self._since_start(summary.seconds)
-            + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
+            + (f"; updates skipped because gradients were not finite: {skipped}" if skipped else "")
             + "".join(f"; {remark}" for remark in summary.remarks)
         )
 
