@@ -58,7 +58,7 @@ from largebatch.distributed.environment import (
     let_threads_sleep,
     noting_start,
     own_rank,
-    worker_rank,
+    require_alone,
 )
 from largebatch.errors import (
     BackendError,
@@ -91,7 +91,11 @@ _HEAD_START = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    join_slurm()
+    try:
+        join_slurm()
+    except BackendError as error:  # which rank this is cannot be known
+        _show(str(error))
+        return USER
     let_threads_sleep()
     args = make_parser().parse_args(_with_resume(words))
     try:
@@ -127,10 +131,7 @@ def _on_workers(args: argparse.Namespace, words: Sequence[str]) -> int:
     if LAUNCHER in os.environ:  # this process is one of these workers
         with reporting_errors():
             return call(args)
-    if worker_rank() is not None:
-        raise BackendError(
-            f"this process is already one of several workers; leave --workers {workers} out"
-        )
+    require_alone(workers)
     horovod = args.backend == "horovod"
     start_workers(["-m", "largebatch", *words], workers=workers, horovod=horovod)
     return DONE

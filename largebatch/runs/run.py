@@ -19,6 +19,7 @@ from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
     join_slurm,
+    require_alone,
     worker_rank,
 )
 from largebatch.errors import (
@@ -137,8 +138,7 @@ def _require_options(
     options: Options, workers: int, *, restarts: int, min_workers: int | None
 ) -> None:
     """Raise BackendError if the options contradict each other."""
-    is_worker = worker_rank() is not None
-    if restarts and (workers == 1 or is_worker):
+    if restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
             "--restarts starts the processes of --workers again; leave it out, and start this "
             "command again with --resume auto"
@@ -148,10 +148,8 @@ def _require_options(
             f"--min-workers {min_workers} is the least number of workers to restart with: it needs "
             f"--restarts, and expected 1 to {workers}, the number of --workers"
         )
-    if workers != 1 and is_worker:
-        raise BackendError(
-            f"this process is already one of several workers; leave --workers {workers} out"
-        )
+    if workers != 1:
+        require_alone(workers)
     if workers != 1 and options.backend == "serial":
         raise BackendError(
             f"--backend serial is for a single process; leave it or --workers {workers} out"
