@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -249,6 +250,20 @@ def _process_seconds() -> float:
     except OSError:  # macOS has no /proc; in a container it may be hidden
         return 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Make Ctrl-C end this process at once, while it imports its modules.
+
+    A KeyboardInterrupt there prints a traceback, or becomes another error that hides it.
+    """
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handled:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    if handled:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def let_threads_sleep() -> None:
