@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from largebatch.distributed.environment import let_threads_sleep
+from largebatch.distributed.environment import configure_libraries
 from largebatch.errors import LargebatchError
 
 if TYPE_CHECKING:
@@ -37,5 +37,5 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 -- the signature Python gives
     if name not in _PLACES:
         raise AttributeError(f"module 'largebatch' has no attribute {name!r}")
     if name == "run" and "torch" not in sys.modules:  # with torch OpenMP has read its settings
-        let_threads_sleep()
+        configure_libraries()
     return getattr(import_module(f"largebatch.{_PLACES[name]}"), name)

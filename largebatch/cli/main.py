@@ -55,8 +55,8 @@ from largebatch.cli.parser import Parser, cut, print_overview
 from largebatch.cli.printing import print_rows
 from largebatch.distributed.environment import (
     LAUNCHER,
+    configure_libraries,
     join_slurm,
-    let_threads_sleep,
     noting_start,
     own_rank,
     require_alone,
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BackendError as error:  # which rank this is cannot be known
         _show(str(error))
         return USER
-    let_threads_sleep()
+    configure_libraries()
     args = make_parser().parse_args(_with_resume(words))
     try:
         with noting_start(of_process=argv is None):

@@ -266,13 +266,15 @@ def ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def let_threads_sleep() -> None:
-    """Make waiting OpenMP threads sleep, unless the user chose otherwise.
+def configure_libraries() -> None:
+    """Make waiting OpenMP threads sleep and hide warnings of C++, unless the user chose otherwise.
 
-    By default GNU's library makes them spin for a while, which takes time from other processes and
-    workers. This has an effect only before PyTorch is imported, and on child processes.
+    By default GNU's library makes threads spin for a while, which takes time from other processes
+    and workers, and PyTorch's store prints a C++ traceback for bytes that are not its clients'.
+    This has an effect only before PyTorch is imported, and on child processes.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def loopback() -> str:

@@ -220,7 +220,9 @@ class TorchDistributed(RunningTorch):
         rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
         local_rank, local_size = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world_size)
         device = pick_device(local_rank, local_size, compared=True)
-        alone = local_size == world_size
+        # Without LOCAL_WORLD_SIZE others may be on other hosts, unless none can reach the store.
+        here = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
+        alone = number("LOCAL_WORLD_SIZE", world_size if here else 0) == world_size
         if alone:
             use_loopback()
         library = _library_for(device)
