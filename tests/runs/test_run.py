@@ -458,7 +458,7 @@ def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[s
     assert any(re.search(r"[\d.]+ samples/s  \d+:\d\d:\d\d left$", line) for line in lines)
     assert any("top-1" in line for line in lines)
     times = re.fullmatch(
-        r"finished after (.+) s \((.+) s since the command was started\)", lines[-2]
+        r"finished after (.+) s \(this command: (.+) s, with its start\)", lines[-2]
     )
     assert times is not None
     assert float(times[1]) < float(times[2])
