@@ -350,7 +350,7 @@ print(store.get("key").decode())
 
 
 def test_strangers_at_torchs_store_print_no_traceback() -> None:
-    """Those that begin as torch's clients do; of all others it is silent."""
+    """They begin as torch's clients do; the store is silent about all others."""
     done = subprocess.run([sys.executable, "-c", STORE], check=True, capture_output=True, text=True)
     assert done.stdout.endswith("value\n")
     assert done.stderr == ""
