@@ -41,7 +41,7 @@ _LAUNCHERS = (
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),  # jsrun
 )
 """Variables with the rank of a worker and the number of workers; of several launchers around a
-process the first with several workers counts."""
+process the first with several workers counts, and one without their number last."""
 
 _SLURM_RANK = "SLURM_PROCID"
 _SLURM_SCRIPTS = 2**32 - 16
@@ -86,7 +86,7 @@ def launched() -> Launched | None:
     A launcher that started one process only, such as a shell under srun, does not count. Raises
     BackendError if its variables are not numbers or contradict each other.
     """
-    for by, total in _LAUNCHERS:
+    for by, total in sorted(_LAUNCHERS, key=lambda names: not os.environ.get(names[1])):
         rank, size = number(by, None), number(total, None)
         if rank is None or size == 1:
             continue

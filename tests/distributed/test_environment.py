@@ -42,6 +42,8 @@ def test_one_process_is_one_process_whatever_started_it(
     if rank != "RANK":
         alone = {"RANK": "0", "WORLD_SIZE": "1", rank: "1", size: "3"}
         assert found(monkeypatch, **alone) == (1, 3)
+    if rank not in {"RANK", "SLURM_PROCID"}:
+        assert found(monkeypatch, RANK="0", **{rank: "1", size: "3"}) == (1, 3)
 
 
 def test_tasks_of_srun_whose_image_sets_a_group_of_one_are_workers(
