@@ -27,7 +27,7 @@ import numpy as np
 from measuring import write
 from PIL import Image
 
-from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.environment import own_rank
 from largebatch.errors import LargebatchError, WorkerFailedError
 from largebatch.formatting import plural
 from largebatch.optional import require_digits, require_torchvision
@@ -205,7 +205,7 @@ def be_worker(name: str, path: Path, result: Path, arguments: list[str]) -> None
     sys.argv = [str(path), *arguments]
     SCRIPTS[name].hook(path)
     (findings,) = hooks.FOUND
-    if launched_rank() == 0:
+    if own_rank() == 0:
         content = {"findings": [asdict(it) for it in findings], "seconds": findings.seconds}
         result.write_text(json.dumps(content))
 

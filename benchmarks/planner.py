@@ -33,7 +33,7 @@ from measuring import write
 from planner_baseline import baseline_errors
 
 from largebatch import load_recipe, run
-from largebatch.distributed.environment import available_cores, launched_rank
+from largebatch.distributed.environment import available_cores, own_rank
 from largebatch.formatting import aligned
 from largebatch.measure.calibrate import measure
 from largebatch.planner.calibration import (
@@ -243,7 +243,7 @@ def be_worker(folder: Path) -> None:
     StepLog.add = noting  # type: ignore[assignment,method-assign]  # two clocks
     run(load_recipe(RECIPE), out=folder / "run", max_steps=STEPS)
     found = {name: statistics.median(np.diff(each[WARM_UP:])) for name, each in times.items()}
-    (folder / f"{launched_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / f"{own_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from rivals import ddp, horovod_example, ours, plain
 from torch import nn
 
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.environment import own_rank
 from largebatch.distributed.horovod import open_horovod
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
@@ -69,7 +69,7 @@ def be_worker(args: argparse.Namespace, task: str, file: Path) -> None:
     if task == "horovod":
         places_of_torch()
     found = growth(args.rounds) if task == "growth" else meet(args, with_horovod=task == "horovod")
-    if launched_rank() == 0:
+    if own_rank() == 0:
         file.write_text(json.dumps(found))
 
 

@@ -3,8 +3,9 @@
 import argparse
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, get_type_hints
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -132,8 +133,14 @@ def _mark_up_help(parser: argparse.ArgumentParser) -> None:
 
 
 def mark_up(*event: Any) -> None:  # noqa: ANN401 -- Sphinx's
-    """Keep reStructuredText from reading formulas in a docstring, such as |w|, as markup."""
-    lines: list[str] = event[-1]
+    """Keep reStructuredText from reading formulas in a docstring, such as |w|, as markup.
+
+    Also remove what pydantic's types hold besides the type from the fields of a class: Sphinx
+    prints its internals.
+    """
+    _, _, _, documented, _, lines = event
+    if is_dataclass(documented):
+        documented.__annotations__ = get_type_hints(documented)
     lines[:] = [line if line.startswith((">>>", "    ")) else _escape(line) for line in lines]
 
 

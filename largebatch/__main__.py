@@ -1,8 +1,16 @@
-"""Run the command line with `python -m largebatch`."""
+"""Run the command line, as `largebatch` or `python -m largebatch`."""
 
 import sys
 
-from largebatch.cli.main import main
+from largebatch.distributed.environment import ended_by_ctrl_c
+
+
+def main() -> int:
+    """Run the command of this process's arguments and return its exit code."""
+    with ended_by_ctrl_c():
+        from largebatch.cli import main as command_line
+    return command_line.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

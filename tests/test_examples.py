@@ -126,7 +126,7 @@ def test_the_example_with_timms_training_script_runs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN_PY, encoding="utf-8")
     words = [str(EXAMPLES / "timm_train.py"), str(script), "--opt", "larsreference"]
-    found = output_of(sys.executable, "-c", PRELUDE, *words)
+    found = output_of(sys.executable, *words)
     assert found.split() == ["largebatch.optim.lars", "4", "True"]
 
 
@@ -180,7 +180,7 @@ def test_averaged_weights_of_timms_training_script_are_polished(tmp_path: Path) 
     output_of(sys.executable, "-c", PRELUDE, str(script), cwd=tmp_path)
     example = str(EXAMPLES / "averaged_timm.py")
     words = [example, "resnet10t", "checkpoint-0.pth.tar", "images"]
-    _, polished = gain(output_of(sys.executable, "-c", PRELUDE, *words, cwd=tmp_path))
+    _, polished = gain(output_of(sys.executable, *words, cwd=tmp_path))
     assert polished > 85
     before = torch.load(tmp_path / "checkpoint-0.pth.tar", weights_only=False)["state_dict_ema"]
     after = torch.load(tmp_path / "polished.pth")
@@ -238,9 +238,7 @@ def test_an_audit_of_a_trainer_finds_no_fault(library: str, example: str) -> Non
 
 @pytest.mark.long
 def test_an_audit_of_timms_loop_finds_no_fault() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    words = [sys.executable, "-c", PRELUDE, str(EXAMPLES / "audit_timm.py")]
-    assert has_no_fault(output_of(*torchrun, "--nproc-per-node=2", *words))
+    assert has_no_fault(on_torchrun("audit_timm.py"))
 
 
 @pytest.mark.long

@@ -143,3 +143,6 @@ def test_the_public_python_api_is_on_one_page(site: Path) -> None:
     page = (site / "docs/reference/python.html").read_text(encoding="utf-8")
     for name in PUBLIC:
         assert f'id="{name}"' in page, name
+    text = re.sub(r"<[^>]+>", "", page)
+    for internal in ("Annotated[", "Pydantic", "PlainSerializer", "&lt;lambda&gt;"):
+        assert internal not in text

@@ -3,18 +3,21 @@
 torchrun --nproc-per-node=2 docs/examples/audit_timm.py
 """
 
-import timm
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
-from timm.loss import LabelSmoothingCrossEntropy
-from timm.optim import create_optimizer_v2
-from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from largebatch import audit
+from largebatch.optional import require_timm
+
+timm = require_timm()  # as `import timm`, also where torchvision was built for another torch
+
+from timm.loss import LabelSmoothingCrossEntropy  # noqa: E402
+from timm.optim import create_optimizer_v2  # noqa: E402
+from timm.utils import ModelEmaV3, dispatch_clip_grad  # noqa: E402
 
 
 def main() -> None:

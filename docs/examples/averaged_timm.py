@@ -8,13 +8,16 @@ DIR has train/<class>/* and val/<class>/*.
 
 import sys
 
-import timm
 import torch
-from timm.data import create_dataset, create_loader, resolve_data_config
-from timm.models import load_checkpoint
 
+from largebatch.optional import require_timm
 from largebatch.polish import polish
 from largebatch.training import evaluate
+
+timm = require_timm()  # as `import timm`, also where torchvision was built for another torch
+
+from timm.data import create_dataset, create_loader, resolve_data_config  # noqa: E402
+from timm.models import load_checkpoint  # noqa: E402
 
 
 def main(name: str, checkpoint: str, folder: str) -> None:

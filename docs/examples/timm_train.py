@@ -12,13 +12,16 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import timm
-from timm.models import register_model
-from timm.optim._optim_factory import OptimInfo, default_registry
 from torch import nn
 
 from largebatch import models
 from largebatch.optim import LARS
+from largebatch.optional import require_timm
+
+timm = require_timm()  # as `import timm`, also where torchvision was built for another torch
+
+from timm.models import register_model  # noqa: E402
+from timm.optim._optim_factory import OptimInfo, default_registry  # noqa: E402
 
 
 @register_model

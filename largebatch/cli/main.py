@@ -11,6 +11,7 @@ terminated; 1 anything else.
 import argparse
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -54,11 +55,11 @@ from largebatch.cli.parser import Parser, cut, print_overview
 from largebatch.cli.printing import print_rows
 from largebatch.distributed.environment import (
     LAUNCHER,
+    configure_libraries,
     join_slurm,
-    let_threads_sleep,
     noting_start,
     own_rank,
-    worker_rank,
+    require_alone,
 )
 from largebatch.errors import (
     BackendError,
@@ -72,11 +73,15 @@ from largebatch.errors import (
     printable,
 )
 from largebatch.recipe.task import Task
+from largebatch.runs.interrupts import Requests
 
 if TYPE_CHECKING:
     from largebatch.training.evaluation import Metrics
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
+
+_INTERRUPTS = Requests()
+"""Ctrl-C while no command handles it."""
 
 _SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError)
 """Errors that every worker raises and only worker 0 prints."""
@@ -91,8 +96,14 @@ _HEAD_START = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    join_slurm()
-    let_threads_sleep()
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        join_slurm()
+    except BackendError as error:  # which rank this is cannot be known
+        _show(str(error))
+        return USER
+    configure_libraries()
     args = make_parser().parse_args(_with_resume(words))
     try:
         with noting_start(of_process=argv is None):
@@ -105,10 +116,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt at the first Ctrl-C; end the process at once at a later one."""
+    first = not _INTERRUPTS.any
+    _INTERRUPTS.add()
+    if _INTERRUPTS.again:
+        os._exit(STOPPED)
+    if first:
+        raise KeyboardInterrupt
+
+
 def _with_resume(words: Sequence[str]) -> list[str]:
     """Write a bare --resume as --resume=yes, so that it does not consume a recipe after it."""
     after = [*words, ""][1:]
-    bare = [word == "--resume" and nxt != "auto" for word, nxt in zip(words, after, strict=True)]
+    own = {"auto", "yes"}
+    bare = [word == "--resume" and nxt not in own for word, nxt in zip(words, after, strict=True)]
     return ["--resume=yes" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
@@ -126,10 +148,7 @@ def _on_workers(args: argparse.Namespace, words: Sequence[str]) -> int:
     if LAUNCHER in os.environ:  # this process is one of these workers
         with reporting_errors():
             return call(args)
-    if worker_rank() is not None:
-        raise BackendError(
-            f"this process is already one of several workers; leave --workers {workers} out"
-        )
+    require_alone(workers)
     horovod = args.backend == "horovod"
     start_workers(["-m", "largebatch", *words], workers=workers, horovod=horovod)
     return DONE
@@ -139,14 +158,9 @@ def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run a command; print what the user can fix, and errors of other workers."""
     rank = own_rank()
     try:
-        code = _on_workers(args, words)
+        return _on_workers(args, words)
     except LargebatchError as error:
-        if rank == 0:
-            _show(str(error))
-        elif isinstance(error, _SAME_ON_ALL_WORKERS):
-            time.sleep(_HEAD_START)
-        else:
-            _show(f"worker {rank}: {error}")
+        _show_refusal(error, rank)
         return USER
     except KeyboardInterrupt as stop:
         if rank == 0:
@@ -156,7 +170,20 @@ def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
         if rank == 0:
             print(f"largebatch: {printable(str(error))}", file=sys.stderr)
         return FAILED
-    return code
+    except Exception:
+        if not _INTERRUPTS.any:
+            raise
+        _show("stopped at once")  # an interrupted import may raise an error of its own
+        return STOPPED
+
+
+def _show_refusal(error: LargebatchError, rank: int) -> None:
+    if rank == 0:
+        _show(str(error))
+    elif isinstance(error, _SAME_ON_ALL_WORKERS):
+        time.sleep(_HEAD_START)
+    else:
+        _show(f"worker {rank}: {error}")
 
 
 def _show(message: str) -> None:

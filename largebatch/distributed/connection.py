@@ -13,8 +13,7 @@ from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
     join_slurm,
-    launched_rank,
-    launched_size,
+    launched,
 )
 from largebatch.distributed.horovod import RunningHorovod, open_horovod
 from largebatch.distributed.serial import Serial
@@ -43,23 +42,21 @@ def connect(
     running = _running(accelerator.current())
     if running is not None and name in {"auto", running.name}:
         return running
-    if name == "auto":
-        if "RANK" in os.environ:
-            name = "torch"
-        else:
-            name = "serial" if launched_rank() is None else "horovod"
-    if launched_rank() is not None and LAUNCHER not in os.environ:
+    found = launched()
+    if found is not None and LAUNCHER not in os.environ:
         leave_with(os.getppid())
+    if name == "auto":
+        name = "serial" if found is None else "torch" if found.by == "RANK" else "horovod"
     match name:
         case "torch":
             return TorchDistributed(timeout, starting=starting)
         case "horovod":
             return open_horovod(timeout, starting=starting, splits=splits)
         case _:
-            if launched_rank() is not None:
+            if found is not None:
                 raise BackendError(
                     "--backend serial is for a single process, but this one was started as one of "
-                    "several workers; remove --backend"
+                    f"several workers ({found.shown}); remove --backend"
                 )
             return Serial()
 
@@ -85,11 +82,13 @@ def running_backend(device: torch.device) -> Backend:
     running = _running(device)
     if running is not None:
         return running
-    if launched_size() > 1:
+    found = launched()
+    if found is not None and found.size > 1:
         raise BackendError(
-            f"this process was started as worker {launched_rank()} of {launched_size()}, but "
-            "neither torch.distributed nor Horovod is initialised; call init_process_group or "
-            "hvd.init first, or pass backend=Serial() to use only this worker's batches"
+            f"this process was started as worker {found.rank} of {found.size}, but neither "
+            f"torch.distributed nor Horovod is initialised ({found.shown}); call "
+            "init_process_group or hvd.init first, or pass backend=Serial() to use only this "
+            "worker's batches"
         )
     return Serial(device)
 

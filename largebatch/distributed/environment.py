@@ -2,15 +2,19 @@
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
+
+from largebatch.errors import BackendError
 
 BackendName = Literal["auto", "serial", "torch", "horovod"]
+_Default = TypeVar("_Default")
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
 """Environment variable with the process that started a local worker."""
@@ -28,6 +32,18 @@ STARTING = 6
 """Factor of the timeout until the first update: data are read for the first time, models compiled,
 thousands of workers connected."""
 
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI, srun --mpi=pmi2
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),  # jsrun
+)
+"""Variables with the rank of a worker and the number of workers; of several launchers around a
+process the first with several workers counts, and one without their number last."""
+
+_SLURM_RANK = "SLURM_PROCID"
 _SLURM_SCRIPTS = 2**32 - 16
 """Smallest SLURM step number of batch scripts and shells."""
 
@@ -35,51 +51,111 @@ GRACE_SECONDS = 5.0
 """Seconds for workers to explain a lost connection, or to exit after a crash."""
 
 
+class Launched(NamedTuple):
+    """How a launcher started this process as one of several workers."""
+
+    rank: int
+    size: int
+    """Number of workers; 1 if the launcher does not give it."""
+
+    by: str
+    """Name of the variable with the rank."""
+
+    shown: str
+    """A variable and its value, for messages."""
+
+
+def number(name: str, default: _Default) -> int | _Default:
+    """Return an environment variable as a whole number, or `default` if it is unset or empty.
+
+    Raises BackendError if it is something else.
+    """
+    text = os.environ.get(name, "").strip()
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise BackendError(
+            f"{name}={text:.40} in the environment: expected a whole number; unset it, or leave it "
+            "to the launcher"
+        ) from None
+
+
+def launched() -> Launched | None:
+    """Return how this process was started as one of several workers, else None.
+
+    A launcher that started one process only, such as a shell under srun, does not count. Raises
+    BackendError if its variables are not numbers or contradict each other.
+    """
+    for by, total in sorted(_LAUNCHERS, key=lambda names: not os.environ.get(names[1])):
+        rank, size = number(by, None), number(total, None)
+        if rank is None or size == 1:
+            continue
+        shown = f"{by}={rank}" if size is None else f"{total}={size}"
+        if rank < 0 or (size is not None and rank >= size):
+            raise BackendError(
+                f"{by}={rank} and {total}={size} in the environment: expected a rank from 0 to the "
+                "size minus 1; unset both, or leave them to the launcher"
+            )
+        return Launched(rank, size or 1, by, shown)
+    rank, tasks = number(_SLURM_RANK, None), slurm_tasks()
+    if rank is None or tasks < 2:
+        return None
+    return Launched(rank, tasks, _SLURM_RANK, f"{tasks} tasks of srun")
+
+
 def launched_rank() -> int | None:
-    """Return this process's rank if a launcher started it as one of many workers, else None."""
-    for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return None
+    """Return this process's rank if a launcher started it as one of several workers, else None."""
+    found = launched()
+    return None if found is None else found.rank
+
+
+def launched_size() -> int:
+    """Return the number of workers that the launcher started; 1 for a single process."""
+    found = launched()
+    return 1 if found is None else found.size
 
 
 def join_slurm() -> None:
     """Set the variables of torchrun if srun started this process as one of several.
 
     A batch script and the shell of salloc have srun's variables too, but are not workers. Existing
-    variables are not changed.
+    variables are not changed, unless they are those of a single process.
     """
-    own, tasks = os.environ.get("SLURM_PROCID"), slurm_tasks()
-    if own is None or tasks < 2 or launched_rank() is not None:
+    found = launched()
+    if found is None or found.by != _SLURM_RANK:
         return
-    nodes = _slurm("NNODES", "NUM_NODES") or "1"
-    first = "127.0.0.1" if nodes == "1" else _first_host(_slurm("NODELIST") or "")
-    number = int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
-    per_node = _slurm("TASKS_PER_NODE") or str(tasks)  # such as 4(x2),1
+    if number("WORLD_SIZE", None) == 1:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    nodes = slurm_nodes()
+    first = "127.0.0.1" if nodes == 1 else _first_host(_slurm("NODELIST") or "")
+    job = number("SLURM_JOB_ID", 0) + number("SLURM_STEP_ID", 0)
+    per_node = _slurm("TASKS_PER_NODE") or str(found.size)  # such as 4(x2),1
     counts = [
         int(count)
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
         for _ in range(int(times or 1))
     ]
     for name, value in {
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", own),
-        "LOCAL_WORLD_SIZE": str(counts[int(os.environ.get("SLURM_NODEID", "0"))]),
+        "WORLD_SIZE": found.size,
+        "LOCAL_RANK": number("SLURM_LOCALID", found.rank),
+        "LOCAL_WORLD_SIZE": counts[number("SLURM_NODEID", 0)],
         "MASTER_ADDR": first,
-        "MASTER_PORT": str(15_000 + number % 15_000),
-        "RANK": own,
+        "MASTER_PORT": 15_000 + job % 15_000,
+        "RANK": found.rank,
     }.items():
-        os.environ.setdefault(name, value)
+        os.environ[name] = os.environ.get(name) or str(value)
 
 
 def slurm_tasks() -> int:
     """Return the number of processes of this srun step."""
-    if "SLURM_STEP_NUM_TASKS" in os.environ:
-        return int(os.environ["SLURM_STEP_NUM_TASKS"])
-    step = int(os.environ.get("SLURM_STEP_ID", _SLURM_SCRIPTS))
-    if step >= _SLURM_SCRIPTS and os.environ.get("SLURM_PROCID") == "0":
+    tasks = number("SLURM_STEP_NUM_TASKS", None)
+    if tasks is not None:
+        return tasks
+    step = number("SLURM_STEP_ID", _SLURM_SCRIPTS)
+    if step >= _SLURM_SCRIPTS and number(_SLURM_RANK, None) == 0:
         return 1
-    return int(os.environ.get("SLURM_NTASKS", "1"))
+    return number("SLURM_NTASKS", 1)
 
 
 def slurm_nodes() -> int:
@@ -114,12 +190,14 @@ def own_rank() -> int:
     return worker_rank() or 0
 
 
-def launched_size() -> int:
-    """Return the number of workers that the launcher started; 1 for a single process."""
-    for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 1
+def require_alone(workers: int) -> None:
+    """Raise BackendError if this process, which is to start `workers`, is itself one of several."""
+    if worker_rank() is not None:
+        found = launched()
+        how = found.shown if found else "it has connected them"
+        raise BackendError(
+            f"this process is already one of several workers ({how}); leave --workers {workers} out"
+        )
 
 
 def world_size() -> int:
@@ -162,7 +240,7 @@ def noting_start(*, of_process: bool) -> Iterator[None]:
 def command_started() -> float | None:
     """Return the start of the command in seconds since 1970; None if there is no command."""
     start = os.environ.get(_STARTED)
-    return None if start is None else float(start)
+    return float(start) if start else None
 
 
 def _process_seconds() -> float:
@@ -174,13 +252,29 @@ def _process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def let_threads_sleep() -> None:
-    """Make waiting OpenMP threads sleep, unless the user chose otherwise.
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Make Ctrl-C end this process at once, while it imports its modules.
 
-    By default GNU's library makes them spin for a while, which takes time from other processes and
-    workers. This has an effect only before PyTorch is imported, and on child processes.
+    A KeyboardInterrupt there prints a traceback, or becomes another error that hides it.
+    """
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handled:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    if handled:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def configure_libraries() -> None:
+    """Make waiting OpenMP threads sleep and hide warnings of C++, unless the user chose otherwise.
+
+    By default GNU's library makes threads spin for a while, which takes time from other processes
+    and workers, and PyTorch's store prints a C++ traceback for bytes that are not its clients'.
+    This has an effect only before PyTorch is imported, and on child processes.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def loopback() -> str:

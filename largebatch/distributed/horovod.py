@@ -29,11 +29,13 @@ from largebatch.distributed.environment import (
     GRACE_SECONDS,
     STARTING,
     TIMEOUT_SECONDS,
+    Launched,
+    launched,
     launched_size,
     own_rank,
 )
 from largebatch.distributed.watch import Notes, Watch, Watched
-from largebatch.errors import BackendError, PeerLostError
+from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
 
@@ -43,6 +45,10 @@ _SETTINGS = {
 }
 """Environment variables set when the backend is opened, unless the user has set them."""
 
+_BY_TORCH = (
+    "torch.distributed connects workers of torchrun, --workers or srun --mpi=none, without Horovod"
+)
+"""Remedy where Horovod is missing or does not know the launcher."""
 
 _LATER_SECONDS = 20
 """Additional seconds that Horovod waits after the watch's timeout."""
@@ -293,10 +299,10 @@ def open_horovod(
         os.environ.setdefault(name, value)
     limit = math.ceil(timeout * STARTING if starting and not splits else timeout)
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(limit + _LATER_SECONDS))
+    found, watch = launched(), None
     try:
-        hvd = require_horovod()
-        watch = None
-        if launched_size() > 1:
+        hvd = _require_horovod(found)
+        if found is not None and found.size > 1:
             watch = Watch(_notes(), rank=own_rank(), timeout=timeout, starting=starting)
         with watch.during("init", range(launched_size())) if watch else nullcontext():
             hvd.init(process_sets="dynamic" if splits else None)  # none yet: `split` adds them
@@ -308,16 +314,26 @@ def open_horovod(
         ) from error
     except ValueError as error:
         raise BackendError(f"Horovod could not connect the workers: {error}") from error
-    if hvd.size() < launched_size():
+    if found is not None and hvd.size() < found.size:
+        remedy = "leave --backend horovod out" if found.by == "RANK" else _BY_TORCH
         raise BackendError(
-            f"{launched_size()} workers were started by something that Horovod does not know; "
-            f"start them with horovodrun -np {launched_size()} or --workers, or leave --backend "
-            "horovod out"
+            f"{found.shown} in the environment, but Horovod connected {hvd.size()} of these "
+            f"workers: it knows those of horovodrun and of the MPI that it was built with; {remedy}"
         )
     backend = Horovod(hvd, watch)
     # On the CPU: Horovod cannot sum a GPU tensor with another worker's CPU tensor.
     require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))
     return backend
+
+
+def _require_horovod(found: Launched | None) -> ModuleType:
+    """Import Horovod; if it is missing, the error names the launcher that asks for it."""
+    try:
+        return require_horovod()
+    except MissingPackageError as error:
+        if found is None:
+            raise
+        raise BackendError(f"{found.shown} in the environment: {error}; {_BY_TORCH}") from None
 
 
 def _notes() -> Notes | None:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from largebatch.distributed.agreement import require_same
 from largebatch.distributed.backend import remedy
-from largebatch.distributed.environment import GRACE_SECONDS
+from largebatch.distributed.environment import GRACE_SECONDS, number
 from largebatch.errors import MismatchError
 
 _LOG = logging.getLogger(__name__)
@@ -28,12 +28,16 @@ def open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
     """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and world size.
 
     Unless torchrun serves the store, worker 0 does: on that address only, or on all interfaces if
-    the address is not this host's. `alone` is True if all workers are on this host.
+    the address is not this host's. `alone` is True if all workers are on this host: then on the
+    loopback interface, whatever the address.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
     listener = None
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listener = listen_on(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), alone=alone)
+    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if serves and alone:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if serves and rank == 0:
+        listener = listen_on(os.environ["MASTER_ADDR"], number("MASTER_PORT", 0), alone=alone)
     if listener is None:
         joined: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
         return joined

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its s
 from largebatch.distributed.agreement import shape
 from largebatch.distributed.backend import identify, on_cpu, own_part, pick_device
 from largebatch.distributed.dropped import DroppedWorkers
-from largebatch.distributed.environment import STARTING, TIMEOUT_SECONDS, use_loopback
+from largebatch.distributed.environment import STARTING, TIMEOUT_SECONDS, number, use_loopback
 from largebatch.distributed.meeting import open_store, require_one_type
 from largebatch.distributed.notes import StoreNotes
 from largebatch.distributed.watch import Watch, Watched
@@ -142,8 +142,8 @@ class RunningTorch(Watched, TorchGroup):
 
     def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
         super().__init__(None, watch)
-        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        self.local_rank = number("LOCAL_RANK", self.rank)
+        self.local_size = number("LOCAL_WORLD_SIZE", self.world_size)
         libraries = dist.get_backend_config().split(",")  # as in cpu:gloo,cuda:nccl
         kinds = [library.partition(":")[0] for library in libraries]
         self.device = device if device.type in kinds else _current_device(kinds[0])
@@ -211,16 +211,18 @@ class TorchDistributed(RunningTorch):
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS, *, starting: bool = False) -> None:
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in os.environ]
+        missing = [name for name in needed if not os.environ.get(name)]
         if missing:
             raise BackendError(
                 f"the torch backend needs {', '.join(missing)} in the environment; start the "
                 "workers with --workers N or with torchrun"
             )
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+        local_rank, local_size = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world_size)
         device = pick_device(local_rank, local_size, compared=True)
-        alone = local_size == int(os.environ["WORLD_SIZE"])
+        # Without LOCAL_WORLD_SIZE others may be on other hosts, unless none can reach the store.
+        here = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
+        alone = number("LOCAL_WORLD_SIZE", world_size if here else 0) == world_size
         if alone:
             use_loopback()
         library = _library_for(device)
@@ -228,7 +230,7 @@ class TorchDistributed(RunningTorch):
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._limit = timedelta(seconds=timeout * STARTING if starting else timeout) + _LATER
         self._timeout = timedelta(seconds=timeout)
-        with lost_peers_named(int(os.environ["RANK"])):
+        with lost_peers_named(rank):
             store, rank, world_size = open_store(self._limit, alone=alone)
             # torchrun's store survives a restart, with the addresses of the previous workers.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -165,8 +165,10 @@ def _tree(found: Survey, name: str) -> dict[str, Any]:
 
 def _comments(number: int, batch: int) -> dict[str, str]:
     """Return the rule of each choice by its key, for this number of images and batch."""
-    enough = "at least" if UPDATES_PER_EPOCH * batch <= number else "too few images for"
-    bounds = f"{SMALLEST_BATCH} to {LARGEST_BATCH}, {enough} {UPDATES_PER_EPOCH} updates an epoch"
+    most = min(LARGEST_BATCH, number // UPDATES_PER_EPOCH)
+    bounds = f"{SMALLEST_BATCH} to {most}, for at least {UPDATES_PER_EPOCH} updates an epoch"
+    if batch > most:
+        bounds = f"the smallest: too few images for {UPDATES_PER_EPOCH} updates an epoch"
     return {
         "duration": f"{SEEN:,} images, {FEWEST_EPOCHS} to {MOST_EPOCHS} epochs",
         "data.image_size": "from the short sides of half of the images",

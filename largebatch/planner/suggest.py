@@ -255,10 +255,14 @@ def _require_in_range(batch: int, alike: float, points: Sequence[Point], data: D
     smallest, share = points[0].batch, data.samples / IMAGENET.samples
     like = "" if data == IMAGENET else f", as {alike:,.0f} on ImageNet by updates in an epoch"
     if alike > LARGEST:
+        most = math.floor(LARGEST * share)
+        advice = f"give at most {most:,}"
+        if most < SPANS[0]:
+            advice = "these images are too few for any; `largebatch init` writes a recipe with SGD"
         raise RecipeError(
             f"a batch of {batch:,}{like}: the largest batch with a run to 75.9 % that is known "
-            f"here is {LARGEST:,} (Fujitsu's, MLPerf v0.6), so settings for more would be made up; "
-            f"give at most {math.floor(LARGEST * share):,}"
+            f"here is {LARGEST:,} (Fujitsu's, MLPerf v0.6), {IMAGENET.samples / LARGEST:.1f} "
+            f"updates an epoch, so settings for more would be made up; {advice}"
         )
     if alike < smallest:
         raise RecipeError(

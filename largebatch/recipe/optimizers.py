@@ -18,7 +18,7 @@ class LARS(Section):
 
     kind: Literal["lars"]
 
-    convention: Convention
+    convention: Convention = "reference"
     """Where learning rate and trust ratio enter. `reference`: both inside the momentum (MLPerf's
     TF2 code; optax too, but only without weight decay). `scaled-momentum`: ratio inside, rate
     outside (timm). `outside`: both outside (Intel); it can diverge where old momentum meets a tiny

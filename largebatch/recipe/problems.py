@@ -48,23 +48,35 @@ SYNONYMS = {
 """Names in other programs, and the keys of a recipe that they stand for."""
 
 
+_MOVED = {"optimizer": "schedule.", "model": "data.", "data": "batch."}
+"""Sections in which other programs have keys that stand in another section of a recipe."""
+
+
 def meant_key(word: str, root: type[Section]) -> str | None:
     """Return the key of `root` that a word stands for; None if there is none.
 
     The word is a synonym, or the last part of a key. Of several keys with this last part, the one
-    with the fewest parts is meant; None if two have as few.
+    with the fewest parts is meant; None if two have as few. A word in a section of `root` does not
+    stand for the key of another section that has the same name and means something else.
 
     >>> from largebatch.recipe.recipe import Recipe
     >>> [meant_key(word, Recipe) for word in ("batch-size", "train.lr", "momentum", "optimizer")]
     ['batch.global_batch', 'schedule.peak_lr', 'optimizer.momentum', 'optimizer.kind']
+    >>> [meant_key(word, Recipe) for word in ("optimizer.lr", "polish.lr", "polish.epochs")]
+    ['schedule.peak_lr', None, None]
     """
     sections = {key: sections_of(field.annotation) for key, _, field in every_field(root)}
     if word in sections and not sections[word]:
         return word
-    last = _plain(word.rpartition(".")[2])
+    parent, _, last = word.rpartition(".")
+    last = _plain(last)
+    near = (f"{parent}.", _MOVED.get(parent, f"{parent}.")) if parent in sections else ("",)
     for name in (_plain(word), last):
-        if SYNONYMS.get(name) in sections:
-            return SYNONYMS[name]
+        key = SYNONYMS.get(name, "")
+        if key in sections and key.startswith(near):
+            return key
+    if parent in sections:
+        return None
     same = sorted((key for key in sections if key.split(".")[-1] == last), key=_depth)
     if not same or (len(same) > 1 and _depth(same[0]) == _depth(same[1])):
         return None
@@ -164,7 +176,7 @@ def _hint(
     """Suggest what was meant by an unknown key of a section with these `known` keys."""
     where = ".".join(keys)
     instead = _instead(where, root, typed)
-    if _plain(where) in SYNONYMS and instead:
+    if instead and (_plain(where) in SYNONYMS or _plain(keys[-1]) in SYNONYMS):
         return instead
     otherwise = instead or f"known keys: {', '.join(known)}"
     return nearest(keys[-1], known, otherwise=otherwise, most=1)

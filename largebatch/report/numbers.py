@@ -77,9 +77,9 @@ def _speed(run: Run) -> Headline:
 
 
 def _skipped(run: Run) -> str:
-    """Format the number of updates that fp16 lost."""
+    """Format the number of skipped updates."""
     skipped = run.summary.skipped_steps if run.summary else 0
-    return f", {skipped:,} skipped: fp16 overflow" if skipped else ""
+    return f", {skipped:,} skipped: gradients not finite" if skipped else ""
 
 
 def _scores(run: Run) -> Iterator[Headline]:

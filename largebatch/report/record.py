@@ -290,7 +290,7 @@ def _last(column: FloatArray) -> float:
 
 
 def record_of(run: Run) -> Record:
-    """Return the record of a run folder, without updates that fp16 skipped."""
+    """Return the record of a run folder, without skipped updates."""
     steps = [step for step in run.steps if step.stage in _SCHEDULE and not step.skipped]
     kept = run.kept_evaluations
     recipe = read_recipe(run)

@@ -325,8 +325,8 @@ def _place(event: Event, number: int) -> tuple[object, ...]:
             return event.stage, event.step
         case Decision() | Mistakes() | GeneralizationGap():
             return (event.stage,)
-        case Note():  # of many that begin with the same word the last is shown
-            return event.stage, event.text.partition(" ")[0]
+        case Note():
+            return event.stage, event.text
         case Drift() | Profile():
             return ()
         case _:

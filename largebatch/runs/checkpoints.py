@@ -47,7 +47,7 @@ class Row:
     """Seconds of the polishing, without the evaluation."""
 
     updates: int
-    """Number of updates made; one that was skipped in fp16 changes nothing."""
+    """Number of updates made; a skipped one changes nothing."""
 
     lr: float | None
     """Learning rate of the first update; None without one."""
@@ -126,7 +126,7 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
         elif lr is not None:
             planned, updates = trainer.plan.affine_steps, _update(trainer, mode)
             if updates < planned:
-                note = f"{planned - updates} of {planned} updates skipped: fp16 overflow"
+                note = f"{planned - updates} of {planned} updates skipped: gradients not finite"
         seconds = time.perf_counter() - begun
         found = trainer.measure()
         yield Row(

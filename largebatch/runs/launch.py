@@ -31,7 +31,7 @@ from largebatch.distributed.environment import (
     ABSENT,
     LAUNCHER,
     LOST,
-    let_threads_sleep,
+    configure_libraries,
     loopback,
 )
 from largebatch.distributed.watch import leave_with, report
@@ -69,7 +69,7 @@ def start_workers(
     diverged, else WorkerFailedError with the failing worker's traceback; KeyboardInterrupt after
     the second request.
     """
-    let_threads_sleep()
+    configure_libraries()
     store = _open_store()
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
@@ -127,7 +127,32 @@ def horovods_server(
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     interface = interface or loopback()
-    with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
+
+    class Handler(RendezvousHandler):  # type: ignore[misc]  # Horovod has no types
+        def parse_request(self) -> bool:
+            """Read the head of a request; return False for one that is not a worker's."""
+            known = (
+                super().parse_request()
+                and self.command in {"DELETE", "GET", "PUT"}
+                and self.path.count("/") == 2
+                and self.headers.get("Content-Length", "0").isdecimal()
+            )
+            if not known:
+                self.close_connection = True
+                self.server.handle_error()
+            return known
+
+    class Server(RendezvousHTTPServer):  # type: ignore[misc]
+        disturbed = False
+
+        def handle_error(self, *_: object) -> None:
+            """Print one line the first time, and no traceback."""
+            if not self.disturbed:
+                self.disturbed = True
+                port = f"port {self.server_address[1]} (Horovod's rendezvous)"
+                sys.stderr.write(f"largebatch: {port} ignored bytes that no worker sent\n")
+
+    with Server((address, 0), Handler, 0) as server:
         server.init(get_host_assignments(parse_hosts(hosts), workers))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         own = {

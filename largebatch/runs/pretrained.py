@@ -27,7 +27,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join, open_trainer
 from largebatch.runs.checkpoints import Comparison, compare, with_statistics, with_updates
 from largebatch.runs.options import Options
-from largebatch.runs.weights import Weights, check_format, read_weights
+from largebatch.runs.weights import Weights, check_new, read_weights
 from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import describe_unsettled
 from largebatch.training.trainer import Trainer
@@ -62,7 +62,7 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
     `samples` is the number of clean training images to measure; None: all of them.
     """
     names = zoo.same_name(what.model)
-    check_format(what.weights, options.out)
+    check_new(options.out)
     weights = read_weights(what.weights, ema=what.ema)
     facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
     with join(options, facts) as backend:

@@ -19,6 +19,7 @@ from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
     join_slurm,
+    require_alone,
     worker_rank,
 )
 from largebatch.errors import (
@@ -26,6 +27,7 @@ from largebatch.errors import (
     PlanError,
     WorkerFailedError,
 )
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -136,8 +138,7 @@ def _require_options(
     options: Options, workers: int, *, restarts: int, min_workers: int | None
 ) -> None:
     """Raise BackendError if the options contradict each other."""
-    is_worker = worker_rank() is not None
-    if restarts and (workers == 1 or is_worker):
+    if restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
             "--restarts starts the processes of --workers again; leave it out, and start this "
             "command again with --resume auto"
@@ -147,10 +148,8 @@ def _require_options(
             f"--min-workers {min_workers} is the least number of workers to restart with: it needs "
             f"--restarts, and expected 1 to {workers}, the number of --workers"
         )
-    if workers != 1 and is_worker:
-        raise BackendError(
-            f"this process is already one of several workers; leave --workers {workers} out"
-        )
+    if workers != 1:
+        require_alone(workers)
     if workers != 1 and options.backend == "serial":
         raise BackendError(
             f"--backend serial is for a single process; leave it or --workers {workers} out"
@@ -187,7 +186,7 @@ def restarting(
             options = replace(options, resume="auto")
             sys.stderr.write(
                 f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
-                f"starting {workers} workers again, {left - 1} restarts left\n"
+                f"starting {plural(workers, 'worker')} again, {plural(left - 1, 'restart')} left\n"
             )
         else:
             return
@@ -195,7 +194,7 @@ def restarting(
 
 def _fewer(recipe: Recipe, options: Options, workers: int, *, least: int) -> int:
     """Return the next smaller number of workers that the recipe can be divided over."""
-    for number in range(workers - 1, max(least, 2) - 1, -1):
+    for number in range(workers - 1, least - 1, -1):
         with suppress(PlanError):
             plan_run(recipe, workers=number, backend=options.backend)
             return number

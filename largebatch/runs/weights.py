@@ -133,13 +133,15 @@ class Weights:
             self.place[key] = cast if isinstance(self.place[key], Tensor) else cast.numpy()
 
     def write(self, path: Path) -> None:
-        """Write a file of the same format, whole or not at all."""
+        """Write the whole content, or the weights alone as .safetensors; whole or not at all."""
         try:
             with whole_file(path) as file:
                 if _is_safe(path):
                     from safetensors.torch import save
 
-                    file.write(save(self.tensors, metadata=self.metadata))
+                    # safetensors refuses views and tensors that share memory
+                    own = {name: value.contiguous().clone() for name, value in self.tensors.items()}
+                    file.write(save(own, metadata=self.metadata or {"format": "pt"}))
                 else:
                     torch.save(self.content, file)
         except OSError as error:
@@ -193,12 +195,8 @@ def read_weights(path: Path, *, ema: bool = False) -> Weights:
     return Weights(path, content, _find(path, content, ema=ema))
 
 
-def check_format(path: Path, out: Path) -> None:
-    """Raise CheckpointError unless `out` is a new file of the format of `path`."""
-    if _is_safe(path) != _is_safe(out):
-        raise CheckpointError(
-            f"{out}: polished weights keep their format: give a name that ends in {path.suffix}"
-        )
+def check_new(out: Path) -> None:
+    """Raise CheckpointError unless `out` is a new file in a folder that exists."""
     if out.exists():
         raise CheckpointError(f"{out}: exists already; choose another --out")
     if not out.absolute().parent.is_dir():

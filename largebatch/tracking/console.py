@@ -51,6 +51,7 @@ class Console:
         self._bar: Progress | None = None
         self._bar_task: Any = None
         self._steps = 0
+        self._resumed = False
         self._last_line = -LINE_SECONDS
 
     def record(self, event: Event) -> None:
@@ -97,12 +98,13 @@ class Console:
         )
         samples = plan.workers * plan.accumulation * plan.device_batch
         trains = step < plan.updates and samples == plan.global_batch
+        self._resumed = step > 0 and trains
         if not trains:  # but polishes, on any number of workers
             work = f"after {step} of {steps} of {plan.global_batch} samples"
         self._console.print(
             f"[bold]{event.recipe}[/]: {work}"
             + (f"; {unusable} unusable images left out" if unusable else "")
-            + (f"; resumed at step {step}" if step and trains else "")
+            + (f"; resumed at step {step}" if self._resumed else "")
         )
         if self._console.is_terminal:
             self._stop_bar()  # of a start before a return to a checkpoint
@@ -126,8 +128,9 @@ class Console:
         end = "paused at --max-steps" if summary.status == "paused" else summary.status
         self._console.print(
             f"{end} after {summary.seconds:.1f} s"
-            + self._since_start(summary.seconds)
-            + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
+            + " in all parts of the run" * self._resumed
+            + self._of_command()
+            + (f"; updates skipped because gradients were not finite: {skipped}" if skipped else "")
             + "".join(f"; {remark}" for remark in summary.remarks)
         )
 
@@ -135,12 +138,10 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
 
-    def _since_start(self, all_seconds: float) -> str:
+    def _of_command(self) -> str:
         if self._started is None:
             return ""
-        seconds = time.time() - self._started
-        of_them = " of them" * (seconds < all_seconds)  # the rest was before a resume
-        return f" ({seconds:.1f} s{of_them} since the command was started)"
+        return f" (this command: {time.time() - self._started:.1f} s, with its start)"
 
     def _show_step(self, event: Step) -> None:
         done = event.step + 1

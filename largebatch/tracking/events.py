@@ -2,7 +2,7 @@
 
 `log.jsonl` has one JSON object per line, in the order of events. A resumed run appends; its `start`
 record names the step from which earlier records are superseded. A number that is not finite, such
-as the loss of a step that overflowed in fp16, is written as null, because JSON has no NaN, and is
+as the loss of a step that overflowed, is written as null, because JSON has no NaN, and is
 read as NaN. Fields that older runs did not write have defaults, so their reports can still be made.
 """
 
@@ -84,7 +84,7 @@ class Step(_StageEvent):
     lr: float
     loss_scale: float = 1.0
     skipped: bool = False
-    """True if gradients overflowed in fp16 and no weight was changed."""
+    """True if gradients were not finite and no weight was changed."""
 
     step_seconds: float = math.nan
     images_per_second: float
@@ -359,7 +359,7 @@ class Summary:
     """Number of optimizer updates made, including skipped ones."""
 
     skipped_steps: int
-    """Number of updates skipped because gradients overflowed in fp16."""
+    """Number of updates skipped because gradients were not finite."""
 
     samples: int
     """Number of training samples used, over all workers."""

@@ -77,7 +77,7 @@ def test_what_was_counted_and_assumed_is_printed(
         "largebatch data show mine.yaml --data 'my data'",
     ):
         assert line in printed, line
-    assert "# 16 to 256, too few images for 16 updates an epoch\n" in Path("mine.yaml").read_text()
+    assert "# the smallest: too few images for 16 updates" in Path("mine.yaml").read_text()
     recipe = load_recipe(Path("mine.yaml"))
     assert (recipe.data.classes, recipe.data.train_samples, recipe.data.val_samples) == (3, 24, 6)
 

@@ -13,6 +13,7 @@ from largebatch.cli.main import DONE, USER, main, make_parser
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.problems import SYNONYMS, meant_key
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import every_field, sections_of
 
 VALUES = {
     **dict.fromkeys(("duration.steps", "schedule.warmup.steps"), "40"),
@@ -125,6 +126,13 @@ def test_a_wrong_argument_is_one_sentence_with_what_was_meant(
         ),
         ("loss=3", "loss: input should be an object, got 3; see `largebatch explain loss`"),
         ("bach.global_batch=64", "bach: unknown key; did you mean 'batch'?"),
+        ("polish.swa.epochs=1", "polish.swa.epochs: unknown key; known keys: over, every"),
+        ("polish.epochs=1", "polish.epochs: unknown key; known keys: clean, ema, swa"),
+        ("schedule.epochs=9", "schedule.epochs: unknown key; known keys: peak_lr, warmup"),
+        ("schedule.lr=1", "schedule.lr: unknown key; write --set schedule.peak_lr=1"),
+        ("schedule.warmup_epochs=4", "write --set 'schedule.warmup={epochs: 4}'"),
+        ("data.batch_size=8", "data.batch_size: unknown key; write --set batch.global_batch=8"),
+        ("model.num_classes=8", "model.num_classes: unknown key; write --set data.classes=8"),
     ],
 )
 def test_a_key_of_another_program_is_answered_with_that_of_recipes(
@@ -144,6 +152,22 @@ def test_a_key_of_another_program_in_a_file_is_answered_too(
     assert "no recipe has the key 'lr'; did you mean 'schedule.peak_lr'?" in typed(
         "explain lr", capsys
     )
+
+
+ELSEWHERE = {"optimizer": "schedule.", "model": "data.", "data": "batch.global_batch"}
+"""Sections of other programs that have keys which stand elsewhere in a recipe."""
+
+
+def test_an_unknown_key_of_a_section_is_never_answered_with_one_that_means_something_else() -> None:
+    """`polish.swa.epochs` is not the length of the run."""
+    fields = {key: sections_of(field.annotation) for key, _, field in every_field(Recipe)}
+    words = "epochs steps lr momentum weight_decay batch_size samples name kind seed dtype warmup"
+    for section in [key for key, below in fields.items() if below]:
+        for word in words.split():
+            own = f"{section}.{word}"
+            meant = meant_key(own, Recipe)
+            near = (f"{section}.", ELSEWHERE.get(section, f"{section}."))
+            assert meant is None or meant.startswith(near), (own, meant)
 
 
 def test_every_synonym_stands_for_a_key_and_is_none_itself() -> None:

@@ -149,16 +149,21 @@ def test_a_store_on_all_interfaces_is_logged(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.usefixtures("ends")
-def test_tasks_of_srun_on_one_host_meet_on_the_loopback_interface() -> None:
-    assert on_forked_workers(be_task, str(os.getpid()), workers=2) == ["127.0.0.1"]
+def test_tasks_of_srun_on_one_host_meet_on_the_loopback_interface(own_address: str) -> None:
+    found = on_forked_workers(be_task, str(os.getpid()), own_address, workers=2)
+    assert found == ["127.0.0.1"]
 
 
-def be_task(job: str) -> list[str]:
-    """Run as a task of srun; return the addresses that listen on the store's port."""
+def be_task(job: str, address: str) -> list[str]:
+    """Run as a task of srun whose script names its host by `address`.
+
+    Return the addresses that listen on the store's port.
+    """
     rank = os.environ["RANK"]
     for name in [name for name in os.environ if re.match("RANK|WORLD|LOCAL_|MASTER|TORCHE", name)]:
         del os.environ[name]
     os.environ.update(STEP | {"SLURM_JOB_ID": job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+    os.environ["MASTER_ADDR"] = address
     backend = connect("auto")
     assert (backend.rank, backend.world_size) == (int(rank), 2)
     port = int(os.environ["MASTER_PORT"])

@@ -14,6 +14,7 @@ from schedules_of import schedule_of
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
+from largebatch.measure.initial import _comments, global_batch_for
 from largebatch.planner.draft import draft, words
 from largebatch.planner.suggest import (
     IMAGENET,
@@ -206,6 +207,19 @@ def test_the_range_for_other_data_is_what_the_message_gives(samples: int) -> Non
             suggest(edge, data=data)
         except RecipeError as error:
             assert "BatchNorm spans" in str(error)  # noqa: PT017 -- one of two ends is fine
+
+
+@pytest.mark.parametrize("samples", [300, 2_000, 4_000, 50_000])
+def test_a_batch_that_init_allows_is_one_that_suggest_takes(samples: int) -> None:
+    """Or none is: BatchNorm spans have at least 32 samples, and init then writes the recipe."""
+    data = DataSet(samples=samples, val_samples=100, classes=10, image_size=224)
+    own = global_batch_for(samples)
+    most = int(_comments(samples, own)["batch.global_batch"].split(" to ")[1].split(",")[0])
+    assert own <= most <= 256
+    if most >= 32:
+        suggest(32 * (most // 32), data=data)
+    with pytest.raises(RecipeError, match="give at most" if samples > 999 else "largebatch init"):
+        suggest(10**7, data=data)
 
 
 @pytest.mark.parametrize("batch", [6_007, 8_209, 65_537])

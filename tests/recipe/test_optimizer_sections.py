@@ -4,11 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from short_runs import DIGITS
 
 from largebatch import load_recipe
 from largebatch.cli.main import USER, main
 from largebatch.errors import RecipeError
+from largebatch.optim import LARS
+from largebatch.recipe import optimizers as sections
 
 FREE = (
     *("optimizer.kind=schedule-free", "optimizer.statistics_samples=96"),
@@ -109,3 +112,9 @@ def test_without_its_library_one_line_names_the_way_to_get_it(
         f"with: {install}"
     )
     assert not out.exists()
+
+
+def test_the_convention_of_lars_is_that_of_python_unless_it_is_given() -> None:
+    recipe = load_recipe("cifar10_resnet9_128", ["optimizer={kind: lars}"])
+    assert isinstance(recipe.optimizer, sections.LARS)
+    assert recipe.optimizer.convention == LARS([torch.zeros(1)]).param_groups[0]["convention"]

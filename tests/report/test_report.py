@@ -410,12 +410,27 @@ def test_the_note_of_a_stage_is_on_the_page_until_it_runs_again(tmp_path: Path) 
     run = FakeRun(tmp_path / "run")
     run.end("train", 600, 0.9)
     run.add("note", stage="affine", step=660, text="the loss became <nan>; lower the rate")
+    run.add("note", stage="affine", step=660, text="the loss rose too")
+    run.add("note", stage="affine", step=660, text="the loss rose too")
     run.end("affine", 60, 0.1)
-    said = "<em>affine</em>: the loss became &lt;nan&gt;; lower the rate."
-    assert said in make_page(read_run(run.write()))
+    page = make_page(read_run(run.write()))
+    assert page.count("<em>affine</em>: the loss became &lt;nan&gt;; lower the rate.") == 1
+    assert page.count("<em>affine</em>: the loss rose too.") == 1
     run.start(600)
     run.folder = tmp_path / "resumed"
     assert read_run(run.write()).notes == ()
+
+
+@pytest.mark.usefixtures("no_drawings")
+def test_of_many_notes_the_last_are_on_the_page_and_the_others_counted(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    for step in range(60):
+        run.add("note", stage="train", step=step, text=f"update skipped: step {step}")
+    run.end("train", 600, 0.9)
+    page = make_page(read_run(run.write()))
+    assert page.count("update skipped") == 50
+    assert "step 59." in page
+    assert "10 earlier notes" in page
 
 
 def test_sections_that_a_run_does_not_have_are_absent(tmp_path: Path) -> None:

@@ -66,7 +66,10 @@ def test_one_of_several_workers_starts_no_others(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["evaluate", str(trained), "--workers", "2"]) == USER
-    assert "already one of several workers; leave --workers 2 out" in capsys.readouterr().err
+    assert (
+        "already one of several workers (WORLD_SIZE=2); leave --workers 2 out"
+        in capsys.readouterr().err
+    )
 
 
 def test_threads_sleep_while_they_wait_unless_the_user_chose(

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -294,3 +296,61 @@ def test_horovods_server_ends_where_the_start_failed() -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=60)
         assert not thread.is_alive()
+
+
+def sent(port: int, *contents: bytes) -> None:
+    """Send bytes to a port of this machine, each over its own connection."""
+    for content in contents:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+            stranger.sendall(content)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(1000):
+                pass
+
+
+def test_strangers_at_horovods_server_are_one_line_with_its_port(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("horovod.torch", reason="horovod is not installed")
+    with horovods_server("localhost:2", workers=2) as variables:
+        port = int(variables["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        for request in ("GET /", "GET /a/b/c", "HEAD /a/b", "PUT /a/b"):
+            sent(port, f"{request} HTTP/1.1\r\n\r\n".encode())
+            sent(port, f"{request} HTTP/1.1\r\nContent-Length: x\r\n\r\n".encode())
+        sent(port, b"", b"\x16\x03\x01\n")
+        worker = HTTPConnection("127.0.0.1", port)
+        for method, body in (("PUT", b"here"), ("GET", None)):
+            worker.request(method, "/global/0", body)
+            answer = worker.getresponse()
+            found = answer.read()
+            assert answer.status == 200
+    assert found == b"here"
+    written = capfd.readouterr().err
+    assert written.count("\n") == 1
+    assert str(port) in written
+    assert not caplog.records
+
+
+STORE = """
+import socket, struct
+from largebatch.cli.main import main
+
+main(["recipes"])
+from largebatch.runs.launch import _open_store
+
+store = _open_store()
+for size in (2**40, 2**62):
+    with socket.create_connection(("127.0.0.1", store.port)) as stranger:
+        stranger.sendall(struct.pack("<BIBQ", 0, 0x3C85F7CE, 1, size) + b"junk")
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.recv(1)
+store.set("key", "value")
+print(store.get("key").decode())
+"""
+
+
+def test_strangers_at_torchs_store_print_no_traceback() -> None:
+    """They begin as torch's clients do; the store is silent about all others."""
+    done = subprocess.run([sys.executable, "-c", STORE], check=True, capture_output=True, text=True)
+    assert done.stdout.endswith("value\n")
+    assert done.stderr == ""

@@ -155,7 +155,7 @@ def test_images_are_prepared_as_the_library_does() -> None:
         (["--model", "resnet26"], "the weights do not fit: "),
         (["--model", "vit_tiny_patch16_224"], "vit_tiny_patch16_224 has no BatchNorm statistics"),
         (["--model", "resnet10t", "--set", "data.size=9"], "data.size: unknown key"),
-        (["--model", "resnet10t", "--out", "here.safetensors"], "a name that ends in .pth"),
+        (["--model", "resnet10t", "--out", "theirs.pth"], "theirs.pth: exists already"),
         (["--model", "resnet10t", "--ema"], "expected weights of an EMA by name"),
         ([], "--model and --weights go together"),
     ],

@@ -35,10 +35,11 @@ def test_resume_auto_does_not_begin_among_other_files(tmp_path: Path) -> None:
         run(a_recipe(CLEAN), out=tmp_path, resume="auto")
 
 
-def test_resume_without_a_word_takes_no_recipe_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", [["--resume"], ["--resume", "yes"], ["--resume", "auto"]])
+def test_resume_takes_its_own_words_and_no_recipe(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--resume", "no.yaml", "--out", str(tmp_path)]) == USER
+    assert main(["train", *words, "no.yaml", "--out", str(tmp_path)]) == USER
     assert "no.yaml" in capsys.readouterr().err
 
 
@@ -73,6 +74,9 @@ class Machine:
         pytest.param(["saved", "well"], 4, [(4, False), (4, "auto")], id="from the checkpoint"),
         pytest.param(["died", "died", "well"], 2, [(4, False), (3, "auto"), (2, "auto")], id="few"),
         pytest.param(["died", "well"], 4, [(4, False), (4, "auto")], id="no fewer"),
+        pytest.param(
+            ["died"] * 3 + ["well"], 1, [(4, False), *((n, "auto") for n in (3, 2, 1))], id="one"
+        ),
     ],
 )
 def test_workers_that_died_are_started_again(
@@ -85,7 +89,7 @@ def test_workers_that_died_are_started_again(
 ) -> None:
     machine = Machine(tmp_path, ends)
     monkeypatch.setattr(runs, "start_workers", machine.start)
-    restarting(a_recipe(CLEAN), Options(out=tmp_path), 4, restarts=2, least=least)
+    restarting(a_recipe(CLEAN), Options(out=tmp_path), 4, restarts=3, least=least)
     assert machine.started == started
     assert "worker 1 exited without reporting: killed by SIGKILL" in capsys.readouterr().err
 

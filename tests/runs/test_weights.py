@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from largebatch.errors import CheckpointError
 from largebatch.models import zoo
-from largebatch.runs.weights import check_format, read_weights
+from largebatch.runs.weights import check_new, read_weights
 
 State = dict[str, Tensor]
 
@@ -294,17 +294,25 @@ def _saved(folder: Path) -> str:
     return "bare.pth"
 
 
-def test_a_result_has_the_format_it_came_in_and_replaces_nothing(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs.pth"
-    theirs.touch()
-    for out, message in {
-        "ours.safetensors": "keep their format: give a name that ends in .pth",
-        "theirs.pth": "exists already",
-        "nowhere/ours.pth": "there is no folder .*nowhere",
-    }.items():
-        with pytest.raises(CheckpointError, match=message):
-            check_format(theirs, tmp_path / out)
-    check_format(theirs, tmp_path / "ours.pt")
+def test_a_result_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "theirs.pth").touch()
+    for out in ("theirs.pth", "nowhere/ours.pth"):
+        with pytest.raises(CheckpointError, match=out.partition("/")[0]):
+            check_new(tmp_path / out)
+    check_new(tmp_path / "ours.safetensors")
+
+
+def test_the_average_of_a_training_checkpoint_is_written_as_safetensors(tmp_path: Path) -> None:
+    """Tensors that share memory, or are parts of others, too: safetensors takes none of these."""
+    average = state() | {"tied": torch.arange(12.0).view(3, 4).T}
+    average["tied too"] = average["tied"]
+    torch.save({"state_dict_ema": average, "epoch": 3}, tmp_path / "last.pth.tar")
+    read_weights(tmp_path / "last.pth.tar", ema=True).write(tmp_path / "ours.safetensors")
+    torch.testing.assert_close(load_file(tmp_path / "ours.safetensors"), average, rtol=0, atol=0)
+    again = read_weights(tmp_path / "ours.safetensors")
+    assert again.metadata == {"format": "pt"}
+    again.write(tmp_path / "again.pth")
+    torch.testing.assert_close(torch.load(tmp_path / "again.pth"), average, rtol=0, atol=0)
 
 
 def test_values_beyond_the_type_of_the_file_are_refused(tmp_path: Path) -> None:

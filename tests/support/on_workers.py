@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.environment import own_rank
 from largebatch.runs.launch import reporting_errors, start_workers
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def on_workers(function: Callable[..., T], *args: object, workers: int, horovod:
 def be_worker(folder: Path) -> None:
     function, args = pickle.loads((folder / "call").read_bytes())
     result = function(*args)
-    if launched_rank() == 0:
+    if own_rank() == 0:
         (folder / "result").write_bytes(pickle.dumps(result))
 
 

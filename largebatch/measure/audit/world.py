@@ -1,10 +1,9 @@
 """Whether as many workers are connected as the launcher started."""
 
-import os
 import socket
 
 from largebatch import accelerator
-from largebatch.distributed.environment import launched_size, slurm_nodes, slurm_tasks
+from largebatch.distributed.environment import launched_size, number, slurm_nodes, slurm_tasks
 from largebatch.formatting import plural
 from largebatch.measure.audit.findings import Finding, Level
 from largebatch.measure.audit.ranks import Ranks
@@ -46,9 +45,9 @@ def check_world(ranks: Ranks) -> list[Finding]:
 
 def _uneven(hosts: list[str], ranks: Ranks) -> list[Finding]:
     """Return a note if LOCAL_WORLD_SIZE is not the number of workers on a host."""
-    own = os.environ.get("LOCAL_WORLD_SIZE")
     here = hosts.count(hosts[ranks.rank])
-    wrong = [pair for pair in ranks.gather([int(own or here), here]) if pair[0] > pair[1]]
+    own = number("LOCAL_WORLD_SIZE", here)
+    wrong = [pair for pair in ranks.gather([own, here]) if pair[0] > pair[1]]
     if not wrong:
         return []
     text = f"LOCAL_WORLD_SIZE is {wrong[0][0]}, but {plural(wrong[0][1], 'worker')} is on that host"

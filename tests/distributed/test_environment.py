@@ -1,0 +1,94 @@
+"""What the variables of launchers mean: one process, one of several workers, or an error."""
+
+import os
+import sys
+
+import pytest
+import torch
+from fake_horovod import FakeHorovod
+
+from largebatch.cli.main import USER, main
+from largebatch.distributed import connection
+from largebatch.distributed.connection import connect, running_backend
+from largebatch.distributed.environment import join_slurm, launched_rank, launched_size
+from largebatch.errors import BackendError
+
+PAIRS = [
+    ("RANK", "WORLD_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+]
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[int | None, int]:
+    """Return rank and size of a process with these variables, and no others."""
+    monkeypatch.setattr(os, "environ", variables)
+    join_slurm()
+    return launched_rank(), launched_size()
+
+
+@pytest.mark.parametrize(("rank", "size"), PAIRS)
+def test_one_process_is_one_process_whatever_started_it(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found(monkeypatch, **{rank: "0", size: "1"}) == (None, 1)
+    assert connect("auto").name == "serial"
+    assert found(monkeypatch, **{rank: "", size: ""}) == (None, 1)
+    assert found(monkeypatch, **{rank: "1", size: "3"}) == (1, 3)
+    if rank != "RANK":
+        alone = {"RANK": "0", "WORLD_SIZE": "1", rank: "1", size: "3"}
+        assert found(monkeypatch, **alone) == (1, 3)
+    if rank not in {"RANK", "SLURM_PROCID"}:
+        assert found(monkeypatch, RANK="0", **{rank: "1", size: "3"}) == (1, 3)
+
+
+def test_tasks_of_srun_whose_image_sets_a_group_of_one_are_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    step = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    assert found(monkeypatch, **group, **step, SLURM_JOB_ID="", MASTER_ADDR="") == (1, 2)
+    assert os.environ["LOCAL_RANK"] == "1"
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        pytest.param({"RANK": "a"}, "RANK=a", id="no number"),
+        pytest.param({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE=2", id="rank beyond the size"),
+        pytest.param({"PMI_RANK": "-1", "PMI_SIZE": "2"}, "PMI_RANK=-1", id="below 0"),
+        pytest.param({"SLURM_PROCID": "1", "SLURM_NTASKS": "x"}, "SLURM_NTASKS=x", id="srun"),
+    ],
+)
+def test_variables_that_cannot_be_are_named(
+    variables: dict[str, str],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(BackendError, match=named):
+        found(monkeypatch, **variables)
+    assert main(["recipes"]) == USER
+    assert named in capsys.readouterr().err
+
+
+def test_workers_that_no_library_connects_are_told_what_started_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connection, "leave_with", lambda _: None)
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert main(["train", "digits_96", "--workers", "2"]) == USER
+    assert "PMI_SIZE=4" in capsys.readouterr().err
+    with pytest.raises(BackendError, match="PMI_SIZE=4"):
+        running_backend(torch.device("cpu"))
+    for horovod in (None, FakeHorovod()):  # not installed; connects 2
+        monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+        with pytest.raises(BackendError, match="PMI_SIZE=4.*--mpi=none") as caught:
+            connect("auto")
+        assert "--backend" not in str(caught.value)
