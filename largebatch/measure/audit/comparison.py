@@ -147,6 +147,13 @@ def compare_alone(
     return Fit(*torch.stack(rows, 1).cpu().numpy())  # sync: in an audit only
 
 
+def names_of_unequal(fit: Fit, names: Sequence[str], tolerance: float) -> list[str]:
+    """Return the names of the gradients that differ from references by this part or more."""
+    rest = fit.own - 2 * fit.product + fit.exact
+    limit = tolerance**2 * np.maximum(fit.own, 1e-12 * fit.own.sum())
+    return [name for name, bad in zip(names, rest > limit, strict=True) if bad]
+
+
 def _row(own: Tensor, exact: Tensor) -> Tensor:
     used = exact != 0
     return torch.stack(

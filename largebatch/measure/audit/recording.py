@@ -5,10 +5,13 @@ computed in the hook before the update, because the weights change right after i
 optimizers share the parameters, the update is that of all of them in one call of the step.
 """
 
+import inspect
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from largebatch.measure.audit.restoring import random_state
+from largebatch.measure.audit.restoring import generators_of
 from largebatch.models.inputs import logits_of
 from largebatch.models.wrappers import device_of
 
@@ -47,8 +50,8 @@ class Micro:
 class Clip:
     """One call of a function of torch.nn.utils that clips."""
 
-    parameters: frozenset[int]
-    """Identities of the parameters."""
+    lengths: dict[int, float]
+    """Lengths of the gradients before clipping, by the identities of the parameters."""
 
     most: float
     """Maximum norm or value."""
@@ -56,10 +59,8 @@ class Clip:
     norm: float | None
     """Norm before clipping; None for values."""
 
-    @property
-    def factor(self) -> float:
-        """Factor by which clipping multiplied the gradients, as torch computes it."""
-        return 1.0 if self.norm is None else min(1.0, self.most / (self.norm + 1e-6))
+    factor: float
+    """Factor by which clipping multiplied the length of the gradients."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +95,12 @@ class Update:
     repeats_samples: bool
     """True if the model saw more samples than the step was given."""
 
+    held: set[int]
+    """Places of the gradients that were not zero when the first backward pass began."""
+
+    strangers: int
+    """Number of tensors in the optimizers that are not the model's and have no gradient."""
+
 
 @dataclass(slots=True, eq=False)
 class Recorder:
@@ -121,6 +128,13 @@ class Recorder:
     """Largest number of samples that a BatchNorm layer has normalised over; 0 if none. The last
     batch of an epoch may have fewer."""
 
+    sample: Micro | None = None
+    """Last micro-batch of the newest update."""
+
+    elsewhere: list[float] = field(default_factory=list)
+    """Sum of the model's weights at each step of `optimizer` if it has none of them."""
+
+    _held: set[int] = field(default_factory=set)
     _clips: list[Clip] = field(default_factory=list)
     _depth: int = 0
     _steps: int = 0
@@ -190,7 +204,7 @@ class Recorder:
                 args,
                 kwargs,
                 self._labels_of(args, kwargs),
-                random_state(kind),
+                generators_of(model),
                 [buffer.clone() for buffer in model.buffers()],
                 half if torch.is_autocast_enabled(kind.type) else None,
             )
@@ -210,7 +224,14 @@ class Recorder:
             return
         logits, micro = first_logits(output), self.micros[-1]
         if logits is not None and logits.requires_grad:
-            logits.register_hook(lambda grad: setattr(micro, "output_gradient", grad.detach()))
+            logits.register_hook(lambda grad: self._in_backward(micro, grad))
+
+    def _in_backward(self, micro: Micro, gradient: Tensor) -> None:
+        """Keep the gradient of the logits, and see what the update before has left."""
+        if all(it.output_gradient is None for it in self.micros):
+            left = enumerate(it.grad for it in self.parameters)
+            self._held = {place for place, it in left if it is not None and bool(it.any())}
+        micro.output_gradient = gradient.detach()
 
     def _in_norm(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         if layer.training and not self._is_paused and args:
@@ -259,6 +280,9 @@ class Recorder:
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         if not (places := self._places_of(optimizer)):
+            if optimizer is self.optimizer:
+                sums = [float(it.detach().double().sum()) for it in self.parameters]
+                self.elsewhere.append(sum(sums))
             return
         self._depth -= 1
         if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
@@ -266,6 +290,7 @@ class Recorder:
         self._steps += 1
         if self._adds:
             self.updates[-1].clips += self._clips
+            self.updates[-1].strangers += self._strangers_of(optimizer)
         else:
             half = self.sends_float16 or any(it.half == torch.float16 for it in self.micros)
             samples = sum(_samples_in((it.args, it.kwargs)) for it in self._used())
@@ -281,44 +306,45 @@ class Recorder:
                     samples=samples,
                     places=set(places),
                     repeats_samples=samples > self._given > 0,
+                    held=self._held,
+                    strangers=self._strangers_of(optimizer),
                 )
             )
+            self.sample = next(reversed(self._used()), None)
         self._forget()
 
     def _forget(self) -> None:
         self.micros, self._clips, self._scale, self._reference = [], [], 1.0, None
-        self._given = 0
+        self._given, self._held = 0, set()
+
+    def _strangers_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer's tensors without gradient that the model has not."""
+        own = set(map(id, self.model.parameters()))
+        tensors = [it for group in optimizer.param_groups for it in group["params"]]
+        return sum(it.grad is None and id(it) not in own for it in tensors)
 
     @contextmanager
     def _clipping_seen(self) -> Iterator[None]:
         """Replace torch's functions for clipping, under every name that a module gave them."""
+        with ExitStack() as stack:
+            for function in (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
+                stack.enter_context(_replaced_everywhere(function, partial(self._clip, function)))
+            yield  # clip_grad_norm_ calls the first
 
-        def by_norm(
-            parameters: Any,  # noqa: ANN401 -- one tensor or several
-            max_norm: float,
-            total_norm: Tensor,
-            *args: Any,  # noqa: ANN401
-            **words: Any,  # noqa: ANN401
-        ) -> None:
-            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            clip_by_norm(chosen, max_norm, total_norm, *args, **words)
-            self._clip(chosen, float(max_norm), float(total_norm))  # sync: in an audit only
-
-        def by_value(parameters: Any, clip_value: float, *args: Any, **words: Any) -> None:  # noqa: ANN401
-            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            clip_by_value(chosen, clip_value, *args, **words)
-            self._clip(chosen, float(clip_value), None)
-
-        clip_by_norm = nn.utils.clip_grads_with_norm_  # clip_grad_norm_ calls it
-        clip_by_value = nn.utils.clip_grad_value_
-        with (
-            _replaced_everywhere(clip_by_norm, by_norm),
-            _replaced_everywhere(clip_by_value, by_value),
-        ):
-            yield
-
-    def _clip(self, parameters: list[Tensor], most: float, norm: float | None) -> None:
-        self._clips.append(Clip(frozenset(map(id, parameters)), most, norm))
+    def _clip(self, function: Callable[..., object], *args: Any, **words: Any) -> None:  # noqa: ANN401
+        """Clip gradients, and record what that did to them."""
+        given = inspect.signature(function).bind(*args, **words).arguments
+        tensors = given["parameters"]
+        given["parameters"] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        before = _lengths(given["parameters"])
+        function(**given)
+        after, length = _lengths(given["parameters"]), math.hypot(*before.values())
+        most, norm = float([*given.values()][1]), given.get("total_norm")
+        factor = math.hypot(*after.values()) / length if length else 1.0
+        if norm is not None:
+            norm = float(norm)  # sync: in an audit only
+            factor = min(1.0, most / (norm + 1e-6))  # as torch computes it
+        self._clips.append(Clip(before, most, norm, factor))
 
     @contextmanager
     def _scaler_seen(self) -> Iterator[None]:
@@ -335,6 +361,11 @@ class Recorder:
         own_step = torch.amp.GradScaler.step
         with mock.patch.object(torch.amp.GradScaler, "step", step):
             yield
+
+
+def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
+    """Return the lengths of the tensors' gradients, by the tensors' identities."""
+    return {id(it): 0.0 if it.grad is None else float(it.grad.norm()) for it in tensors}
 
 
 def first_logits(output: object) -> Tensor | None:

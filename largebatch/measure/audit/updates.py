@@ -1,22 +1,27 @@
 """The checks of a script's own updates: some are made, recorded and compared."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from largebatch.errors import shorten
 from largebatch.formatting import plural
 from largebatch.measure.audit import norms
-from largebatch.measure.audit.findings import Finding, Level
-from largebatch.measure.audit.gradient import check_gradient
+from largebatch.measure.audit.comparison import compare, compare_alone, names_of_unequal
+from largebatch.measure.audit.findings import Finding, Level, fault
+from largebatch.measure.audit.fingerprint import seed_generators
+from largebatch.measure.audit.gradient import SAME, check_gradient
 from largebatch.measure.audit.randomness import check_dropout
 from largebatch.measure.audit.ranks import Ranks, StoppedError
 from largebatch.measure.audit.rates import check_rates
-from largebatch.measure.audit.recording import Recorder
-from largebatch.measure.audit.reference import reference_of
-from largebatch.measure.audit.replicas import ReplicaCheck
+from largebatch.measure.audit.recording import Micro, Recorder
+from largebatch.measure.audit.reference import Reference, reference_of
+from largebatch.measure.audit.replicas import ReplicaCheck, differences
 from largebatch.measure.audit.restoring import Snapshot, without_iterator
 from largebatch.measure.audit.subject import Subject
 from largebatch.models.inputs import images_of, labels_of, logits_of
@@ -24,6 +29,9 @@ from largebatch.models.wrappers import device_of, evaluation_mode, input_of
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
+
+_SAME_LOSS = 1e-5
+"""Relative difference of the losses of two equal passes, whose sums may be in another order."""
 
 
 def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
@@ -37,7 +45,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     recorder = Recorder(
         subject.inner,
         optimizer,
-        lambda micros: reference_of(micros, subject.inner, subject.loss_fn),
+        lambda micros: reference_of(micros, subject.inner, subject.loss_fn, ranks.size),
         sends_float16=_sends_float16(subject.model),
     )
     updates = _Updates(subject, ranks, recorder)
@@ -58,6 +66,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     found += check_rates(subject, recorder.updates, ranks)
     is_trained = max(before, default=0) > norms.WARM
     try:  # the other findings on these updates stand
+        other = updates.functions()
+        found = [it for it in found if not other or it.check != "gradient direction"] + other
         found += norms.check_statistics(subject.inner, distances, updates.losses)
         found += updates.exactness(subject.inner, "running statistics", is_trained=is_trained)
         if subject.averaged is not None:
@@ -79,6 +89,15 @@ class _Updates:
 
         self.is_plain = True
         """False if the step prepares images before the model takes them."""
+
+        self._is_right = False
+        """True if all updates were compared, and no fault was found."""
+
+        self._places: set[int] = set()
+        """Places of the parameters that optimizers have."""
+
+        self._trained: set[int] = set()
+        """Places of those that got a gradient on this worker."""
 
         self._names = [name for name, it in subject.inner.named_parameters() if it.requires_grad]
 
@@ -135,11 +154,15 @@ class _Updates:
                 )
                 if len(self._recorder.updates) >= self._subject.steps:
                     break
+                if min(self._ranks.gather(len(self._recorder.elsewhere))) > self._subject.steps:
+                    break
         except StoppedError as error:
             stopped = [error.finding()]
         found = _worst(results)
-        if any(it.level == "fault" for it in found):
+        levels = {it.level for it in found}
+        if "fault" in levels:
             stopped = []  # a consequence
+        self._is_right = not stopped and not levels & {"fault", "unknown"}
         return found + (stopped or self._skipped())
 
     def _call(self, batch: Any) -> list[tuple[int, list[Finding]]]:  # noqa: ANN401
@@ -158,13 +181,74 @@ class _Updates:
         if min(counts) < max(counts):
             text = f"workers made {min(counts)} to {max(counts)} updates"
             remedy = "make the update in the same call of `step` on every worker"
-            raise StoppedError("updates", text, remedy)
+            raise StoppedError("updates", text, remedy, figure=float(min(counts)))
         results = []
         for update in recorder.updates[made:]:
             found = check_gradient(update, recorder.parameters, self._names, ranks)
             results.append((max(ranks.gather(micros)), found))
+            if isinstance(update.reference, Reference):
+                got = enumerate(update.reference.total)
+                self._trained |= {place for place, it in got if it is not None}
+            self._places |= update.places
             update.gradients, update.reference = [], None  # frees their memory
         return results
+
+    def functions(self) -> list[Finding]:
+        """Return a fault if workers compute different functions, or a layer is detached.
+
+        All workers compute the gradient of one micro-batch, with equal random numbers, unless
+        something else is wrong.
+        """
+        ranks, model, loss_fn = self._ranks, self._subject.inner, self._subject.loss_fn
+        sample, modes = self._recorder.sample, [it.training for it in model.modules()]
+        own = [self._is_right and sample is not None, modes]
+        everyone = ranks.gather(own)
+        if not own[0] or any(it != own for it in everyone):
+            return []
+        if differences("weights", dict(model.named_parameters()), ranks, when=""):
+            return []
+        micro = sample and _of_worker_0(sample, ranks)
+        if micro is None:
+            return []
+
+        def repeated(number: int) -> Reference:
+            function = partial(reference_of, [micro] * number, model, loss_fn)
+            return ranks.attempt("gradient direction", "the pass on worker 0's batch", function)
+
+        parameters, first = self._recorder.parameters, repeated(1)
+        fit = compare(first.total, first.total, parameters, ranks, divisor=ranks.size)
+        number, unequal = len(parameters), names_of_unequal(fit, self._names, SAME)
+        if unequal:
+            many = repeated(8)  # unequal too: layers with generators of their own, rounding
+            fit = compare_alone(many.last, many.mean, parameters)
+            random = set().union(*ranks.gather(names_of_unequal(fit, self._names, SAME)))
+            names = [it for it in unequal if it not in random]
+            text = "workers compute different functions: for the same batch and weights "
+            text += f"{len(names)} of {number} gradients differ ({shorten(names, most=3)})"
+            remedy = "do the same on every worker in forward and in loss_fn"
+        else:
+            used = {place for place, it in enumerate(first.total) if it is not None}
+            got = set().union(*ranks.gather(sorted(used | self._trained)))
+            places = sorted(self._places - got)
+            some = bool(places) and self._change_loss(places, repeated)
+            names = [self._names[it] for it in places if some and self._change_loss([it], repeated)]
+            text = f"{len(names)} of {number} tensors ({shorten(names, most=3)}) change the loss "
+            text += "and get no gradient: a detach or no_grad is in the forward pass"
+            remedy = "remove it; what is not to be trained is left out of the optimizer"
+        return [fault("gradient direction", text, remedy, float(len(names)))] if names else []
+
+    def _change_loss(self, places: Sequence[int], repeated: Callable[[int], Reference]) -> bool:
+        """Return True if other values of these parameters change the loss on a worker."""
+        changed = [self._recorder.parameters[place] for place in places]
+        before, kept = repeated(1).loss, Snapshot(changed)
+        with torch.no_grad():
+            for it in changed:
+                it.add_(torch.randn_like(it) * (it.abs().mean() + 0.1))
+        try:
+            after = repeated(1).loss
+        finally:
+            kept.restore()
+        return any(self._ranks.gather(abs(after - before) > _SAME_LOSS * abs(before)))
 
     def losses(self) -> list[float]:
         """Return the loss of worker 0's first batch with each worker's running statistics."""
@@ -199,11 +283,46 @@ class _Updates:
     def _skipped(self) -> list[Finding]:
         recorder = self._recorder
         if not recorder.skipped:
-            return [] if recorder.updates else [_no_update(self._subject.steps * _MOST_CALLS)]
+            if recorder.updates:
+                return []
+            if recorder.elsewhere:
+                return [_update_of_others(len(recorder.parameters), recorder.elsewhere)]
+            return [_no_update(self._subject.steps * _MOST_CALLS)]
         text = f"{len(recorder.updates)} updates were made and {recorder.skipped} skipped"
         remedy = "a GradScaler skips some at first; if it goes on, gradients are infinite or NaN"
         figure = float(recorder.skipped)
         return [Finding(check="precision", level="note", text=text, remedy=remedy, figure=figure)]
+
+
+def _of_worker_0(micro: Micro, ranks: Ranks) -> Micro | None:
+    """Return worker 0's micro-batch, for equal random numbers; None if workers have other types."""
+    leaves, spec = tree_flatten((micro.args, micro.kwargs, micro.labels, micro.buffers))
+    places = [place for place, it in enumerate(leaves) if isinstance(it, Tensor)]
+    kinds = ranks.gather([[str(leaves[it].dtype), *leaves[it].shape] for it in places])
+    if any([it[0] for it in own] != [it[0] for it in kinds[0]] for own in kinds):
+        return None
+    for place, (_, *shape) in zip(places, kinds[0], strict=True):
+        own = leaves[place].detach()
+        content = own if ranks.rank == 0 else own.new_empty(shape)
+        sent = content.to(ranks.backend.device, copy=True).reshape(-1).view(torch.uint8)
+        ranks.backend.broadcast(sent)
+        leaves[place] = sent.view(own.dtype).reshape(shape).to(own.device)
+    args, kwargs, labels, buffers = tree_unflatten(leaves, spec)
+    return Micro(args, kwargs, labels, seed_generators, buffers, micro.half)
+
+
+def _update_of_others(number: int, weights: Sequence[float]) -> Finding:
+    """Return the finding on an optimizer that has none of the model's parameters.
+
+    `weights` are sums of the model's weights after each of its steps.
+    """
+    text = f"the optimizer has 0 of {plural(number, 'tensor')} of the model"
+    remedy = "make the optimizer from the parameters of the model that is trained, not of a copy"
+    if len(set(weights)) == 1:
+        text += f", which stays as it is in {plural(len(weights), 'step')}"
+        return fault("updates", text, remedy, 0.0)
+    text += ": what it changes is copied into the model"
+    return Finding(check="updates", level="unknown", text=text, remedy=remedy)
 
 
 def _no_update(calls: int) -> Finding:
