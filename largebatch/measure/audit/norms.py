@@ -81,15 +81,16 @@ def _span(layer: _BatchNorm, samples: int, ranks: Ranks) -> int:
 
 
 def check_momentum(
-    model: nn.Module, before: Sequence[int], updates: int, *, micros: int
+    model: nn.Module, before: Sequence[int], passes: int, *, micros: int
 ) -> list[Finding]:
     """Report how often the running statistics move per update; `before` is from `tracked`.
 
-    `micros` is the number of micro-batches of an update.
+    `micros` is the number of micro-batches of an update, and `passes` that of all, also of updates
+    that were skipped.
     """
-    if not updates or not layers_of(model):
+    if not passes or not layers_of(model):
         return []
-    moved = [(now - then) / updates for now, then in zip(tracked(model), before, strict=True)]
+    moved = [micros * (it - then) / passes for it, then in zip(tracked(model), before, strict=True)]
     most = max(moved, default=0.0)
     momentum = layers_of(model)[0].momentum
     if most <= 1.5 or momentum is None:

@@ -94,6 +94,9 @@ class Update:
     repeats_samples: bool
     """True if the model saw more samples than the step was given."""
 
+    attempt: int
+    """Number of updates before this one, with those that a GradScaler skipped."""
+
 
 @dataclass(slots=True, eq=False)
 class Recorder:
@@ -113,6 +116,9 @@ class Recorder:
     updates: list[Update] = field(default_factory=list)
     micros: list[Micro] = field(default_factory=list)
     """Micro-batches since the last update."""
+
+    passes: int = 0
+    """Number of micro-batches since the start."""
 
     skipped: int = 0
     """Number of updates that a GradScaler skipped."""
@@ -182,6 +188,7 @@ class Recorder:
     ) -> None:
         if self._is_paused or not (model.training and torch.is_grad_enabled()):
             return
+        self.passes += 1
         kind = device_of(model)
         half = torch.get_autocast_dtype(kind.type)
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # may change in place
@@ -281,6 +288,7 @@ class Recorder:
                     samples=samples,
                     places=set(places),
                     repeats_samples=samples > self._given > 0,
+                    attempt=len(self.updates) + self.skipped,
                 )
             )
         self._forget()

@@ -54,7 +54,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     found += replicas.findings(number)
     found += norms.check_span(subject.inner, recorder.norm_samples, ranks)
     micros = max((it.micros for it in recorder.updates), default=1)
-    found += norms.check_momentum(subject.inner, before, number, micros=micros)
+    found += norms.check_momentum(subject.inner, before, recorder.passes, micros=micros)
     found += check_rates(subject, recorder.updates, ranks)
     is_trained = max(before, default=0) > norms.WARM
     try:  # the other findings on these updates stand
