@@ -16,8 +16,8 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.serial import Serial
-from largebatch.errors import BackendError, PeerLostError
-from largebatch.measure.audit.evaluation import check_averaged, check_evaluation
+from largebatch.errors import BackendError, PeerLostError, shorten
+from largebatch.measure.audit.evaluation import check_evaluation
 from largebatch.measure.audit.findings import Finding, Findings
 from largebatch.measure.audit.randomness import check_augmentation
 from largebatch.measure.audit.ranks import Ranks, StoppedError, in_one_line
@@ -40,7 +40,6 @@ CHECKS: tuple[Checker, ...] = (
     check_updates,
     check_samples,
     check_augmentation,
-    check_averaged,
     check_evaluation,
 )
 """The checks, in the order in which they run."""
@@ -140,11 +139,14 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
 
 def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the arguments of `audit`
     """Check what was passed, and add what was left out; raise StoppedError on all workers."""
+    _require_same_arguments(words, ranks)
 
     def check() -> Subject:
         model, loader, step = words["model"], words["loader"], words["step"]
         _require_steps(words["steps"])
         _require_complete(model)
+        if words["averaged"] is not None:
+            local_model(words["averaged"])  # raises ValueError for one that it cannot be found in
         if words["base"] is not None:
             require_base(words["base"])
         if isinstance(loader, Iterator):
@@ -167,6 +169,14 @@ def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the argu
 
     remedy = "correct the arguments of the audit"
     return ranks.attempt("gradient scale", "preparing the audit", check, remedy=remedy)
+
+
+def _require_same_arguments(words: dict[str, Any], ranks: Ranks) -> None:
+    """Raise StoppedError if some workers leave arguments out that others pass."""
+    given = ranks.gather(sorted(name for name, it in words.items() if it is not None))
+    if names := set().union(*given) - set(given[0]).intersection(*given):
+        text = f"only some of the workers pass {shorten(sorted(names))}"
+        raise StoppedError("gradient scale", text, "pass the same arguments on all workers")
 
 
 def _require_steps(steps: Any) -> None:  # noqa: ANN401 -- as the script has it

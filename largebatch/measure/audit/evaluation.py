@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
 from largebatch.distributed.serial import Serial
-from largebatch.errors import shorten
-from largebatch.formatting import percent, plural, three_digits
+from largebatch.formatting import percent, plural
 from largebatch.measure.audit.findings import Finding
-from largebatch.measure.audit.fingerprint import fingerprint
 from largebatch.measure.audit.order import Epoch, around, levels, torch_loader
 from largebatch.measure.audit.ranks import Ranks
+from largebatch.measure.audit.replicas import depends_on_mode
 from largebatch.measure.audit.samples import Readings, count_readings, numbered_epochs
 from largebatch.measure.audit.subject import Subject
 from largebatch.models.wrappers import device_of, local_model
@@ -151,7 +148,7 @@ def _modes(models: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
         if layer.training:
             training.add(layer)
 
-    layers = [layer for model in models for layer in model.modules() if _depends_on_mode(layer)]
+    layers = [layer for model in models for layer in model.modules() if depends_on_mode(layer)]
     hooks = [layer.register_forward_pre_hook(see) for layer in layers]
     try:
         yield training
@@ -160,16 +157,10 @@ def _modes(models: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
             hook.remove()
 
 
-def _depends_on_mode(layer: nn.Module) -> bool:
-    if isinstance(layer, _BatchNorm):
-        return layer.track_running_stats
-    return isinstance(layer, _DropoutNd) and layer.p > 0
-
-
 def _mode(reported: Reported) -> Finding:
     if not reported.training:
         return Finding(check="evaluation mode", level="fine", text="no layer ran in training mode")
-    layers = plural(reported.training, "BatchNorm or dropout layer", "BatchNorm or dropout layers")
+    layers = plural(reported.training, "layer")
     return Finding(
         check="evaluation mode",
         level="fault",
@@ -313,51 +304,3 @@ def _named(name: str, value: float, exact: float) -> Finding:
         remedy="sum hits and samples over batches and workers, then divide",
         figure=off,
     )
-
-
-def _other_names(rank: int, names: Sequence[str]) -> Finding:
-    text = f"the averaged copies of workers 0 and {rank} have tensors of other names: "
-    return Finding(
-        check="averaged weights",
-        level="unknown",
-        text=text + shorten(names, most=2),
-        remedy="average the same model on all workers: the wrapped one, or its module, on each",
-    )
-
-
-def check_averaged(subject: Subject, ranks: Ranks) -> list[Finding]:
-    """Check that the averaged copy, if there is one, has the same weights on all workers.
-
-    Statistics of BatchNorm are not compared here: workers may measure them on different samples.
-    """
-    if subject.averaged is None:
-        return []
-    module = local_model(subject.averaged)
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    skipped = {id(buffer) for layer in norms for buffer in layer.buffers()}
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    own = {
-        name: [fingerprint(tensor), float(tensor.detach().double().norm())]
-        for name, tensor in tensors
-        if id(tensor) not in skipped
-    }
-    everyone = ranks.gather(own)
-    for rank, other in enumerate(everyone):
-        if names := sorted(other.keys() ^ everyone[0].keys()):
-            return [_other_names(rank, names)]
-    different = [name for name in own if any(rank[name][0] != own[name][0] for rank in everyone)]
-    number = plural(len(own), "tensor")
-    if not different:
-        text = f"{number} of the averaged copy are equal on all workers"
-        return [Finding(check="averaged weights", level="fine", text=text)]
-    lengths = [rank[different[0]][1] for rank in everyone]
-    return [
-        Finding(
-            check="averaged weights",
-            level="fault",
-            text=f"{len(different)} of {number} differ between workers, first {different[0]} "
-            f"(lengths {three_digits(min(lengths))} to {three_digits(max(lengths))})",
-            remedy="average on every worker after each update, from weights that all workers share",
-            figure=float(len(different)),
-        )
-    ]

@@ -6,7 +6,8 @@ optimizers share the parameters, the update is that of all of them in one call o
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,12 +111,21 @@ class Recorder:
     sends_float16: bool = False
     """True if gradients are sent in float16, whatever their type."""
 
+    averaged: Sequence[Tensor] = ()
+    """Tensors of the averaged copy of the model."""
+
+    moves: Counter[int] = field(default_factory=Counter)
+    """How often the averaged copy moved between forward passes, by update."""
+
     labels: Any = None
     """Labels of the batch that is given to the step; set before each call."""
 
     updates: list[Update] = field(default_factory=list)
     micros: list[Micro] = field(default_factory=list)
     """Micro-batches since the last update."""
+
+    evaluated: set[str] = field(default_factory=set)
+    """Names of the layers that were in evaluation mode in a forward pass with gradients."""
 
     passes: int = 0
     """Number of micro-batches since the start."""
@@ -140,6 +150,7 @@ class Recorder:
     _given: int = 0
     """Number of labels that the step was given since the last update."""
 
+    _sums: list[str] = field(default_factory=list)
     _scale: float = 1.0
     _rate: float = 0.0
     _reference: object = None
@@ -186,9 +197,13 @@ class Recorder:
     def _before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._is_paused or not (model.training and torch.is_grad_enabled()):
+        if self._is_paused or not torch.is_grad_enabled():
+            return
+        self.evaluated |= {name for name, it in model.named_modules() if not it.training}
+        if not model.training:
             return
         self.passes += 1
+        self._see_average()
         kind = device_of(model)
         half = torch.get_autocast_dtype(kind.type)
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # may change in place
@@ -202,6 +217,12 @@ class Recorder:
                 half if torch.is_autocast_enabled(kind.type) else None,
             )
         )
+
+    def _see_average(self) -> None:
+        """Compare the averaged copy with that at the forward pass before."""
+        sums = [float(it.detach().double().sum()).hex() for it in self.averaged]
+        self.moves[len(self.updates) + self.skipped] += sums != (self._sums or sums)
+        self._sums = sums
 
     def _labels_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Return the labels of a forward pass, which may be on a part of the batch only."""

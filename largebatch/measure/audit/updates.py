@@ -16,7 +16,12 @@ from largebatch.measure.audit.ranks import Ranks, StoppedError
 from largebatch.measure.audit.rates import check_rates
 from largebatch.measure.audit.recording import Recorder
 from largebatch.measure.audit.reference import reference_of
-from largebatch.measure.audit.replicas import ReplicaCheck
+from largebatch.measure.audit.replicas import (
+    ReplicaCheck,
+    averaged_tensors,
+    check_modes,
+    check_moves,
+)
 from largebatch.measure.audit.restoring import Snapshot, without_iterator
 from largebatch.measure.audit.subject import Subject
 from largebatch.models.inputs import images_of, labels_of, logits_of
@@ -30,7 +35,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
     optimizer = _without_wrappers(subject.optimizer)
     are_broadcast = getattr(subject.model, "broadcast_buffers", False)
-    replicas = ReplicaCheck(subject.inner, optimizer, ranks, are_broadcast=are_broadcast)
+    averaged = subject.averaged
+    replicas = ReplicaCheck(subject.inner, optimizer, averaged, ranks, are_broadcast=are_broadcast)
     replicas.compare("at the start")
     distances = [norms.distance_of_statistics(subject.inner, ranks)]
     before = norms.tracked(subject.inner)
@@ -39,6 +45,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         optimizer,
         lambda micros: reference_of(micros, subject.inner, subject.loss_fn),
         sends_float16=_sends_float16(subject.model),
+        averaged=[*averaged_tensors(averaged, subject.inner).values()] if averaged else (),
     )
     updates = _Updates(subject, ranks, recorder)
     updates.read_first()
@@ -52,6 +59,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     replicas.compare(f"after {plural(number, 'update')}")
     distances.append(norms.distance_of_statistics(subject.inner, ranks))
     found += replicas.findings(number)
+    found += check_moves(recorder.moves, ranks)
+    found += check_modes(subject.inner, recorder.evaluated, ranks)
     found += norms.check_span(subject.inner, recorder.norm_samples, ranks)
     micros = max((it.micros for it in recorder.updates), default=1)
     found += norms.check_momentum(subject.inner, before, recorder.passes, micros=micros)
@@ -60,8 +69,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     try:  # the other findings on these updates stand
         found += norms.check_statistics(subject.inner, distances, updates.losses)
         found += updates.exactness(subject.inner, "running statistics", is_trained=is_trained)
-        if subject.averaged is not None:
-            averaged = subject.averaged
+        if averaged is not None:
             found += updates.exactness(averaged, "averaged statistics", is_trained=is_trained)
     except StoppedError as stopped:
         found.append(stopped.finding())

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from largebatch.distributed.serial import Serial
-from largebatch.measure.audit.evaluation import check_averaged, check_evaluation
+from largebatch.measure.audit.evaluation import check_evaluation
 from largebatch.measure.audit.findings import Finding
 from largebatch.measure.audit.ranks import Ranks
 
@@ -123,7 +123,3 @@ def test_an_evaluation_without_its_loader_is_checked_for_its_mode_alone() -> Non
     assert found["evaluation mode"].level == "fine"
     assert found["evaluation mean"].level == "unknown"
     assert "was not compared" in found["evaluation mean"].text
-
-
-def test_no_average_is_no_finding() -> None:
-    assert check_averaged(mock.Mock(averaged=None), RANKS) == []
