@@ -1,15 +1,18 @@
-"""Images and labels of a loader's batch: a tensor, tuple or mapping, on any device; logits."""
+"""Images and labels of a loader's batch; scores of a model's output."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-AnyBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+AnyBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 """Images (N x C x ...); or a tuple or list of images, labels (N) and ignored entries; or a mapping
-with one of the keys below."""
+with one of the keys below, also as the only entry of a list (DALI's iterator for PyTorch). Tensors
+are on any device; NumPy's arrays do as well."""
 
-IMAGE_KEYS = ("image", "images", "pixel_values")
+IMAGE_KEYS = ("image", "images", "pixel_values", "data", "img")
 LABEL_KEYS = ("label", "labels")
 
 
@@ -29,18 +32,65 @@ def logits_of(output: Any) -> Tensor:  # noqa: ANN401 -- of any model
     return logits
 
 
+def scores_of(output: object) -> Tensor:
+    """Return the scores in a model's output: a tensor, alone in a tuple or list, or `logits`.
+
+    Raises ValueError for other outputs: which of several tensors has the scores is not known.
+    """
+    scores = logits_of(output)
+    if isinstance(output, Mapping) and "logits" in output:
+        scores = output["logits"]
+    elif isinstance(output, (tuple, list)) and len(output) == 1:
+        (scores,) = output
+    if not isinstance(scores, Tensor):
+        raise ValueError(  # noqa: TRY004 -- the content is wrong, not its type
+            f"the model returns {_described(output)}; expected the scores alone or as `logits`: "
+            "pass a `forward` that returns them"
+        )
+    return scores
+
+
+def class_numbers(labels: Tensor, scores: Tensor) -> Tensor:
+    """Return labels (N, N x 1 or N x T of any integer type) as int64, N or N x T like the scores.
+
+    Raises ValueError unless they are integers, one for each row of scores for at least 2 classes.
+    Whether the numbers are those of classes is not checked: that would wait for the device.
+    """
+    if labels.shape == (*scores.shape[:-1], 1):
+        labels = labels.squeeze(-1)
+    if labels.is_floating_point() or labels.is_complex():
+        kind = str(labels.dtype).removeprefix("torch.")
+        hint = f"expected integers, got {kind}: of one-hot labels pass labels.argmax(1)"
+    elif labels.shape != scores.shape[:-1]:
+        hint = "expected one class number for each sample"
+    elif scores.shape[-1] < 2:
+        hint = "expected one score for each class, of 2 or more"
+    else:
+        return labels.long()
+    raise ValueError(f"labels are {_sizes(labels)} for scores of {_sizes(scores)}; {hint}")
+
+
+def _sizes(values: Tensor) -> str:
+    return " x ".join(map(str, values.shape))
+
+
 def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:
+    entry: object
+    if isinstance(batch, Sequence) and len(batch) == 1 and isinstance(batch[0], Mapping):
+        (batch,) = batch
     if isinstance(batch, Mapping):
         entry = next((batch[key] for key in keys if key in batch), None)
     elif isinstance(batch, Tensor):
         entry = [batch, None][place]
     else:
         entry = batch[place] if isinstance(batch, Sequence) and len(batch) > place else None
+    if isinstance(entry, np.ndarray):
+        entry = torch.as_tensor(entry)
     if not isinstance(entry, Tensor):
         raise ValueError(  # noqa: TRY004 -- the content of the batch is wrong, not its type
             f"a batch is {_described(batch)}; expected "
             f"{'(images, labels)' if place else 'images, (images, labels)'} or a mapping with a "
-            f"tensor under {' or '.join(keys)}"
+            f"tensor under {' or '.join(keys)}; pass a `forward` for others"
         )
     return entry
 

@@ -61,22 +61,23 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that moves images to the model's device, and to bf16 or fp16 if it is.
+    """Return a function that moves images to the model's device, floating ones in its type.
 
-    PyTorch's layers of bf16 or fp16 weights refuse the float32 that loaders give; images of other
-    types keep theirs. A model is in the type of its convolutions and linear layers, or of its first
-    weights if it has none of these. Images are not converted for layers of several types: which one
-    is the first is not known.
+    PyTorch's layers refuse images of another type than their weights, such as the float32 of
+    loaders in a model of bf16 or float64. A model is in the type of its convolutions and linear
+    layers, or of its first weights if it has none of these. Images are not converted for layers of
+    several types: which one is the first is not known.
     """
     layers = [it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear))]
     weights = [weight for layer in layers for weight in layer.parameters()]
     weights = weights or list(islice(model.parameters(), 1))
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
-    half = dtypes.pop() if dtypes in ({torch.bfloat16}, {torch.float16}) else None
+    own = dtypes.pop() if len(dtypes) == 1 else None
+    own = own if own and own.itemsize > 1 else None  # weights in fp8 take images of other types
     device = device_of(model)
 
     def as_input(images: Tensor) -> Tensor:
-        dtype = half if half and images.dtype == torch.float32 else images.dtype
+        dtype = own if own and images.is_floating_point() else images.dtype
         return images.to(device, dtype, non_blocking=True)
 
     return as_input

@@ -12,7 +12,7 @@ the sum and the squared deviations from its own mean, which can be merged exactl
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
-from largebatch.models.inputs import AnyBatch, images_of, labels_of, logits_of
+from largebatch.models.inputs import class_numbers, images_of, labels_of, scores_of
 from largebatch.models.wrappers import (
     device_of,
     evaluation_mode,
@@ -82,26 +82,31 @@ class Metrics:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    batches: Iterable[AnyBatch],
+    batches: Iterable[Any],
     backend: Backend | None = None,
     *,
     expected: int | None = None,
     each: Callable[[Tensor, Tensor], object] = lambda *_: None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Metrics:
     """Evaluate a model on this worker's batches, together with all other workers.
 
-    A batch is a tuple that begins with images (N x C x ...) and labels (N class numbers), on any
-    device, or a mapping (see `models/inputs.py`). N may differ, and a worker may have no batch.
-    Samples may have several labels each (N x T, with scores N x T x K); then each label counts.
-    Without a `backend`, the workers that torch.distributed or Horovod has connected are used
-    (`running_backend`). The model may be of any kind that `polish` takes, returns logits or an
-    object with `logits`, and is in evaluation mode during the call. `expected` is the number of
-    labels over all workers, if it is known. `each` is called with the logits and labels of every
-    batch.
+    A batch is a tuple that begins with images (N x C x ...) and labels (N class numbers of any
+    integer type), on any device, or a mapping (see `models/inputs.py`). N may differ, and a worker
+    may have no batch. Samples may have several labels each (N x T, with scores N x T x K); then
+    each label counts. Without a `backend`, the workers that torch.distributed or Horovod has
+    connected are used (`running_backend`). The model may be of any kind that `polish` takes,
+    returns scores or an object or mapping with `logits`, and is in evaluation mode during the call.
+    `expected` is the number of labels over all workers, if it is known. `each` is called with the
+    scores and labels of every batch.
 
-    Raises ValueError if the number of labels is not `expected`, if there are no labels, if a batch
-    has another form, if workers have different classes, or if the model is sharded (FSDP1, tensor
-    parallelism). Raises BackendError if workers are not connected.
+    `forward(model, batch)` runs models of several inputs or outputs and takes any batch: it returns
+    the scores, or scores and labels. It gets the batch as it is, and the module inside wrappers.
+
+    Raises ValueError if the number of labels is not `expected`, if there are no labels or some are
+    not class numbers, if a batch or an output has another form, if workers have different classes,
+    or if the model is sharded (FSDP1, tensor parallelism). Raises BackendError if workers are not
+    connected.
     """
     model = local_model(model)
     device = device_of(model)
@@ -111,11 +116,15 @@ def evaluate(
     with unsharded(model), evaluation_mode(model):
         as_input = input_of(model)
         for batch in batches:
-            images = as_input(images_of(batch))
-            labels = labels_of(batch).to(device, non_blocking=True)
-            logits = logits_of(model(images)).to(device)  # the last layers may be elsewhere
-            tally.add(logits, labels)
-            each(logits, labels)
+            output = forward(model, batch) if forward else model(as_input(images_of(batch)))
+            if forward and isinstance(output, tuple) and len(output) == 2:
+                output, labels = output
+            else:
+                labels = labels_of(batch)
+            scores = scores_of(output).to(device)  # the last layers may be elsewhere
+            labels = class_numbers(labels, scores).to(device, non_blocking=True)
+            labels = tally.add(scores, labels)
+            each(scores, labels)
     tally.sum(backend)
     samples = tally.samples
     if expected is not None and samples != expected:
@@ -145,16 +154,20 @@ class _Tally:
         """Table of counts; it has no columns until the first batch gives the number of classes."""
 
         self._several_labels = False
+        self._outside, self._limits = torch.zeros(3, dtype=torch.int64, device=device).split([1, 2])
+        """Number of labels that are not classes; the smallest of these and the largest, or 0."""
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count one batch."""
-        if labels.shape != logits.shape[:-1]:
-            raise ValueError(
-                f"labels are {' x '.join(map(str, labels.shape))} for scores of "
-                f"{' x '.join(map(str, logits.shape))}; expected one class number for each sample"
-            )
+    def add(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Count one batch; return its labels, those that are not classes moved to one."""
         self._several_labels = labels.ndim > 1
-        logits, labels = logits.flatten(0, -2), labels.flatten()
+        within = labels.clamp(0, logits.shape[-1] - 1)
+        outside = labels.where(within != labels, 0).flatten()
+        self._outside = self._outside + outside.count_nonzero()
+        self._limits = torch.stack(torch.cat([self._limits, outside]).aminmax())
+        self._count(logits.flatten(0, -2), within.flatten())
+        return within
+
+    def _count(self, logits: Tensor, labels: Tensor) -> None:
         if not self._table.shape[1]:
             self._table = self._table.new_zeros(6, logits.shape[1])
         best = _best(_at_least_fp32(logits)).eq(labels.unsqueeze(1))
@@ -172,15 +185,22 @@ class _Tally:
     def sum(self, backend: Backend) -> None:
         """Sum the counts over all workers and copy them to the CPU."""
         width = self._table.shape[1]
-        own = [width, width**2, width > 0, self._several_labels]
-        found = torch.tensor(own, dtype=torch.int64, device=backend.device)
+        own = torch.tensor([width, width**2, width > 0, self._several_labels])
+        found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
         backend.all_reduce(found).wait()
-        total, squares, counting, several = found.tolist()  # sync: how wide the table is
+        total, squares, counting, several, outside = found.tolist()  # sync: how wide the table is
         self._several_labels = several > 0
         common = total // max(1, counting)
         if (common * counting, common * total) != (total, squares):  # some differ from their mean
             widths = backend.all_gather(found.new_tensor(width)).tolist()  # sync: for the message
             raise ValueError(f"workers have scores for other classes: {sorted({*widths} - {0})}")
+        if outside:
+            limits = backend.all_gather(self._limits.to(backend.device))
+            such = {limits.min().item(), limits.max().item()} - {0}  # sync: for the message
+            raise ValueError(
+                f"{outside} labels, such as {' and '.join(map(str, such))}, are not class numbers: "
+                f"the model has {common} classes, 0 to {common - 1}; leave unlabelled samples out"
+            )
         if not width:
             self._table = self._table.new_zeros(6, common)
         sums = self._table[:_SQUARES].clone()

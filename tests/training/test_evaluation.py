@@ -1,7 +1,14 @@
+import importlib
+from collections import UserDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from confidence import assert_confident
+from decoding import needs_dali
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 
@@ -67,6 +74,112 @@ def test_fewer_than_five_classes_make_top5_certain() -> None:
     metrics = evaluate(nn.Identity(), [(torch.eye(3), torch.tensor([0, 2, 1]))], CPU)
     assert metrics.top1 == pytest.approx(1 / 3)
     assert metrics.top5 == 1.0
+
+
+class Returns(nn.Module):
+    """A float64 model of two inputs, whose output has a form of its own."""
+
+    def __init__(self, form: Callable[[Tensor], Any] = lambda scores: scores) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(CLASSES, CLASSES, bias=False).double(), form
+        nn.init.eye_(self.linear.weight)
+
+    def forward(self, scores: Tensor, shift: Tensor | None = None) -> Any:  # noqa: ANN401
+        return self.form(self.linear(scores) if shift is None else scores + shift)
+
+
+KINDS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.int64]
+
+
+@pytest.mark.parametrize("as_batch", [
+    *(pytest.param(lambda x, y, kind=kind: (x, y.to(kind)), id=str(kind)) for kind in KINDS),
+    pytest.param(lambda x, y: [{"data": x, "label": y.int()[:, None]}], id="DALI's form"),
+    pytest.param(lambda x, y: (x.numpy(), y.numpy().astype("uint16")), id="NumPy"),
+    pytest.param(lambda x, y: UserDict(pixel_values=x, labels=y), id="Hugging Face's form"),
+    pytest.param(lambda x, y: (x, y, torch.arange(len(y))), id="three entries"),
+])  # fmt: skip
+def test_labels_of_any_integer_type_and_form_count_alike(
+    as_batch: Callable[[Tensor, Tensor], Any],
+) -> None:
+    logits, labels = data()
+    batches = [as_batch(*part) for part in zip(logits.split(5), labels.split(5), strict=True)]
+    assert_same(evaluate(Returns(), batches, CPU))
+
+
+@needs_dali
+@pytest.mark.filterwarnings("ignore:Please set `reader_name`")
+def test_dalis_own_iterator_is_evaluated() -> None:
+    dali: Any = importlib.import_module("nvidia.dali")
+    plugin: Any = importlib.import_module("nvidia.dali.plugin.pytorch")
+
+    def column(values: Tensor) -> Any:  # noqa: ANN401 -- DALI's
+        rows = values.view(SAMPLES, -1).numpy()
+        source = lambda it: rows[it.idx_in_epoch % SAMPLES]  # noqa: E731
+        return dali.fn.external_source(source=source, batch=False)
+
+    def columns() -> tuple[Any, ...]:
+        return column(data()[0]), column(data()[1].int())
+
+    pipeline = dali.pipeline_def(columns, batch_size=5, num_threads=1, device_id=None)()
+    last = plugin.LastBatchPolicy.PARTIAL
+    iterator = plugin.DALIClassificationIterator(pipeline, SAMPLES, last_batch_policy=last)
+    assert_same(evaluate(Returns(), iterator, CPU))
+
+
+@pytest.mark.parametrize("form", [
+    pytest.param(lambda scores: {"loss": scores.sum(), "logits": scores}, id="mapping"),
+    pytest.param(lambda scores: SimpleNamespace(logits=scores), id="attribute"),
+    pytest.param(lambda scores: (scores,), id="tuple of one"),
+])  # fmt: skip
+def test_scores_may_be_in_an_object_mapping_or_tuple(form: Callable[[Tensor], Any]) -> None:
+    assert_same(evaluate(Returns(form), [data()], CPU))
+
+
+def test_a_forward_takes_any_inputs_and_outputs() -> None:
+    logits, labels = data()
+    logits, shift = logits.double(), torch.ones(SAMPLES, 1)
+    batch = {"a": logits - shift, "b": shift, "target": labels.int()}
+    model = Returns(lambda scores: (scores.sum(), scores))
+    assert_same(
+        evaluate(model, [batch], CPU, forward=lambda m, it: (m(it["a"], it["b"])[1], it["target"]))
+    )
+    pair = (logits - shift, labels, shift)
+    assert_same(evaluate(model, [pair], CPU, forward=lambda m, it: m(it[0], it[2])[1]))
+
+
+@pytest.mark.parametrize(("form", "change", "message"), [
+    pytest.param(lambda x: (x, x), lambda y: y, r"a tuple of \(Tensor, Tensor\)", id="two outputs"),
+    pytest.param(lambda x: {"out": x}, lambda y: y, "the keys out", id="other mapping"),
+    pytest.param(lambda x: x, F.one_hot, "labels are 23 x 7 for", id="one-hot"),
+    pytest.param(lambda x: x, lambda y: y.float(), "got float32", id="floating"),
+    pytest.param(lambda x: x, lambda y: y[:-1], "labels are 22 for scores of 23 x 7", id="fewer"),
+    pytest.param(lambda x: x[:, :1], lambda y: y * 0, "scores of 23 x 1", id="one score"),
+    pytest.param(lambda x: x, lambda y: y.where(y > 1, -100), r"\b8 labels.*-100.*7", id="ignored"),
+    pytest.param(lambda x: x, lambda y: y + 1, r"\b3 labels.* 7,", id="from 1"),
+    pytest.param(lambda x: x, lambda y: (y + 255).byte(), r"\b4 labels.* 255,", id="255 in bytes"),
+])  # fmt: skip
+def test_labels_and_outputs_that_cannot_be_counted_are_one_line(
+    form: Callable[[Tensor], Any], change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    logits, labels = data()
+    with pytest.raises(ValueError, match=message) as caught:
+        evaluate(Returns(form), [(logits, change(labels))], CPU)
+    assert "\n" not in str(caught.value)
+
+
+def label_of_one_worker() -> str:
+    from largebatch.distributed.torch_distributed import TorchDistributed
+
+    backend = TorchDistributed()
+    logits, labels = (part[:1] for part in data())
+    with pytest.raises(ValueError, match=r"\b1 labels, such as -100") as caught:
+        evaluate(nn.Identity(), [(logits, labels - 100 * backend.rank)], backend)
+    backend.close()
+    return str(caught.value)
+
+
+def test_a_label_that_is_not_a_class_ends_every_worker() -> None:
+    on_forked_workers(label_of_one_worker, workers=2)
 
 
 def test_a_sample_too_many_or_none_at_all_is_noticed() -> None:
