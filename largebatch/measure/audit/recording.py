@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from largebatch.measure.audit.replicas import weighted_sums
 from largebatch.measure.audit.restoring import random_state
 from largebatch.models.inputs import logits_of
 from largebatch.models.wrappers import device_of
@@ -97,6 +98,12 @@ class Update:
 
     attempt: int
     """Number of updates before this one, with those that a GradScaler skipped."""
+
+    after: list[float] = field(default_factory=list)
+    """`weighted_sums` of the weights right after the update."""
+
+    later: list[float] = field(default_factory=list)
+    """The same when the next forward pass begins."""
 
 
 @dataclass(slots=True, eq=False)
@@ -202,6 +209,8 @@ class Recorder:
         self.evaluated |= {name for name, it in model.named_modules() if not it.training}
         if not model.training:
             return
+        if self.updates and not self.micros:
+            self.updates[-1].later = weighted_sums(self.parameters)
         self.passes += 1
         self._see_average()
         kind = device_of(model)
@@ -312,6 +321,7 @@ class Recorder:
                     attempt=len(self.updates) + self.skipped,
                 )
             )
+        self.updates[-1].after = weighted_sums(self.parameters)
         self._forget()
 
     def _forget(self) -> None:

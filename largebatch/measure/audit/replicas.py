@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FunctionType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -26,6 +27,13 @@ _REMEDIES: dict[Check, str] = {
     "learning rates": "step the same schedule equally often on every worker",
     "averaged weights": "average on every worker after each update, from weights that all share",
 }
+
+_SAME_SUM = 1e-12
+"""Relative difference of sums in float64 of equal weights."""
+
+_AVERAGED = 0.1
+"""Distance of averaged weights from their mean over that of the workers' own: 1 if one worker's
+were sent to two, and small for averages of float32 or bfloat16."""
 
 
 def tensors_of(
@@ -77,12 +85,18 @@ class ReplicaCheck:
         self._are_broadcast = are_broadcast
         self._faults: dict[Check, Finding] = {}
 
-    def compare(self, when: str) -> None:
-        """Compare all tensors; every worker calls this. Only the first difference is kept."""
+    def compare(self, when: str, *, averages: bool = False) -> None:
+        """Compare all tensors; every worker calls this. Only the first difference is kept.
+
+        `averages` is True if the workers average weights, and not gradients.
+        """
         for check, tensors in tensors_of(*self._state).items():
             finding = differences(check, tensors, self._ranks, when=when)
             if finding is not None and check == "buffers" and self._are_broadcast:
                 remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"
+                finding = replace(finding, level="note", remedy=remedy)
+            if finding is not None and averages and check in {"weights", "optimizer state"}:
+                remedy = "nothing in local SGD; save and evaluate the average of all workers"
                 finding = replace(finding, level="note", remedy=remedy)
             if finding is not None and check == "averaged weights" and finding.figure is None:
                 remedy = "average the same on all workers: the wrapped model, or its module"
@@ -122,6 +136,33 @@ def differences(
         f"({shorten(unequal, most=3)}), by up to {three_digits(100 * max(figures))} % of the mean"
     )
     return _fault(check, text, max(figures))
+
+
+def weighted_sums(tensors: Iterable[Tensor]) -> list[float]:
+    """Return a number for each tensor, linear in it: the mean of the workers' is that of its mean.
+
+    The weights differ by place, because gradients of a last layer sum to zero over its classes.
+    """
+    found = []
+    for tensor in tensors:
+        values = tensor.detach().flatten().double()
+        weights = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
+        found.append(float(values @ weights))
+    return found
+
+
+def are_averaged(after: list[float], now: list[float], ranks: Ranks) -> bool | None:
+    """Return True if weights that differed after an update became their mean over the workers.
+
+    `after` are their `weighted_sums` right after the update, `now` those afterwards. None if they
+    did not differ.
+    """
+    every = np.array(ranks.gather([after, now]))
+    mean = every[:, 0].mean(0)
+    spread, rest = (float(np.abs(it - mean).sum(1).max()) for it in every.swapaxes(0, 1))
+    if spread <= _SAME_SUM * float(np.abs(mean).sum()):
+        return None
+    return rest <= _AVERAGED * spread
 
 
 def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:

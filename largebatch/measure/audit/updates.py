@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from largebatch.formatting import plural
 from largebatch.measure.audit import norms
@@ -15,17 +15,22 @@ from largebatch.measure.audit.randomness import check_dropout
 from largebatch.measure.audit.ranks import Ranks, StoppedError
 from largebatch.measure.audit.rates import check_rates
 from largebatch.measure.audit.recording import Recorder
-from largebatch.measure.audit.reference import reference_of
+from largebatch.measure.audit.reference import Gradients, reference_of
 from largebatch.measure.audit.replicas import (
     ReplicaCheck,
+    are_averaged,
     averaged_tensors,
     check_modes,
     check_moves,
+    weighted_sums,
 )
-from largebatch.measure.audit.restoring import Snapshot, without_iterator
+from largebatch.measure.audit.restoring import Snapshot, objects_of, without_iterator
 from largebatch.measure.audit.subject import Subject
 from largebatch.models.inputs import images_of, labels_of, logits_of
 from largebatch.models.wrappers import device_of, evaluation_mode, input_of
+
+_AVERAGERS = {"ModelAverager", "PostLocalSGDOptimizer"}
+"""Classes of torch that average weights, perhaps less often than the audit makes updates."""
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
@@ -56,7 +61,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     number = min(counts)
     if number < max(counts):  # the step failed on some workers, after which they are not equal
         return found + replicas.findings(0)
-    replicas.compare(f"after {plural(number, 'update')}")
+    averages = updates.is_local or True in updates.averaged
+    replicas.compare(f"after {plural(number, 'update')}", averages=averages)
     distances.append(norms.distance_of_statistics(subject.inner, ranks))
     found += replicas.findings(number)
     found += check_moves(recorder.moves, ranks)
@@ -84,6 +90,12 @@ class _Updates:
         self._stream = _endless(subject.loader)
         self._batches: list[Any] = []
         """The first batches of this worker."""
+
+        self.averaged: list[bool | None] = []
+        """Whether workers averaged their weights after each update, see `are_averaged`."""
+
+        self.is_local = False
+        """True if weights are averaged, but not so that this equals one process's updates."""
 
         self.is_plain = True
         """False if the step prepares images before the model takes them."""
@@ -145,7 +157,13 @@ class _Updates:
                     break
         except StoppedError as error:
             stopped = [error.finding()]
+        if True in self.averaged:  # of an update with rate 0 it cannot be seen
+            seen = zip(results, self.averaged, strict=False)
+            results = [it for it, averaged in seen if averaged is not None]
         found = _worst(results)
+        self.is_local = self._are_local()
+        if self.is_local:
+            found = [it for it in found if not it.check.startswith("gradient")] + [_local()]
         if any(it.level == "fault" for it in found):
             stopped = []  # a consequence
         return found + (stopped or self._skipped())
@@ -169,10 +187,31 @@ class _Updates:
             raise StoppedError("updates", text, remedy)
         results = []
         for update in recorder.updates[made:]:
+            now = weighted_sums(recorder.parameters)
+            self.averaged.append(are_averaged(update.after, now, ranks))
+            if self.averaged[-1] and _is_linear(recorder.optimizer):
+                update.gradients = self._mean_over_workers(update.gradients)
             found = check_gradient(update, recorder.parameters, self._names, ranks)
             results.append((max(ranks.gather(micros)), found))
             update.gradients, update.reference = [], None  # frees their memory
         return results
+
+    def _mean_over_workers(self, gradients: Gradients) -> Gradients:
+        pairs = zip(gradients, self._recorder.parameters, strict=True)
+        filled = (torch.zeros_like(own) if it is None else it.to_dense() for it, own in pairs)
+        return [(self._ranks.sum(it) / self._ranks.size).to(it.dtype) for it in filled]
+
+    def _are_local(self) -> bool:
+        """Return True if workers average their weights, and no process alone could do the same."""
+        ranks, optimizer = self._ranks, self._recorder.optimizer
+        updates = self._recorder.updates[: max(0, len(self.averaged) - 1)]
+        later = [are_averaged(it.after, it.later or it.after, ranks) for it in updates]
+        kinds = {
+            kind.__name__ for it in objects_of(self._subject.step) for kind in type(it).__mro__
+        }
+        if False not in self.averaged:
+            return True in self.averaged and not isinstance(optimizer, SGD)
+        return any(self.averaged + later) or "ModelAverager" in kinds
 
     def losses(self) -> list[float]:
         """Return the loss of worker 0's first batch with each worker's running statistics."""
@@ -212,6 +251,21 @@ class _Updates:
         remedy = "a GradScaler skips some at first; if it goes on, gradients are infinite or NaN"
         figure = float(recorder.skipped)
         return [Finding(check="precision", level="note", text=text, remedy=remedy, figure=figure)]
+
+
+def _is_linear(optimizer: Optimizer) -> bool:
+    """Return True if a mean of updated weights is the update by the mean of the gradients."""
+    return isinstance(getattr(optimizer, "optim", optimizer), SGD)
+
+
+def _local() -> Finding:
+    return Finding(
+        check="gradient direction",
+        level="unknown",
+        text="workers make updates of their own and average their weights, at times or with an "
+        "optimizer that is not linear in the gradients: local SGD was not compared",
+        remedy="nothing if this is meant; averages after every update of SGD are compared",
+    )
 
 
 def _no_update(calls: int) -> Finding:
