@@ -59,6 +59,17 @@ def apart(place: int, batch: int = 8, *, count: int = 4) -> list[tuple[Tensor, T
     return batches
 
 
+def alternating() -> list[tuple[Tensor, Tensor]]:
+    """Return batches of the halves of the features in turn, in another order on each worker.
+
+    Gradients of two that follow each other are orthogonal, and the same on all workers.
+    """
+    halves = [batch for pair in zip(apart(0), apart(1), strict=True) for batch in pair]
+    if dist.get_rank():  # the same sums, of other samples in each place
+        halves = [(images.flip(0), labels.flip(0)) for images, labels in halves]
+    return halves
+
+
 def linear() -> nn.Linear:
     """Return a linear classifier of zeros."""
     model = nn.Linear(FEATURES, CLASSES, bias=False)
@@ -73,6 +84,18 @@ def perceptron(*between: nn.Module) -> nn.Sequential:
     """
     between = between or (nn.ReLU(),)
     return nn.Sequential(nn.Linear(FEATURES, 16), *between, nn.Linear(16, CLASSES))
+
+
+class Pair(nn.Module):
+    """Two layers, whose sum is the result."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, images: Tensor) -> Tensor:
+        total: Tensor = self.first(images) + self.second(images)
+        return total
 
 
 def constant_perceptron() -> nn.Sequential:

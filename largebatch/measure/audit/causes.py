@@ -9,6 +9,10 @@ NAMED_SCALE = 0.05
 """Largest relative difference of a scale from the factor that explains it."""
 
 
+_SMALLEST_SCALE = 2**4
+"""Power of two from which on a factor of the loss is a loss scale."""
+
+
 class Cause(NamedTuple):
     """Why a gradient is a multiple of the exact one."""
 
@@ -19,12 +23,19 @@ class Cause(NamedTuple):
 
 
 def causes_of(
-    scale: float, *, loss_scale: float, workers: int, micros: int, batch: float
+    scale: float,
+    *,
+    loss_scale: float,
+    workers: int,
+    micros: int,
+    batch: float,
+    unscaled: float = 1.0,
 ) -> list[Cause]:
     """Return the causes of a wrong scale.
 
     `loss_scale` is the factor of the script's loss to the mean loss of a micro-batch of `batch`
     samples. The rest of the scale is due to the reduction. If it is NaN, it is taken to be right.
+    `unscaled` is the scale that a GradScaler removed.
 
     >>> causes_of(8, loss_scale=1, workers=8, micros=1, batch=32)[0].text
     'gradients are summed over 8 workers, not averaged'
@@ -32,6 +43,10 @@ def causes_of(
     'the losses of 4 micro-batches are added, not averaged'
     """
     summed = 1.0 if math.isnan(loss_scale) else loss_scale * micros
+    factor = summed * unscaled
+    if factor >= _SMALLEST_SCALE and _is(scale, 1 / factor):
+        cause = f"gradients are divided by the loss scale {factor:g} twice"
+        return [Cause(cause, "unscale once: scaler.step does it unless unscale_ was called")]
     rest, causes = scale / summed, []
     if not _is(summed, 1):
         causes.append(_cause_in_loss(summed, micros=micros, batch=batch))
@@ -77,7 +92,7 @@ def _cause_in_loss(factor: float, *, micros: int, batch: float) -> Cause:
     if _is(factor, batch) or _is(factor, batch * micros):
         cause = f"the loss is a sum over {batch:g} samples, not a mean"
         return Cause(cause, 'use reduction="mean", or divide by the samples of all workers')
-    if factor >= 2**4 and _is(math.log2(factor), round(math.log2(factor)), 1e-6):
+    if factor >= _SMALLEST_SCALE and _is(math.log2(factor), round(math.log2(factor)), 1e-6):
         cause = f"the gradient still has the loss scale {factor:g}"
         remedy = "call scaler.step(optimizer), or scaler.unscale_(optimizer) before the update"
         return Cause(cause, remedy)

@@ -147,6 +147,16 @@ def compare_alone(
     return Fit(*torch.stack(rows, 1).cpu().numpy())  # sync: in an audit only
 
 
+def names_of_unequal(fit: Fit, names: Sequence[str], tolerance: float) -> list[str]:
+    """Return the names of the gradients that differ from their references by more than this part.
+
+    If the references are the workers' mean, these are the gradients that workers do not share.
+    """
+    rest = fit.own - 2 * fit.product + fit.exact
+    limit = tolerance**2 * np.maximum(fit.own, 1e-12 * fit.own.sum())
+    return [name for name, bad in zip(names, rest > limit, strict=True) if bad]
+
+
 def _row(own: Tensor, exact: Tensor) -> Tensor:
     used = exact != 0
     return torch.stack(

@@ -37,13 +37,18 @@ def _content(leaf: object) -> bytes:
     return repr(leaf).encode()
 
 
+def seed_generators() -> None:
+    """Seed Python's, NumPy's and torch's generators with 0."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
 @contextmanager
 def same_generators() -> Iterator[None]:
     """Seed Python's, NumPy's and torch's generators with 0 in this block, and restore them."""
     restores = global_states()
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(0)
+    seed_generators()
     try:
         yield
     finally:

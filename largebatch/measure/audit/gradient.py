@@ -8,6 +8,7 @@ of unequal means, the last micro-batch, gradients clipped before they are averag
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -16,13 +17,20 @@ from torch import Tensor, nn
 from largebatch.errors import shorten
 from largebatch.formatting import three_digits
 from largebatch.measure.audit.causes import NAMED_SCALE, causes_of, float16_remedy
-from largebatch.measure.audit.comparison import Fit, Shares, compare, compare_alone
+from largebatch.measure.audit.comparison import (
+    Fit,
+    Numbers,
+    Shares,
+    compare,
+    compare_alone,
+    names_of_unequal,
+)
 from largebatch.measure.audit.findings import Check, Finding, Level
 from largebatch.measure.audit.ranks import Ranks
 from largebatch.measure.audit.recording import Update
 from largebatch.measure.audit.reference import Gradients, Reference
 
-_SAME = 0.02
+SAME = 0.02
 """Largest residual of equal directions. Sums in another order leave 1e-6 in float32; bfloat16 has 8
 bits, so rounding gradients or sums once leaves 0.2 %, and several times up to 1 %."""
 
@@ -36,6 +44,9 @@ _EXPLAINED = 0.1
 _EQUAL = 1e-3
 """Largest relative difference of gradients that workers share. All-reduce gives all of them the
 same bits; sums in several orders (a hierarchy, compression) may differ in the last."""
+
+_TINY = 1e-6
+"""Length of a gradient relative to the longest one, below which it may be rounding only."""
 
 _OTHER_LOSS = 0.99
 """Cosine of the gradients of two losses on the logits, below which they are different losses."""
@@ -57,13 +68,43 @@ def check_gradient(
     )
     if not all(ranks.gather(len(update.reference.counts))):
         return [_no_forward_pass(is_inside=update.micros > 0)]
+    found = _check_places(update, names, ranks)
     _leave_out(update, update.reference)
-    return _Comparison(update, update.reference, parameters, names, ranks).findings()
+    return found + _Comparison(update, update.reference, parameters, names, ranks).findings()
+
+
+def _check_places(update: Update, names: Sequence[str], ranks: Ranks) -> list[Finding]:
+    """Return a fault if optimizers have other tensors than the model's, or than other workers'.
+
+    From here on only the tensors that all of them have are compared.
+    """
+    everyone = [set(it) for it in ranks.gather(sorted(update.places))]
+    update.places = set.intersection(*everyone)
+    left_out = {place for place, it in enumerate(update.gradients) if it is not None}
+    some, lost = set.union(*everyone) - update.places, left_out - set.union(*everyone)
+    if some:
+        tensors = [names[place] for place in sorted(some)]
+        text = (
+            f"{len(some)} of {len(names)} tensors are in the optimizers of some workers only "
+            f"({shorten(tensors, most=3)})"
+        )
+        remedy = "give the optimizer of every worker the same parameters"
+    elif update.strangers and lost:
+        tensors = [names[place] for place in sorted(lost)]
+        text = (
+            f"no optimizer has {len(lost)} of {len(names)} tensors ({shorten(tensors, most=3)}), "
+            f"but {update.strangers} that are not the model's and have no gradient"
+        )
+        remedy = "make the optimizer after the last layer is replaced, copied or moved"
+    else:
+        return []
+    return [_fault("updates", text, remedy, float(len(tensors)))]
 
 
 def _leave_out(update: Update, reference: Reference) -> None:
-    """Drop the gradients of parameters that no optimizer of the update has."""
-    for gradients in (update.gradients, reference.total, reference.mean, reference.last):
+    """Drop the gradients of parameters that are not compared."""
+    parts = (reference.total, reference.mean, reference.last, reference.reduced, reference.hooked)
+    for gradients in (update.gradients, *parts):
         for place in set(range(len(gradients))) - update.places:
             gradients[place] = None
 
@@ -110,8 +151,8 @@ class _Comparison:
                 "logits), so the gradient was not compared"
             )
             remedy = "pass the loss that the step computes"
-            other = Finding(check="gradient direction", level="unknown", text=text, remedy=remedy)
-            return [*before, other]
+            unknown = Finding(check="gradient direction", level="unknown", text=text, remedy=remedy)
+            return [*before, unknown]
         exact = self._fit(self.reference.total, self.shares.samples, clipped=True)
         lost = self._underflow(exact)
         unequal = self._unequal()
@@ -120,9 +161,11 @@ class _Comparison:
         found = [*lost, *self._clipping()]
         if any(it.level == "fault" for it in found):
             return found
-        if exact.residual > _SAME:
-            return [*found, self._direction(exact)]
-        return [*found, *self._scale(exact)]
+        other = None if _is_same(exact) else self._left_or_zeroed(exact)
+        other = other or self._by_hooks(exact)
+        if other is None and exact.residual > SAME:
+            other = self._direction(exact)
+        return [*found, *([other] if other else self._scale(exact))]
 
     def _fit(self, parts: Gradients, divisor: float, *, clipped: bool = False) -> Fit:
         transform = self._clip if clipped and self.update.clips else None
@@ -138,10 +181,19 @@ class _Comparison:
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
         """Clip the exact gradient of a parameter as the script clipped its own."""
         for clip in self.update.clips:
-            if id(parameter) not in clip.parameters:
+            if id(parameter) not in clip.lengths:
                 continue
             exact = exact.clamp(-clip.most, clip.most) if clip.norm is None else exact * clip.factor
         return exact
+
+    def _hook(self, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Call a parameter's own hooks with a gradient."""
+        hooks = list((parameter._backward_hooks or {}).values())
+        changed = gradient.reshape(parameter.shape).to(parameter.dtype) if hooks else gradient
+        for hook in hooks:
+            result = hook(changed)
+            changed = changed if result is None else result
+        return changed.flatten().double()
 
     def _not_finite(self) -> list[Finding]:
         """Return a fault if gradients overflowed, with where."""
@@ -192,16 +244,14 @@ class _Comparison:
     def _unequal(self) -> list[Finding]:
         """Return a fault if the workers have different gradients."""
         mean = self._fit(self.update.gradients, self.ranks.size)
-        rest = mean.own - 2 * mean.product + mean.exact
-        limit = _EQUAL**2 * np.maximum(mean.own, 1e-12 * mean.own.sum())
-        unequal = [name for name, bad in zip(self.names, rest > limit, strict=True) if bad]
+        unequal = names_of_unequal(mean, self.names, _EQUAL)
         return [self._not_reduced(unequal)] if unequal else []
 
     def _not_reduced(self, unequal: list[str]) -> Finding:
         exact = self._fit(self.reference.total, self.shares.samples)
         cosine = exact.cosine
         alone = compare_alone(self.update.gradients, self.reference.total, self.parameters)
-        is_own = all(it <= _SAME for it in self.ranks.gather(alone.residual))
+        is_own = all(it <= SAME for it in self.ranks.gather(alone.residual))
         many = f"{len(unequal)} of {len(self.names)} gradients differ between workers"
         what = "every worker uses its own gradient" if is_own else f"{many} ({shorten(unequal)})"
         text = f"{what}: cosine {cosine:.3f} with that of one process"
@@ -214,17 +264,18 @@ class _Comparison:
         return _fault("gradient direction", text, remedy, cosine)
 
     def _clipped_before(self) -> list[Finding]:
-        """Return a fault if workers clipped gradients with different norms."""
-        own = [(it.norm, it.factor) for it in self.update.clips if it.norm is not None]
-        calls = list(zip(*self.ranks.gather(own), strict=False))
-        for call in calls:
-            norms = [norm for norm, _ in call]
-            if max(norms) - min(norms) <= _EQUAL * max(norms):
+        """Return a fault if workers clipped gradients with different norms, or in other ways."""
+        own = [(it.most, it.norm, it.factor) for it in self.update.clips]
+        for call in zip_longest(*self.ranks.gather(own), fillvalue=(math.inf, None, 1.0)):
+            limits, norms, factors = zip(*call, strict=True)
+            if min(factors) == 1:
                 continue
-            if all(factor == 1 for _, factor in call):
+            if max(limits) > (1 + _EQUAL) * min(limits):
+                return [self._clipped_by_some(limits, factors)]
+            if None in norms or max(norms) - min(norms) <= _EQUAL * max(norms):
                 continue
             exact = self._fit(self.reference.total, self.shares.samples)
-            length, most = math.sqrt(exact.exact.sum()), self.update.clips[0].most
+            length, most = math.sqrt(exact.exact.sum()), limits[0]
             ratio = math.sqrt(exact.own.sum()) / (length * min(1.0, most / (length + 1e-6)))
             text = (
                 f"each worker clips its own gradient before they are averaged (norms "
@@ -235,62 +286,177 @@ class _Comparison:
             return [_fault("clipping", text, remedy, ratio)]
         return []
 
+    def _clipped_by_some(self, limits: Sequence[float], factors: Sequence[float]) -> Finding:
+        number = sum(it < math.inf for it in limits)
+        ratio = min(factors) / max(factors)
+        text = (
+            f"{number} of {self.ranks.size} workers clip gradients" * (number < self.ranks.size)
+            or f"workers clip gradients to {min(limits):g} .. {max(limits):g}"
+        ) + f": some are {three_digits(ratio)} times as long as those of other workers"
+        return _fault("clipping", text, "clip on every worker, with the same maximum", ratio)
+
     def _clipping(self) -> list[Finding]:
         """Return whether gradients were unscaled before they were clipped."""
-        clips = [it for it in self.update.clips if it.norm is not None]
-        clip = clips[0] if clips else None
-        if clip is None or clip.norm is None:
+        clips = self.update.clips
+        clip = next((it for it in clips if it.norm is not None), clips[0] if clips else None)
+        if clip is None:
             return []
-        times = sum(it.parameters == clip.parameters for it in clips)
+        times = sum(it.lengths.keys() == clip.lengths.keys() for it in clips)
         if 1 < times == self.shares.micros and any(it.factor < 1 for it in clips):
             text = f"gradients are clipped {times} times, in each of the micro-batches of an update"
-            remedy = "call clip_grad_norm_ once, when the gradients of all of them are summed"
+            remedy = "clip once, when the gradients of all of them are summed"
             return [_fault("clipping", text, remedy, float(times))]
         whole = self._fit(self.reference.total, self.shares.samples)
-        norm = math.sqrt(whole.exact.sum())
-        ratio, scale = clip.norm / norm if norm else math.nan, self.update.loss_scale
-        if scale > 2 and abs(ratio / scale - 1) < NAMED_SCALE and clip.factor < 1:
-            text = (
-                f"gradients are clipped while they are {scale:g} times too large, the loss scale: "
-                f"norm {three_digits(clip.norm)}, maximum {clip.most:g}"
-            )
-            remedy = "call scaler.unscale_(optimizer) before clip_grad_norm_"
+        scaled = self.ranks.gather(self._clipped_with_scale(np.sqrt(whole.exact)))[0]
+        if scaled is not None:
+            text, ratio = scaled
+            remedy = "call scaler.unscale_(optimizer) before clipping, for each optimizer"
             return [_fault("clipping", text, remedy, ratio)]
+        if clip.norm is None:
+            return []
         text = f"norm {three_digits(clip.norm)}, maximum {clip.most:g}, equal on all workers"
         return [Finding(check="clipping", level="fine", text=text, figure=clip.norm)]
+
+    def _clipped_with_scale(self, exact: Numbers) -> tuple[str, float] | None:
+        """Describe gradients that were clipped with their loss scale, and how long all were.
+
+        `exact` are the lengths of the exact gradients.
+        """
+        scale, numbers = (
+            self.update.loss_scale,
+            {id(it): at for at, it in enumerate(self.parameters)},
+        )
+        clipped: set[int] = set()
+        for clip in self.update.clips:
+            lengths = {numbers[it]: length for it, length in clip.lengths.items() if it in numbers}
+            first = [at for at in lengths if at not in clipped and exact[at] > _TINY * exact.max()]
+            clipped |= lengths.keys()
+            wrong = [at for at in first if abs(lengths[at] / exact[at] / scale - 1) < NAMED_SCALE]
+            if scale > 2 and wrong and clip.factor < 1:
+                ratio = math.hypot(*(lengths[at] for at in first)) / math.hypot(*exact[first])
+                names = shorten([self.names[at] for at in wrong], most=3)
+                text = (
+                    f"{len(wrong)} of {len(first)} gradients ({names}) are clipped while they are "
+                    f"{scale:g} times too large, the loss scale: all together "
+                    f"{three_digits(ratio)} times as long, maximum {clip.most:g}"
+                )
+                return text, ratio
+        return None
+
+    def _left_or_zeroed(self, exact: Fit) -> Finding | None:
+        """Return a fault if `zero_grad` was called too late, too early or never."""
+        if exact.exact.any() and not exact.own.any():
+            text = "the gradients are zero at the update: zero_grad comes between it and backward"
+            remedy = "call zero_grad after the update, or before backward"
+            if math.isnan(self.shares.loss_scale):
+                text = "the gradients are zero at the update: no backward pass was seen before it"
+                remedy = "call backward before the update"
+            return _fault("gradient scale", text, remedy, 0.0)
+        everyone = self.ranks.gather(sorted(self.update.held & self.update.places))
+        held = sorted(set().union(*everyone))
+        if not held:
+            return None
+        names = shorten([self.names[place] for place in held], most=3)
+        text = (
+            f"{len(held)} of {len(self.names)} gradients ({names}) still have those of the update "
+            f"before: {_likeness(exact)}"
+        )
+        remedy = "call zero_grad once per update, for all parameters"
+        if exact.residual > SAME:
+            return _fault("gradient direction", text, remedy, exact.cosine)
+        return _fault("gradient scale", text, remedy, exact.scale)
+
+    def _by_hooks(self, exact: Fit) -> Finding | None:
+        """Return what hooks change, if that explains the gradient: a note if it may be meant."""
+        if _is_same(exact) or not any(self.ranks.gather(self.reference.has_hooks)):
+            return None
+        part, samples = self.reference.hooked, self.shares.samples
+        one = compare(
+            self.update.gradients,
+            part,
+            self.parameters,
+            self.ranks,
+            divisor=samples,
+            transform=lambda it, at: self._clip(self._hook(it, at), at),
+        )
+        if not _is_same(one):
+            own = [
+                None if it is None else self._hook(it * (self.ranks.size / samples), at)
+                for it, at in zip(part, self.parameters, strict=True)
+            ]
+            if not _is_same(self._fit(own, self.ranks.size, clipped=True)):
+                return None
+            text = (
+                f"hooks change each worker's own gradient, and not as they would change the mean: "
+                f"{_likeness(exact)}"
+            )
+            remedy = "change gradients after they are averaged, on all workers alike"
+            return _fault("gradient direction", text, remedy, exact.cosine)
+        if exact.residual <= SAME:
+            text = f"hooks multiply all gradients by {three_digits(exact.scale)}"
+            remedy = "remove these hooks: DistributedDataParallel averages, the rate scales"
+            return _fault("gradient scale", text, remedy, exact.scale)
+        some = self._of_some_tensors(exact)
+        if (
+            some is not None
+            and some.figure
+            and abs(some.figure / self.ranks.size - 1) < _SAME_SCALE
+        ):
+            return some
+        names = names_of_unequal(exact, self.names, SAME)
+        return Finding(
+            check="gradient direction",
+            level="note",
+            text=f"hooks change {len(names)} of {len(self.names)} gradients "
+            f"({shorten(names, most=3)}): cosine {exact.cosine:.3f} with those without hooks",
+            remedy="nothing if that is meant: one process with these hooks computes the same",
+            figure=exact.cosine,
+        )
 
     def _direction(self, exact: Fit) -> Finding:
         """Name what was computed instead of the exact gradient."""
         shares, limit = self.shares, max(_EXPLAINED * exact.residual, 1e-4)
         cosine = exact.cosine
+        if any(self.ranks.gather(self.reference.draws_again)):
+            text = (
+                "the backward pass recomputes layers with other random numbers than their forward "
+                f"pass: {_likeness(exact)}"
+            )
+            remedy = "call checkpoint with preserve_rng_state=True, its default"
+            return _fault("gradient direction", text, remedy, cosine)
         if not shares.are_equal:
             mean = self._fit(self.reference.mean, self.ranks.size, clipped=True)
             if mean.residual <= limit:
                 return self._mean_of_means(cosine)
-        if shares.micros > 1:
-            last = self._fit(self.reference.last, self.ranks.size, clipped=True)
-            if last.residual <= limit:
-                text = (
-                    f"only the last of {shares.micros} micro-batches counts: cosine {cosine:.3f} "
-                    "with the gradient of all"
-                )
-                remedy = "call zero_grad once per update, not per micro-batch"
-                return _fault("gradient direction", text, remedy, cosine)
+        if shares.micros > 1 and (cause := self._of_micros(limit)):
+            return _fault("gradient direction", f"{cause[0]}: {_likeness(exact)}", cause[1], cosine)
         if other := self._values_clipped_before(limit) or self._of_some_tensors(exact):
             return other
         worst = sorted(zip(exact.residuals(), self.names, strict=False), reverse=True)
-        names = [name for residual, name in worst if residual > _SAME]
+        names = [name for residual, name in worst if residual > SAME]
         text = (
             f"{_likeness(exact)}, equal on all workers, most in "
             f"{shorten(names, most=3)}: a fault, a term of the loss that loss_fn has not (weights, "
             "a second head), or a step that changes weights or gradients (SAM)"
         )
         remedy = "for the audit leave such terms out of the step; what then remains is a fault"
-        if ((exact.exact == 0) & (exact.own > 0)).any():
-            remedy += "; checkpoint(use_reentrant=True) cannot be repeated: pass False"
         return Finding(
             check="gradient direction", level="unknown", text=text, remedy=remedy, figure=cosine
         )
+
+    def _of_micros(self, limit: float) -> tuple[str, str] | None:
+        """Return why micro-batches of an update do not count alike, and the remedy."""
+        number, size = self.shares.micros, self.ranks.size
+        if self._fit(self.reference.last, size, clipped=True).residual <= limit:
+            text = f"only the last of {number} micro-batches counts"
+            return text, "call zero_grad once per update, not per micro-batch"
+        if self._fit(self.reference.reduced, size, clipped=True).residual <= limit:
+            text = (
+                f"gradients are summed over {size} workers after each of {number} micro-batches, "
+                f"so that a micro-batch counts {size} times as often as the next one"
+            )
+            return text, "sum gradients over workers once per update, after the last micro-batch"
+        return None
 
     def _values_clipped_before(self, limit: float) -> Finding | None:
         """Return a fault if workers clipped values before they were averaged."""
@@ -298,7 +464,7 @@ class _Comparison:
         if not all(self.ranks.gather(clip is not None)) or clip is None:
             return None
         own: Gradients = [
-            it.clamp(-clip.most, clip.most) if it is not None and id(at) in clip.parameters else it
+            it.clamp(-clip.most, clip.most) if it is not None and id(at) in clip.lengths else it
             for it, at in zip(self.reference.mean, self.parameters, strict=True)
         ]
         fit = self._fit(own, self.ranks.size)
@@ -315,20 +481,21 @@ class _Comparison:
         used, size = exact.exact > 0, self.ranks.size
         factors = exact.product[used] / exact.exact[used]
         rest = np.abs(exact.own[used] - factors**2 * exact.exact[used])
-        known = [np.abs(factors / it - 1) <= _SAME_SCALE for it in (1.0, size, 1 / size)]
-        parallel = rest <= _SAME**2 * exact.own[used]
-        if not (parallel & np.any(known, 0)).all() or not known[0].any() or known[0].all():
+        named = {1.0, size, 1 / size, self.update.loss_scale, 1 / self.update.loss_scale}
+        known = [np.abs(factors / it - 1) <= _SAME_SCALE for it in sorted(named)]
+        right = known[sorted(named).index(1)]
+        parallel = rest <= SAME**2 * exact.own[used]
+        if not (parallel & np.any(known, 0)).all() or not right.any() or right.all():
             return None
         names = [name for name, it in zip(self.names, used, strict=True) if it]
-        wrong = [name for name, right in zip(names, known[0], strict=True) if not right]
-        factor = float(factors[~known[0]][0])
+        wrong = [name for name, it in zip(names, right, strict=True) if not it]
+        factor = float(factors[~right][0])
         text = (
             f"{len(wrong)} of {len(names)} gradients are {three_digits(factor)} times those of one "
             f"process ({shorten(wrong, most=3)}), the others are right"
         )
-        return _fault(
-            "gradient direction", text, "divide every gradient by the workers once", factor
-        )
+        remedy = "divide every gradient by the workers once, and by the loss scale once"
+        return _fault("gradient direction", text, remedy, factor)
 
     def _mean_of_means(self, cosine: float) -> Finding:
         """Return a fault, or a note if only class weights differ, as in most scripts with them."""
@@ -371,6 +538,7 @@ class _Comparison:
             loss_scale=shares.loss_scale,
             workers=self.ranks.size,
             micros=shares.micros,
+            unscaled=self.update.loss_scale,
             batch=shares.samples / sum(map(len, shares.counts)),
         )
         why = " and ".join(it.text for it in causes) or "no factor of the script explains it"
@@ -384,6 +552,10 @@ class _Comparison:
         return [
             Finding(check="gradient scale", level=level, text=text, remedy=remedy, figure=scale)
         ]
+
+
+def _is_same(fit: Fit) -> bool:
+    return fit.residual <= SAME and abs(fit.scale - 1) <= _SAME_SCALE
 
 
 def _likeness(exact: Fit) -> str:

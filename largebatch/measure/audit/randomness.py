@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from largebatch import accelerator
 from largebatch.distributed.agreement import have_same_bytes
 from largebatch.formatting import plural
 from largebatch.measure.audit.findings import Finding
 from largebatch.measure.audit.fingerprint import fingerprint
 from largebatch.measure.audit.order import torch_loader, unchanged
 from largebatch.measure.audit.ranks import Ranks
-from largebatch.measure.audit.restoring import Snapshot, random_state
+from largebatch.measure.audit.restoring import Snapshot, generator_state, generators_of
 from largebatch.measure.audit.subject import Subject
 from largebatch.models.inputs import AnyBatch, images_of
 from largebatch.models.wrappers import device_of, input_of, local_model, mode
@@ -131,7 +130,7 @@ def check_dropout(model: nn.Module, batch: AnyBatch, ranks: Ranks) -> list[Findi
     """
     module = local_model(model)
     device = device_of(module)
-    before, restore_random = _generator(device), random_state(device)
+    before, restore_random = generator_state(device), generators_of(module)
     buffers = Snapshot(module.buffers())
 
     def forward() -> None:
@@ -140,7 +139,7 @@ def check_dropout(model: nn.Module, batch: AnyBatch, ranks: Ranks) -> list[Findi
 
     try:
         ranks.attempt("dropout", "a forward pass", forward)
-        draws = not torch.equal(before, _generator(device))
+        draws = not torch.equal(before, generator_state(device))
     finally:
         buffers.restore()
         restore_random()
@@ -162,10 +161,3 @@ def check_dropout(model: nn.Module, batch: AnyBatch, ranks: Ranks) -> list[Findi
             figure=float(number),
         )
     ]
-
-
-def _generator(device: torch.device) -> Tensor:
-    """Return the state of the generator of a device."""
-    place: Any = torch.get_device_module(device) if accelerator.is_remote(device) else torch
-    state: Tensor = place.get_rng_state()
-    return state

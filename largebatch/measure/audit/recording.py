@@ -5,9 +5,10 @@ computed in the hook before the update, because the weights change right after i
 optimizers share the parameters, the update is that of all of them in one call of the step.
 """
 
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from largebatch.measure.audit.replicas import weighted_sums
-from largebatch.measure.audit.restoring import random_state
+from largebatch.measure.audit.restoring import generators_of
 from largebatch.models.inputs import logits_of
 from largebatch.models.wrappers import device_of
 
@@ -49,8 +50,8 @@ class Micro:
 class Clip:
     """One call of a function of torch.nn.utils that clips."""
 
-    parameters: frozenset[int]
-    """Identities of the parameters."""
+    lengths: dict[int, float]
+    """Lengths of the gradients before clipping, by the identities of the parameters."""
 
     most: float
     """Maximum norm or value."""
@@ -58,10 +59,8 @@ class Clip:
     norm: float | None
     """Norm before clipping; None for values."""
 
-    @property
-    def factor(self) -> float:
-        """Factor by which clipping multiplied the gradients, as torch computes it."""
-        return 1.0 if self.norm is None else min(1.0, self.most / (self.norm + 1e-6))
+    factor: float
+    """Factor by which clipping multiplied the length of the gradients."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +94,12 @@ class Update:
 
     repeats_samples: bool
     """True if the model saw more samples than the step was given."""
+
+    held: set[int]
+    """Places of the gradients that were not zero when the first backward pass began."""
+
+    strangers: int
+    """Number of tensors in the optimizers that are not the model's and have no gradient."""
 
     attempt: int
     """Number of updates before this one, with those that a GradScaler skipped."""
@@ -144,6 +149,13 @@ class Recorder:
     """Largest number of samples that a BatchNorm layer has normalised over; 0 if none. The last
     batch of an epoch may have fewer."""
 
+    sample: Micro | None = None
+    """Last micro-batch of the newest update."""
+
+    elsewhere: list[float] = field(default_factory=list)
+    """Sum of the model's weights at each step of `optimizer` if it has none of them."""
+
+    _held: set[int] = field(default_factory=set)
     _clips: list[Clip] = field(default_factory=list)
     _depth: int = 0
     _steps: int = 0
@@ -221,7 +233,7 @@ class Recorder:
                 args,
                 kwargs,
                 self._labels_of(args, kwargs),
-                random_state(kind),
+                generators_of(model),
                 [buffer.clone() for buffer in model.buffers()],
                 half if torch.is_autocast_enabled(kind.type) else None,
             )
@@ -247,7 +259,14 @@ class Recorder:
             return
         logits, micro = first_logits(output), self.micros[-1]
         if logits is not None and logits.requires_grad:
-            logits.register_hook(lambda grad: setattr(micro, "output_gradient", grad.detach()))
+            logits.register_hook(lambda grad: self._in_backward(micro, grad))
+
+    def _in_backward(self, micro: Micro, gradient: Tensor) -> None:
+        """Keep the gradient of the logits, and see what the update before has left."""
+        if all(it.output_gradient is None for it in self.micros):
+            left = enumerate(it.grad for it in self.parameters)
+            self._held = {place for place, it in left if it is not None and bool(it.any())}
+        micro.output_gradient = gradient.detach()
 
     def _in_norm(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         if layer.training and not self._is_paused and args:
@@ -296,6 +315,9 @@ class Recorder:
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         if not (places := self._places_of(optimizer)):
+            if optimizer is self.optimizer:
+                sums = [float(it.detach().double().sum()) for it in self.parameters]
+                self.elsewhere.append(sum(sums))
             return
         self._depth -= 1
         if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
@@ -303,6 +325,7 @@ class Recorder:
         self._steps += 1
         if self._adds:
             self.updates[-1].clips += self._clips
+            self.updates[-1].strangers += self._strangers_of(optimizer)
         else:
             half = self.sends_float16 or any(it.half == torch.float16 for it in self.micros)
             samples = sum(_samples_in((it.args, it.kwargs)) for it in self._used())
@@ -318,15 +341,24 @@ class Recorder:
                     samples=samples,
                     places=set(places),
                     repeats_samples=samples > self._given > 0,
+                    held=self._held,
+                    strangers=self._strangers_of(optimizer),
                     attempt=len(self.updates) + self.skipped,
                 )
             )
+            self.sample = next(reversed(self._used()), None)
         self.updates[-1].after = weighted_sums(self.parameters)
         self._forget()
 
     def _forget(self) -> None:
         self.micros, self._clips, self._scale, self._reference = [], [], 1.0, None
-        self._given = 0
+        self._given, self._held = 0, set()
+
+    def _strangers_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer's tensors without gradient that the model has not."""
+        own = set(map(id, self.model.parameters()))
+        tensors = [it for group in optimizer.param_groups for it in group["params"]]
+        return sum(it.grad is None and id(it) not in own for it in tensors)
 
     @contextmanager
     def _clipping_seen(self) -> Iterator[None]:
@@ -339,14 +371,20 @@ class Recorder:
             *args: Any,  # noqa: ANN401
             **words: Any,  # noqa: ANN401
         ) -> None:
-            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            clip_by_norm(chosen, max_norm, total_norm, *args, **words)
-            self._clip(chosen, float(max_norm), float(total_norm))  # sync: in an audit only
+            self._clip(
+                parameters,
+                lambda chosen: clip_by_norm(chosen, max_norm, total_norm, *args, **words),
+                float(max_norm),
+                float(total_norm),  # sync: in an audit only
+            )
 
         def by_value(parameters: Any, clip_value: float, *args: Any, **words: Any) -> None:  # noqa: ANN401
-            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            clip_by_value(chosen, clip_value, *args, **words)
-            self._clip(chosen, float(clip_value), None)
+            self._clip(
+                parameters,
+                lambda chosen: clip_by_value(chosen, clip_value, *args, **words),
+                float(clip_value),
+                None,
+            )
 
         clip_by_norm = nn.utils.clip_grads_with_norm_  # clip_grad_norm_ calls it
         clip_by_value = nn.utils.clip_grad_value_
@@ -356,8 +394,22 @@ class Recorder:
         ):
             yield
 
-    def _clip(self, parameters: list[Tensor], most: float, norm: float | None) -> None:
-        self._clips.append(Clip(frozenset(map(id, parameters)), most, norm))
+    def _clip(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        function: Callable[..., object],
+        most: float,
+        norm: float | None,
+    ) -> None:
+        """Clip gradients, and record what that did to them."""
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        before = _lengths(chosen)
+        function(chosen)
+        after, length = _lengths(chosen), math.hypot(*before.values())
+        factor = math.hypot(*after.values()) / length if length else 1.0
+        if norm is not None:
+            factor = min(1.0, most / (norm + 1e-6))  # as torch computes it
+        self._clips.append(Clip(before, most, norm, factor))
 
     @contextmanager
     def _scaler_seen(self) -> Iterator[None]:
@@ -374,6 +426,11 @@ class Recorder:
         own_step = torch.amp.GradScaler.step
         with mock.patch.object(torch.amp.GradScaler, "step", step):
             yield
+
+
+def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
+    """Return the lengths of the tensors' gradients, by the tensors' identities."""
+    return {id(it): 0.0 if it.grad is None else float(it.grad.norm()) for it in tensors}
 
 
 def first_logits(output: object) -> Tensor | None:

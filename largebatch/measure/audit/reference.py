@@ -1,15 +1,24 @@
-"""Gradients of one process with all samples: each worker's share, repeated without its wrapper."""
+"""Gradients of one process with all samples: each worker's share, repeated without its wrapper.
+
+Hooks that may change gradients, and the recomputation of `torch.utils.checkpoint`, are off in these
+passes, so that what they change is seen as a difference.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from largebatch.measure.audit.recording import Micro, first_logits
-from largebatch.measure.audit.restoring import Snapshot, random_state
+from largebatch.measure.audit.restoring import Snapshot, generator_state, generators_of
 from largebatch.models.inputs import logits_of
 from largebatch.models.wrappers import device_of
 
@@ -24,6 +33,10 @@ _SAME_LOSS = 1e-3
 """Relative difference of two losses that are equal but for rounding; bfloat16 has 8 bits."""
 
 
+_SAME_BITS = 1e-5
+"""Relative difference of the losses of two equal passes, whose sums may be in another order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """One worker's part of the exact gradient of an update."""
@@ -36,6 +49,19 @@ class Reference:
 
     last: Gradients
     """Gradient of the mean loss of the last micro-batch."""
+
+    reduced: Gradients
+    """Sum in which each micro-batch counts as often as the next one times the number of workers, as
+    if gradients were summed over workers after each of them."""
+
+    hooked: Gradients
+    """`total` with the hooks of layers and of the forward pass, but not those of parameters."""
+
+    has_hooks: bool
+    """True if a hook may change gradients."""
+
+    draws_again: bool
+    """True if the backward pass recomputes layers with other random numbers."""
 
     counts: list[float]
     """Number of samples in each micro-batch, or of labels that are not ignored; with class weights
@@ -53,16 +79,23 @@ class Reference:
     is_finite: bool
 
 
-def reference_of(micros: Sequence[Micro], model: nn.Module, loss_fn: LossFunction) -> Reference:
+def reference_of(
+    micros: Sequence[Micro], model: nn.Module, loss_fn: LossFunction, workers: int = 1
+) -> Reference:
     """Repeat forward and backward passes with the present weights, and change nothing.
 
     Gradients that the parameters hold stay as they are. Raises ValueError if the loss is not a mean
     over samples, nor a sum.
     """
     parameters = [it for it in model.parameters() if it.requires_grad]
-    kept, restore_random = Snapshot([model], skip=parameters), random_state(device_of(model))
+    own = [it._backward_hooks for it in parameters if it._backward_hooks]
+    kept, restore_random = Snapshot([model], skip=parameters), generators_of(model)
     try:
-        passes = [_pass(micro, model, loss_fn, parameters) for micro in micros]
+        with _emptied(own), _without_recomputation(device_of(model)) as drawn:
+            with _without_layer_hooks(model) as hooks:
+                passes = [_pass(micro, model, loss_fn, parameters) for micro in micros]
+            again = micros if hooks else []
+            hooked = [_pass(micro, model, loss_fn, parameters)[0] for micro in again]
     finally:
         kept.restore()
         restore_random()
@@ -74,12 +107,76 @@ def reference_of(micros: Sequence[Micro], model: nn.Module, loss_fn: LossFunctio
         total=_weighted(gradients, counts, parameters),
         mean=_weighted(gradients, [1 / number] * len(passes), parameters),
         last=gradients[-1] if gradients else [None] * len(parameters),
+        reduced=_weighted(gradients, [workers ** -float(it) for it in range(number)], parameters),
+        hooked=_weighted(hooked if hooks else gradients, counts, parameters),
+        has_hooks=bool(own or hooks),
+        draws_again=any(drawn),
         counts=counts,
         by_weight=any(it[1].by_weight for it in passes),
         loss_scales=[scale for scale, _ in scales],
         loss_cosine=min((cosine for _, cosine in scales), default=1.0),
         is_finite=all(it.isfinite().all() for grads in gradients for it in grads if it is not None),
     )
+
+
+@contextmanager
+def _emptied(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
+    """Take all hooks out of these containers in this block; autograd refers to the containers."""
+    contents = [(it, dict(it)) for it in hooks]
+    try:
+        for container, _ in contents:
+            container.clear()
+        yield
+    finally:
+        for container, content in contents:
+            container.update(content)
+
+
+@contextmanager
+def _without_layer_hooks(model: nn.Module) -> Iterator[list[object]]:
+    """Remove backward hooks of layers, and those that `forward` adds; yield what was removed."""
+    removed: list[object] = []
+
+    def register_hook(_: Tensor, hook: object) -> RemovableHandle:
+        removed.append(hook)
+        return RemovableHandle(OrderedDict())
+
+    containers: list[dict[int, Any]] = [
+        hooks
+        for layer in model.modules()
+        for hooks in (layer._backward_hooks, layer._backward_pre_hooks)
+        if hooks
+    ]
+    removed += containers
+    with _emptied(containers), mock.patch.object(Tensor, "register_hook", register_hook):
+        yield removed
+
+
+@contextmanager
+def _without_recomputation(device: torch.device) -> Iterator[list[bool]]:
+    """Keep all activations where torch.utils.checkpoint would recompute them.
+
+    Yields whether random numbers were drawn that the recomputation would draw again.
+    """
+    drawn: list[bool] = []
+
+    def recorded(_: object, preserve: bool = True, *__: object, **___: object) -> Iterator[None]:  # noqa: FBT001, FBT002 -- as torch calls it
+        before = generator_state(device)
+        yield
+        drawn.append(not preserve and not torch.equal(before, generator_state(device)))
+
+    class Function:
+        @staticmethod
+        def apply(function: Callable[..., object], preserve: bool, *args: object) -> object:  # noqa: FBT001 -- as torch calls it
+            (result,) = [function(*args) for _ in recorded(function, preserve)]
+            return result
+
+    names: dict[str, Any] = {
+        "_checkpoint_without_reentrant_generator": recorded,
+        "CheckpointFunction": Function,
+    }
+    with mock.patch.multiple(torch.utils.checkpoint, **names):
+        yield drawn
 
 
 class _Count(NamedTuple):
@@ -98,20 +195,9 @@ def _pass(
     micro: Micro, model: nn.Module, loss_fn: LossFunction, parameters: Sequence[nn.Parameter]
 ) -> tuple[Gradients, _Count, tuple[float, float] | None]:
     """Return gradients of the mean loss, the number of samples, and the script's loss."""
-    micro.restore_random()
-    with torch.no_grad():
-        for buffer, content in zip(model.buffers(), micro.buffers, strict=True):
-            buffer.copy_(content)
-    kind = device_of(model).type
+    output, loss, count = _forward(micro, model, loss_fn)
+    first = first_logits(output)
     scale = _FP16_SCALE if micro.half == torch.float16 else 1.0
-    with torch.enable_grad(), torch.autocast(kind, micro.half, enabled=micro.half is not None):
-        output = model(*micro.args, **micro.kwargs)
-        logits, first = logits_of(output), first_logits(output)
-        labels = micro.labels
-        if isinstance(labels, Tensor):
-            labels = labels.to(device_of(model))
-        loss = loss_fn(logits, labels)
-        count = _samples_of(loss_fn, logits, labels, loss)
     wanted = list(parameters) if first is None else [*parameters, first]
     found = torch.autograd.grad(
         loss, wanted, torch.full_like(loss, scale / count.divisor), allow_unused=True
@@ -119,6 +205,50 @@ def _pass(
     gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
     of_logits = None if first is None else gradients.pop()
     return gradients, count, _compare(micro.output_gradient, of_logits)
+
+
+def _forward(
+    micro: Micro, model: nn.Module, loss_fn: LossFunction
+) -> tuple[object, Tensor, _Count]:
+    """Repeat a forward pass; return the model's output, and the loss with its samples."""
+    micro.restore_random()
+    with torch.no_grad():
+        for buffer, content in zip(model.buffers(), micro.buffers, strict=True):
+            buffer.copy_(content)
+    device, labels = device_of(model), micro.labels
+    with (
+        torch.enable_grad(),
+        torch.autocast(device.type, micro.half, enabled=micro.half is not None),
+    ):
+        output = model(*micro.args, **micro.kwargs)
+        logits = logits_of(output)
+        if isinstance(labels, Tensor):
+            labels = labels.to(device)
+        loss = loss_fn(logits, labels)
+        return output, loss, _samples_of(loss_fn, logits, labels, loss)
+
+
+def changes_loss(
+    micro: Micro, model: nn.Module, loss_fn: LossFunction, places: Iterable[int]
+) -> bool:
+    """Return True if the loss of a micro-batch is another one with other values of parameters.
+
+    `places` are theirs among the parameters that are trained. Everything is restored.
+    """
+    kept, restore_random = Snapshot([model]), generators_of(model)
+    parameters = [it for it in model.parameters() if it.requires_grad]
+    try:
+        before = _forward(micro, model, loss_fn)[1].item()
+        with torch.no_grad():
+            for place in places:
+                length = parameters[place].abs().mean() + 0.1
+                parameters[place].add_(torch.randn_like(parameters[place]) * length)
+        restore_random()
+        after = _forward(micro, model, loss_fn)[1].item()
+    finally:
+        kept.restore()
+        restore_random()
+    return abs(after - before) > _SAME_BITS * abs(before)  # sync: in an audit only
 
 
 def _samples_of(

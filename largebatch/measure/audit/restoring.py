@@ -188,12 +188,24 @@ def without_iterator(loader: Any) -> Any:  # noqa: ANN401 -- any loader
     return twin
 
 
-def random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores torch's generators of the CPU and of a device."""
-    restores = [partial(torch.set_rng_state, torch.get_rng_state())]
-    if accelerator.is_remote(device):
+def global_states() -> list[Callable[[], object]]:
+    """Return functions that restore the generators of Python, NumPy and torch."""
+    restores: list[Callable[[], object]] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    device = accelerator.kind()
+    if device is not None:
         module = torch.get_device_module(device)
-        restores.append(partial(module.set_rng_state, module.get_rng_state(device)))
+        restores.append(partial(module.set_rng_state_all, module.get_rng_state_all()))
+    return restores
+
+
+def generators_of(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores all generators: global ones, and those that layers have."""
+    own = (it for layer in model.modules() for it in vars(layer).values())
+    restores = global_states() + [it for it in map(generator_restore, own) if it is not None]
 
     def restore() -> None:
         for each in restores:
@@ -202,18 +214,11 @@ def random_state(device: torch.device) -> Callable[[], None]:
     return restore
 
 
-def global_states() -> list[Callable[[], object]]:
-    """Return functions that restore the generators of Python, NumPy and torch."""
-    restores: list[Callable[[], object]] = [
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),
-        random_state(accelerator.CPU),
-    ]
-    device = accelerator.kind()
-    if device is not None:
-        module = torch.get_device_module(device)
-        restores.append(partial(module.set_rng_state_all, module.get_rng_state_all()))
-    return restores
+def generator_state(device: torch.device) -> Tensor:
+    """Return the state of the generator of a device."""
+    place: Any = torch.get_device_module(device) if accelerator.is_remote(device) else torch
+    state: Tensor = place.get_rng_state()
+    return state
 
 
 def generator_restore(value: Any) -> Callable[[], None] | None:  # noqa: ANN401 -- anything

@@ -1,27 +1,33 @@
 """The checks of a script's own updates: some are made, recorded and compared."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from largebatch.errors import shorten
 from largebatch.formatting import plural
 from largebatch.measure.audit import norms
+from largebatch.measure.audit.comparison import compare, compare_alone, names_of_unequal
 from largebatch.measure.audit.findings import Finding, Level
-from largebatch.measure.audit.gradient import check_gradient
+from largebatch.measure.audit.fingerprint import seed_generators
+from largebatch.measure.audit.gradient import SAME, check_gradient
 from largebatch.measure.audit.randomness import check_dropout
 from largebatch.measure.audit.ranks import Ranks, StoppedError
 from largebatch.measure.audit.rates import check_rates
-from largebatch.measure.audit.recording import Recorder
-from largebatch.measure.audit.reference import Gradients, reference_of
+from largebatch.measure.audit.recording import Micro, Recorder
+from largebatch.measure.audit.reference import Gradients, Reference, changes_loss, reference_of
 from largebatch.measure.audit.replicas import (
     ReplicaCheck,
     are_averaged,
     averaged_tensors,
     check_modes,
     check_moves,
+    differences,
     weighted_sums,
 )
 from largebatch.measure.audit.restoring import Snapshot, objects_of, without_iterator
@@ -48,7 +54,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     recorder = Recorder(
         subject.inner,
         optimizer,
-        lambda micros: reference_of(micros, subject.inner, subject.loss_fn),
+        lambda micros: reference_of(micros, subject.inner, subject.loss_fn, ranks.size),
         sends_float16=_sends_float16(subject.model),
         averaged=[*averaged_tensors(averaged, subject.inner).values()] if averaged else (),
     )
@@ -100,6 +106,12 @@ class _Updates:
         self.is_plain = True
         """False if the step prepares images before the model takes them."""
 
+        self._places: set[int] = set()
+        """Places of the parameters that optimizers have."""
+
+        self._trained: set[int] = set()
+        """Places of those that got a gradient on this worker."""
+
         self._names = [name for name, it in subject.inner.named_parameters() if it.requires_grad]
 
     def read_first(self) -> None:
@@ -149,12 +161,7 @@ class _Updates:
         results: list[tuple[int, list[Finding]]] = []
         stopped: list[Finding] = []
         try:
-            for call in range(self._subject.steps * _MOST_CALLS):
-                results += self._call(
-                    self._batches[call] if call < len(self._batches) else self._next()
-                )
-                if len(self._recorder.updates) >= self._subject.steps:
-                    break
+            self._make_updates(results)
         except StoppedError as error:
             stopped = [error.finding()]
         if True in self.averaged:  # of an update with rate 0 it cannot be seen
@@ -164,9 +171,22 @@ class _Updates:
         self.is_local = self._are_local()
         if self.is_local:
             found = [it for it in found if not it.check.startswith("gradient")] + [_local()]
-        if any(it.level == "fault" for it in found):
+        levels = {it.level for it in found}
+        if "fault" in levels:
             stopped = []  # a consequence
+        elif not stopped and self._recorder.updates and "unknown" not in levels:
+            found = _worst([(0, found), (0, self._functions())])
         return found + (stopped or self._skipped())
+
+    def _make_updates(self, results: list[tuple[int, list[Finding]]]) -> None:
+        """Call the step, and add the micro-batches and findings of each update to `results`."""
+        for call in range(self._subject.steps * _MOST_CALLS):
+            batch = self._batches[call] if call < len(self._batches) else self._next()
+            results += self._call(batch)
+            if len(self._recorder.updates) >= self._subject.steps:
+                break
+            if min(self._ranks.gather(len(self._recorder.elsewhere))) > self._subject.steps:
+                break
 
     def _call(self, batch: Any) -> list[tuple[int, list[Finding]]]:  # noqa: ANN401
         """Call the step once; return micro-batches and findings of the updates it made."""
@@ -193,6 +213,10 @@ class _Updates:
                 update.gradients = self._mean_over_workers(update.gradients)
             found = check_gradient(update, recorder.parameters, self._names, ranks)
             results.append((max(ranks.gather(micros)), found))
+            if isinstance(update.reference, Reference):
+                got = enumerate(update.reference.total)
+                self._trained |= {place for place, it in got if it is not None}
+            self._places |= update.places
             update.gradients, update.reference = [], None  # frees their memory
         return results
 
@@ -206,12 +230,43 @@ class _Updates:
         ranks, optimizer = self._ranks, self._recorder.optimizer
         updates = self._recorder.updates[: max(0, len(self.averaged) - 1)]
         later = [are_averaged(it.after, it.later or it.after, ranks) for it in updates]
-        kinds = {
-            kind.__name__ for it in objects_of(self._subject.step) for kind in type(it).__mro__
-        }
         if False not in self.averaged:
-            return True in self.averaged and not isinstance(optimizer, SGD)
-        return any(self.averaged + later) or "ModelAverager" in kinds
+            return True in self.averaged and not _is_linear(optimizer)
+        held = [optimizer, *objects_of(self._subject.step)]
+        kinds = {kind.__name__ for it in held for kind in type(it).__mro__}
+        return any(self.averaged + later) or bool(kinds & _AVERAGERS)
+
+    def _functions(self) -> list[Finding]:
+        """Return a fault if workers compute different functions, or a layer is detached.
+
+        All workers compute the gradient of one micro-batch, with equal random numbers.
+        """
+        ranks, model, loss_fn = self._ranks, self._subject.inner, self._subject.loss_fn
+        modes = ranks.gather([it.training for it in model.modules()])
+        weights = dict(model.named_parameters())
+        if any(it != modes[0] for it in modes) or differences("weights", weights, ranks, when=""):
+            return []  # reported as such
+        micro = _of_worker_0(self._recorder.sample, ranks)
+        if micro is None:
+            return []
+
+        def repeated(number: int) -> Reference:
+            function = partial(reference_of, [micro] * number, model, loss_fn)
+            return ranks.attempt("gradient direction", "the pass on worker 0's batch", function)
+
+        parameters, once = self._recorder.parameters, repeated(1).total
+        fit = compare(once, once, parameters, ranks, divisor=ranks.size)
+        if names := names_of_unequal(fit, self._names, SAME):
+            many = repeated(4)  # unequal too if the model draws from generators of its own
+            is_fixed = compare_alone(many.last, many.mean, parameters).residual <= SAME
+            return [_other_functions(names, len(parameters))] if all(ranks.gather(is_fixed)) else []
+        none = {place for place, it in enumerate(once) if it is None}
+        places = sorted(none & self._places - self._trained)
+        changes = partial(changes_loss, micro, model, loss_fn)
+        if not any(ranks.gather(bool(places) and changes(places))):
+            return []
+        detached = [self._names[place] for place in places if changes([place])]
+        return [_detached(detached, len(parameters))]
 
     def losses(self) -> list[float]:
         """Return the loss of worker 0's first batch with each worker's running statistics."""
@@ -246,7 +301,11 @@ class _Updates:
     def _skipped(self) -> list[Finding]:
         recorder = self._recorder
         if not recorder.skipped:
-            return [] if recorder.updates else [_no_update(self._subject.steps * _MOST_CALLS)]
+            if recorder.updates:
+                return []
+            if recorder.elsewhere:
+                return [_update_of_others(len(recorder.parameters), recorder.elsewhere)]
+            return [_no_update(self._subject.steps * _MOST_CALLS)]
         text = f"{len(recorder.updates)} updates were made and {recorder.skipped} skipped"
         remedy = "a GradScaler skips some at first; if it goes on, gradients are infinite or NaN"
         figure = float(recorder.skipped)
@@ -266,6 +325,63 @@ def _local() -> Finding:
         "optimizer that is not linear in the gradients: local SGD was not compared",
         remedy="nothing if this is meant; averages after every update of SGD are compared",
     )
+
+
+def _of_worker_0(micro: Micro | None, ranks: Ranks) -> Micro | None:
+    """Return worker 0's micro-batch, for equal random numbers; None if workers have other types."""
+    leaves, spec = tree_flatten(micro and (micro.args, micro.kwargs, micro.labels, micro.buffers))
+    tensors = [it for it in leaves if isinstance(it, Tensor)]
+    types = ranks.gather([str(it.dtype) for it in tensors])
+    shapes = ranks.gather([list(it.shape) for it in tensors])[0]
+    if micro is None or any(it != types[0] for it in types):
+        return None
+    device, received = ranks.backend.device, []
+    for own, shape in zip(tensors, shapes, strict=True):
+        sent = own.detach() if ranks.rank == 0 else own.new_empty(shape)
+        flat = sent.to(device, copy=True).reshape(-1).view(torch.uint8)
+        ranks.backend.broadcast(flat)
+        received.append(flat.view(own.dtype).reshape(shape).to(own.device))
+    every = iter(received)
+    leaves = [next(every) if isinstance(it, Tensor) else it for it in leaves]
+    args, kwargs, labels, buffers = tree_unflatten(leaves, spec)
+    return Micro(args, kwargs, labels, seed_generators, buffers, micro.half)
+
+
+def _other_functions(names: Sequence[str], number: int) -> Finding:
+    return Finding(
+        check="gradient direction",
+        level="fault",
+        text="workers compute different functions: with the same batch and weights "
+        f"{len(names)} of {number} gradients differ ({shorten(names, most=3)})",
+        remedy="do the same on every worker in forward and in loss_fn; only data may differ",
+        figure=float(len(names)),
+    )
+
+
+def _detached(names: Sequence[str], number: int) -> Finding:
+    return Finding(
+        check="gradient direction",
+        level="fault",
+        text=f"{len(names)} of {number} tensors that the optimizer has change the loss and get no "
+        f"gradient ({shorten(names, most=3)}): detach or no_grad is in the forward pass",
+        remedy="remove it; if they are to stay as they are, leave them out of the optimizer",
+        figure=float(len(names)),
+    )
+
+
+def _update_of_others(number: int, weights: Sequence[float]) -> Finding:
+    """Return the finding on an optimizer that has none of the model's parameters.
+
+    `weights` are sums of the model's weights after each of its steps.
+    """
+    text = f"the optimizer has 0 of the {plural(number, 'tensor')} of the model that are trained"
+    if len(set(weights)) > 1:
+        remedy = "pass an optimizer of the model's own parameters; gradients are compared with it"
+        text += ": its updates of other tensors are copied into the model"
+        return Finding(check="updates", level="unknown", text=text, remedy=remedy)
+    text += f": in {len(weights)} steps it changed other tensors only"
+    remedy = "make the optimizer from the parameters of the model that is trained, not of a copy"
+    return Finding(check="updates", level="fault", text=text, remedy=remedy, figure=0.0)
 
 
 def _no_update(calls: int) -> Finding:

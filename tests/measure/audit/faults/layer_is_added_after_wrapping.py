@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from planted_parts import apart, linear, sgd
-from torch import Tensor, nn
+from planted_parts import Pair, apart, linear, sgd
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,20 +19,7 @@ ALSO = ("weights",)
 
 
 def script(audit: Callable[..., Findings]) -> Findings:
-    inner = Pair()
+    inner = Pair(linear(), nn.Identity())
     model = DistributedDataParallel(inner)  # its module has no second layer yet
     inner.second = linear()
     return audit(model, apart(dist.get_rank()), cross_entropy, sgd(model))
-
-
-class Pair(nn.Module):
-    """Two linear layers, whose sum is the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear()
-        self.second: nn.Module = nn.Identity()
-
-    def forward(self, images: Tensor) -> Tensor:
-        total: Tensor = self.first(images) + self.second(images)
-        return total

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-import torch.distributed as dist
-from planted_parts import apart, linear, sgd
+from planted_parts import alternating, linear, sgd
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -18,9 +17,6 @@ FIGURE = 0.5**0.5
 def script(audit: Callable[..., Findings]) -> Findings:
     model = DistributedDataParallel(linear())
     optimizer = sgd(model)
-    halves = [batch for pair in zip(apart(0), apart(1), strict=True) for batch in pair]
-    if dist.get_rank():  # the same sums, of other samples in each place
-        halves = [(images.flip(0), labels.flip(0)) for images, labels in halves]
     number = 0
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
@@ -31,4 +27,4 @@ def script(audit: Callable[..., Findings]) -> Findings:
         if number % 2 == 0:
             optimizer.step()
 
-    return audit(model, halves, cross_entropy, optimizer, step)
+    return audit(model, alternating(), cross_entropy, optimizer, step)
