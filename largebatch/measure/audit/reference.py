@@ -107,7 +107,9 @@ def reference_of(
         total=_weighted(gradients, counts, parameters),
         mean=_weighted(gradients, [1 / number] * len(passes), parameters),
         last=gradients[-1] if gradients else [None] * len(parameters),
-        reduced=_weighted(gradients, [workers ** -float(it) for it in range(number)], parameters),
+        reduced=_weighted(
+            gradients, [workers ** -float(it) for it in range(len(passes))], parameters
+        ),
         hooked=_weighted(hooked if hooks else gradients, counts, parameters),
         has_hooks=bool(own or hooks),
         draws_again=any(drawn),
