@@ -175,7 +175,8 @@ class _Updates:
         if "fault" in levels:
             stopped = []  # a consequence
         elif not stopped and self._recorder.updates and "unknown" not in levels:
-            found = _worst([(0, found), (0, self._functions())])
+            with self._recorder.paused():
+                found = _worst([(0, found), (0, self._functions())])
         return found + (stopped or self._skipped())
 
     def _make_updates(self, results: list[tuple[int, list[Finding]]]) -> None:
