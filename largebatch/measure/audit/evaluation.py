@@ -72,7 +72,7 @@ def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
         remedy = "give the audit val_loader too, of one data set that the workers divide"
         found.append(Finding(check="evaluation mean", level="unknown", text=text, remedy=remedy))
     elif epoch is not None and not reported.training:
-        exact = [measures(it, subject.val_loader, divided, ranks) for it in models]
+        exact = [measures(it, subject, divided, ranks) for it in models]
         figure = _figure(exact, epoch, reported.values[0], ranks)
         found = [_of_no_effect(it) if figure.level == "fine" else it for it in found]
         found.append(figure)
@@ -192,7 +192,7 @@ def _figure(
 
 def measures(
     model: nn.Module,
-    loader: object,
+    subject: Subject,
     data: Any,  # noqa: ANN401 -- a data set of any kind
     ranks: Ranks,
 ) -> tuple[Measure, Measure]:
@@ -200,6 +200,7 @@ def measures(
 
     Each sample is classified by one worker.
     """
+    loader, forward = subject.val_loader, subject.forward
     base = torch_loader(loader)
     assert base is not None  # its sample numbers were drawn
     everyone, parts = np.arange(len(data)), levels(data)
@@ -216,7 +217,8 @@ def measures(
     def classify() -> None:
         if len(own):
             device = device_of(local_model(model))
-            evaluate(model, around(loader, share), Serial(device), each=answers.add)
+            backend, batches = Serial(device), around(loader, share)
+            evaluate(model, batches, backend, each=answers.add, forward=forward)
 
     remedy = "pass a `val_loader` of images and labels, or leave `evaluate` out"
     ranks.attempt("evaluation mean", "the exact evaluation", classify, remedy=remedy)

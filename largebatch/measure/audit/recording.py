@@ -42,6 +42,9 @@ class Micro:
     half: torch.dtype | None
     """Type of autocast; None without it."""
 
+    scores_in: Callable[[Any], Any] = logits_of
+    """Function that takes what the loss needs from the model's output."""
+
     output_gradient: Tensor | None = None
     """Gradient of the script's loss with respect to the logits; None if it was not seen."""
 
@@ -132,6 +135,8 @@ class Recorder:
     labels: Any = None
     """Labels of the batch that is given to the step; set before each call."""
 
+    scores_in: Callable[[Any], Any] = logits_of
+
     updates: list[Update] = field(default_factory=list)
     micros: list[Micro] = field(default_factory=list)
     """Micro-batches since the last update."""
@@ -181,9 +186,10 @@ class Recorder:
         """Parameters of the model that are trained, each once."""
         return [it for it in self.model.parameters() if it.requires_grad]
 
-    def give(self, labels: Any) -> None:  # noqa: ANN401 -- as the loader has them
+    def give(self, labels: Any, scores_in: Callable[[Any], Any]) -> None:  # noqa: ANN401 -- as the loader has them
         """Set the labels of the batch that the next call of the step gets."""
         self.labels, self._taken, self._first = labels, 0, None
+        self.scores_in = scores_in
         self._given += len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
 
     @contextmanager
@@ -236,6 +242,7 @@ class Recorder:
                 generators_of(model),
                 [buffer.clone() for buffer in model.buffers()],
                 half if torch.is_autocast_enabled(kind.type) else None,
+                self.scores_in,
             )
         )
 

@@ -20,7 +20,14 @@ from largebatch.measure.audit.randomness import check_dropout
 from largebatch.measure.audit.ranks import Ranks, StoppedError
 from largebatch.measure.audit.rates import check_rates
 from largebatch.measure.audit.recording import Micro, Recorder
-from largebatch.measure.audit.reference import Gradients, Reference, changes_loss, reference_of
+from largebatch.measure.audit.reference import (
+    NOT_CLASSES,
+    Gradients,
+    Reference,
+    changes_loss,
+    loss_and_labels,
+    reference_of,
+)
 from largebatch.measure.audit.replicas import (
     ReplicaCheck,
     are_averaged,
@@ -32,8 +39,8 @@ from largebatch.measure.audit.replicas import (
 )
 from largebatch.measure.audit.restoring import Snapshot, objects_of, without_iterator
 from largebatch.measure.audit.subject import Subject
-from largebatch.models.inputs import images_of, labels_of, logits_of
-from largebatch.models.wrappers import device_of, evaluation_mode, input_of
+from largebatch.models.inputs import images_of, labels_of
+from largebatch.models.wrappers import evaluation_mode
 
 _AVERAGERS = {"ModelAverager", "PostLocalSGDOptimizer"}
 """Classes of torch that average weights, perhaps less often than the audit makes updates."""
@@ -60,7 +67,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     )
     updates = _Updates(subject, ranks, recorder)
     updates.read_first()
-    dropout = check_dropout(subject.inner, updates.first, ranks) if updates.is_plain else []
+    dropout = updates.dropout() if updates.is_plain else []
     with recorder.recording():
         found = updates.run() + dropout
     counts = ranks.gather(len(recorder.updates))
@@ -94,6 +101,9 @@ class _Updates:
     def __init__(self, subject: Subject, ranks: Ranks, recorder: Recorder) -> None:
         self._subject, self._ranks, self._recorder = subject, ranks, recorder
         self._stream = _endless(subject.loader)
+        self._labels: dict[int, Tensor] = {}
+        """Labels of batches that were read, by their identities, until the step gets them."""
+
         self._batches: list[Any] = []
         """The first batches of this worker."""
 
@@ -120,7 +130,8 @@ class _Updates:
             batch = self._ranks.attempt("samples", "the loader", lambda: next(self._stream))
             self._batches.append(batch)
         errors = self._ranks.gather(self._failure(self._batches))
-        if all(errors):
+        is_certain = self._subject.forward or any(NOT_CLASSES in (it or "") for it in errors)
+        if all(errors) and not is_certain:
             self.is_plain = False
         else:
             self._require(errors[self._ranks.rank])
@@ -136,8 +147,9 @@ class _Updates:
         try:
             with torch.no_grad(), evaluation_mode(nn.ModuleList(synced)), torch.random.fork_rng():
                 for batch in batches:
-                    logits = logits_of(model(input_of(model)(images_of(batch).clone())))
-                    subject.loss_fn(logits, labels_of(batch).to(device_of(model)))
+                    scores, labels = subject.scores_and_labels(model, batch)
+                    loss_and_labels(subject.loss_fn, scores, labels)
+                    self._labels[id(batch)] = labels
         except Exception as error:  # of the script's model or loss
             return f"{type(error).__name__}: {error}"
         finally:
@@ -146,13 +158,15 @@ class _Updates:
 
     def _require(self, error: str | None) -> None:
         what = "the model or the loss on a batch"
-        remedy = "loss_fn(model(images), labels) must run on every batch of every worker"
+        remedy = "loss_fn(model(images), labels) must run on every batch of every worker; pass "
+        remedy += "`forward` for other inputs and outputs"
         self._ranks.require("gradient scale", what, error, remedy=remedy)
 
-    @property
-    def first(self) -> Any:  # noqa: ANN401 -- as the loader has it
-        """First batch of this worker."""
-        return self._batches[0]
+    def dropout(self) -> list[Finding]:
+        """Compare the masks of dropout in a pass on the first batch."""
+        subject, batch = self._subject, self._batches[0]
+        run = partial(subject.scores_and_labels, batch=batch)
+        return check_dropout(subject.inner, run, self._ranks)
 
     def run(self) -> list[Finding]:
         """Call the step until it has made its updates, and compare each of them."""
@@ -194,7 +208,9 @@ class _Updates:
         recorder, ranks = self._recorder, self._ranks
 
         def step() -> None:
-            recorder.give(labels_of(batch))
+            labels = self._labels.pop(id(batch), None)
+            labels = labels_of(batch) if labels is None else labels
+            recorder.give(labels, partial(self._subject.scores_in, batch))
             self._subject.step(batch)
 
         made, micros = len(recorder.updates), len(recorder.micros) + 1
@@ -271,22 +287,22 @@ class _Updates:
 
     def losses(self) -> list[float]:
         """Return the loss of worker 0's first batch with each worker's running statistics."""
-        images, labels = images_of(self._batches[0]), labels_of(self._batches[0])
-        shapes = self._ranks.gather([list(images.shape), list(labels.shape)])
-        if any(it != shapes[0] for it in shapes):
+        batch = self._batches[0]
+        if self._subject.forward is None:
+            batch = images_of(batch), labels_of(batch)
+        leaves, spec = tree_flatten(batch)
+        shapes = self._ranks.gather([list(it.shape) for it in leaves if isinstance(it, Tensor)])
+        if not shapes[0] or any(it != shapes[0] for it in shapes):
             return [float("nan")]
-        device = self._ranks.backend.device
-        batch = tuple(it.to(device, copy=True) for it in (images, labels))
-        for tensor in batch:
-            self._ranks.backend.broadcast(tensor)
-        return norms.losses_of(self._subject.inner, batch, self._subject.loss_fn, self._ranks)
+        batch = tree_unflatten(_sent(leaves, shapes[0], self._ranks), spec)
+        return norms.losses_of(self._subject.inner, batch, self._subject.loss_on, self._ranks)
 
     def exactness(self, model: nn.Module, check: norms.Kind, *, is_trained: bool) -> list[Finding]:
         """Compare the running statistics of a model with exact ones over the first batches."""
         return norms.check_exactness(
             model,
             self._batches,
-            self._subject.loss_fn,
+            self._subject.loss_on,
             self._ranks,
             check=check,
             is_trained=is_trained,
@@ -328,6 +344,19 @@ def _local() -> Finding:
     )
 
 
+def _sent(leaves: Sequence[Any], shapes: Sequence[list[int]], ranks: Ranks) -> list[Any]:
+    """Return leaves of a tree with worker 0's tensors, of these shapes, in place of this one's."""
+    found, rest = list(leaves), iter(shapes)
+    for place, own in enumerate(leaves):
+        if isinstance(own, Tensor):
+            shape = next(rest)
+            sent = own.detach() if ranks.rank == 0 else own.new_empty(shape)
+            flat = sent.to(ranks.backend.device, copy=True).reshape(-1).view(torch.uint8)
+            ranks.backend.broadcast(flat)
+            found[place] = flat.view(own.dtype).reshape(shape).to(own.device)
+    return found
+
+
 def _of_worker_0(micro: Micro | None, ranks: Ranks) -> Micro | None:
     """Return worker 0's micro-batch, for equal random numbers; None if workers have other types."""
     leaves, spec = tree_flatten(micro and (micro.args, micro.kwargs, micro.labels, micro.buffers))
@@ -336,16 +365,8 @@ def _of_worker_0(micro: Micro | None, ranks: Ranks) -> Micro | None:
     shapes = ranks.gather([list(it.shape) for it in tensors])[0]
     if micro is None or any(it != types[0] for it in types):
         return None
-    device, received = ranks.backend.device, []
-    for own, shape in zip(tensors, shapes, strict=True):
-        sent = own.detach() if ranks.rank == 0 else own.new_empty(shape)
-        flat = sent.to(device, copy=True).reshape(-1).view(torch.uint8)
-        ranks.backend.broadcast(flat)
-        received.append(flat.view(own.dtype).reshape(shape).to(own.device))
-    every = iter(received)
-    leaves = [next(every) if isinstance(it, Tensor) else it for it in leaves]
-    args, kwargs, labels, buffers = tree_unflatten(leaves, spec)
-    return Micro(args, kwargs, labels, seed_generators, buffers, micro.half)
+    args, kwargs, labels, buffers = tree_unflatten(_sent(leaves, shapes, ranks), spec)
+    return Micro(args, kwargs, labels, seed_generators, buffers, micro.half, micro.scores_in)
 
 
 def _other_functions(names: Sequence[str], number: int) -> Finding:

@@ -34,7 +34,7 @@ def loader(number: int = 10) -> DataLoader[Any]:
 
 
 def checked(evaluate: Callable[[], float], **words: object) -> dict[str, Finding]:
-    words = {"inner": First(), "averaged": None, "val_loader": loader(), **words}
+    words = {"inner": First(), "averaged": None, "val_loader": loader(), "forward": None, **words}
     return {it.check: it for it in check_evaluation(mock.Mock(evaluate=evaluate, **words), RANKS)}
 
 

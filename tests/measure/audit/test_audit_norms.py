@@ -29,6 +29,10 @@ def first_head(logits: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 def test_the_loss_of_a_model_with_several_outputs_is_that_of_its_loss_function() -> None:
     torch.manual_seed(1)
     model, batch = TwoHeads(), (torch.randn(12, 8), torch.randint(0, 4, (12,)))
-    found = loss_of(model, [batch], first_head, Ranks(Serial(torch.device("cpu"))))
+
+    def loss_on(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        return first_head(model(batch[0]), batch[1]), len(batch[1])
+
+    found = loss_of(model, [batch], loss_on, Ranks(Serial(torch.device("cpu"))))
     exact = first_head(model.eval()(batch[0]), batch[1]).detach()
     assert found == pytest.approx(float(exact), rel=1e-6)
