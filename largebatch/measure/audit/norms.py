@@ -17,6 +17,7 @@ from largebatch.errors import DataError
 from largebatch.formatting import plural, three_digits
 from largebatch.measure.audit.findings import Check, Finding, Level
 from largebatch.measure.audit.ranks import Ranks
+from largebatch.measure.audit.subject import Subject
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.wrappers import evaluation_mode, local_model
 from largebatch.polish import polish
@@ -165,7 +166,7 @@ def check_statistics(
 def check_exactness(
     model: nn.Module,
     batches: Sequence[Any],
-    loss_on: LossOn,
+    subject: Subject,
     ranks: Ranks,
     *,
     check: Kind,
@@ -178,12 +179,13 @@ def check_exactness(
         text = f"the model's have moved {WARM} times at most, too few to compare"
         return [_finding(check, "fine", text)] if check == "averaged statistics" else []
     own = local_model(model)
-    left = loss_of(own, batches, loss_on, ranks)
+    left = loss_of(own, batches, subject.loss_on, ranks)
     try:
-        drift = polish(own, batches, ranks.backend)
+        words: dict[str, Any] = {"forward": subject.forward} if subject.forward else {}
+        drift = polish(own, batches, ranks.backend, **words)
     except (DataError, ValueError) as error:
         return [_finding(check, "unknown", f"exact statistics: {error}")]
-    exact = loss_of(own, batches, loss_on, ranks)
+    exact = loss_of(own, batches, subject.loss_on, ranks)
     shift = max((layer.mean_shift for layer in drift), default=0.0)
     text = (
         f"means are up to {three_digits(shift)} standard deviations from exact ones; with those "

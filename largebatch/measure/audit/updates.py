@@ -302,7 +302,7 @@ class _Updates:
         return norms.check_exactness(
             model,
             self._batches,
-            self._subject.loss_on,
+            self._subject,
             self._ranks,
             check=check,
             is_trained=is_trained,

@@ -20,7 +20,7 @@ IMAGES, LABELS = random_data(64).tensors
 
 def found(loader: Any, model: nn.Module | None = None, **words: Any) -> Findings:  # noqa: ANN401
     model = model or linear()
-    arguments = {"model": model, "loss_fn": cross_entropy, "optimizer": sgd(model)}
+    arguments: dict[str, Any] = {"model": model, "loss_fn": cross_entropy, "optimizer": sgd(model)}
     with contextlib.redirect_stdout(io.StringIO()):
         return audit(loader=loader, **arguments | words)
 
@@ -123,12 +123,9 @@ def test_ignored_labels_of_any_type_do_not_count() -> None:
     other = linear()
     losses = cross_entropy(other(IMAGES[:32]), labels[:32].long(), reduction="none").split(16)
     means_of_losses = [it.sum() / count for it, count in zip(losses, counts, strict=False)]
-    exact, means = (
-        torch.autograd.grad(torch.stack(it).sum(), other.weight, retain_graph=True)[0]
-        .flatten()
-        .double()
-        for it in ([*torch.cat(losses)], means_of_losses)
-    )
+    sums = torch.cat(losses).sum(), torch.stack(means_of_losses).sum()
+    of_both = (torch.autograd.grad(it, other.weight, retain_graph=True)[0] for it in sums)
+    exact, means = (it.flatten().double() for it in of_both)
     cosine = float(exact @ means / exact.norm() / means.norm())
     assert direction.figure == pytest.approx(cosine, rel=1e-5), findings.table()
 
