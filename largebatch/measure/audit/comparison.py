@@ -148,10 +148,7 @@ def compare_alone(
 
 
 def names_of_unequal(fit: Fit, names: Sequence[str], tolerance: float) -> list[str]:
-    """Return the names of the gradients that differ from their references by more than this part.
-
-    If the references are the workers' mean, these are the gradients that workers do not share.
-    """
+    """Return the names of the gradients that differ from references by this part or more."""
     rest = fit.own - 2 * fit.product + fit.exact
     limit = tolerance**2 * np.maximum(fit.own, 1e-12 * fit.own.sum())
     return [name for name, bad in zip(names, rest > limit, strict=True) if bad]

@@ -72,6 +72,11 @@ class Finding:
         return "\n".join(lines)
 
 
+def fault(check: Check, text: str, remedy: str, figure: float) -> Finding:
+    """Return a finding at level `fault`."""
+    return Finding(check=check, level="fault", text=text, remedy=remedy, figure=figure)
+
+
 @dataclass(frozen=True, slots=True)
 class Findings:
     """Results of all checks of an audit, equal on every worker."""

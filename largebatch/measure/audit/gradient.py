@@ -21,11 +21,12 @@ from largebatch.measure.audit.comparison import (
     Fit,
     Numbers,
     Shares,
+    Transform,
     compare,
     compare_alone,
     names_of_unequal,
 )
-from largebatch.measure.audit.findings import Check, Finding, Level
+from largebatch.measure.audit.findings import Finding, Level, fault
 from largebatch.measure.audit.ranks import Ranks
 from largebatch.measure.audit.recording import Update
 from largebatch.measure.audit.reference import Gradients, Reference
@@ -82,23 +83,15 @@ def _check_places(update: Update, names: Sequence[str], ranks: Ranks) -> list[Fi
     update.places = set.intersection(*everyone)
     left_out = {place for place, it in enumerate(update.gradients) if it is not None}
     some, lost = set.union(*everyone) - update.places, left_out - set.union(*everyone)
-    if some:
-        tensors = [names[place] for place in sorted(some)]
-        text = (
-            f"{len(some)} of {len(names)} tensors are in the optimizers of some workers only "
-            f"({shorten(tensors, most=3)})"
-        )
-        remedy = "give the optimizer of every worker the same parameters"
-    elif update.strangers and lost:
-        tensors = [names[place] for place in sorted(lost)]
-        text = (
-            f"no optimizer has {len(lost)} of {len(names)} tensors ({shorten(tensors, most=3)}), "
-            f"but {update.strangers} that are not the model's and have no gradient"
-        )
-        remedy = "make the optimizer after the last layer is replaced, copied or moved"
-    else:
+    if not some and not (lost and update.strangers):
         return []
-    return [_fault("updates", text, remedy, float(len(tensors)))]
+    wrong = [names[place] for place in sorted(some or lost)]
+    where = f"no optimizer, and {update.strangers} others that get no gradient are"
+    if some:
+        where = "the optimizers of some workers only"
+    text = f"{len(wrong)} of {len(names)} tensors ({shorten(wrong, most=3)}) are in {where}"
+    remedy = "make each worker's optimizer from all parameters of the model as it is trained"
+    return [fault("updates", text, remedy, float(len(wrong)))]
 
 
 def _leave_out(update: Update, reference: Reference) -> None:
@@ -153,7 +146,7 @@ class _Comparison:
             remedy = "pass the loss that the step computes"
             unknown = Finding(check="gradient direction", level="unknown", text=text, remedy=remedy)
             return [*before, unknown]
-        exact = self._fit(self.reference.total, self.shares.samples, clipped=True)
+        exact = self._fit(self.reference.total, self.shares.samples, transform=self._clip)
         lost = self._underflow(exact)
         unequal = self._unequal()
         if before or unequal:
@@ -167,8 +160,7 @@ class _Comparison:
             other = self._direction(exact)
         return [*found, *([other] if other else self._scale(exact))]
 
-    def _fit(self, parts: Gradients, divisor: float, *, clipped: bool = False) -> Fit:
-        transform = self._clip if clipped and self.update.clips else None
+    def _fit(self, parts: Gradients, divisor: float, *, transform: Transform | None = None) -> Fit:
         return compare(
             self.update.gradients,
             parts,
@@ -186,14 +178,13 @@ class _Comparison:
             exact = exact.clamp(-clip.most, clip.most) if clip.norm is None else exact * clip.factor
         return exact
 
-    def _hook(self, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Call a parameter's own hooks with a gradient."""
-        hooks = list((parameter._backward_hooks or {}).values())
-        changed = gradient.reshape(parameter.shape).to(parameter.dtype) if hooks else gradient
-        for hook in hooks:
-            result = hook(changed)
-            changed = changed if result is None else result
-        return changed.flatten().double()
+    def _changed(self, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Call a parameter's own hooks with a gradient, and clip it."""
+        for hook in list((parameter._backward_hooks or {}).values()):
+            shaped = gradient.reshape(parameter.shape).to(parameter.dtype)
+            result = hook(shaped)
+            gradient = shaped if result is None else result
+        return self._clip(gradient.flatten().double(), parameter)
 
     def _not_finite(self) -> list[Finding]:
         """Return a fault if gradients overflowed, with where."""
@@ -261,7 +252,7 @@ class _Comparison:
         )
         if not is_own:
             remedy = "average all gradients before each update, of these parameters too"
-        return _fault("gradient direction", text, remedy, cosine)
+        return fault("gradient direction", text, remedy, cosine)
 
     def _clipped_before(self) -> list[Finding]:
         """Return a fault if workers clipped gradients with different norms, or in other ways."""
@@ -283,7 +274,7 @@ class _Comparison:
                 f"result is {three_digits(ratio)} times as long as if clipped after"
             )
             remedy = "call clip_grad_norm_ after the gradients are averaged"
-            return [_fault("clipping", text, remedy, ratio)]
+            return [fault("clipping", text, remedy, ratio)]
         return []
 
     def _clipped_by_some(self, limits: Sequence[float], factors: Sequence[float]) -> Finding:
@@ -293,39 +284,36 @@ class _Comparison:
             f"{number} of {self.ranks.size} workers clip gradients" * (number < self.ranks.size)
             or f"workers clip gradients to {min(limits):g} .. {max(limits):g}"
         ) + f": some are {three_digits(ratio)} times as long as those of other workers"
-        return _fault("clipping", text, "clip on every worker, with the same maximum", ratio)
+        return fault("clipping", text, "clip on every worker, with the same maximum", ratio)
 
     def _clipping(self) -> list[Finding]:
         """Return whether gradients were unscaled before they were clipped."""
-        clips = self.update.clips
-        clip = next((it for it in clips if it.norm is not None), clips[0] if clips else None)
-        if clip is None:
-            return []
-        times = sum(it.lengths.keys() == clip.lengths.keys() for it in clips)
-        if 1 < times == self.shares.micros and any(it.factor < 1 for it in clips):
-            text = f"gradients are clipped {times} times, in each of the micro-batches of an update"
-            remedy = "clip once, when the gradients of all of them are summed"
-            return [_fault("clipping", text, remedy, float(times))]
         whole = self._fit(self.reference.total, self.shares.samples)
         scaled = self.ranks.gather(self._clipped_with_scale(np.sqrt(whole.exact)))[0]
         if scaled is not None:
-            text, ratio = scaled
             remedy = "call scaler.unscale_(optimizer) before clipping, for each optimizer"
-            return [_fault("clipping", text, remedy, ratio)]
-        if clip.norm is None:
-            return []
-        text = f"norm {three_digits(clip.norm)}, maximum {clip.most:g}, equal on all workers"
-        return [Finding(check="clipping", level="fine", text=text, figure=clip.norm)]
+            return [fault("clipping", scaled[0], remedy, scaled[1])]
+        clips = self.update.clips
+        times = sum(it.lengths.keys() == clips[0].lengths.keys() for it in clips)
+        if 1 < times == self.shares.micros and any(it.factor < 1 for it in clips):
+            text = f"gradients are clipped {times} times, in each of the micro-batches of an update"
+            remedy = "clip once, when the gradients of all of them are summed"
+            return [fault("clipping", text, remedy, float(times))]
+        for clip in clips:
+            if clip.norm is not None:
+                text = (
+                    f"norm {three_digits(clip.norm)}, maximum {clip.most:g}, equal on all workers"
+                )
+                return [Finding(check="clipping", level="fine", text=text, figure=clip.norm)]
+        return []
 
     def _clipped_with_scale(self, exact: Numbers) -> tuple[str, float] | None:
         """Describe gradients that were clipped with their loss scale, and how long all were.
 
         `exact` are the lengths of the exact gradients.
         """
-        scale, numbers = (
-            self.update.loss_scale,
-            {id(it): at for at, it in enumerate(self.parameters)},
-        )
+        scale = self.update.loss_scale
+        numbers = {id(it): at for at, it in enumerate(self.parameters)}
         clipped: set[int] = set()
         for clip in self.update.clips:
             lengths = {numbers[it]: length for it, length in clip.lengths.items() if it in numbers}
@@ -351,7 +339,7 @@ class _Comparison:
             if math.isnan(self.shares.loss_scale):
                 text = "the gradients are zero at the update: no backward pass was seen before it"
                 remedy = "call backward before the update"
-            return _fault("gradient scale", text, remedy, 0.0)
+            return fault("gradient scale", text, remedy, 0.0)
         everyone = self.ranks.gather(sorted(self.update.held & self.update.places))
         held = sorted(set().union(*everyone))
         if not held:
@@ -363,45 +351,22 @@ class _Comparison:
         )
         remedy = "call zero_grad once per update, for all parameters"
         if exact.residual > SAME:
-            return _fault("gradient direction", text, remedy, exact.cosine)
-        return _fault("gradient scale", text, remedy, exact.scale)
+            return fault("gradient direction", text, remedy, exact.cosine)
+        return fault("gradient scale", text, remedy, exact.scale)
 
     def _by_hooks(self, exact: Fit) -> Finding | None:
         """Return what hooks change, if that explains the gradient: a note if it may be meant."""
         if _is_same(exact) or not any(self.ranks.gather(self.reference.has_hooks)):
             return None
-        part, samples = self.reference.hooked, self.shares.samples
-        one = compare(
-            self.update.gradients,
-            part,
-            self.parameters,
-            self.ranks,
-            divisor=samples,
-            transform=lambda it, at: self._clip(self._hook(it, at), at),
-        )
+        one = self._fit(self.reference.hooked, self.shares.samples, transform=self._changed)
         if not _is_same(one):
-            own = [
-                None if it is None else self._hook(it * (self.ranks.size / samples), at)
-                for it, at in zip(part, self.parameters, strict=True)
-            ]
-            if not _is_same(self._fit(own, self.ranks.size, clipped=True)):
-                return None
-            text = (
-                f"hooks change each worker's own gradient, and not as they would change the mean: "
-                f"{_likeness(exact)}"
-            )
-            remedy = "change gradients after they are averaged, on all workers alike"
-            return _fault("gradient direction", text, remedy, exact.cosine)
+            return None
         if exact.residual <= SAME:
             text = f"hooks multiply all gradients by {three_digits(exact.scale)}"
             remedy = "remove these hooks: DistributedDataParallel averages, the rate scales"
-            return _fault("gradient scale", text, remedy, exact.scale)
+            return fault("gradient scale", text, remedy, exact.scale)
         some = self._of_some_tensors(exact)
-        if (
-            some is not None
-            and some.figure
-            and abs(some.figure / self.ranks.size - 1) < _SAME_SCALE
-        ):
+        if some is not None and (some.figure or 0) > 1:
             return some
         names = names_of_unequal(exact, self.names, SAME)
         return Finding(
@@ -422,15 +387,15 @@ class _Comparison:
                 "the backward pass recomputes layers with other random numbers than their forward "
                 f"pass: {_likeness(exact)}"
             )
-            remedy = "call checkpoint with preserve_rng_state=True, its default"
-            return _fault("gradient direction", text, remedy, cosine)
+            remedy = "call checkpoint with preserve_rng_state=True, and draw with torch"
+            return fault("gradient direction", text, remedy, cosine)
         if not shares.are_equal:
-            mean = self._fit(self.reference.mean, self.ranks.size, clipped=True)
+            mean = self._fit(self.reference.mean, self.ranks.size, transform=self._clip)
             if mean.residual <= limit:
                 return self._mean_of_means(cosine)
         if shares.micros > 1 and (cause := self._of_micros(limit)):
-            return _fault("gradient direction", f"{cause[0]}: {_likeness(exact)}", cause[1], cosine)
-        if other := self._values_clipped_before(limit) or self._of_some_tensors(exact):
+            return fault("gradient direction", f"{cause[0]}: {_likeness(exact)}", cause[1], cosine)
+        if other := self._changed_before(exact, limit) or self._of_some_tensors(exact):
             return other
         worst = sorted(zip(exact.residuals(), self.names, strict=False), reverse=True)
         names = [name for residual, name in worst if residual > SAME]
@@ -447,10 +412,10 @@ class _Comparison:
     def _of_micros(self, limit: float) -> tuple[str, str] | None:
         """Return why micro-batches of an update do not count alike, and the remedy."""
         number, size = self.shares.micros, self.ranks.size
-        if self._fit(self.reference.last, size, clipped=True).residual <= limit:
+        if self._fit(self.reference.last, size, transform=self._clip).residual <= limit:
             text = f"only the last of {number} micro-batches counts"
             return text, "call zero_grad once per update, not per micro-batch"
-        if self._fit(self.reference.reduced, size, clipped=True).residual <= limit:
+        if self._fit(self.reference.reduced, size, transform=self._clip).residual <= limit:
             text = (
                 f"gradients are summed over {size} workers after each of {number} micro-batches, "
                 f"so that a micro-batch counts {size} times as often as the next one"
@@ -458,23 +423,22 @@ class _Comparison:
             return text, "sum gradients over workers once per update, after the last micro-batch"
         return None
 
-    def _values_clipped_before(self, limit: float) -> Finding | None:
-        """Return a fault if workers clipped values before they were averaged."""
-        clip = next((it for it in self.update.clips if it.norm is None), None)
-        if not all(self.ranks.gather(clip is not None)) or clip is None:
-            return None
+    def _changed_before(self, exact: Fit, limit: float) -> Finding | None:
+        """Return a fault if workers changed their own gradients before they were averaged."""
         own: Gradients = [
-            it.clamp(-clip.most, clip.most) if it is not None and id(at) in clip.lengths else it
+            None if it is None else self._changed(it, at)
             for it, at in zip(self.reference.mean, self.parameters, strict=True)
         ]
-        fit = self._fit(own, self.ranks.size)
-        if fit.residual > limit:
+        if self._fit(own, self.ranks.size).residual > limit:
             return None
-        text = (
-            f"each worker clips the values of its own gradient to {clip.most:g}, before the average"
-        )
+        clip = next((it for it in self.update.clips if it.norm is None), None)
+        if clip is None:
+            text = f"hooks change each worker's own gradient before the average: {_likeness(exact)}"
+            remedy = "change gradients after they are averaged, on all workers alike"
+            return fault("gradient direction", text, remedy, exact.cosine)
+        text = f"each worker clips values of its own gradient to {clip.most:g}, before the average"
         remedy = "call clip_grad_value_ after the gradients are averaged"
-        return _fault("clipping", text, remedy, clip.most)
+        return fault("clipping", text, remedy, clip.most)
 
     def _of_some_tensors(self, exact: Fit) -> Finding | None:
         """Return a fault if some tensors are right, and others a factor of the workers off."""
@@ -495,7 +459,7 @@ class _Comparison:
             f"process ({shorten(wrong, most=3)}), the others are right"
         )
         remedy = "divide every gradient by the workers once, and by the loss scale once"
-        return _fault("gradient direction", text, remedy, factor)
+        return fault("gradient direction", text, remedy, factor)
 
     def _mean_of_means(self, cosine: float) -> Finding:
         """Return a fault, or a note if only class weights differ, as in most scripts with them."""
@@ -564,7 +528,3 @@ def _likeness(exact: Fit) -> str:
     if abs(exact.scale - 1) <= _SAME_SCALE:
         return text
     return f"{text}, and {three_digits(exact.scale)} times as long along it"
-
-
-def _fault(check: Check, text: str, remedy: str, figure: float) -> Finding:
-    return Finding(check=check, level="fault", text=text, remedy=remedy, figure=figure)

@@ -12,7 +12,7 @@ from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import PeerLostError, clip, printable
-from largebatch.measure.audit.findings import Check, Finding
+from largebatch.measure.audit.findings import Check, Finding, Level
 
 T = TypeVar("T")
 
@@ -23,16 +23,18 @@ _REMEDY = "call it without the audit on that worker, which shows the traceback, 
 
 
 class StoppedError(Exception):
-    """A reason to stop a check; it is raised on all workers."""
+    """A reason to stop a check; it is raised on all workers. With a figure it is a fault."""
 
-    def __init__(self, check: Check, text: str, remedy: str) -> None:
+    def __init__(
+        self, check: Check, text: str, remedy: str, *, figure: float | None = None
+    ) -> None:
         super().__init__(text)
-        self.check: Check = check
-        self.remedy = remedy
+        level: Level = "unknown" if figure is None else "fault"
+        self._finding = Finding(check=check, level=level, text=text, remedy=remedy, figure=figure)
 
     def finding(self) -> Finding:
         """Return the finding that reports this error."""
-        return Finding(check=self.check, level="unknown", text=str(self), remedy=self.remedy)
+        return self._finding
 
 
 class Ranks:

@@ -5,12 +5,14 @@ computed in the hook before the update, because the weights change right after i
 optimizers share the parameters, the update is that of all of them in one call of the step.
 """
 
+import inspect
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -370,51 +372,23 @@ class Recorder:
     @contextmanager
     def _clipping_seen(self) -> Iterator[None]:
         """Replace torch's functions for clipping, under every name that a module gave them."""
+        with ExitStack() as stack:
+            for function in (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
+                stack.enter_context(_replaced_everywhere(function, partial(self._clip, function)))
+            yield  # clip_grad_norm_ calls the first
 
-        def by_norm(
-            parameters: Any,  # noqa: ANN401 -- one tensor or several
-            max_norm: float,
-            total_norm: Tensor,
-            *args: Any,  # noqa: ANN401
-            **words: Any,  # noqa: ANN401
-        ) -> None:
-            self._clip(
-                parameters,
-                lambda chosen: clip_by_norm(chosen, max_norm, total_norm, *args, **words),
-                float(max_norm),
-                float(total_norm),  # sync: in an audit only
-            )
-
-        def by_value(parameters: Any, clip_value: float, *args: Any, **words: Any) -> None:  # noqa: ANN401
-            self._clip(
-                parameters,
-                lambda chosen: clip_by_value(chosen, clip_value, *args, **words),
-                float(clip_value),
-                None,
-            )
-
-        clip_by_norm = nn.utils.clip_grads_with_norm_  # clip_grad_norm_ calls it
-        clip_by_value = nn.utils.clip_grad_value_
-        with (
-            _replaced_everywhere(clip_by_norm, by_norm),
-            _replaced_everywhere(clip_by_value, by_value),
-        ):
-            yield
-
-    def _clip(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        function: Callable[..., object],
-        most: float,
-        norm: float | None,
-    ) -> None:
+    def _clip(self, function: Callable[..., object], *args: Any, **words: Any) -> None:  # noqa: ANN401
         """Clip gradients, and record what that did to them."""
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        before = _lengths(chosen)
-        function(chosen)
-        after, length = _lengths(chosen), math.hypot(*before.values())
+        given = inspect.signature(function).bind(*args, **words).arguments
+        tensors = given["parameters"]
+        given["parameters"] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        before = _lengths(given["parameters"])
+        function(**given)
+        after, length = _lengths(given["parameters"]), math.hypot(*before.values())
+        most, norm = float([*given.values()][1]), given.get("total_norm")
         factor = math.hypot(*after.values()) / length if length else 1.0
         if norm is not None:
+            norm = float(norm)  # sync: in an audit only
             factor = min(1.0, most / (norm + 1e-6))  # as torch computes it
         self._clips.append(Clip(before, most, norm, factor))
 

@@ -5,6 +5,8 @@ passes, so that what they change is seen as a difference.
 """
 
 import math
+import pickle
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -105,14 +108,14 @@ def reference_of(
     counts = [it[1].samples for it in passes]
     scales = [it[2] for it in passes if it[2] is not None]
     number = max(len(passes), 1)
+    total = _weighted(gradients, counts, parameters)
+    powers = [workers ** -float(it) for it in range(len(passes))]
     return Reference(
-        total=_weighted(gradients, counts, parameters),
+        total=total,
         mean=_weighted(gradients, [1 / number] * len(passes), parameters),
         last=gradients[-1] if gradients else [None] * len(parameters),
-        reduced=_weighted(
-            gradients, [workers ** -float(it) for it in range(len(passes))], parameters
-        ),
-        hooked=_weighted(hooked if hooks else gradients, counts, parameters),
+        reduced=_weighted(gradients, powers, parameters),
+        hooked=_weighted(hooked, counts, parameters) if hooks else list(total),
         has_hooks=bool(own or hooks),
         draws_again=any(drawn),
         counts=counts,
@@ -164,10 +167,14 @@ def _without_recomputation(device: torch.device) -> Iterator[list[bool]]:
     """
     drawn: list[bool] = []
 
+    def states() -> list[object]:
+        own = [random.getstate(), pickle.dumps(np.random.get_state())]
+        return [generator_state(device).tolist(), *own]  # the first is what checkpoint restores
+
     def recorded(_: object, preserve: bool = True, *__: object, **___: object) -> Iterator[None]:  # noqa: FBT001, FBT002 -- as torch calls it
-        before = generator_state(device)
+        before = states()
         yield
-        drawn.append(not preserve and not torch.equal(before, generator_state(device)))
+        drawn.append(before[preserve:] != states()[preserve:])
 
     class Function:
         @staticmethod

@@ -13,7 +13,7 @@ from largebatch.errors import shorten
 from largebatch.formatting import plural
 from largebatch.measure.audit import norms
 from largebatch.measure.audit.comparison import compare, compare_alone, names_of_unequal
-from largebatch.measure.audit.findings import Finding, Level
+from largebatch.measure.audit.findings import Finding, Level, fault
 from largebatch.measure.audit.fingerprint import seed_generators
 from largebatch.measure.audit.gradient import SAME, check_gradient
 from largebatch.measure.audit.randomness import check_dropout
@@ -188,7 +188,8 @@ class _Updates:
         levels = {it.level for it in found}
         if "fault" in levels:
             stopped = []  # a consequence
-        elif not stopped and self._recorder.updates and "unknown" not in levels:
+        is_right = not stopped and self._recorder.sample and not levels & {"fault", "unknown"}
+        if all(self._ranks.gather(bool(is_right))):
             with self._recorder.paused():
                 found = _worst([(0, found), (0, self._functions())])
         return found + (stopped or self._skipped())
@@ -221,7 +222,7 @@ class _Updates:
         if min(counts) < max(counts):
             text = f"workers made {min(counts)} to {max(counts)} updates"
             remedy = "make the update in the same call of `step` on every worker"
-            raise StoppedError("updates", text, remedy)
+            raise StoppedError("updates", text, remedy, figure=float(min(counts)))
         results = []
         for update in recorder.updates[made:]:
             now = weighted_sums(recorder.parameters)
@@ -263,6 +264,7 @@ class _Updates:
         weights = dict(model.named_parameters())
         if any(it != modes[0] for it in modes) or differences("weights", weights, ranks, when=""):
             return []  # reported as such
+        assert self._recorder.sample is not None
         micro = _of_worker_0(self._recorder.sample, ranks)
         if micro is None:
             return []
@@ -273,17 +275,25 @@ class _Updates:
 
         parameters, once = self._recorder.parameters, repeated(1).total
         fit = compare(once, once, parameters, ranks, divisor=ranks.size)
-        if names := names_of_unequal(fit, self._names, SAME):
-            many = repeated(4)  # unequal too if the model draws from generators of its own
-            is_fixed = compare_alone(many.last, many.mean, parameters).residual <= SAME
-            return [_other_functions(names, len(parameters))] if all(ranks.gather(is_fixed)) else []
-        none = {place for place, it in enumerate(once) if it is None}
-        places = sorted(none & self._places - self._trained)
-        changes = partial(changes_loss, micro, model, loss_fn)
-        if not any(ranks.gather(bool(places) and changes(places))):
-            return []
-        detached = [self._names[place] for place in places if changes([place])]
-        return [_detached(detached, len(parameters))]
+        number, unequal = len(parameters), names_of_unequal(fit, self._names, SAME)
+        if unequal:
+            many = repeated(8)  # unequal too: layers with generators of their own, rounding
+            fit = compare_alone(many.last, many.mean, parameters)
+            random = set().union(*ranks.gather(names_of_unequal(fit, self._names, SAME)))
+            names = [it for it in unequal if it not in random]
+            text = "workers compute different functions: for the same batch and weights "
+            text += f"{len(names)} of {number} gradients differ ({shorten(names, most=3)})"
+            remedy = "do the same on every worker in forward and in loss_fn"
+        else:
+            none = {place for place, it in enumerate(once) if it is None}
+            places = sorted(none & self._places - self._trained)
+            changes = partial(changes_loss, micro, model, loss_fn)
+            some = any(ranks.gather(bool(places) and changes(places)))
+            names = [self._names[place] for place in places if some and changes([place])]
+            text = f"{len(names)} of {number} tensors ({shorten(names, most=3)}) change the loss "
+            text += "and get no gradient: a detach or no_grad is in the forward pass"
+            remedy = "remove it; what is not to be trained is left out of the optimizer"
+        return [fault("gradient direction", text, remedy, float(len(names)))] if names else []
 
     def losses(self) -> list[float]:
         """Return the loss of worker 0's first batch with each worker's running statistics."""
@@ -357,38 +367,16 @@ def _sent(leaves: Sequence[Any], shapes: Sequence[list[int]], ranks: Ranks) -> l
     return found
 
 
-def _of_worker_0(micro: Micro | None, ranks: Ranks) -> Micro | None:
+def _of_worker_0(micro: Micro, ranks: Ranks) -> Micro | None:
     """Return worker 0's micro-batch, for equal random numbers; None if workers have other types."""
-    leaves, spec = tree_flatten(micro and (micro.args, micro.kwargs, micro.labels, micro.buffers))
+    leaves, spec = tree_flatten((micro.args, micro.kwargs, micro.labels, micro.buffers))
     tensors = [it for it in leaves if isinstance(it, Tensor)]
-    types = ranks.gather([str(it.dtype) for it in tensors])
-    shapes = ranks.gather([list(it.shape) for it in tensors])[0]
-    if micro is None or any(it != types[0] for it in types):
+    kinds = ranks.gather([[str(it.dtype), *it.shape] for it in tensors])
+    if any([it[0] for it in own] != [it[0] for it in kinds[0]] for own in kinds):
         return None
+    shapes = [shape for _, *shape in kinds[0]]
     args, kwargs, labels, buffers = tree_unflatten(_sent(leaves, shapes, ranks), spec)
     return Micro(args, kwargs, labels, seed_generators, buffers, micro.half, micro.scores_in)
-
-
-def _other_functions(names: Sequence[str], number: int) -> Finding:
-    return Finding(
-        check="gradient direction",
-        level="fault",
-        text="workers compute different functions: with the same batch and weights "
-        f"{len(names)} of {number} gradients differ ({shorten(names, most=3)})",
-        remedy="do the same on every worker in forward and in loss_fn; only data may differ",
-        figure=float(len(names)),
-    )
-
-
-def _detached(names: Sequence[str], number: int) -> Finding:
-    return Finding(
-        check="gradient direction",
-        level="fault",
-        text=f"{len(names)} of {number} tensors that the optimizer has change the loss and get no "
-        f"gradient ({shorten(names, most=3)}): detach or no_grad is in the forward pass",
-        remedy="remove it; if they are to stay as they are, leave them out of the optimizer",
-        figure=float(len(names)),
-    )
 
 
 def _update_of_others(number: int, weights: Sequence[float]) -> Finding:
@@ -396,14 +384,13 @@ def _update_of_others(number: int, weights: Sequence[float]) -> Finding:
 
     `weights` are sums of the model's weights after each of its steps.
     """
-    text = f"the optimizer has 0 of the {plural(number, 'tensor')} of the model that are trained"
-    if len(set(weights)) > 1:
-        remedy = "pass an optimizer of the model's own parameters; gradients are compared with it"
-        text += ": its updates of other tensors are copied into the model"
-        return Finding(check="updates", level="unknown", text=text, remedy=remedy)
-    text += f": in {len(weights)} steps it changed other tensors only"
+    text = f"the optimizer has 0 of {plural(number, 'tensor')} of the model"
     remedy = "make the optimizer from the parameters of the model that is trained, not of a copy"
-    return Finding(check="updates", level="fault", text=text, remedy=remedy, figure=0.0)
+    if len(set(weights)) == 1:
+        text += f", which stays as it is in {plural(len(weights), 'step')}"
+        return fault("updates", text, remedy, 0.0)
+    text += ": what it changes is copied into the model"
+    return Finding(check="updates", level="unknown", text=text, remedy=remedy)
 
 
 def _no_update(calls: int) -> Finding:

@@ -5,6 +5,7 @@ import gc
 import io
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,6 +251,72 @@ def test_a_step_is_judged_with_its_reason(
     hits = [it for it in findings.named(check) if it.level == level and text in it.text]
     assert len(hits) == 1, findings.table()
     assert hits[0].remedy or level == "fine"
+
+
+class Two:
+    """A model of which each layer has an optimizer, trained with a loss scale of 64."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, self.scaler = perceptron(), torch.amp.GradScaler("cpu", init_scale=64)
+        self.optimizers = [sgd(self.model.get_submodule(name)) for name in ("0", "2")]
+
+    def backward(self, batch: list[Tensor]) -> None:
+        loss: Tensor = self.scaler.scale(cross_entropy(self.model(batch[0]), batch[1]))
+        loss.backward()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def clip_values_with_scale(self, batch: list[Tensor]) -> None:
+        self.model.zero_grad()
+        self.backward(batch)
+        self.scaler.unscale_(self.optimizers[0])
+        for layer in (self.model[0], self.model[2]):
+            nn.utils.clip_grad_value_(layer.parameters(), 0.01)
+        self.update()
+
+    def unscale_twice(self, batch: list[Tensor]) -> None:
+        self.model.zero_grad()
+        self.backward(batch)
+        for parameter in self.model[2].parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 64
+        self.update()
+
+    def clear_one(self, batch: list[Tensor]) -> None:
+        self.optimizers[0].zero_grad()
+        cross_entropy(self.model(batch[0]), batch[1]).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def forget_backward(self, batch: list[Tensor]) -> None:
+        assert cross_entropy(self.model(batch[0]), batch[1]) > 0
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("step", "check", "text", "figure"),
+    [
+        (Two.clip_values_with_scale, "clipping", "2 of 2 gradients (2.weight, 2.bias) are", 64),
+        (Two.unscale_twice, "gradient direction", "2 of 4 gradients are 0.0156 times", 1 / 64),
+        (Two.clear_one, "gradient direction", "2 of 4 gradients (2.weight, 2.bias) still", None),
+        (Two.forget_backward, "gradient scale", "no backward pass", 0),
+    ],
+)
+def test_what_is_wrong_with_one_of_two_optimizers_is_named(
+    step: Callable[[Two, list[Tensor]], None], check: Check, text: str, figure: float | None
+) -> None:
+    two, loader = Two(), DataLoader(random_data(), 16)
+    with contextlib.redirect_stdout(io.StringIO()):
+        findings = audit(two.model, loader, cross_entropy, two.optimizers[0], partial(step, two))
+    (fault,) = findings.faults
+    assert fault.check == check
+    assert text in fault.text
+    assert figure is None or fault.figure == pytest.approx(figure, rel=0.01)
 
 
 def test_one_process_may_choose_samples() -> None:

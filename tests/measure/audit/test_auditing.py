@@ -199,6 +199,24 @@ def update_with_a_closure() -> dict[str, Any]:
     return script(model=model, optimizer=optimizer, step=step)
 
 
+def master_weights() -> dict[str, Any]:
+    model = DistributedDataParallel(perceptron())
+    weights = list(model.parameters())
+    masters = [it.detach().clone().requires_grad_() for it in weights]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+
+    def step(batch: list[Tensor]) -> None:
+        model.zero_grad()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        for weight, master in zip(weights, masters, strict=True):
+            master.grad = weight.grad
+        optimizer.step()
+        for weight, master in zip(weights, masters, strict=True):
+            weight.data.copy_(master)
+
+    return script(model=model, optimizer=optimizer, step=step)
+
+
 def rate_that_fails_on_worker_1() -> dict[str, Any]:
     def rate(update: int) -> float:
         return [0.05][update] if dist.get_rank() else 0.05
@@ -242,6 +260,7 @@ UNKNOWN = {
     loss_that_fails_on_a_later_batch_of_worker_1: "on worker 1: IndexError: target 9",
     step_that_fails_on_worker_1_before_its_update: "step failed on worker 1: RuntimeError: disk is",
     update_with_a_closure: "the forward pass is inside optimizer.step(closure)",
+    master_weights: "0 of 4 tensors of the model: what it changes is copied into the model",
     rate_that_fails_on_worker_1: "comparing the rates failed on worker 1: IndexError: list index",
     base_of_no_samples: "base is (0, 0.1); expected (global batch, rate)",
     no_steps: "steps is 0; expected a whole number of updates",
