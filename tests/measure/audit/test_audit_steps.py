@@ -236,7 +236,12 @@ def results() -> dict[Callable[[], Arguments], Findings]:
         (sampler_of_a_part, "samples", "note", "16 never read in an epoch"),
         (two_passes_over_each_sample, "gradient scale", "unknown", "each sample more than once"),
         (iterator_in_the_step, "gradient scale", "unknown", "step takes from an iterator (_Single"),
-        (loss_that_fails_late_on_worker_1, "gradient scale", "unknown", "on worker 1: IndexError"),
+        (
+            loss_that_fails_late_on_worker_1,
+            "gradient scale",
+            "unknown",
+            "worker 1: ValueError: 4 of 4",
+        ),
     ],
 )
 def test_a_step_is_judged_with_its_reason(
