@@ -197,8 +197,8 @@ def _first_sight(result: dict[str, Any]) -> Iterator[str]:
         f"sight {new['found']} of the faulty ones were found with their right name, "
         f"{new['misnamed']} were misnamed or `unknown`, and "
         f"{new['faulty'] - new['found'] - new['misnamed']} had no fault; "
-        f"{new['correct'] - new['false alarms']} of the correct ones had no false alarm. The tables "
-        "above have them now."
+        f"{new['correct'] - new['false alarms']} of the correct ones had no false alarm. The "
+        "tables above have them now."
     )
     yield ""
     yield "| correct loop | false alarm at first sight |"
