@@ -130,6 +130,7 @@ class _Comparison:
         facts = ranks.gather([reference.counts, reference.by_weight, seen, cosine])
         counts, by_weight, factors, cosines = (list(it) for it in zip(*facts, strict=True))
         scale = sum(factors) / len(facts) / update.loss_scale
+        self.loss_scales = factors
         self.shares = Shares(counts, any(by_weight), scale or math.nan, min(cosines))
 
     def findings(self) -> list[Finding]:
@@ -397,6 +398,11 @@ class _Comparison:
             return fault("gradient direction", f"{cause[0]}: {_likeness(exact)}", cause[1], cosine)
         if other := self._changed_before(exact, limit) or self._of_some_tensors(exact):
             return other
+        if max(self.loss_scales) > (1 + NAMED_SCALE) * min(self.loss_scales):
+            each = shorten([f"{it:.4g}" for it in self.loss_scales])
+            text = f"the workers' losses are {each} times loss_fn: {_likeness(exact)}"
+            remedy = "multiply the loss by the same factor on every worker"
+            return fault("gradient direction", text, remedy, cosine)
         worst = sorted(zip(exact.residuals(), self.names, strict=False), reverse=True)
         names = [name for residual, name in worst if residual > SAME]
         text = (

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://github.com/pytorch/pytorch/issues/23425"
+ISSUE = "https://github.com/pytorch/pytorch/pull/47206"
 EXPECTED = "gradient direction"
 FIGURE = 1.0
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://github.com/pytorch/pytorch/issues/41990"
+ISSUE = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
 EXPECTED = "clipping"
 ALSO = ("weights",)
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "a maximum that each worker adapts to its own losses"
+ISSUE = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
 EXPECTED = "clipping"
 FIGURE = 0.5
 ALSO = ("weights",)

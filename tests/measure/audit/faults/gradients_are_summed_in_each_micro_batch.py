@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://github.com/horovod/horovod/issues/2806"
+ISSUE = "https://github.com/pytorch/pytorch/pull/125484"
 EXPECTED = "gradient direction"
 FIGURE = 3 / 10**0.5
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+ISSUE = "https://github.com/huggingface/accelerate/issues/113"
 EXPECTED = "gradient scale"
 FIGURE = 1 / 1024
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://github.com/pytorch/pytorch/issues/43259"
+ISSUE = "https://github.com/pytorch/pytorch/issues/57776"
 EXPECTED = "gradient direction"
 FIGURE = 2.0
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://docs.pytorch.org/docs/stable/optim.html#constructing-it"
+ISSUE = "https://github.com/pytorch/pytorch/issues/14467"
 EXPECTED = "updates"
 FIGURE = 0.0
 

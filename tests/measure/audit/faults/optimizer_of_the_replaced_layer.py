@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://docs.pytorch.org/docs/stable/optim.html#constructing-it"
+ISSUE = "https://github.com/microsoft/nni/issues/4521"
 EXPECTED = "updates"
 FIGURE = 2.0
 

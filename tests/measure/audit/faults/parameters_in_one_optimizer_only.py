@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://github.com/horovod/horovod/issues/1417"
+ISSUE = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
 EXPECTED = "updates"
 FIGURE = 2.0
 ALSO = ("weights",)

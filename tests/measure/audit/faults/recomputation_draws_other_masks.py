@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://docs.pytorch.org/docs/stable/checkpoint.html"
+ISSUE = "https://github.com/allenai/OLMo-core/pull/828"
 EXPECTED = "gradient direction"
 FIGURE = 0.5
 

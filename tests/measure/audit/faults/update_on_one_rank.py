@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html"
+ISSUE = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
 EXPECTED = "updates"
 FIGURE = 0.0
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://discuss.pytorch.org/t/why-do-we-need-to-set-the-gradients-manually-to-zero-in-pytorch/4903"
+ISSUE = "https://github.com/ultralytics/ultralytics/pull/11217"
 EXPECTED = "gradient scale"
 FIGURE = 0.0
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.measure.audit import Findings
 
-ISSUE = "https://docs.pytorch.org/tutorials/recipes/recipes/zeroing_out_gradients.html"
+ISSUE = "https://github.com/wenet-e2e/wekws/pull/73"
 EXPECTED = "gradient direction"
 FIGURE = 0.5**0.5
 
