@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from largebatch.measure.audit.recording import Micro, first_logits
@@ -98,9 +99,9 @@ def reference_of(
     try:
         with _emptied(own), _without_recomputation(device_of(model)) as drawn:
             with _without_layer_hooks(model) as hooks:
-                passes = [_pass(micro, model, loss_fn, parameters) for micro in micros]
+                passes = [_pass(micro, model, loss_fn, parameters, drawn) for micro in micros]
             again = micros if hooks else []
-            hooked = [_pass(micro, model, loss_fn, parameters)[0] for micro in again]
+            hooked = [_pass(micro, model, loss_fn, parameters, drawn)[0] for micro in again]
     finally:
         kept.restore()
         restore_random()
@@ -167,14 +168,10 @@ def _without_recomputation(device: torch.device) -> Iterator[list[bool]]:
     """
     drawn: list[bool] = []
 
-    def states() -> list[object]:
-        own = [random.getstate(), pickle.dumps(np.random.get_state())]
-        return [generator_state(device).tolist(), *own]  # the first is what checkpoint restores
-
     def recorded(_: object, preserve: bool = True, *__: object, **___: object) -> Iterator[None]:  # noqa: FBT001, FBT002 -- as torch calls it
-        before = states()
+        before = _random_states(device)
         yield
-        drawn.append(before[preserve:] != states()[preserve:])
+        drawn.append(before[preserve:] != _random_states(device)[preserve:])
 
     class Function:
         @staticmethod
@@ -190,6 +187,12 @@ def _without_recomputation(device: torch.device) -> Iterator[list[bool]]:
         yield drawn
 
 
+def _random_states(device: torch.device) -> list[object]:
+    """Return the states of the generators; the first is that which checkpoint restores."""
+    own = [random.getstate(), pickle.dumps(np.random.get_state())]
+    return [generator_state(device).tolist(), *own]
+
+
 class _Count(NamedTuple):
     """What a loss is the mean over."""
 
@@ -203,16 +206,33 @@ class _Count(NamedTuple):
 
 
 def _pass(
-    micro: Micro, model: nn.Module, loss_fn: LossFunction, parameters: Sequence[nn.Parameter]
+    micro: Micro,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    parameters: Sequence[nn.Parameter],
+    drawn: list[bool],
+    *,
+    again: bool = False,
 ) -> tuple[Gradients, _Count, tuple[float, float] | None]:
-    """Return gradients of the mean loss, the number of samples, and the script's loss."""
+    """Return gradients of the mean loss, the number of samples, and the script's loss.
+
+    If layers are recomputed with other random numbers, the backward pass is repeated with those of
+    the forward pass, and `drawn` says so.
+    """
     output, loss, count = _forward(micro, model, loss_fn)
-    first = first_logits(output)
+    first, calls = first_logits(output), list[object]()
     scale = _FP16_SCALE if micro.half == torch.float16 else 1.0
     wanted = list(parameters) if first is None else [*parameters, first]
-    found = torch.autograd.grad(
-        loss, wanted, torch.full_like(loss, scale / count.divisor), allow_unused=True
-    )
+    if again:
+        micro.restore_random()
+    before = _random_states(device_of(model))
+    with register_module_forward_pre_hook(lambda layer, _: calls.append(layer)):
+        found = torch.autograd.grad(
+            loss, wanted, torch.full_like(loss, scale / count.divisor), allow_unused=True
+        )
+    if calls and not again and before != _random_states(device_of(model)):
+        drawn.append(True)
+        return _pass(micro, model, loss_fn, parameters, drawn, again=True)
     gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
     of_logits = None if first is None else gradients.pop()
     return gradients, count, _compare(micro.output_gradient, of_logits)
