@@ -104,6 +104,11 @@ def _coverage(readings: Readings, world_size: int) -> Finding:
         + ", of data sets that differ between workers" * readings.own_data
         + f"; top-1 may be off by {percent(moves)} points"
     )
+    if twice and not never and readings.divided is None and not readings.own_data:
+        text = (
+            f"{twice:,} of {size + twice:,} readings repeat a sample of another worker's part, so "
+        )
+        text += f"as many may never be read; top-1 may be off by {percent(moves)} points"
     if not never and not twice:
         text = f"each of {plural(size, 'sample')} is read once"
         return Finding(check="evaluation samples", level="fine", text=text)

@@ -101,7 +101,7 @@ def check_momentum(
     why = "once per micro-batch"
     if most > 1.5 * micros:
         why = f"more than once for each of {plural(micros, 'micro-batch', 'micro-batches')}, as by "
-        why += "gradient checkpointing"
+        why += "gradient checkpointing or passes without gradients"
     text = (
         f"running statistics move {most:.3g} times per update, {why}: a momentum of "
         f"{momentum:g} acts as {1 - (1 - momentum) ** most:.3g}"

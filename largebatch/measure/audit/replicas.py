@@ -159,6 +159,8 @@ def are_averaged(after: list[float], now: list[float], ranks: Ranks) -> bool | N
     """
     every = np.array(ranks.gather([after, now]))
     mean = every[:, 0].mean(0)
+    if not np.isfinite(every).all():
+        return False
     spread, rest = (float(np.abs(it - mean).sum(1).max()) for it in every.swapaxes(0, 1))
     if spread <= _SAME_SUM * float(np.abs(mean).sum()):
         return None
@@ -177,7 +179,8 @@ def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:
 
 def check_modes(model: nn.Module, evaluated: set[str], ranks: Ranks) -> list[Finding]:
     """Compare the layers that were in evaluation mode in some forward pass of the updates."""
-    layers = {name: it for name, it in model.named_modules() if depends_on_mode(it)}
+    layers = dict(model.named_modules())
+    layers = {name: it for name, it in layers.items() if depends_on_mode(it) or _reads_mode(it)}
     everyone = ranks.gather(sorted(evaluated & layers.keys()))
     unequal = sorted(set().union(*everyone) - set(everyone[0]).intersection(*everyone))
     if not unequal:
@@ -201,12 +204,18 @@ def check_modes(model: nn.Module, evaluated: set[str], ranks: Ranks) -> list[Fin
 
 
 def depends_on_mode(layer: nn.Module) -> bool:
-    """Return True for a layer whose output depends on its mode."""
+    """Return True for a layer of torch whose output depends on its mode."""
     if isinstance(layer, _NormBase):
         return layer.track_running_stats
+    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+        return float(layer.dropout) > 0
+    return isinstance(layer, nn.RReLU) or (isinstance(layer, _DropoutNd) and layer.p > 0)
+
+
+def _reads_mode(layer: nn.Module) -> bool:
+    """Return True for a layer of the script, or of another library, that reads its mode."""
     if type(layer).__module__.startswith("torch."):
-        rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0)
-        return isinstance(layer, nn.RReLU) or (isinstance(rate, float) and rate > 0)
+        return False
     kinds = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
     functions = [it for kind in kinds for it in vars(kind).values() if isinstance(it, FunctionType)]
     return any("training" in it.__code__.co_names for it in functions)
