@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.errors import DataError
+from largebatch.errors import DataError, MismatchError
 from largebatch.formatting import plural, three_digits
 from largebatch.measure.audit.findings import Check, Finding, Level
 from largebatch.measure.audit.ranks import Ranks
@@ -183,7 +183,7 @@ def check_exactness(
     try:
         words: dict[str, Any] = {"forward": subject.forward} if subject.forward else {}
         drift = polish(own, batches, ranks.backend, **words)
-    except (DataError, ValueError) as error:
+    except (DataError, MismatchError, ValueError) as error:
         return [_finding(check, "unknown", f"exact statistics: {error}")]
     exact = loss_of(own, batches, subject.loss_on, ranks)
     shift = max((layer.mean_shift for layer in drift), default=0.0)
