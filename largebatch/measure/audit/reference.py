@@ -39,10 +39,6 @@ _SAME_LOSS = 1e-3
 """Relative difference of two losses that are equal but for rounding; bfloat16 has 8 bits."""
 
 
-_SAME_BITS = 1e-5
-"""Relative difference of the losses of two equal passes, whose sums may be in another order."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reference:
     """One worker's part of the exact gradient of an update."""
@@ -62,6 +58,9 @@ class Reference:
 
     hooked: Gradients
     """`total` with the hooks of layers and of the forward pass, but not those of parameters."""
+
+    loss: float
+    """Loss of the last micro-batch."""
 
     has_hooks: bool
     """True if a hook may change gradients."""
@@ -117,6 +116,7 @@ def reference_of(
         last=gradients[-1] if gradients else [None] * len(parameters),
         reduced=_weighted(gradients, powers, parameters),
         hooked=_weighted(hooked, counts, parameters) if hooks else list(total),
+        loss=passes[-1][1].loss if passes else math.nan,
         has_hooks=bool(own or hooks),
         draws_again=any(drawn),
         counts=counts,
@@ -194,7 +194,9 @@ def _random_states(device: torch.device) -> list[object]:
 
 
 class _Count(NamedTuple):
-    """What a loss is the mean over."""
+    """A loss, and what it is the mean over."""
+
+    loss: float
 
     samples: float
     """Number of samples, or the sum of their class weights."""
@@ -219,67 +221,33 @@ def _pass(
     If layers are recomputed with other random numbers, the backward pass is repeated with those of
     the forward pass, and `drawn` says so.
     """
-    output, loss, count = _forward(micro, model, loss_fn)
-    first, calls = first_logits(output), list[object]()
+    micro.restore_random()
+    with torch.no_grad():
+        for buffer, content in zip(model.buffers(), micro.buffers, strict=True):
+            buffer.copy_(content)
+    kind, labels, calls = device_of(model), micro.labels, list[object]()
+    with torch.enable_grad(), torch.autocast(kind.type, micro.half, enabled=micro.half is not None):
+        output = model(*micro.args, **micro.kwargs)
+        logits, first = micro.scores_in(output), first_logits(output)
+        if isinstance(labels, Tensor):
+            labels = labels.to(kind)
+        loss, labels = loss_and_labels(loss_fn, logits, labels)
+        count = _samples_of(loss_fn, logits, labels, loss)
     scale = _FP16_SCALE if micro.half == torch.float16 else 1.0
     wanted = list(parameters) if first is None else [*parameters, first]
     if again:
         micro.restore_random()
-    before = _random_states(device_of(model))
+    before = _random_states(kind)
     with register_module_forward_pre_hook(lambda layer, _: calls.append(layer)):
         found = torch.autograd.grad(
             loss, wanted, torch.full_like(loss, scale / count.divisor), allow_unused=True
         )
-    if calls and not again and before != _random_states(device_of(model)):
+    if calls and not again and before != _random_states(kind):
         drawn.append(True)
         return _pass(micro, model, loss_fn, parameters, drawn, again=True)
     gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
     of_logits = None if first is None else gradients.pop()
     return gradients, count, _compare(micro.output_gradient, of_logits)
-
-
-def _forward(
-    micro: Micro, model: nn.Module, loss_fn: LossFunction
-) -> tuple[object, Tensor, _Count]:
-    """Repeat a forward pass; return the model's output, and the loss with its samples."""
-    micro.restore_random()
-    with torch.no_grad():
-        for buffer, content in zip(model.buffers(), micro.buffers, strict=True):
-            buffer.copy_(content)
-    device, labels = device_of(model), micro.labels
-    with (
-        torch.enable_grad(),
-        torch.autocast(device.type, micro.half, enabled=micro.half is not None),
-    ):
-        output = model(*micro.args, **micro.kwargs)
-        logits = micro.scores_in(output)
-        if isinstance(labels, Tensor):
-            labels = labels.to(device)
-        loss, labels = loss_and_labels(loss_fn, logits, labels)
-        return output, loss, _samples_of(loss_fn, logits, labels, loss)
-
-
-def changes_loss(
-    micro: Micro, model: nn.Module, loss_fn: LossFunction, places: Iterable[int]
-) -> bool:
-    """Return True if the loss of a micro-batch is another one with other values of parameters.
-
-    `places` are theirs among the parameters that are trained. Everything is restored.
-    """
-    kept, restore_random = Snapshot([model]), generators_of(model)
-    parameters = [it for it in model.parameters() if it.requires_grad]
-    try:
-        before = _forward(micro, model, loss_fn)[1].item()
-        with torch.no_grad():
-            for place in places:
-                length = parameters[place].abs().mean() + 0.1
-                parameters[place].add_(torch.randn_like(parameters[place]) * length)
-        restore_random()
-        after = _forward(micro, model, loss_fn)[1].item()
-    finally:
-        kept.restore()
-        restore_random()
-    return abs(after - before) > _SAME_BITS * abs(before)  # sync: in an audit only
 
 
 def loss_and_labels(
@@ -325,24 +293,24 @@ def _samples_of(
     count, and class weights do, as in torch's cross-entropy. A sum over samples is divided by their
     number.
     """
+    whole = float(loss.detach())
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or len(labels) < 2:
-        return _Count(len(labels) if isinstance(labels, Tensor) and labels.ndim else 1)
+        return _Count(whole, len(labels) if isinstance(labels, Tensor) and labels.ndim else 1)
     half = len(labels) // 2
     halves = [(logits[:half], labels[:half]), (logits[half:], labels[half:])]
     with torch.no_grad():
         parts = [float(loss_fn(*it)) for it in halves]
-    whole = float(loss.detach())
     tolerance = max(_SAME_LOSS, 2 * torch.finfo(loss.dtype).eps)
     weight = _option(loss_fn, "weight", None)
     for by in (weight, None):
         counts = [_count(part, _option(loss_fn, "ignore_index", -100), by) for _, part in halves]
         mean = sum(part * count for part, count in zip(parts, counts, strict=True) if count)
         if not math.isfinite(whole):  # reported with the gradients
-            return _Count(sum(counts), by_weight=by is not None)
+            return _Count(whole, sum(counts), by_weight=by is not None)
         if abs(mean - whole * sum(counts)) <= tolerance * abs(mean):
-            return _Count(sum(counts), by_weight=by is not None)
+            return _Count(whole, sum(counts), by_weight=by is not None)
         if abs(sum(parts) - whole) <= tolerance * abs(whole):
-            return _Count(sum(counts), sum(counts), by is not None)
+            return _Count(whole, sum(counts), sum(counts), by is not None)
     raise ValueError(
         f"the loss of {len(labels)} samples ({whole:.6g}) does not follow from the losses of its "
         f"halves ({parts[0]:.6g}, {parts[1]:.6g}), so there is no exact gradient to compare with"

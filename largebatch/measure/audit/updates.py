@@ -1,6 +1,6 @@
 """The checks of a script's own updates: some are made, recorded and compared."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -24,7 +24,6 @@ from largebatch.measure.audit.reference import (
     NOT_CLASSES,
     Gradients,
     Reference,
-    changes_loss,
     loss_and_labels,
     reference_of,
 )
@@ -47,6 +46,9 @@ _AVERAGERS = {"ModelAverager", "PostLocalSGDOptimizer"}
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
+
+_SAME_LOSS = 1e-5
+"""Relative difference of the losses of two equal passes, whose sums may be in another order."""
 
 
 def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
@@ -86,6 +88,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     found += check_rates(subject, recorder.updates, ranks)
     is_trained = max(before, default=0) > norms.WARM
     try:  # the other findings on these updates stand
+        other = updates.functions()
+        found = [it for it in found if not other or it.check != "gradient direction"] + other
         found += norms.check_statistics(subject.inner, distances, updates.losses)
         found += updates.exactness(subject.inner, "running statistics", is_trained=is_trained)
         if averaged is not None:
@@ -115,6 +119,9 @@ class _Updates:
 
         self.is_plain = True
         """False if the step prepares images before the model takes them."""
+
+        self._is_right = False
+        """True if all updates were compared, and no fault was found."""
 
         self._places: set[int] = set()
         """Places of the parameters that optimizers have."""
@@ -188,10 +195,7 @@ class _Updates:
         levels = {it.level for it in found}
         if "fault" in levels:
             stopped = []  # a consequence
-        is_right = not stopped and self._recorder.sample and not levels & {"fault", "unknown"}
-        if all(self._ranks.gather(bool(is_right))):
-            with self._recorder.paused():
-                found = _worst([(0, found), (0, self._functions())])
+        self._is_right = not stopped and not levels & {"fault", "unknown"}
         return found + (stopped or self._skipped())
 
     def _make_updates(self, results: list[tuple[int, list[Finding]]]) -> None:
@@ -254,18 +258,21 @@ class _Updates:
         kinds = {kind.__name__ for it in held for kind in type(it).__mro__}
         return any(self.averaged + later) or bool(kinds & _AVERAGERS)
 
-    def _functions(self) -> list[Finding]:
+    def functions(self) -> list[Finding]:
         """Return a fault if workers compute different functions, or a layer is detached.
 
-        All workers compute the gradient of one micro-batch, with equal random numbers.
+        All workers compute the gradient of one micro-batch, with equal random numbers, unless
+        something else is wrong.
         """
         ranks, model, loss_fn = self._ranks, self._subject.inner, self._subject.loss_fn
-        modes = ranks.gather([it.training for it in model.modules()])
-        weights = dict(model.named_parameters())
-        if any(it != modes[0] for it in modes) or differences("weights", weights, ranks, when=""):
-            return []  # reported as such
-        assert self._recorder.sample is not None
-        micro = _of_worker_0(self._recorder.sample, ranks)
+        sample, modes = self._recorder.sample, [it.training for it in model.modules()]
+        own = [self._is_right and sample is not None, modes]
+        everyone = ranks.gather(own)
+        if not own[0] or any(it != own for it in everyone):
+            return []
+        if differences("weights", dict(model.named_parameters()), ranks, when=""):
+            return []
+        micro = sample and _of_worker_0(sample, ranks)
         if micro is None:
             return []
 
@@ -273,8 +280,8 @@ class _Updates:
             function = partial(reference_of, [micro] * number, model, loss_fn)
             return ranks.attempt("gradient direction", "the pass on worker 0's batch", function)
 
-        parameters, once = self._recorder.parameters, repeated(1).total
-        fit = compare(once, once, parameters, ranks, divisor=ranks.size)
+        parameters, first = self._recorder.parameters, repeated(1)
+        fit = compare(first.total, first.total, parameters, ranks, divisor=ranks.size)
         number, unequal = len(parameters), names_of_unequal(fit, self._names, SAME)
         if unequal:
             many = repeated(8)  # unequal too: layers with generators of their own, rounding
@@ -285,15 +292,28 @@ class _Updates:
             text += f"{len(names)} of {number} gradients differ ({shorten(names, most=3)})"
             remedy = "do the same on every worker in forward and in loss_fn"
         else:
-            none = {place for place, it in enumerate(once) if it is None}
-            places = sorted(none & self._places - self._trained)
-            changes = partial(changes_loss, micro, model, loss_fn)
-            some = any(ranks.gather(bool(places) and changes(places)))
-            names = [self._names[place] for place in places if some and changes([place])]
+            used = {place for place, it in enumerate(first.total) if it is not None}
+            got = set().union(*ranks.gather(sorted(used | self._trained)))
+            places = sorted(self._places - got)
+            some = bool(places) and self._change_loss(places, repeated)
+            names = [self._names[it] for it in places if some and self._change_loss([it], repeated)]
             text = f"{len(names)} of {number} tensors ({shorten(names, most=3)}) change the loss "
             text += "and get no gradient: a detach or no_grad is in the forward pass"
             remedy = "remove it; what is not to be trained is left out of the optimizer"
         return [fault("gradient direction", text, remedy, float(len(names)))] if names else []
+
+    def _change_loss(self, places: Sequence[int], repeated: Callable[[int], Reference]) -> bool:
+        """Return True if other values of these parameters change the loss on a worker."""
+        changed = [self._recorder.parameters[place] for place in places]
+        before, kept = repeated(1).loss, Snapshot(changed)
+        with torch.no_grad():
+            for it in changed:
+                it.add_(torch.randn_like(it) * (it.abs().mean() + 0.1))
+        try:
+            after = repeated(1).loss
+        finally:
+            kept.restore()
+        return any(self._ranks.gather(abs(after - before) > _SAME_LOSS * abs(before)))
 
     def losses(self) -> list[float]:
         """Return the loss of worker 0's first batch with each worker's running statistics."""
