@@ -48,9 +48,11 @@ class Recomputed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Dropout(0.5), nn.Linear(4096, 4, bias=False))
-        nn.init.zeros_(self.layers[1].weight)
+        last = nn.Linear(4096, 4, bias=False)
+        nn.init.zeros_(last.weight)
+        self.layers = nn.Sequential(nn.Dropout(0.5), last)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = Recompute.apply(self.layers, images, *self.layers.parameters())
+        recompute: Any = Recompute.apply
+        logits: Tensor = recompute(self.layers, images, *self.layers.parameters())
         return logits
