@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,22 +18,20 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.serial import Serial
-from largebatch.errors import BackendError, PeerLostError
-from largebatch.measure.audit.evaluation import check_averaged, check_evaluation
+from largebatch.errors import BackendError, PeerLostError, shorten
+from largebatch.measure.audit.evaluation import check_evaluation
 from largebatch.measure.audit.findings import Finding, Findings
 from largebatch.measure.audit.randomness import check_augmentation
 from largebatch.measure.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.measure.audit.rates import require_base
 from largebatch.measure.audit.restoring import iterators_of, objects_of, restored
 from largebatch.measure.audit.samples import check_samples
-from largebatch.measure.audit.subject import Checker, Step, Subject
+from largebatch.measure.audit.subject import Checker, Forward, Step, Subject
 from largebatch.measure.audit.updates import check_updates
 from largebatch.measure.audit.world import check_world
-from largebatch.models.inputs import images_of, labels_of, logits_of
 from largebatch.models.wrappers import (
     device_of,
     has_divided_weights,
-    input_of,
     local_model,
     uncompiled,
 )
@@ -40,7 +40,6 @@ CHECKS: tuple[Checker, ...] = (
     check_updates,
     check_samples,
     check_augmentation,
-    check_averaged,
     check_evaluation,
 )
 """The checks, in the order in which they run."""
@@ -61,6 +60,7 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     val_loader: Any = None,  # noqa: ANN401 -- as `loader`
     evaluate: Callable[[], float] | None = None,
     averaged: nn.Module | None = None,
+    forward: Forward | None = None,
 ) -> Findings:
     """Check that a script's updates on several workers are those of one process.
 
@@ -73,7 +73,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     `set_epoch` is what the script calls when an epoch starts; `base` a (global batch, rate) that
     trained well; `rate` the rate by update, counted from the present one; `epochs` the length of
     the run; `evaluate` returns the script's own metric over `val_loader`; `averaged` is a copy of
-    the model with averaged weights.
+    the model with averaged weights. `forward(model, batch)` runs models of several inputs or
+    outputs and takes any batch: it returns what `loss_fn` takes, scores or scores and labels.
 
     Restored afterwards, also on errors: weights, buffers, gradients, modes, the optimizer, all
     generators of random numbers, samplers, attributes of loaders and data sets, and what functions
@@ -105,6 +106,7 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
             val_loader=val_loader,
             evaluate=evaluate,
             averaged=averaged,
+            forward=forward,
         )
         _run_checks(subject, ranks, found)
     except StoppedError as stopped:
@@ -140,16 +142,20 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
 
 def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the arguments of `audit`
     """Check what was passed, and add what was left out; raise StoppedError on all workers."""
+    _require_same_arguments(words, ranks)
 
     def check() -> Subject:
         model, loader, step = words["model"], words["loader"], words["step"]
         _require_steps(words["steps"])
         _require_complete(model)
+        if words["averaged"] is not None:
+            local_model(words["averaged"])  # raises ValueError for one that it cannot be found in
         if words["base"] is not None:
             require_base(words["base"])
         if isinstance(loader, Iterator):
             raise ValueError(  # noqa: TRY004 -- reported in one line, like other errors
-                "the loader is an iterator, whose batches would be lost; pass what it iterates over"
+                "the loader is an iterator, whose batches would be lost; pass what it iterates "
+                "over, or a list of batches from another one like it"
             )
         if iterators := iterators_of(step):
             raise ValueError(
@@ -161,12 +167,20 @@ def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the argu
             optimizer = next((it for it in objects_of(step) if isinstance(it, Optimizer)), None)
         if optimizer is None:
             optimizer = SGD(model.parameters(), lr=0.0)
-        plain = _plain_step(model, words["loss_fn"], optimizer)
-        added = {"inner": local_model(model), "optimizer": optimizer, "step": step or plain}
-        return Subject(**words | added)
+        added = {"inner": local_model(model), "optimizer": optimizer}
+        subject = Subject(**words | added)
+        return subject if step else replace(subject, step=partial(_plain_step, subject))
 
     remedy = "correct the arguments of the audit"
     return ranks.attempt("gradient scale", "preparing the audit", check, remedy=remedy)
+
+
+def _require_same_arguments(words: dict[str, Any], ranks: Ranks) -> None:
+    """Raise StoppedError if some workers leave arguments out that others pass."""
+    given = ranks.gather(sorted(name for name, it in words.items() if it is not None))
+    if names := set().union(*given) - set(given[0]).intersection(*given):
+        text = f"only some of the workers pass {shorten(sorted(names))}"
+        raise StoppedError("gradient scale", text, "pass the same arguments on all workers")
 
 
 def _require_steps(steps: Any) -> None:  # noqa: ANN401 -- as the script has it
@@ -183,19 +197,11 @@ def _require_complete(model: nn.Module) -> None:
         raise ValueError("the model has lazy layers; run one forward pass before the audit")
 
 
-def _plain_step(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer
-) -> Step:
-    """Return a plain training step."""
-    as_input, device = input_of(model), device_of(model)
-
-    def step(batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
-        optimizer.zero_grad()
-        logits = logits_of(model(as_input(images_of(batch))))
-        loss_fn(logits, labels_of(batch).to(device)).backward()
-        optimizer.step()
-
-    return step
+def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
+    """Make an update with a batch."""
+    subject.optimizer.zero_grad()
+    subject.loss_on(subject.model, batch)[0].backward()
+    subject.optimizer.step()
 
 
 def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
@@ -215,6 +221,7 @@ def _restore_after(stack: ExitStack, subject: Subject, ranks: Ranks) -> None:
     objects = [subject.model, subject.averaged, subject.optimizer]
     loaders = [subject.loader, subject.val_loader]
     functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
+    functions.append(subject.forward)
     copied = restored(objects, loaders, functions)
     what = "copying the model, to restore it,"
     remedy = "run the model once before the audit; copies of it and of the optimizer need memory"

@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
 from largebatch.distributed.serial import Serial
-from largebatch.errors import shorten
-from largebatch.formatting import percent, plural, three_digits
+from largebatch.formatting import percent, plural
 from largebatch.measure.audit.findings import Finding
-from largebatch.measure.audit.fingerprint import fingerprint
-from largebatch.measure.audit.order import Epoch, around, torch_loader, whole
+from largebatch.measure.audit.order import Epoch, around, levels, torch_loader
 from largebatch.measure.audit.ranks import Ranks
+from largebatch.measure.audit.replicas import depends_on_mode
 from largebatch.measure.audit.samples import Readings, count_readings, numbered_epochs
 from largebatch.measure.audit.subject import Subject
 from largebatch.models.wrappers import device_of, local_model
@@ -39,9 +36,13 @@ less; one of 50,000 samples differs by more."""
 _LOSS_TOLERANCE = 1e-3
 """Relative difference of equal losses: scripts compute them in bf16 or with other kernels."""
 
-
 _CLOSER = 0.1
 """A figure is of all readings, not of each sample once, if it is that much closer to it."""
+
+_ROUNDED = 1e-4
+"""Difference of a figure that a mistake explains: scripts round per cent to two decimals."""
+
+_ALL, _HITS = "the mean of all readings", "the hits of all readings over the number of samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Reported:
 
 def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Check the samples of a validation loader, and the script's evaluation if it is given."""
-    found, epoch = _check_samples(subject.val_loader, ranks)
+    found, epoch, divided = _check_samples(subject.val_loader, ranks)
     if subject.evaluate is None:
         return found
     models = [subject.inner, *([subject.averaged] if subject.averaged else [])]
@@ -65,29 +66,31 @@ def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
     found.append(_mode(reported))
     if not np.allclose(reported.values, reported.values[0], _EQUAL, 0, equal_nan=True):
         found.append(_disagreement(reported.values))
-    elif subject.val_loader is None:
+    elif subject.val_loader is None or (epoch is not None and divided is None):
         text = f"evaluate() gives {reported.values[0]:.5g}, which was not compared"
-        remedy = "give the audit val_loader too"
+        text += ": the workers' data sets differ" * (epoch is not None)
+        remedy = "give the audit val_loader too, of one data set that the workers divide"
         found.append(Finding(check="evaluation mean", level="unknown", text=text, remedy=remedy))
     elif epoch is not None and not reported.training:
-        figure = _figure(models, subject.val_loader, epoch, reported.values[0], ranks)
+        exact = [measures(it, subject, divided, ranks) for it in models]
+        figure = _figure(exact, epoch, reported.values[0], ranks)
         found = [_of_no_effect(it) if figure.level == "fine" else it for it in found]
         found.append(figure)
     return found
 
 
-def _check_samples(loader: object, ranks: Ranks) -> tuple[list[Finding], Epoch | None]:
-    """Return the findings on a validation loader, and this worker's samples if figures follow."""
+def _check_samples(loader: object, ranks: Ranks) -> tuple[list[Finding], Epoch | None, Any]:
+    """Return the findings on a validation loader, this worker's samples, and the data divided."""
     if loader is None:
-        return [], None
+        return [], None, None
     epochs, problem = numbered_epochs(loader, 1, ranks, "evaluation samples")
     base = torch_loader(loader)
     if problem or base is None:
         remedy = "give the audit a DataLoader whose data set has a length"
         unknown = Finding(check="evaluation samples", level="unknown", text=problem, remedy=remedy)
-        return [unknown], None
+        return [unknown], None, None
     readings = count_readings(base.dataset, epochs[0], ranks)
-    return [_coverage(readings, ranks.size)], epochs[0] if readings.same_data else None
+    return [_coverage(readings, ranks.size)], epochs[0], readings.divided
 
 
 def _coverage(readings: Readings, world_size: int) -> Finding:
@@ -97,9 +100,15 @@ def _coverage(readings: Readings, world_size: int) -> Finding:
         return Finding(check="evaluation samples", level="fine", text=text)
     moves = max(twice / max(1, size + twice), never / max(1, size))
     text = (
-        f"{plural(size, 'sample')}: {never:,} never read, {twice:,} read again; top-1 may be off "
-        f"by {percent(moves)} points"
+        f"{plural(size, 'sample')}: {never:,} never read, {twice:,} read again"
+        + ", of data sets that differ between workers" * readings.own_data
+        + f"; top-1 may be off by {percent(moves)} points"
     )
+    if twice and not never and readings.divided is None and not readings.own_data:
+        text = (
+            f"{twice:,} of {size + twice:,} readings repeat a sample of another worker's part, so "
+        )
+        text += f"as many may never be read; top-1 may be off by {percent(moves)} points"
     if not never and not twice:
         text = f"each of {plural(size, 'sample')} is read once"
         return Finding(check="evaluation samples", level="fine", text=text)
@@ -110,7 +119,8 @@ def _coverage(readings: Readings, world_size: int) -> Finding:
         text=text,
         remedy="evaluate shares of any size without padding: largebatch.training.evaluate"
         if padded
-        else "read each sample once: no drop_last, and one DistributedSampler(shuffle=False)",
+        else "read each sample once: no drop_last, the same order of the data on all workers, and "
+        "one DistributedSampler(shuffle=False)",
         figure=float(never or twice),
     )
 
@@ -143,7 +153,7 @@ def _modes(models: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
         if layer.training:
             training.add(layer)
 
-    layers = [layer for model in models for layer in model.modules() if _depends_on_mode(layer)]
+    layers = [layer for model in models for layer in model.modules() if depends_on_mode(layer)]
     hooks = [layer.register_forward_pre_hook(see) for layer in layers]
     try:
         yield training
@@ -152,16 +162,10 @@ def _modes(models: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
             hook.remove()
 
 
-def _depends_on_mode(layer: nn.Module) -> bool:
-    if isinstance(layer, _BatchNorm):
-        return layer.track_running_stats
-    return isinstance(layer, _DropoutNd) and layer.p > 0
-
-
 def _mode(reported: Reported) -> Finding:
     if not reported.training:
         return Finding(check="evaluation mode", level="fine", text="no layer ran in training mode")
-    layers = plural(reported.training, "BatchNorm or dropout layer", "BatchNorm or dropout layers")
+    layers = plural(reported.training, "layer")
     return Finding(
         check="evaluation mode",
         level="fault",
@@ -183,32 +187,32 @@ def _disagreement(values: tuple[float, ...]) -> Finding:
 
 
 def _figure(
-    models: Sequence[nn.Module], loader: object, epoch: Epoch, value: float, ranks: Ranks
+    exact: Sequence[tuple[Measure, Measure]], epoch: Epoch, value: float, ranks: Ranks
 ) -> Finding:
     """Compare a figure with the exact ones of the model or, if none fits, of its average."""
-    findings = []
-    for model in models:
-        hits, losses = measures(model, loader, ranks)
-        finding, fits = _explain(value, hits, losses, epoch, ranks)
-        if fits:
-            return finding
-        findings.append(finding)
-    return findings[0]
+    findings = [_explain(value, hits, losses, epoch, ranks) for hits, losses in exact]
+    findings.sort(key=lambda it: (it.level != "fine", it.figure is None))
+    return findings[0]  # the first of those that are explained
 
 
-def measures(model: nn.Module, loader: object, ranks: Ranks) -> tuple[Measure, Measure]:
-    """Return hits and losses of all samples, NaN for those outside of a `Subset`.
+def measures(
+    model: nn.Module,
+    subject: Subject,
+    data: Any,  # noqa: ANN401 -- a data set of any kind
+    ranks: Ranks,
+) -> tuple[Measure, Measure]:
+    """Return hits and losses of all samples, NaN for those outside of `data`, a `Subset` perhaps.
 
     Each sample is classified by one worker.
     """
+    loader, forward = subject.val_loader, subject.forward
     base = torch_loader(loader)
     assert base is not None  # its sample numbers were drawn
-    root, places = whole(base.dataset)
-    everyone = np.arange(len(base.dataset))  # type: ignore[arg-type]  # samples were drawn from it
+    everyone, parts = np.arange(len(data)), levels(data)
     own = np.array_split(everyone, ranks.size)[ranks.rank]
     size = base.batch_size or 64
     share: DataLoader[Any] = DataLoader(
-        base.dataset,
+        data,
         batch_sampler=[own[at : at + size].tolist() for at in range(0, len(own), size)],
         collate_fn=base.collate_fn,
         num_workers=base.num_workers,
@@ -218,56 +222,72 @@ def measures(model: nn.Module, loader: object, ranks: Ranks) -> tuple[Measure, M
     def classify() -> None:
         if len(own):
             device = device_of(local_model(model))
-            evaluate(model, around(loader, share), Serial(device), each=answers.add)
+            backend, batches = Serial(device), around(loader, share)
+            evaluate(model, batches, backend, each=answers.add, forward=forward)
 
     remedy = "pass a `val_loader` of images and labels, or leave `evaluate` out"
     ranks.attempt("evaluation mean", "the exact evaluation", classify, remedy=remedy)
     answer = answers.gather(own, everyone, ranks.backend)
-    found = np.full((2, len(root)), np.nan)
-    held = everyone if places is None else places
-    found[:, held] = answer.label == answer.predicted, answer.loss
+    found = np.full((2, len(parts[-1][0])), np.nan)
+    found[:, parts[0][1]] = answer.label == answer.predicted, answer.loss
     return found[0], found[1]
 
 
-def _explain(
-    value: float, hits: Measure, losses: Measure, epoch: Epoch, ranks: Ranks
-) -> tuple[Finding, bool]:
-    """Return the finding for a figure, and whether it equals one of those expected."""
-    top1, loss, number = np.nanmean(hits), np.nanmean(losses), np.isfinite(hits).sum()
-    for reported, measure, near in (
-        (value, hits, 0.25 / number),
-        (value / 100, hits, 0.25 / number),
-        (value, losses, _LOSS_TOLERANCE * loss),
-    ):
-        usual = _usual_figures(measure, epoch, ranks)
-        off = {name: abs(reported - figure) for name, figure in usual.items()}
-        name = next((name for name in off if off[name] <= near), None)
-        if name == "" and measure is hits and off["all readings"] < _CLOSER * off[""]:
-            name = "all readings"  # padding moves a large set's figure by less than `near`
+def _explain(value: float, hits: Measure, losses: Measure, epoch: Epoch, ranks: Ranks) -> Finding:
+    """Return the finding for a figure; it has a figure itself if a mistake explains this one.
+
+    What is exact is tried first, and mistakes with a smaller tolerance: there are several of them.
+    """
+    of_hits, of_losses = (_usual_figures(it, epoch, ranks) for it in (hits, losses))
+    errors = {"": 1 - of_hits[""], _ALL: 1 - of_hits[_ALL]}
+    near = 0.25 / np.isfinite(hits).sum()
+    tries = [(value / unit, it, near) for it in (of_hits, errors) for unit in (1, 100)]
+    tries.append((value, of_losses, _LOSS_TOLERANCE * of_losses[""]))
+    for reported, usual, near in tries:
+        off = abs(reported - usual[""])
+        if off <= near:
+            is_all = usual is not of_losses and abs(reported - usual[_ALL]) < _CLOSER * off
+            return _named(_ALL * is_all, reported, usual[""])  # padding may move it less
+    for reported, usual, near in tries:
+        limit = near if usual is of_losses else min(near, _ROUNDED)
+        name = next((it for it in usual if abs(reported - usual[it]) <= limit), None)
         if name is not None:
-            return _named(name, reported, usual[""]), True
+            return _named(name, reported, usual[""])
     text = (
-        f"evaluate() gives {value:.5g}; top-1 over each sample once is {top1:.5g}, the loss "
-        f"{loss:.5g}"
+        f"evaluate() gives {value:.5g}; top-1 over each sample once is {of_hits['']:.5g}, the loss "
+        f"{of_losses['']:.5g}"
     )
     remedy = "nothing if it measures something else; else compare it sample by sample"
-    return Finding(check="evaluation mean", level="note", text=text, remedy=remedy), False
+    return Finding(check="evaluation mean", level="note", text=text, remedy=remedy)
 
 
 def _usual_figures(measure: Measure, epoch: Epoch, ranks: Ranks) -> dict[str, float]:
     """Return the figures that ways to average give: of each sample once, then of mistakes."""
     batches = [measure[numbers] for numbers in epoch.batches() if len(numbers)]
-    means = [float(batch.mean()) for batch in batches]
+    means = sum(float(batch.mean()) for batch in batches)
     total, number = float(sum(batch.sum() for batch in batches)), int(epoch.sizes.sum())
-    everyone = ranks.gather([total, number, sum(means), len(means)])
-    totals, numbers, of_means, counts = np.array(everyone, dtype=np.float64).T
-    return {
-        "": float(np.nanmean(measure)),
-        "all readings": float(totals.sum() / numbers.sum()),
-        "batch means": float(of_means.sum() / counts.sum()),
-        "worker means": float((totals / numbers).mean()),
-        "worker means of batch means": float((of_means / counts).mean()),
+    full = int(epoch.sizes.max(initial=0)) * len(batches)
+    everyone = ranks.gather([total, number, means, len(batches), full])
+    totals, numbers, means, counts, fulls = np.array(everyone, dtype=np.float64).T
+    with np.errstate(invalid="ignore"):  # a worker may have no sample
+        own, of_means, of_full = totals / numbers, means / counts, totals / fulls
+    read = totals.sum() / numbers.sum()
+    figures = {
+        "": np.nanmean(measure),
+        _ALL: read,
+        _HITS: totals.sum() / np.isfinite(measure).sum(),
+        "the mean of the batch means": means.sum() / counts.sum(),
+        "the mean of the worker means": own.mean(),
+        "the mean of the worker means of batch means": of_means.mean(),
+        "the sum over the workers, not their mean": own.sum(),
+        "the sum over the workers of batch means": of_means.sum(),
+        "the sum over full batches, of which some are not full": totals.sum() / fulls.sum(),
+        "the mean over workers and full batches, of which some are not full": of_full.mean(),
+        "the sum over the number of batches, not of samples": totals.sum() / counts.sum(),
+        "divided by the workers twice": read / ranks.size,
+        "the figure of worker 0's samples": own[0],
     }
+    return {name: float(figure) for name, figure in figures.items()}
 
 
 def _named(name: str, value: float, exact: float) -> Finding:
@@ -275,7 +295,7 @@ def _named(name: str, value: float, exact: float) -> Finding:
     if not name:
         text = f"evaluate() gives {value:.5g}, the figure of each sample once"
         return Finding(check="evaluation mean", level="fine", text=text)
-    if name == "all readings":
+    if name in {_ALL, _HITS}:
         return Finding(
             check="evaluation mean",
             level="note",
@@ -287,56 +307,7 @@ def _named(name: str, value: float, exact: float) -> Finding:
     return Finding(
         check="evaluation mean",
         level="fault",
-        text=f"evaluate() gives {value:.5g}, the mean of the {name}; over each sample once it is "
-        f"{exact:.5g}: batches of unequal size count alike",
+        text=f"evaluate() gives {value:.5g}, {name}; over each sample once it is {exact:.5g}",
         remedy="sum hits and samples over batches and workers, then divide",
         figure=off,
     )
-
-
-def _other_names(rank: int, names: Sequence[str]) -> Finding:
-    text = f"the averaged copies of workers 0 and {rank} have tensors of other names: "
-    return Finding(
-        check="averaged weights",
-        level="unknown",
-        text=text + shorten(names, most=2),
-        remedy="average the same model on all workers: the wrapped one, or its module, on each",
-    )
-
-
-def check_averaged(subject: Subject, ranks: Ranks) -> list[Finding]:
-    """Check that the averaged copy, if there is one, has the same weights on all workers.
-
-    Statistics of BatchNorm are not compared here: workers may measure them on different samples.
-    """
-    if subject.averaged is None:
-        return []
-    module = local_model(subject.averaged)
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    skipped = {id(buffer) for layer in norms for buffer in layer.buffers()}
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    own = {
-        name: [fingerprint(tensor), float(tensor.detach().double().norm())]
-        for name, tensor in tensors
-        if id(tensor) not in skipped
-    }
-    everyone = ranks.gather(own)
-    for rank, other in enumerate(everyone):
-        if names := sorted(other.keys() ^ everyone[0].keys()):
-            return [_other_names(rank, names)]
-    different = [name for name in own if any(rank[name][0] != own[name][0] for rank in everyone)]
-    number = plural(len(own), "tensor")
-    if not different:
-        text = f"{number} of the averaged copy are equal on all workers"
-        return [Finding(check="averaged weights", level="fine", text=text)]
-    lengths = [rank[different[0]][1] for rank in everyone]
-    return [
-        Finding(
-            check="averaged weights",
-            level="fault",
-            text=f"{len(different)} of {number} differ between workers, first {different[0]} "
-            f"(lengths {three_digits(min(lengths))} to {three_digits(max(lengths))})",
-            remedy="average on every worker after each update, from weights that all workers share",
-            figure=float(len(different)),
-        )
-    ]

@@ -26,6 +26,7 @@ Check = Literal[
     "buffers",
     "optimizer state",
     "learning rates",
+    "training mode",
     "batch norm span",
     "running statistics",
     "batch norm momentum",

@@ -246,7 +246,7 @@ class _Comparison:
         is_own = all(it <= SAME for it in self.ranks.gather(alone.residual))
         many = f"{len(unequal)} of {len(self.names)} gradients differ between workers"
         what = "every worker uses its own gradient" if is_own else f"{many} ({shorten(unequal)})"
-        text = f"{what}: cosine {cosine:.3f} with that of one process, and the weights drift apart"
+        text = f"{what}: cosine {cosine:.3f} with that of one process"
         remedy = (
             "average the gradients before each update: call the DistributedDataParallel model, not "
             "its module, and leave no_sync on the last micro-batch"

@@ -17,12 +17,15 @@ from largebatch.errors import DataError, MismatchError
 from largebatch.formatting import plural, three_digits
 from largebatch.measure.audit.findings import Check, Finding, Level
 from largebatch.measure.audit.ranks import Ranks
+from largebatch.measure.audit.subject import Subject
 from largebatch.models.batchnorm import SpanBatchNorm
-from largebatch.models.inputs import images_of, labels_of, logits_of
-from largebatch.models.wrappers import device_of, evaluation_mode, input_of, local_model
+from largebatch.models.wrappers import evaluation_mode, local_model
 from largebatch.polish import polish
 
 Kind = Literal["running statistics", "averaged statistics"]
+
+LossOn = Callable[[nn.Module, Any], tuple[Tensor, int]]
+"""Function that returns a model's mean loss on a batch, and the number of labels."""
 
 _FEW = 16
 """Samples per span below which BatchNorm loses accuracy: ResNet-50 on ImageNet has a top-1 error of
@@ -81,15 +84,16 @@ def _span(layer: _BatchNorm, samples: int, ranks: Ranks) -> int:
 
 
 def check_momentum(
-    model: nn.Module, before: Sequence[int], updates: int, *, micros: int
+    model: nn.Module, before: Sequence[int], passes: int, *, micros: int
 ) -> list[Finding]:
     """Report how often the running statistics move per update; `before` is from `tracked`.
 
-    `micros` is the number of micro-batches of an update.
+    `micros` is the number of micro-batches of an update, and `passes` that of all, also of updates
+    that were skipped.
     """
-    if not updates or not layers_of(model):
+    if not passes or not layers_of(model):
         return []
-    moved = [(now - then) / updates for now, then in zip(tracked(model), before, strict=True)]
+    moved = [micros * (it - then) / passes for it, then in zip(tracked(model), before, strict=True)]
     most = max(moved, default=0.0)
     momentum = layers_of(model)[0].momentum
     if most <= 1.5 or momentum is None:
@@ -97,7 +101,7 @@ def check_momentum(
     why = "once per micro-batch"
     if most > 1.5 * micros:
         why = f"more than once for each of {plural(micros, 'micro-batch', 'micro-batches')}, as by "
-        why += "gradient checkpointing"
+        why += "gradient checkpointing or passes without gradients"
     text = (
         f"running statistics move {most:.3g} times per update, {why}: a momentum of "
         f"{momentum:g} acts as {1 - (1 - momentum) ** most:.3g}"
@@ -162,7 +166,7 @@ def check_statistics(
 def check_exactness(
     model: nn.Module,
     batches: Sequence[Any],
-    loss_fn: Callable[[Any, Any], Tensor],
+    subject: Subject,
     ranks: Ranks,
     *,
     check: Kind,
@@ -175,12 +179,13 @@ def check_exactness(
         text = f"the model's have moved {WARM} times at most, too few to compare"
         return [_finding(check, "fine", text)] if check == "averaged statistics" else []
     own = local_model(model)
-    left = loss_of(own, batches, loss_fn, ranks)
+    left = loss_of(own, batches, subject.loss_on, ranks)
     try:
-        drift = polish(own, batches, ranks.backend)
+        words: dict[str, Any] = {"forward": subject.forward} if subject.forward else {}
+        drift = polish(own, batches, ranks.backend, **words)
     except (DataError, MismatchError, ValueError) as error:
         return [_finding(check, "unknown", f"exact statistics: {error}")]
-    exact = loss_of(own, batches, loss_fn, ranks)
+    exact = loss_of(own, batches, subject.loss_on, ranks)
     shift = max((layer.mean_shift for layer in drift), default=0.0)
     text = (
         f"means are up to {three_digits(shift)} standard deviations from exact ones; with those "
@@ -193,50 +198,44 @@ def check_exactness(
     return [_finding(check, level, text, remedy, shift)]
 
 
-def loss_of(
-    model: nn.Module, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor], ranks: Ranks
-) -> float:
+def loss_of(model: nn.Module, batches: Sequence[Any], loss_on: LossOn, ranks: Ranks) -> float:
     """Return the mean loss over the batches of all workers, in evaluation mode."""
-    sums = ranks.gather(_attempted(model, batches, loss_fn, ranks))
+    sums = ranks.gather(_attempted(model, batches, loss_on, ranks))
     return float(sum(it[0] for it in sums) / sum(it[1] for it in sums))
 
 
 def losses_of(
     model: nn.Module,
     batch: tuple[Tensor, ...],
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_on: LossOn,
     ranks: Ranks,
 ) -> list[float]:
     """Return the loss of a batch in evaluation mode on each worker."""
-    sums = ranks.gather(_attempted(model, [batch], loss_fn, ranks))
+    sums = ranks.gather(_attempted(model, [batch], loss_on, ranks))
     return [total / count for total, count in sums]
 
 
 def _attempted(
-    model: nn.Module, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor], ranks: Ranks
+    model: nn.Module, batches: Sequence[Any], loss_on: LossOn, ranks: Ranks
 ) -> tuple[float, int]:
     """Return `_sum_of_losses`, or raise StoppedError on all workers if it fails on one."""
     return ranks.attempt(
         "running statistics",
         "the loss in evaluation mode",
-        lambda: _sum_of_losses(model, batches, loss_fn),
+        lambda: _sum_of_losses(model, batches, loss_on),
         remedy="loss_fn must accept what the model returns in evaluation mode too",
     )
 
 
 @torch.no_grad()
-def _sum_of_losses(
-    model: nn.Module, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor]
-) -> tuple[float, int]:
+def _sum_of_losses(model: nn.Module, batches: Sequence[Any], loss_on: LossOn) -> tuple[float, int]:
     """Return the sum over samples of this worker's losses, and the number of samples."""
     total, count = 0.0, 0
-    as_input = input_of(model)
     with evaluation_mode(model):
         for batch in batches:
-            labels = labels_of(batch)
-            logits = logits_of(model(as_input(images_of(batch))))
-            total += float(loss_fn(logits, labels.to(device_of(model)))) * len(labels)
-            count += len(labels)
+            loss, number = loss_on(model, batch)
+            total += float(loss) * number
+            count += number
     return total, count
 
 

@@ -82,14 +82,18 @@ def around(loader: object, inner: Any) -> Any:  # noqa: ANN401 -- a wrapper, or 
     return twin
 
 
-def whole(dataset: Any) -> tuple[Any, Numbers | None]:  # noqa: ANN401 -- any data set
-    """Return the data set that a chain of `Subset` is from, and the places of its samples there."""
-    places: Numbers | None = None
-    while isinstance(dataset, Subset):
-        own = np.asarray(dataset.indices, dtype=np.int64)
-        places = own if places is None else own[places]
-        dataset = dataset.dataset
-    return dataset, places
+def levels(dataset: Any) -> list[tuple[Any, Numbers]]:  # noqa: ANN401 -- any data set
+    """Return a data set and those that it is a `Subset` of, up to the whole one.
+
+    Each has the places of its samples in the whole one.
+    """
+    chain = [dataset]
+    while isinstance(chain[-1], Subset):
+        chain.append(chain[-1].dataset)
+    found = [(chain[-1], np.arange(len(chain[-1])))]
+    for part in chain[-2::-1]:
+        found.insert(0, (part, found[0][1][np.asarray(part.indices, dtype=np.int64)]))
+    return found
 
 
 def epochs_of(
@@ -108,7 +112,7 @@ def epochs_of(
         raise NoNumbersError(f"samples of {kind} have no numbers")
     passes_on = any(name in vars(loader) for name in _PASS_ON)
     outer = loader if passes_on else base
-    _, places = whole(base.dataset)
+    places = levels(base.dataset)[0][1]
     found = []
     with unchanged(loader), _reading_numbers(base):
         for epoch in range(number):
@@ -118,7 +122,7 @@ def epochs_of(
     return found
 
 
-def _one_epoch(loader: Any, places: Numbers | None, size: int) -> Epoch:  # noqa: ANN401 -- a wrapper
+def _one_epoch(loader: Any, places: Numbers, size: int) -> Epoch:  # noqa: ANN401 -- a wrapper
     drawn: list[Numbers] = []
     total = 0
     for batch in loader:
@@ -131,7 +135,7 @@ def _one_epoch(loader: Any, places: Numbers | None, size: int) -> Epoch:  # noqa
             raise NoNumbersError(f"the sampler draws {total:,} of {size:,} samples and goes on")
     samples = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
     sizes = np.array([len(batch) for batch in drawn], dtype=np.int64)
-    return Epoch(samples if places is None else places[samples], sizes)
+    return Epoch(places[samples], sizes)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ it is: only the noise of augmentation and dropout no longer averages out over th
 is a note. Draws that each epoch repeats are a fault: a sample then has one augmentation only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,7 @@ from largebatch.measure.audit.order import torch_loader, unchanged
 from largebatch.measure.audit.ranks import Ranks
 from largebatch.measure.audit.restoring import Snapshot, generator_state, generators_of
 from largebatch.measure.audit.subject import Subject
-from largebatch.models.inputs import AnyBatch, images_of
-from largebatch.models.wrappers import device_of, input_of, local_model, mode
+from largebatch.models.wrappers import device_of, local_model, mode
 
 _DRAWS = 32
 """Number of draws of one sample on a worker. Of 4e9 pairs of workers, one flips 32 times alike."""
@@ -123,10 +122,12 @@ def _compare(ranks: Sequence[Draws]) -> Finding:
 
 
 @torch.no_grad()
-def check_dropout(model: nn.Module, batch: AnyBatch, ranks: Ranks) -> list[Finding]:
+def check_dropout(
+    model: nn.Module, run: Callable[[nn.Module], object], ranks: Ranks
+) -> list[Finding]:
     """Check whether workers draw the same masks of dropout: their generators then have equal bits.
 
-    Nothing is returned for a model that draws no random numbers.
+    `run` makes a forward pass. Nothing is returned for a model that draws no random numbers.
     """
     module = local_model(model)
     device = device_of(module)
@@ -135,7 +136,7 @@ def check_dropout(model: nn.Module, batch: AnyBatch, ranks: Ranks) -> list[Findi
 
     def forward() -> None:
         with mode(module, training=True):
-            module(input_of(module)(images_of(batch).clone()))
+            run(module)
 
     try:
         ranks.attempt("dropout", "a forward pass", forward)

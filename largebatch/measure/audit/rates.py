@@ -33,6 +33,9 @@ _MARGIN = 1.5
 _SAME = 1e-6
 """Relative difference of equal rates: they are computed in float64 in another order."""
 
+_FASTEST = 9
+"""Moves of a schedule an update below which all are tried, whatever the numbers of the script."""
+
 _MOST_UPDATES = 100_000
 """Largest number of updates at which the schedule is read."""
 
@@ -60,20 +63,23 @@ def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> li
     samples, micros = (
         max(it) for it in zip(*((u.samples, u.micros) for u in updates), strict=True)
     )
+    attempts = [update.attempt for update in updates]
     counts = Counts(sum(ranks.gather(samples)), micros, ranks.size)  # not of an epoch's last batch
     remedy = "`rate` must return a number for each update of the run, counted from 0"
     try:
         return ranks.attempt(
             "warm-up",
             "comparing the rates",
-            lambda: _compare(subject, measured, counts),
+            lambda: _compare(subject, measured, attempts, counts),
             remedy=remedy,
         )
     except StoppedError as stopped:  # the other findings on these updates stand
         return [stopped.finding()]
 
 
-def _compare(subject: Subject, measured: Sequence[float], counts: Counts) -> list[Finding]:
+def _compare(
+    subject: Subject, measured: Sequence[float], attempts: Sequence[int], counts: Counts
+) -> list[Finding]:
     """Return the findings of one worker, whose script computes the planned rates."""
     number = _number_of_updates(subject, counts.accumulation)
     planned = _planned(subject.rate, number) if subject.rate else []
@@ -82,7 +88,7 @@ def _compare(subject: Subject, measured: Sequence[float], counts: Counts) -> lis
         peak = max(planned) if planned else _peak(subject.optimizer, measured)
         findings.append(_rising() if peak is None else _check_base(peak, counts, subject))
     if subject.rate:
-        findings.append(_check_schedule(measured, subject.rate, counts))
+        findings.append(_check_schedule(measured, attempts, subject.rate, counts))
     if number and subject.epochs:
         if planned:
             growth = counts.global_batch / subject.base[0] if subject.base else 1.0
@@ -164,20 +170,28 @@ def _check_base(peak: float, counts: Counts, subject: Subject) -> Finding:
     )
 
 
-def _check_schedule(measured: Sequence[float], rate: Rate, counts: Counts) -> Finding:
-    """Compare the rates of the first updates with `rate`; find a schedule that moves too fast."""
+def _check_schedule(
+    measured: Sequence[float], attempts: Sequence[int], rate: Rate, counts: Counts
+) -> Finding:
+    """Compare the rates of the first updates with `rate`; find a schedule that moves too fast.
+
+    It may move when a GradScaler skips an update, too. If it moves several times an update, the
+    first update comes before that, or after all of these moves but one.
+    """
     expected = [rate(update) for update in range(len(measured))]
-    if _equal(measured, expected):
+    if any(_equal(measured, [rate(it) for it in its]) for its in (range(len(measured)), attempts)):
         text = f"{plural(len(measured), 'update')} had the rates of the schedule"
         return Finding(check="warm-up", level="fine", text=text)
     names = {counts.world_size: "workers", counts.accumulation: "micro-batches of an update"}
-    for times in sorted({*names, counts.world_size * counts.accumulation} - {1}):
-        if any(_equal(measured, rates) for rates in _fast(rate, times, len(measured))):
-            name = f", once for each of the {names[times]}" if times in names else ""
+    factors = {*range(2, _FASTEST), *names, counts.world_size * counts.accumulation} - {1}
+    for times in sorted(factors if len(measured) > 1 else ()):  # one rate shows no speed
+        moves = [[times * it + late for it in attempts] for late in (0, times - 1)]
+        if any(_equal(measured, [rate(it) for it in its]) for its in moves):
+            also = f" ({times} is also the number of {names[times]})" if times in names else ""
             return Finding(
                 check="warm-up",
                 level="fault",
-                text=f"the schedule moves {times} steps an update{name}: rates "
+                text=f"the schedule moves {times} steps an update{also}: rates "
                 f"{_list(measured)} instead of {_list(expected)}",
                 remedy="step the scheduler once an update, or count its length in these steps",
                 figure=float(times),
@@ -258,14 +272,6 @@ def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
         remedy="give them a group without decay: largebatch.models.param_groups(model, ...)",
         figure=float(len(wrong)),
     )
-
-
-def _fast(rate: Rate, times: int, number: int) -> list[list[float]]:
-    """Return the rates of updates if the schedule moves several times for each.
-
-    The first update comes before the schedule moves, or after all of its moves but one.
-    """
-    return [[rate(times * update + late) for update in range(number)] for late in (0, times - 1)]
 
 
 def _equal(measured: Sequence[float], expected: Sequence[float]) -> bool:

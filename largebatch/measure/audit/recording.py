@@ -8,7 +8,8 @@ optimizers share the parameters, the update is that of all of them in one call o
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from largebatch.measure.audit.replicas import weighted_sums
 from largebatch.measure.audit.restoring import generators_of
 from largebatch.models.inputs import logits_of
 from largebatch.models.wrappers import device_of
@@ -41,6 +43,9 @@ class Micro:
     buffers: list[Tensor]
     half: torch.dtype | None
     """Type of autocast; None without it."""
+
+    scores_in: Callable[[Any], Any] = logits_of
+    """Function that takes what the loss needs from the model's output."""
 
     output_gradient: Tensor | None = None
     """Gradient of the script's loss with respect to the logits; None if it was not seen."""
@@ -101,6 +106,15 @@ class Update:
     strangers: int
     """Number of tensors in the optimizers that are not the model's and have no gradient."""
 
+    attempt: int
+    """Number of updates before this one, with those that a GradScaler skipped."""
+
+    after: list[float] = field(default_factory=list)
+    """`weighted_sums` of the weights right after the update."""
+
+    later: list[float] = field(default_factory=list)
+    """The same when the next forward pass begins."""
+
 
 @dataclass(slots=True, eq=False)
 class Recorder:
@@ -114,12 +128,26 @@ class Recorder:
     sends_float16: bool = False
     """True if gradients are sent in float16, whatever their type."""
 
+    averaged: Sequence[Tensor] = ()
+    """Tensors of the averaged copy of the model."""
+
+    moves: Counter[int] = field(default_factory=Counter)
+    """How often the averaged copy moved between forward passes, by update."""
+
     labels: Any = None
     """Labels of the batch that is given to the step; set before each call."""
+
+    scores_in: Callable[[Any], Any] = logits_of
 
     updates: list[Update] = field(default_factory=list)
     micros: list[Micro] = field(default_factory=list)
     """Micro-batches since the last update."""
+
+    evaluated: set[str] = field(default_factory=set)
+    """Names of the layers that were in evaluation mode in a forward pass with gradients."""
+
+    passes: int = 0
+    """Number of micro-batches since the start."""
 
     skipped: int = 0
     """Number of updates that a GradScaler skipped."""
@@ -148,6 +176,7 @@ class Recorder:
     _given: int = 0
     """Number of labels that the step was given since the last update."""
 
+    _sums: list[str] = field(default_factory=list)
     _scale: float = 1.0
     _rate: float = 0.0
     _reference: object = None
@@ -159,9 +188,10 @@ class Recorder:
         """Parameters of the model that are trained, each once."""
         return [it for it in self.model.parameters() if it.requires_grad]
 
-    def give(self, labels: Any) -> None:  # noqa: ANN401 -- as the loader has them
+    def give(self, labels: Any, scores_in: Callable[[Any], Any]) -> None:  # noqa: ANN401 -- as the loader has them
         """Set the labels of the batch that the next call of the step gets."""
         self.labels, self._taken, self._first = labels, 0, None
+        self.scores_in = scores_in
         self._given += len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
 
     @contextmanager
@@ -194,8 +224,15 @@ class Recorder:
     def _before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._is_paused or not (model.training and torch.is_grad_enabled()):
+        if self._is_paused or not torch.is_grad_enabled():
             return
+        self.evaluated |= {name for name, it in model.named_modules() if not it.training}
+        if not model.training:
+            return
+        if self.updates and not self.micros:
+            self.updates[-1].later = weighted_sums(self.parameters)
+        self.passes += 1
+        self._see_average()
         kind = device_of(model)
         half = torch.get_autocast_dtype(kind.type)
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # may change in place
@@ -207,8 +244,15 @@ class Recorder:
                 generators_of(model),
                 [buffer.clone() for buffer in model.buffers()],
                 half if torch.is_autocast_enabled(kind.type) else None,
+                self.scores_in,
             )
         )
+
+    def _see_average(self) -> None:
+        """Compare the averaged copy with that at the forward pass before."""
+        sums = [float(it.detach().double().sum()).hex() for it in self.averaged]
+        self.moves[len(self.updates) + self.skipped] += sums != (self._sums or sums)
+        self._sums = sums
 
     def _labels_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Return the labels of a forward pass, which may be on a part of the batch only."""
@@ -308,9 +352,11 @@ class Recorder:
                     repeats_samples=samples > self._given > 0,
                     held=self._held,
                     strangers=self._strangers_of(optimizer),
+                    attempt=len(self.updates) + self.skipped,
                 )
             )
             self.sample = next(reversed(self._used()), None)
+        self.updates[-1].after = weighted_sums(self.parameters)
         self._forget()
 
     def _forget(self) -> None:

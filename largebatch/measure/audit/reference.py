@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from largebatch.measure.audit.recording import Micro, first_logits
 from largebatch.measure.audit.restoring import Snapshot, generator_state, generators_of
-from largebatch.models.inputs import logits_of
+from largebatch.models.inputs import class_numbers
 from largebatch.models.wrappers import device_of
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -32,6 +32,8 @@ Gradients = list[Tensor | None]
 _FP16_SCALE = 1024.0
 """Factor of the loss while a pass in float16 is repeated, so that its gradients do not underflow
 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2)."""
+
+NOT_CLASSES = "are not class numbers"
 
 _SAME_LOSS = 1e-3
 """Relative difference of two losses that are equal but for rounding; bfloat16 has 8 bits."""
@@ -226,10 +228,10 @@ def _pass(
     kind, labels, calls = device_of(model), micro.labels, list[object]()
     with torch.enable_grad(), torch.autocast(kind.type, micro.half, enabled=micro.half is not None):
         output = model(*micro.args, **micro.kwargs)
-        logits, first = logits_of(output), first_logits(output)
+        logits, first = micro.scores_in(output), first_logits(output)
         if isinstance(labels, Tensor):
             labels = labels.to(kind)
-        loss = loss_fn(logits, labels)
+        loss, labels = loss_and_labels(loss_fn, logits, labels)
         count = _samples_of(loss_fn, logits, labels, loss)
     scale = _FP16_SCALE if micro.half == torch.float16 else 1.0
     wanted = list(parameters) if first is None else [*parameters, first]
@@ -246,6 +248,37 @@ def _pass(
     gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
     of_logits = None if first is None else gradients.pop()
     return gradients, count, _compare(micro.output_gradient, of_logits)
+
+
+def loss_and_labels(
+    loss_fn: LossFunction,
+    scores: Any,  # noqa: ANN401 -- as the model returns them
+    labels: Any,  # noqa: ANN401 -- as the loader has them
+) -> tuple[Tensor, Any]:
+    """Return a loss, and the labels as `loss_fn` takes them: as they are, or as class numbers.
+
+    Raises ValueError if some labels are not classes, and otherwise what `loss_fn` raises.
+    """
+    try:
+        return loss_fn(scores, labels), labels
+    except Exception:
+        if not isinstance(scores, Tensor) or not isinstance(labels, Tensor):
+            raise
+        try:
+            numbers = class_numbers(labels, scores)
+        except ValueError:  # not scores of classes: the error of `loss_fn` counts
+            numbers = labels[:0]
+        classes, ignored = scores.shape[-1], _option(loss_fn, "ignore_index", -100)
+        is_outside = (numbers < 0) | (numbers >= classes)
+        outside = numbers[is_outside & (numbers != ignored)]
+        if len(outside):
+            raise ValueError(
+                f"{len(outside)} of {numbers.numel()} labels, such as {int(outside[0])}, "
+                f"{NOT_CLASSES}: the model has {classes} classes, 0 to {classes - 1}"
+            ) from None
+        if not len(numbers) or (numbers.dtype, numbers.shape) == (labels.dtype, labels.shape):
+            raise
+    return loss_fn(scores, numbers), numbers
 
 
 def _samples_of(
@@ -291,9 +324,9 @@ def _option(loss_fn: LossFunction, name: str, default: Any) -> Any:  # noqa: ANN
 
 def _count(labels: Tensor, ignored: int, weight: object) -> float:
     """Return the number of samples, or of labels that are not ignored, or the sum of weights."""
-    if labels.dtype != torch.int64:
+    if labels.is_floating_point() or labels.dtype == torch.bool:
         return len(labels)
-    counted = labels[labels != ignored]
+    counted = labels[labels != ignored].long()
     if isinstance(weight, Tensor) and weight.ndim == 1:
         return float(weight.detach().cpu().double()[counted.cpu()].sum())  # sync: in an audit only
     return len(counted)

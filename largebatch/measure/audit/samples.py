@@ -24,8 +24,8 @@ from largebatch.measure.audit.order import (
     NoNumbersError,
     Numbers,
     epochs_of,
+    levels,
     torch_loader,
-    whole,
 )
 from largebatch.measure.audit.ranks import Ranks
 from largebatch.measure.audit.restoring import without_iterator
@@ -65,8 +65,9 @@ class Readings:
     everything: bool
     """True if every worker reads every sample."""
 
-    same_data: bool
-    """True if all workers have the same samples under the same numbers."""
+    divided: Any
+    """The data set that the workers divide: by a sampler, then it is that of every loader, or in
+    parts of as many samples together (`Subset`). None if there is no such data set."""
 
     own_data: bool
     """True if a sample's number means another sample, or none, on some worker."""
@@ -111,14 +112,14 @@ def numbered_epochs(
 
 def count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noqa: ANN401 -- any kind
     """Count how often the workers read each sample in an epoch."""
-    root, places = whole(dataset)
-    held = np.arange(len(root)) if places is None else places
+    parts = levels(dataset)
+    root, held = parts[-1][0], parts[0][1]
     extra = np.bincount(held, minlength=len(root)) - 1  # a Subset may repeat samples
     read = np.bincount(epoch.samples, minlength=len(root))
     own = {
         "length": len(root),
         "samples": ranks.attempt("samples", "reading a sample", lambda: _fingerprints(root)),
-        "held": fingerprint(held),
+        "held": [[fingerprint(places), len(places)] for _, places in parts],
         "read": fingerprint(epoch.samples),
         "by draw": _repeated_by_draw(epoch, extra),
         "batches": len(epoch.sizes),
@@ -129,12 +130,15 @@ def count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noq
     lengths = [rank["length"] for rank in everyone]
     first = everyone[0]
     shared = all(rank[key] == first[key] for rank in everyone for key in ("length", "samples"))
-    same = shared and all(rank["held"] == first["held"] for rank in everyone)
+    level = _divided([rank["held"] for rank in everyone]) if shared else None
+    same = level == 0
     start, size = (0, lengths[0]) if shared else (sum(lengths[: ranks.rank]), sum(lengths))
     times, exists, extras = _summed(
         [read, (extra >= 0).astype(np.int64), extra.clip(0)], start, size, ranks.backend
     )
-    expected = exists.clamp(max=1) + (extras // ranks.size if same else extras)
+    expected = exists.clamp(max=1) + extras
+    if level is not None:
+        expected = torch.from_numpy(np.bincount(parts[level][1], minlength=size))
     return Readings(
         size=int(expected.sum()),
         twice=int((times - expected).clamp(min=0).sum()),
@@ -144,9 +148,22 @@ def count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noq
         global_batch=sum(rank["largest"] for rank in everyone),
         batches=tuple(rank["batches"] for rank in everyone),
         everything=same and ranks.size > 1 and all(rank["all"] for rank in everyone),
-        same_data=same,
+        divided=None if level is None else parts[level][0],
         own_data=not shared,
     )
+
+
+def _divided(held: list[list[list[int]]]) -> int | None:
+    """Return the level of the data set that the workers divide; see `levels` and `Readings`.
+
+    A level has a fingerprint of its samples and their number, by worker.
+    """
+    for level, of_workers in enumerate(zip(*held, strict=False)):
+        if all(it == of_workers[0] for it in of_workers):
+            size = sum(of_worker[0][1] for of_worker in held)
+            is_division = abs(size - of_workers[0][1]) < len(held)
+            return level if level == 0 or is_division else None
+    return None
 
 
 def _repeated_by_draw(epoch: Epoch, extra: Numbers) -> int:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from largebatch.errors import shorten
@@ -20,12 +20,29 @@ from largebatch.measure.audit.randomness import check_dropout
 from largebatch.measure.audit.ranks import Ranks, StoppedError
 from largebatch.measure.audit.rates import check_rates
 from largebatch.measure.audit.recording import Micro, Recorder
-from largebatch.measure.audit.reference import Reference, reference_of
-from largebatch.measure.audit.replicas import ReplicaCheck, differences
-from largebatch.measure.audit.restoring import Snapshot, without_iterator
+from largebatch.measure.audit.reference import (
+    NOT_CLASSES,
+    Gradients,
+    Reference,
+    loss_and_labels,
+    reference_of,
+)
+from largebatch.measure.audit.replicas import (
+    ReplicaCheck,
+    are_averaged,
+    averaged_tensors,
+    check_modes,
+    check_moves,
+    differences,
+    weighted_sums,
+)
+from largebatch.measure.audit.restoring import Snapshot, objects_of, without_iterator
 from largebatch.measure.audit.subject import Subject
-from largebatch.models.inputs import images_of, labels_of, logits_of
-from largebatch.models.wrappers import device_of, evaluation_mode, input_of
+from largebatch.models.inputs import images_of, labels_of
+from largebatch.models.wrappers import evaluation_mode
+
+_AVERAGERS = {"ModelAverager", "PostLocalSGDOptimizer"}
+"""Classes of torch that average weights, perhaps less often than the audit makes updates."""
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
@@ -38,7 +55,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
     optimizer = _without_wrappers(subject.optimizer)
     are_broadcast = getattr(subject.model, "broadcast_buffers", False)
-    replicas = ReplicaCheck(subject.inner, optimizer, ranks, are_broadcast=are_broadcast)
+    averaged = subject.averaged
+    replicas = ReplicaCheck(subject.inner, optimizer, averaged, ranks, are_broadcast=are_broadcast)
     replicas.compare("at the start")
     distances = [norms.distance_of_statistics(subject.inner, ranks)]
     before = norms.tracked(subject.inner)
@@ -47,22 +65,26 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         optimizer,
         lambda micros: reference_of(micros, subject.inner, subject.loss_fn, ranks.size),
         sends_float16=_sends_float16(subject.model),
+        averaged=[*averaged_tensors(averaged, subject.inner).values()] if averaged else (),
     )
     updates = _Updates(subject, ranks, recorder)
     updates.read_first()
-    dropout = check_dropout(subject.inner, updates.first, ranks) if updates.is_plain else []
+    dropout = updates.dropout() if updates.is_plain else []
     with recorder.recording():
         found = updates.run() + dropout
     counts = ranks.gather(len(recorder.updates))
     number = min(counts)
     if number < max(counts):  # the step failed on some workers, after which they are not equal
         return found + replicas.findings(0)
-    replicas.compare(f"after {plural(number, 'update')}")
+    averages = updates.is_local or True in updates.averaged
+    replicas.compare(f"after {plural(number, 'update')}", averages=averages)
     distances.append(norms.distance_of_statistics(subject.inner, ranks))
     found += replicas.findings(number)
+    found += check_moves(recorder.moves, ranks)
+    found += check_modes(subject.inner, recorder.evaluated, ranks)
     found += norms.check_span(subject.inner, recorder.norm_samples, ranks)
     micros = max((it.micros for it in recorder.updates), default=1)
-    found += norms.check_momentum(subject.inner, before, number, micros=micros)
+    found += norms.check_momentum(subject.inner, before, recorder.passes, micros=micros)
     found += check_rates(subject, recorder.updates, ranks)
     is_trained = max(before, default=0) > norms.WARM
     try:  # the other findings on these updates stand
@@ -70,8 +92,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         found = [it for it in found if not other or it.check != "gradient direction"] + other
         found += norms.check_statistics(subject.inner, distances, updates.losses)
         found += updates.exactness(subject.inner, "running statistics", is_trained=is_trained)
-        if subject.averaged is not None:
-            averaged = subject.averaged
+        if averaged is not None:
             found += updates.exactness(averaged, "averaged statistics", is_trained=is_trained)
     except StoppedError as stopped:
         found.append(stopped.finding())
@@ -84,8 +105,17 @@ class _Updates:
     def __init__(self, subject: Subject, ranks: Ranks, recorder: Recorder) -> None:
         self._subject, self._ranks, self._recorder = subject, ranks, recorder
         self._stream = _endless(subject.loader)
+        self._labels: dict[int, Tensor] = {}
+        """Labels of batches that were read, by their identities, until the step gets them."""
+
         self._batches: list[Any] = []
         """The first batches of this worker."""
+
+        self.averaged: list[bool | None] = []
+        """Whether workers averaged their weights after each update, see `are_averaged`."""
+
+        self.is_local = False
+        """True if weights are averaged, but not so that this equals one process's updates."""
 
         self.is_plain = True
         """False if the step prepares images before the model takes them."""
@@ -107,7 +137,8 @@ class _Updates:
             batch = self._ranks.attempt("samples", "the loader", lambda: next(self._stream))
             self._batches.append(batch)
         errors = self._ranks.gather(self._failure(self._batches))
-        if all(errors):
+        is_certain = self._subject.forward or any(NOT_CLASSES in (it or "") for it in errors)
+        if all(errors) and not is_certain:
             self.is_plain = False
         else:
             self._require(errors[self._ranks.rank])
@@ -123,8 +154,9 @@ class _Updates:
         try:
             with torch.no_grad(), evaluation_mode(nn.ModuleList(synced)), torch.random.fork_rng():
                 for batch in batches:
-                    logits = logits_of(model(input_of(model)(images_of(batch).clone())))
-                    subject.loss_fn(logits, labels_of(batch).to(device_of(model)))
+                    scores, labels = subject.scores_and_labels(model, batch)
+                    loss_and_labels(subject.loss_fn, scores, labels)
+                    self._labels[id(batch)] = labels
         except Exception as error:  # of the script's model or loss
             return f"{type(error).__name__}: {error}"
         finally:
@@ -133,13 +165,15 @@ class _Updates:
 
     def _require(self, error: str | None) -> None:
         what = "the model or the loss on a batch"
-        remedy = "loss_fn(model(images), labels) must run on every batch of every worker"
+        remedy = "loss_fn(model(images), labels) must run on every batch of every worker; pass "
+        remedy += "`forward` for other inputs and outputs"
         self._ranks.require("gradient scale", what, error, remedy=remedy)
 
-    @property
-    def first(self) -> Any:  # noqa: ANN401 -- as the loader has it
-        """First batch of this worker."""
-        return self._batches[0]
+    def dropout(self) -> list[Finding]:
+        """Compare the masks of dropout in a pass on the first batch."""
+        subject, batch = self._subject, self._batches[0]
+        run = partial(subject.scores_and_labels, batch=batch)
+        return check_dropout(subject.inner, run, self._ranks)
 
     def run(self) -> list[Finding]:
         """Call the step until it has made its updates, and compare each of them."""
@@ -148,29 +182,40 @@ class _Updates:
         results: list[tuple[int, list[Finding]]] = []
         stopped: list[Finding] = []
         try:
-            for call in range(self._subject.steps * _MOST_CALLS):
-                results += self._call(
-                    self._batches[call] if call < len(self._batches) else self._next()
-                )
-                if len(self._recorder.updates) >= self._subject.steps:
-                    break
-                if min(self._ranks.gather(len(self._recorder.elsewhere))) > self._subject.steps:
-                    break
+            self._make_updates(results)
         except StoppedError as error:
             stopped = [error.finding()]
+        if True in self.averaged:  # of an update with rate 0 it cannot be seen
+            seen = zip(results, self.averaged, strict=False)
+            results = [it for it, averaged in seen if averaged is not None]
         found = _worst(results)
+        self.is_local = self._are_local()
+        if self.is_local:
+            found = [it for it in found if not it.check.startswith("gradient")] + [_local()]
         levels = {it.level for it in found}
         if "fault" in levels:
             stopped = []  # a consequence
         self._is_right = not stopped and not levels & {"fault", "unknown"}
         return found + (stopped or self._skipped())
 
+    def _make_updates(self, results: list[tuple[int, list[Finding]]]) -> None:
+        """Call the step, and add the micro-batches and findings of each update to `results`."""
+        for call in range(self._subject.steps * _MOST_CALLS):
+            batch = self._batches[call] if call < len(self._batches) else self._next()
+            results += self._call(batch)
+            if len(self._recorder.updates) >= self._subject.steps:
+                break
+            if min(self._ranks.gather(len(self._recorder.elsewhere))) > self._subject.steps:
+                break
+
     def _call(self, batch: Any) -> list[tuple[int, list[Finding]]]:  # noqa: ANN401
         """Call the step once; return micro-batches and findings of the updates it made."""
         recorder, ranks = self._recorder, self._ranks
 
         def step() -> None:
-            recorder.give(labels_of(batch))
+            labels = self._labels.pop(id(batch), None)
+            labels = labels_of(batch) if labels is None else labels
+            recorder.give(labels, partial(self._subject.scores_in, batch))
             self._subject.step(batch)
 
         made, micros = len(recorder.updates), len(recorder.micros) + 1
@@ -184,6 +229,10 @@ class _Updates:
             raise StoppedError("updates", text, remedy, figure=float(min(counts)))
         results = []
         for update in recorder.updates[made:]:
+            now = weighted_sums(recorder.parameters)
+            self.averaged.append(are_averaged(update.after, now, ranks))
+            if self.averaged[-1] and _is_linear(recorder.optimizer):
+                update.gradients = self._mean_over_workers(update.gradients)
             found = check_gradient(update, recorder.parameters, self._names, ranks)
             results.append((max(ranks.gather(micros)), found))
             if isinstance(update.reference, Reference):
@@ -192,6 +241,22 @@ class _Updates:
             self._places |= update.places
             update.gradients, update.reference = [], None  # frees their memory
         return results
+
+    def _mean_over_workers(self, gradients: Gradients) -> Gradients:
+        pairs = zip(gradients, self._recorder.parameters, strict=True)
+        filled = (torch.zeros_like(own) if it is None else it.to_dense() for it, own in pairs)
+        return [(self._ranks.sum(it) / self._ranks.size).to(it.dtype) for it in filled]
+
+    def _are_local(self) -> bool:
+        """Return True if workers average their weights, and no process alone could do the same."""
+        ranks, optimizer = self._ranks, self._recorder.optimizer
+        updates = self._recorder.updates[: max(0, len(self.averaged) - 1)]
+        later = [are_averaged(it.after, it.later or it.after, ranks) for it in updates]
+        if False not in self.averaged:
+            return True in self.averaged and not _is_linear(optimizer)
+        held = [optimizer, *objects_of(self._subject.step)]
+        kinds = {kind.__name__ for it in held for kind in type(it).__mro__}
+        return any(self.averaged + later) or bool(kinds & _AVERAGERS)
 
     def functions(self) -> list[Finding]:
         """Return a fault if workers compute different functions, or a layer is detached.
@@ -252,22 +317,22 @@ class _Updates:
 
     def losses(self) -> list[float]:
         """Return the loss of worker 0's first batch with each worker's running statistics."""
-        images, labels = images_of(self._batches[0]), labels_of(self._batches[0])
-        shapes = self._ranks.gather([list(images.shape), list(labels.shape)])
-        if any(it != shapes[0] for it in shapes):
+        batch = self._batches[0]
+        if self._subject.forward is None:
+            batch = images_of(batch), labels_of(batch)
+        leaves, spec = tree_flatten(batch)
+        shapes = self._ranks.gather([list(it.shape) for it in leaves if isinstance(it, Tensor)])
+        if not shapes[0] or any(it != shapes[0] for it in shapes):
             return [float("nan")]
-        device = self._ranks.backend.device
-        batch = tuple(it.to(device, copy=True) for it in (images, labels))
-        for tensor in batch:
-            self._ranks.backend.broadcast(tensor)
-        return norms.losses_of(self._subject.inner, batch, self._subject.loss_fn, self._ranks)
+        batch = tree_unflatten(_sent(leaves, shapes[0], self._ranks), spec)
+        return norms.losses_of(self._subject.inner, batch, self._subject.loss_on, self._ranks)
 
     def exactness(self, model: nn.Module, check: norms.Kind, *, is_trained: bool) -> list[Finding]:
         """Compare the running statistics of a model with exact ones over the first batches."""
         return norms.check_exactness(
             model,
             self._batches,
-            self._subject.loss_fn,
+            self._subject,
             self._ranks,
             check=check,
             is_trained=is_trained,
@@ -294,21 +359,44 @@ class _Updates:
         return [Finding(check="precision", level="note", text=text, remedy=remedy, figure=figure)]
 
 
+def _is_linear(optimizer: Optimizer) -> bool:
+    """Return True if a mean of updated weights is the update by the mean of the gradients."""
+    return isinstance(getattr(optimizer, "optim", optimizer), SGD)
+
+
+def _local() -> Finding:
+    return Finding(
+        check="gradient direction",
+        level="unknown",
+        text="workers make updates of their own and average their weights, at times or with an "
+        "optimizer that is not linear in the gradients: local SGD was not compared",
+        remedy="nothing if this is meant; averages after every update of SGD are compared",
+    )
+
+
+def _sent(leaves: Sequence[Any], shapes: Sequence[list[int]], ranks: Ranks) -> list[Any]:
+    """Return leaves of a tree with worker 0's tensors, of these shapes, in place of this one's."""
+    found, rest = list(leaves), iter(shapes)
+    for place, own in enumerate(leaves):
+        if isinstance(own, Tensor):
+            shape = next(rest)
+            sent = own.detach() if ranks.rank == 0 else own.new_empty(shape)
+            flat = sent.to(ranks.backend.device, copy=True).reshape(-1).view(torch.uint8)
+            ranks.backend.broadcast(flat)
+            found[place] = flat.view(own.dtype).reshape(shape).to(own.device)
+    return found
+
+
 def _of_worker_0(micro: Micro, ranks: Ranks) -> Micro | None:
     """Return worker 0's micro-batch, for equal random numbers; None if workers have other types."""
     leaves, spec = tree_flatten((micro.args, micro.kwargs, micro.labels, micro.buffers))
-    places = [place for place, it in enumerate(leaves) if isinstance(it, Tensor)]
-    kinds = ranks.gather([[str(leaves[it].dtype), *leaves[it].shape] for it in places])
+    tensors = [it for it in leaves if isinstance(it, Tensor)]
+    kinds = ranks.gather([[str(it.dtype), *it.shape] for it in tensors])
     if any([it[0] for it in own] != [it[0] for it in kinds[0]] for own in kinds):
         return None
-    for place, (_, *shape) in zip(places, kinds[0], strict=True):
-        own = leaves[place].detach()
-        content = own if ranks.rank == 0 else own.new_empty(shape)
-        sent = content.to(ranks.backend.device, copy=True).reshape(-1).view(torch.uint8)
-        ranks.backend.broadcast(sent)
-        leaves[place] = sent.view(own.dtype).reshape(shape).to(own.device)
-    args, kwargs, labels, buffers = tree_unflatten(leaves, spec)
-    return Micro(args, kwargs, labels, seed_generators, buffers, micro.half)
+    shapes = [shape for _, *shape in kinds[0]]
+    args, kwargs, labels, buffers = tree_unflatten(_sent(leaves, shapes, ranks), spec)
+    return Micro(args, kwargs, labels, seed_generators, buffers, micro.half, micro.scores_in)
 
 
 def _update_of_others(number: int, weights: Sequence[float]) -> Finding:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from largebatch.distributed.serial import Serial
-from largebatch.measure.audit.evaluation import check_averaged, check_evaluation
+from largebatch.measure.audit.evaluation import check_evaluation
 from largebatch.measure.audit.findings import Finding
 from largebatch.measure.audit.ranks import Ranks
 
@@ -34,7 +34,7 @@ def loader(number: int = 10) -> DataLoader[Any]:
 
 
 def checked(evaluate: Callable[[], float], **words: object) -> dict[str, Finding]:
-    words = {"inner": First(), "averaged": None, "val_loader": loader(), **words}
+    words = {"inner": First(), "averaged": None, "val_loader": loader(), "forward": None, **words}
     return {it.check: it for it in check_evaluation(mock.Mock(evaluate=evaluate, **words), RANKS)}
 
 
@@ -44,6 +44,10 @@ def checked(evaluate: Callable[[], float], **words: object) -> dict[str, Finding
         pytest.param(0.5, "fine", "0.5, the figure of each sample once", id="exact"),
         pytest.param(50.0, "fine", "0.5, the figure of each sample once", id="percent"),
         pytest.param(1.25 / 3, "fault", "the mean of the batch means", id="batch means"),
+        pytest.param(41.67, "fault", "the mean of the batch means", id="rounded per cent"),
+        pytest.param(5 / 12, "fault", "the mean of the batch means", id="full batches"),
+        pytest.param(5 / 3, "fault", "over the number of batches", id="number of batches"),
+        pytest.param(0.42, "note", "top-1 over each sample once is 0.5", id="near a mistake"),
         pytest.param(0.9, "note", "top-1 over each sample once is 0.5", id="something else"),
     ],
 )
@@ -119,7 +123,3 @@ def test_an_evaluation_without_its_loader_is_checked_for_its_mode_alone() -> Non
     assert found["evaluation mode"].level == "fine"
     assert found["evaluation mean"].level == "unknown"
     assert "was not compared" in found["evaluation mean"].text
-
-
-def test_no_average_is_no_finding() -> None:
-    assert check_averaged(mock.Mock(averaged=None), RANKS) == []

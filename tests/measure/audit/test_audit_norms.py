@@ -1,13 +1,16 @@
 """Running statistics under an audit."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 
 from largebatch.distributed.serial import Serial
 from largebatch.measure.audit.norms import loss_of
 from largebatch.measure.audit.ranks import Ranks
+from largebatch.measure.audit.replicas import check_modes
 
 
 class TwoHeads(nn.Module):
@@ -29,6 +32,25 @@ def first_head(logits: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 def test_the_loss_of_a_model_with_several_outputs_is_that_of_its_loss_function() -> None:
     torch.manual_seed(1)
     model, batch = TwoHeads(), (torch.randn(12, 8), torch.randint(0, 4, (12,)))
-    found = loss_of(model, [batch], first_head, Ranks(Serial(torch.device("cpu"))))
+
+    def loss_on(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        return first_head(model(batch[0]), batch[1]), len(batch[1])
+
+    found = loss_of(model, [batch], loss_on, Ranks(Serial(torch.device("cpu"))))
     exact = first_head(model.eval()(batch[0]), batch[1]).detach()
     assert found == pytest.approx(float(exact), rel=1e-6)
+
+
+class Functional(nn.Module):
+    """A layer that reads its mode."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return dropout(numbers, training=self.training)
+
+
+def test_modes_are_compared_of_layers_that_depend_on_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Functional(), nn.Dropout(0), nn.BatchNorm1d(2))
+    ranks = mock.Mock(size=2, gather=lambda own: [own, []])
+    (finding,) = check_modes(model, {name for name, _ in model.named_modules()}, ranks)
+    assert (finding.check, finding.level, finding.figure) == ("training mode", "fault", 2.0)
+    assert check_modes(model, {"0", "2"}, ranks) == []

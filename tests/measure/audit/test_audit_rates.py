@@ -22,6 +22,7 @@ def found(
     kind: type[torch.optim.Optimizer] = torch.optim.SGD,
     group: dict[str, float] | None = None,
     batch: int = BATCH,
+    skipped: int = 0,
     **words: object,
 ) -> dict[str, Finding]:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -32,7 +33,10 @@ def found(
         loader=range(BATCHES),
         **{"base": None, "rate": None, "epochs": None, **words},
     )
-    updates: Any = [mock.Mock(rate=rate, micros=1, samples=batch) for rate in rates]
+    updates: Any = [
+        mock.Mock(rate=rate, micros=1, samples=batch, attempt=skipped + number)
+        for number, rate in enumerate(rates)
+    ]
     findings = check_rates(subject, updates, Ranks(Serial(torch.device("cpu"))))
     return {it.check: it for it in findings}
 
@@ -123,11 +127,30 @@ def test_another_schedule_than_planned_is_a_note_with_both() -> None:
     assert "had rates 0.1, 0.3, the schedule says 0.1, 1.1" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("rates", "skipped", "level", "figure"),
+    [
+        pytest.param([1, 2, 3], 0, "fine", None, id="as planned"),
+        pytest.param([3, 4, 5], 2, "fine", None, id="it moves in skipped updates"),
+        pytest.param([1, 2, 3], 2, "fine", None, id="it rests in skipped updates"),
+        pytest.param([1, 4, 7], 0, "fault", 3.0, id="three steps an update"),
+        pytest.param([5, 7, 9], 2, "fault", 2.0, id="two steps an update and in skipped ones"),
+        pytest.param([2], 0, "note", 2.0, id="one rate shows no speed"),
+    ],
+)
+def test_a_schedule_that_moves_too_fast_is_counted(
+    rates: list[float], skipped: int, level: str, figure: float | None
+) -> None:
+    finding = found(rates, skipped=skipped, rate=lambda update: update + 1.0)["warm-up"]
+    assert (finding.level, finding.figure) == (level, figure)
+    assert "workers" not in finding.text
+
+
 def test_decay_of_groups_made_for_it_is_fine() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(param_groups(model, weight_decay=1e-4), lr=0.1)
     subject = mock.Mock(inner=model, optimizer=optimizer, base=None, rate=None, epochs=None)
-    update: Any = mock.Mock(rate=0.1, micros=1, samples=8)
+    update: Any = mock.Mock(rate=0.1, micros=1, samples=8, attempt=0)
     (finding,) = check_rates(subject, [update], Ranks(Serial(torch.device("cpu"))))
     assert finding.text == "1 tensor with decay, no normalisation or bias among them"
 

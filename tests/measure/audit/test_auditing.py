@@ -238,6 +238,10 @@ def average_under_other_names_on_worker_1() -> dict[str, Any]:
     return script(model=model, averaged=averaged)
 
 
+def average_on_worker_0_alone() -> dict[str, Any]:
+    return script(averaged=None if dist.get_rank() else perceptron())
+
+
 UNKNOWN = {
     loss_that_fails_on_worker_1: "on worker 1: IndexError: target 7 is out of bounds",
     loader_that_fails_on_worker_1: "the loader failed on worker 1: OSError: truncated file",
@@ -260,7 +264,8 @@ UNKNOWN = {
     rate_that_fails_on_worker_1: "comparing the rates failed on worker 1: IndexError: list index",
     base_of_no_samples: "base is (0, 0.1); expected (global batch, rate)",
     no_steps: "steps is 0; expected a whole number of updates",
-    average_under_other_names_on_worker_1: "of workers 0 and 1 have tensors of other names: 0.0.b",
+    average_under_other_names_on_worker_1: "of other names or shapes at the start: 0.0.bi",
+    average_on_worker_0_alone: "only some of the workers pass averaged",
 }
 """Scripts that cannot be checked, or in part, and words of the finding that says so."""
 

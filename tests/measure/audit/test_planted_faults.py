@@ -61,6 +61,8 @@ def test_a_correct_script_has_no_fault(name: str, correct: dict[str, Findings | 
     assert isinstance(findings, Findings), findings
     assert not findings.faults, findings.table()
     assert not [it for it in findings if it.level == "unknown"], findings.table()
+    without = getattr(load("correct", name), "NO_NOTE", None)
+    assert without not in {it.check for it in findings if it.level == "note"}, findings.table()
 
 
 def test_the_page_is_that_of_the_newest_results() -> None:
