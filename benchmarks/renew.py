@@ -27,6 +27,7 @@ COMMANDS = {
     "input_host": "input_host.py",
     "checkpoint": "checkpoint.py --rounds 8 --model resnet50 --batch 6 --pixels 128",
     "polish": "polish.py --rounds 9",
+    "polish_error": "polish_error.py",
     "noise_cost": "noise.py --rounds 10 --batch 8 --pixels 128",
     "simulator": "simulator.py --rounds 1 --learners 10000 --updates 1000000",
     "index": "index.py --rounds 3",

@@ -80,6 +80,7 @@ MEASURED = {
     "planner_logs": ("planner/published.py",),
     "planner_here": (*_PLANNER, "measure/calibrate.py"),
     "polish": (*_BATCHNORM, "polish"),
+    "polish_error": (*_BATCHNORM, "polish"),
     "polishing_optimizers": (*_TRAINING, "optim", "polish", "training/stages.py"),
     "polishing_study": (*_TRAINING, "polish", "training/stages.py"),
     "ptb_lstm": ("data/text/pipeline.py", "models/lstm.py", "training/loop.py", "training/loss.py"),
