@@ -54,6 +54,7 @@ MEASURED = {
     "configurations": (*_TRAINING, "studies/queue/usage.py", "studies/settings/correlations.py"),
     "critical_batch": ("measure/critical_batch.py", "tracking/noise_scale.py"),
     "critical_batch_fashion_mnist": ("measure/critical_batch.py", "tracking/noise_scale.py"),
+    "decoder_pixels": ("data/augment.py", "data/decoders"),
     "diagnosis": _DIAGNOSIS,
     "defaults": (*_TRAINING, "studies/settings/settings.py", "studies/settings/transfer.py"),
     "false_alarms": ("studies/metrics.py",),
