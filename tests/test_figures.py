@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import averaged_figure  # noqa: E402
 import measure_pages  # noqa: E402
+from averaged_passes import SHARED  # noqa: E402
 from measuring import RESULTS, newest  # noqa: E402
 from optimizers import Study, every_cell  # noqa: E402
 from optimizers_figure import epochs_by_seed, seeds_of  # noqa: E402
@@ -95,7 +96,7 @@ def gains(over: str) -> dict[tuple[str, str], list[float]]:
     every = {
         (data, weights): averaged_figure.gains(result("averaged_weights"), data, weights, over)
         for data in averaged_figure.TITLES
-        for weights in averaged_figure.SHARED
+        for weights in SHARED
     }
     return {of: found for of, found in every.items() if found}
 
@@ -219,6 +220,24 @@ def rivals_of_muon() -> Iterable[Figures]:
     yield ratio_to_muon("adamw", 16_000, AS_IS)
 
 
+def gained_at_16000() -> Iterable[Figures]:
+    """Yield what polishing adds at the end, by optimizer."""
+    for name in ("lars", "adamw", "muon", "nesterov"):
+        (_, after), (_, before) = (optimizer(name, 16_000, column) for column in (POLISHED, AS_IS))
+        yield shown(statistics.fmean(after[seed] - before[seed] for seed in after))
+
+
+def cost_of_the_pass() -> Iterable[Figures]:
+    for machine, layouts in (("cpu2", ["NCHW"]), (H100, ["NCHW", "channels last"])):
+        for layout in layouts:
+            yield recorded(result("polish", machine)[layout]["ratios"]["ours / forward"], 2)
+
+
+def checkpoints() -> Iterable[Figures]:
+    for name in ("checkpoint", "checkpoint_busy"):
+        yield recorded(result(name)["update while writing / update"], 2)
+
+
 def faults() -> Iterable[Figures]:
     found = result("accuracy_fell")["loops"]
     for name in ("one process", "correct", "not reduced", "not scaled", "scaled twice"):
@@ -266,6 +285,21 @@ CLAIMS: list[tuple[str, str, Callable[[], Iterable[Figures]]]] = [
     ("docs/optimizers.md", "closer", lambda: (
         *(ratio_to_muon("adamw", batch) for batch in (500, 2_000)),
         ratio_to_muon("adamw", 2_000, AS_IS))),
+    ("docs/optimizers.md", "Polishing at 16,000", gained_at_16000),
+    ("docs/final-polishing.md", "plain forward pass through", cost_of_the_pass),
+    ("docs/faults.md", "writes it in a thread", checkpoints),
+    *(("docs/recipes/README.md", words, partial(answers, question)) for words, question in {
+        "A large batch costs nothing": "What does the large batch cost? LARS, against SGD at the "
+        "small one",
+        "Polishing gives it back": "Polishing, large batch, LARS",
+        "Polishing helps the large batch more": "Polishing (clean epochs, then statistics), small "
+        "batch",
+        "LARS beats Nesterov SGD": "Nesterov SGD against LARS, large batch",
+        "| Nesterov SGD with a straight decay minus the": f"{STRAIGHT} small, both polished",
+        "statistics pass after clean epochs": "The statistics pass after clean epochs, large "
+        "batch, LARS",
+        "minus a quarter more": "LARS polished, against a quarter more epochs",
+    }.items()),
     ("docs/staleness.md", "Against hardsync at its best rate", lambda: [*late()][:1]),
 ]  # fmt: skip
 
