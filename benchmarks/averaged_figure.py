@@ -82,8 +82,9 @@ def draw(figure: "Figure", *, study: Study) -> None:
         x=0.01, ha="left", size=13.5, weight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
-        "Hollow: polished on clean images instead of images augmented as in training. EMA and SWA "
-        f"were taken at the peak rate.\nResNet-9, width 16, batches of 128; {count}.",
+        "Squares: running statistics averaged too. Hollow diamonds: polished on clean images, not "
+        f"on images augmented as in training.\nEMA and SWA at the peak rate; ResNet-9, width 16, "
+        f"batches of 128; {count}.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
     measured = [data for data in TITLES if values(study, data, "SWA, peak", "polish")]
@@ -111,11 +112,15 @@ def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) 
     if not left:
         return
     before, after = interval(left).mean, interval(polished).mean
+    averaged = top1(study, data, weights, "averaged")
     colour = COLOURS["statistics"]
     axes.plot([before, after], [height] * 2, color=colour, alpha=0.35, lw=4, solid_capstyle="butt")
     for found, ink in ((left, MUTED), (polished, colour)):
         axes.plot(found, [height] * len(found), color=ink, alpha=0.35, marker="o", ms=4, lw=0)
     axes.plot([before], [height], color=MUTED, marker="o", ms=7)
+    if averaged:
+        mean = interval(averaged).mean
+        axes.plot([mean], [height], color=MUTED, marker="s", ms=6, mfc="none", mec=MUTED)
     axes.plot(
         [interval(clean).mean], [height], color=colour, marker="D", ms=6, mfc="none", mec=colour
     )
@@ -131,10 +136,12 @@ def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) 
 def tables(study: Study) -> Iterator[str]:
     """Yield the lines of the tables in Markdown: gains, passes on one worker, and on several."""
     titles = dict(reversed(TITLES.items()))
-    yield f"| `polish` gains, points | {' | '.join(titles.values())} |"
-    yield "|---" * (len(titles) + 1) + "|"
+    others = ("as left", "averaged")
+    heads = (f"{title}, over {PASSES[over]}" for title in titles.values() for over in others)
+    yield f"| `polish` gains, points | {' | '.join(heads)} |"
+    yield "|---" * (len(titles) * len(others) + 1) + "|"
     for weights in SHARED:
-        by_data = (gains(study, data, weights) for data in titles)
+        by_data = (gains(study, data, weights, over) for data in titles for over in others)
         yield _row(weights, by_data, lambda gain: gain.with_ends("+.1f"))
     yield ""
     yield f"| top-1, % | {' | '.join(PASSES.values())} |"
@@ -157,14 +164,14 @@ def tables(study: Study) -> Iterator[str]:
             yield _on_workers(ON_WORKERS[kind], workers, found)
 
 
-def gains(study: Study, data: str, weights: str) -> list[float]:
-    """Return what `polish` on images as in training gains over what is left, seed by seed."""
-    pairs = zip(
-        top1(study, data, weights, "polish augmented"),
-        top1(study, data, weights, "as left"),
-        strict=True,
-    )
-    return [polished - left for polished, left in pairs]
+def gains(study: Study, data: str, weights: str, over: str = "as left") -> list[float]:
+    """Return what `polish` on images as in training gains over another pass, seed by seed.
+
+    Empty without such a pass.
+    """
+    other = top1(study, data, weights, over)
+    polished = top1(study, data, weights, "polish augmented") if other else []
+    return [ours - theirs for ours, theirs in zip(polished, other, strict=True)]
 
 
 def _row(name: str, cells: Iterable[list[float]], words: Callable[[Interval], str]) -> str:

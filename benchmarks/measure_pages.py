@@ -73,6 +73,8 @@ QUESTIONS: dict[str, tuple[tuple[Ended, ...], ...]] = {
         STRAIGHT, LARGE, CONTROL),
     "Nesterov SGD with a straight decay against LARS, both polished": _arms(
         STRAIGHT, LARGE, POLISHED),
+    "Nesterov SGD with a straight decay against small, both polished": _arms(
+        STRAIGHT, SMALL, POLISHED),
     "Polishing (clean epochs, then statistics), small batch": _ends(SMALL, of=POLISHED),
     "Polishing, large batch, LARS": _ends(LARGE, of=POLISHED),
     "Polishing, large batch, Nesterov SGD": _ends(NESTEROV, of=POLISHED),

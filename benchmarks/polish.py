@@ -1,4 +1,4 @@
-"""Compare the statistics pass of Final Polishing with its peers: time per image, and error.
+"""Compare the time of the statistics pass of Final Polishing with that of its peers.
 
     [LARGEBATCH_DATA=DIR] python benchmarks/polish.py [--rounds 15] [--images 144] [--batch 64]
 
@@ -7,13 +7,8 @@ beside them stands a plain forward pass in training mode, which every such pass 
 through the same batches, which lie on the device, on copies of a ResNet-18 at 96 pixels, in turns.
 The peers know plain BatchNorm; a recipe's model has spans, and is measured too.
 
-The error is measured where there is no GPU. That of a running variance is relative, that of a
-running mean in standard deviations: the largest of all channels of all layers, against moments in
-float64 of what each layer is given in a plain forward pass. The last batch is smaller than the
-others. With two workers of unequal shares ours are two processes over torch; the peers do not
-communicate, so that a worker keeps its own statistics or somebody averages them. Images are
-Imagenette's if LARGEBATCH_DATA names the folder that holds imagenette224, else noise. Writes
-benchmarks/results/polish_<hardware>_<date>.json.
+What each gets wrong: polish_error.py. Images are Imagenette's if LARGEBATCH_DATA names the folder
+that holds imagenette224, else noise. Writes benchmarks/results/polish_<hardware>_<date>.json.
 """
 
 import argparse
@@ -31,12 +26,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from measuring import Step, add_seconds, on_two_workers, paired_ratio, spread, take_turns, write
+from measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import with_span
@@ -46,11 +40,8 @@ CPU = Serial(torch.device("cpu"))
 TARGET = 1.03
 PIXELS = 96
 SPAN = 32
-SHARE = 3
-"""Number of batches per batch of the second worker."""
 
 Pairs = list[tuple[Tensor, Tensor]]
-State = dict[str, Tensor]
 Pass = Callable[[nn.Module, Pairs], object]
 
 
@@ -108,95 +99,6 @@ def _imagenette(path: Path, number: int) -> npt.NDArray[np.uint8]:
     return np.stack(found)
 
 
-@torch.no_grad()
-def exact(model: nn.Module, batches: Pairs) -> State:
-    """Return the statistics in float64: first all means, then all squared deviations from them."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    counts = dict.fromkeys(layers, 0)
-    means = {name: torch.zeros(m.num_features).double() for name, m in layers.items()}
-    squares = copy.deepcopy(means)
-
-    def add(name: str, values: Tensor) -> None:
-        counts[name] += values.numel() // values.shape[1]
-        means[name] += values.double().sum((0, 2, 3))
-
-    def deviate(name: str, values: Tensor) -> None:
-        squares[name] += (values.double() - means[name].view(-1, 1, 1)).square().sum((0, 2, 3))
-
-    for look in (add, deviate):
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda _, inputs, look=look, name=name: look(name, *inputs)
-            )
-            for name, layer in layers.items()
-        ]
-        plain(model, batches)
-        for hook in hooks:
-            hook.remove()
-        if look is add:
-            for name, count in counts.items():
-                means[name] /= count
-    state = {f"{name}.running_mean": mean for name, mean in means.items()}
-    return state | {f"{name}.running_var": squares[name] / (counts[name] - 1) for name in layers}
-
-
-def statistics(model: nn.Module) -> State:
-    return {name: value for name, value in model.state_dict().items() if "running" in name}
-
-
-def error(found: State, right: State) -> dict[str, float]:
-    """Return the largest errors over layers and channels."""
-    worst = {"variance, relative": 0.0, "mean, in standard deviations": 0.0}
-    for name, var in right.items():
-        if not name.endswith("running_var"):
-            continue
-        mean = name.replace("running_var", "running_mean")
-        ratios = ((found[name] - var) / var, (found[mean] - right[mean]) / var.sqrt())
-        for what, values in zip(worst, ratios, strict=True):
-            worst[what] = max(worst[what], values.abs().max().item())
-    return worst
-
-
-def share(batches: Pairs, rank: int) -> Pairs:
-    return [pair for place, pair in enumerate(batches) if (place % SHARE == 0) == (rank == 0)]
-
-
-def polish_share(number: int, batch: int, file: Path) -> None:
-    """Polish as one of two workers; worker 0 writes the statistics."""
-    from largebatch.distributed.torch_distributed import TorchDistributed
-
-    backend = TorchDistributed()
-    model = network()
-    polish(model, share(images(number, batch), backend.rank), backend)
-    backend.close()
-    if backend.rank == 0:
-        found = {name: value.tolist() for name, value in statistics(model).items()}
-        file.write_text(json.dumps(found))
-
-
-def errors(batches: Pairs) -> dict[str, Any]:
-    """Measure the error of every rival, on one worker and on two."""
-    right = exact(network(), batches)
-
-    def after(rival: Pass, part: Pairs) -> State:
-        model = network()
-        rival(model, part)
-        return statistics(model)
-
-    alone = {name: error(after(rival, batches), right) for name, rival in PEERS.items()}
-    two: dict[str, Any] = {"ours": error(_two_workers(), right)}
-    for name, rival in PEERS.items():
-        first, second = (after(rival, share(batches, rank)) for rank in range(2))
-        mean = {key: (first[key].double() + second[key]) / 2 for key in first}
-        two[f"{name}, worker 0's own"] = error(first, right)
-        two[f"{name}, averaged over workers"] = error(mean, right)
-    return {"one worker": {"ours": error(after(ours, batches), right), **alone}, "two workers": two}
-
-
-def _two_workers() -> State:
-    return {name: torch.tensor(values) for name, values in on_two_workers("polish").items()}
-
-
 def times(
     batches: Pairs, *, layout: torch.memory_format, rounds: int, seconds: float
 ) -> dict[str, Any]:
@@ -242,24 +144,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     add_seconds(parser)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--worker", nargs=2, metavar=("TASK", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    worker = vars(args).pop("worker")
-    if worker:
-        torch.set_num_threads(1)
-        polish_share(args.images, args.batch, Path(worker[1]))
-        return
     torch.set_num_threads(args.threads)
     batches = images(args.images, args.batch)
     layouts = {"NCHW": torch.contiguous_format, "channels last": torch.channels_last}
     result: dict[str, Any] = {
-        "settings": {**vars(args), "images are": _source()},
+        "settings": {**vars(args), "images are": source()},
         "target": f"ours at most {TARGET} of each",
     }
     if "fvcore" not in PEERS:
         result["not installed"] = ["fvcore"]
-    if not accelerator.count():  # two workers need two
-        result["error"] = errors(batches)
     for name, layout in layouts.items():
         result[name] = times(
             batches, layout=layout, rounds=args.rounds, seconds=args.seconds / len(layouts)
@@ -268,7 +162,7 @@ def main() -> None:
     print(write("polish", " ".join(["python", *sys.argv]), result))
 
 
-def _source() -> str:
+def source() -> str:
     return "imagenette224" if "LARGEBATCH_DATA" in os.environ else "noise"
 
 

@@ -22,14 +22,6 @@ ARMS = {
 }
 """Name and colour of each arm; arms that end with statistics have a diamond."""
 
-COSTS = {
-    "SGD": ("large batch, SGD, linear rule", MUTED),
-    "LARS": ("large batch, LARS", COLOURS["train"]),
-    "LARS, 2 clean epochs,\nstatistics": ("large batch, LARS, polished", COLOURS["clean"]),
-    "LARS, 5 clean epochs,\nstatistics": ("large batch, LARS, 5 clean", COLOURS["clean"]),
-}
-"""The rows of README's picture: the rival that each shows, and its colour."""
-
 BLOCKS = [("large", 0.08), ("large", 0.35), ("small", 0.08), ("small", 0.35)]
 ENDS = {0.0: COLOURS["train"], 0.1: COLOURS["clean"], 0.3: COLOURS["statistics"]}
 CLEAN_EPOCHS = (0, 1, 2, 5)
@@ -45,7 +37,6 @@ def draw_all(study: Study, folder: Path) -> None:
         "polishing_study": (_draw_polishing, (900, 640), "affine"),
         "polishing_study_rates": (_draw_rates, (820, 400), "clean 5"),
         "polishing_study_batches": (_draw_batches, (900, 320), "sgd"),
-        "polishing_study_cost": (_draw_cost, (660, 310), "sgd"),
     }
     for name, (draw, size, needed) in figures.items():
         if any(needed in group or needed in arms for group, arms in groups.items()):
@@ -93,7 +84,8 @@ def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
     ratio = study["large_batch"] // study["small_batch"]
     title = f"Batches {ratio} times as large, against SGD with batches of {study['small_batch']}"
     note = (
-        "Crops from 35 %. polished: 2 clean epochs at the end, then statistics; 5 clean: 5 of them."
+        "Crops from 35 %. polished: 2 clean epochs at the end, then statistics; 5 clean: 5. "
+        "Rates were searched,\nbut not that of SGD in large batches."
     )
     _title(figure, title, note, study=study, groups=groups)
     panels = figure.subplots(1, 2)
@@ -112,52 +104,6 @@ def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
         axes.annotate("target", (-1, 0.4), (-3, 0), textcoords="offset points", ha="right",
                       va="top", color=MUTED, size=9)  # fmt: skip
         _finish(axes, len(labels) + 0.6, heading, "Top-1 minus small-batch SGD's, points")
-
-
-def _draw_cost(figure: "Figure", *, study: Study, groups: Groups) -> None:
-    """Draw what a large batch costs, and what LARS and polishing give back: README's picture."""
-    small, large = study["small_batch"], study["large_batch"]
-    figure.suptitle(
-        f"Top-1 in batches of {large}, in points from SGD in batches of {small}",
-        x=0.01, ha="left", size=13.5, weight="bold", color=INK,
-    )  # fmt: skip
-    figure.supxlabel(
-        f"Dotted: SGD in batches of {small} with 2 clean epochs and statistics. Mean and 95 % "
-        f"interval of {len({cell['seed'] for cell in study['cells'].values()})} seeds;\n"
-        f"ResNet of 8 layers, {study['images']:,} training images, {study['epochs']} epochs, "
-        "crops from 35 % of the area.",
-        x=0.01, ha="left", size=9, color=MUTED,
-    )  # fmt: skip
-    for axes, (name, heading) in zip(
-        figure.subplots(1, 2, sharey=True), TITLES.items(), strict=True
-    ):
-        baseline = groups.get(f"{name}, {BASELINE}", {})
-        control = baseline.get("control", {})
-        for height, (label, colour) in enumerate(COSTS.values()):
-            group, arm = RIVALS[label]
-            differences = paired(groups.get(f"{name}, {group}", {}).get(arm, {}), control)
-            _draw_bar(axes, height, differences, colour)
-        polished = paired(baseline.get("clean 2 + statistics", {}), control)
-        if polished:
-            axes.axvline(student(polished)["mean"], color=MUTED, lw=1.2, ls=":")
-        _finish(axes, len(COSTS) - 0.5, heading, "Points of top-1")
-        axes.set_ylim(len(COSTS) - 0.5, -0.5)
-        low, high = axes.get_xlim()
-        axes.set_xlim(low - 0.25 * (high - low), high)  # room for the figures
-        axes.set_yticks(range(len(COSTS)), list(COSTS))
-
-
-def _draw_bar(axes: "Axes", height: float, values: list[float], colour: str) -> None:
-    """Draw a mean as a bar from zero, with its interval and its figure."""
-    if not values:
-        return
-    spread = student(values)
-    axes.barh(height, spread["mean"], height=0.55, color=colour, alpha=0.85)
-    axes.plot([spread["low"], spread["high"]], [height] * 2, color=INK, lw=1)
-    figures = f"{spread['mean']:+.1f}".replace("-", "\N{MINUS SIGN}")
-    axes.annotate(figures, (min(spread["low"], 0), height), (-5, 0),
-                  textcoords="offset points", ha="right", va="center", size=11, color=INK,
-                  weight="bold")  # fmt: skip
 
 
 def _draw_rates(figure: "Figure", *, study: Study, groups: Groups) -> None:

@@ -27,16 +27,18 @@ COMMANDS = {
     "input_host": "input_host.py",
     "checkpoint": "checkpoint.py --rounds 8 --model resnet50 --batch 6 --pixels 128",
     "polish": "polish.py --rounds 9",
+    "polish_error": "polish_error.py",
     "noise_cost": "noise.py --rounds 10 --batch 8 --pixels 128",
     "simulator": "simulator.py --rounds 1 --learners 10000 --updates 1000000",
     "index": "index.py --rounds 3",
+    "decoder_pixels": "decoder_pixels.py",
     "input_pipeline": "input_pipeline.py --rounds 9",
 }
 """The benchmarks that take minutes, each with its script of this folder."""
 
 ENVIRONMENT = {"checkpoint": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
 
-NEED_DATA = {"index", "input_pipeline"}
+NEED_DATA = {"decoder_pixels", "index", "input_pipeline"}
 """Benchmarks of real images, from the folder LARGEBATCH_DATA."""
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -87,6 +88,15 @@ def parser() -> ArgumentParser:
 @pytest.mark.parametrize("words", COMMANDS)
 def test_every_command_is_parsed(words: list[str], parser: ArgumentParser) -> None:
     parser.parse_args(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_can_be_pasted_into_a_shell(page: Path) -> None:
+    lines = [command for block in blocks(page, "console") for command in block.commands]
+    check = subprocess.run(
+        ["bash", "-n"], input="\n".join(lines), text=True, check=False, capture_output=True
+    )
+    assert not check.stderr
 
 
 def test_most_pages_have_commands_and_every_prompt_is_in_a_console_block() -> None:

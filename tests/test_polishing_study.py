@@ -200,4 +200,4 @@ def test_a_written_result_states_its_current_circumstances(tmp_path: Path) -> No
 def test_every_image_of_a_whole_study_is_drawn(tmp_path: Path) -> None:
     draw_all(synthetic(), tmp_path)
     names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {f"polishing_study{part}.png" for part in ("", "_rates", "_batches", "_cost")}
+    assert names == {f"polishing_study{part}.png" for part in ("", "_rates", "_batches")}

@@ -109,7 +109,7 @@ def test_two_horovod_workers_train_as_one_does(
 def test_dali_trains_as_torchvision_does(
     finished: dict[str, Path], tmp_path: Path, max_steps: int | None
 ) -> None:
-    """Pixels differ by 1/255 at most (test_decoders); training makes more of it with every step."""
+    """Pixels of enlarged digits differ by 1/255 at most; training makes more of it every step."""
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     recipe = load_recipe(DIGITS, [*CHANGES, "execution.cache=null", "execution.decoder=dali"])
     result = run(recipe, out=tmp_path / "run", max_steps=max_steps)

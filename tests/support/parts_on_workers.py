@@ -293,9 +293,7 @@ def run_the_page() -> list[str]:
         exec(compile(code, f"{PAGE}, {heading}", "exec"), names_of_the_page())
         headings.append(heading)
     for block in blocks(ROOT / "README.md", "python"):
-        names = names_of_the_page()
-        names |= {"averaged": AveragedModel(names["model"]), "loader": names["clean_loader"]}
-        exec(compile(block.text, str(block.page), "exec"), names)
+        exec(compile(block.text, str(block.page), "exec"), names_of_the_page())
     return headings
 
 
