@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import Backend, sum_over_workers
+from largebatch.models import kernels
 
 _PART = 2**17
 """Values per part of a batch: small enough to stay in the cache for the second pass over it. A part
@@ -116,7 +117,7 @@ class Moments:
         return _about(own, values)
 
     def in_one(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and (biased) variance by PyTorch's kernel, which reads the values once.
+        """Return mean and (biased) variance by a kernel that reads the values once.
 
         Channels with a mean far from zero are measured again, centred. The first batch determines
         these channels, so that the host waits for a GPU only once: if the mean of all batches is
@@ -214,6 +215,9 @@ def _parts(values: Tensor) -> Iterator[Tensor]:
 
 def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and (biased) variance, at least in float32."""
+    if kernels.take(values):
+        mean, var, _ = kernels.batchnorm().moments(values, len(values))[0]
+        return mean, var
     dtype = torch.promote_types(values.dtype, torch.float32)
     # The buffers only tell PyTorch's kernel the type to compute in.
     unused = torch.empty(2, values.shape[1], dtype=dtype, device=values.device)

@@ -24,6 +24,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import build, kernels, with_span
 from largebatch.models.batchnorm import Spans
 from largebatch.models.fusion import pair
+from largebatch.polish.moments import Moments
 
 runs = pytest.mark.usefixtures("kernels_run")
 
@@ -126,6 +127,17 @@ def test_a_far_mean_costs_no_more_digits_than_in_pytorch() -> None:
     plain = F.batch_norm(x, None, None, training=True)
     assert error(out, exact) < 1.5 * error(plain, exact)
     assert error(moments[0, 1] * (400 / 399), sums[1]) < 1e-4
+
+
+@runs
+def test_polishing_measures_with_the_same_kernels() -> None:
+    moments = Moments.of_nothing(5, device=DEVICE)
+    far = torch.tensor([0.0, 0.0, 3e4, 0.0, 0.0], device=DEVICE).view(-1, 1, 1)
+    for seed in range(3):
+        batch = in_rows(draw(6, 5, 4, 3, seed=seed) + far)
+        mean, variance = moments.in_one(batch)
+        assert error(variance, batch.double().var((0, 2, 3), unbiased=False)) < 1e-6
+        assert error(mean - far.flatten(), batch.double().mean((0, 2, 3)) - far.flatten()) < 1e-6
 
 
 @runs
