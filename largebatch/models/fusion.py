@@ -6,6 +6,7 @@ on the modules; otherwise it calls the modules, as before. Modules, names and `s
 """
 
 import operator
+from collections.abc import Iterator
 from types import MethodType
 
 import torch
@@ -14,10 +15,14 @@ from torch import Tensor, fx, nn
 
 from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm, has_hooks
+from largebatch.models.wrappers import device_of
 
 _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 """Functions, and methods by name."""
+
+_PAIRS = "num_pairs"
+"""Attribute of a block with pairs: their number."""
 
 
 def pair(model: nn.Module) -> tuple[int, int]:
@@ -27,12 +32,24 @@ def pair(model: nn.Module) -> tuple[int, int]:
     input or result is used elsewhere. Call this last: a traced block keeps the attributes that its
     forward pass reads (drop rates, gradient checkpointing).
     """
+    for block in model.modules():
+        if not isinstance(block, SpanBatchNorm):
+            _pair_in(block)
+    return count_pairs(model)
+
+
+def count_pairs(model: nn.Module) -> tuple[int, int]:
+    """Return the number of BatchNorm layers in pairs, and of all that have a span."""
     layers = [layer for layer in model.modules() if isinstance(layer, SpanBatchNorm)]
-    found = sum(layer.ends_in_relu() for layer in layers)
-    found += sum(
-        _pair_in(block) for block in model.modules() if not isinstance(block, SpanBatchNorm)
-    )
-    return found, len(layers)
+    inside = sum(layer.ends_in_relu() for layer in layers)
+    return inside + sum(vars(block).get(_PAIRS, 0) for block in model.modules()), len(layers)
+
+
+def describe_pairs(model: nn.Module) -> Iterator[str]:
+    """Yield a sentence for the log if pairs run in the kernels."""
+    found, num = count_pairs(model)
+    if found and kernels.take(torch.empty(1, 1, device=device_of(model))):
+        yield f"{found} of {num} BatchNorm layers run in one kernel with the ReLU behind them"
 
 
 def norm_relu(
@@ -57,21 +74,20 @@ class _Tracer(fx.Tracer):
         return True
 
 
-def _pair_in(block: nn.Module) -> int:
-    """Pair the layers that the forward pass of a module calls; return their number."""
-    norms = [m for m in block.modules() if isinstance(m, SpanBatchNorm)]
-    if not norms or "forward" in vars(block):
-        return 0
+def _pair_in(block: nn.Module) -> None:
+    """Pair the layers that the forward pass of a module calls."""
+    if "forward" in vars(block) or not any(isinstance(m, SpanBatchNorm) for m in block.modules()):
+        return
     graphs = [_trace(block, training=training) for training in (True, False)]
     graph = graphs[0]
     if graph is None or str(graph) != str(graphs[1]):
-        return 0
+        return
     num = sum(_replace(block, graph, node) for node in list(graph.nodes) if _norm(block, node))
     if num:
         graph.lint()
         made = fx.GraphModule(block, graph)
         block.forward = MethodType(type(made).forward, block)
-    return num
+        setattr(block, _PAIRS, num)
 
 
 def _trace(block: nn.Module, *, training: bool) -> fx.Graph | None:

@@ -28,6 +28,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.formatting import plural
+from largebatch.models.fusion import describe_pairs
 from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -236,6 +237,7 @@ def _remarks(trainer: Trainer, options: Options, *, resumed: bool) -> Iterator[s
         yield _SLOW.format(recipe.precision)
     if recipe.execution.compile:
         yield _COMPILING
+    yield from describe_pairs(trainer.state.model)
     if options.resume == "auto" and not resumed:
         yield f"no checkpoint in {options.out}; starting a new run"
 

@@ -23,7 +23,7 @@ from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.models import build, kernels, with_span
 from largebatch.models.batchnorm import Spans
-from largebatch.models.fusion import pair
+from largebatch.models.fusion import describe_pairs, pair
 from largebatch.polish.moments import Moments
 
 runs = pytest.mark.usefixtures("kernels_run")
@@ -264,6 +264,7 @@ def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -
     block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
     block = with_span(block, 2).to(DEVICE)
     assert pair(block) == (1, 1)
+    assert "1 of 1" in "".join(describe_pairs(block))
     fused = kernels.batchnorm()
     normalise = mock.Mock(side_effect=fused.normalise)
     monkeypatch.setattr(fused, "normalise", normalise)
