@@ -19,7 +19,7 @@ import copy
 import functools
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -126,16 +126,26 @@ class Muon(Optimizer):
             for part, weight in zip(flat.split(numbers), weights, strict=True)
         ]
         costs = [math.prod(_sides(weight)) * min(_sides(weight)) for weight in weights]
-        for place in own_share(costs, rank=self._workers.rank, workers=self._workers.world_size):
-            grad, buffer = weights[place].grad, self.state[weights[place]]["momentum_buffer"]
-            assert grad is not None
-            direction = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        share = own_share(costs, rank=self._workers.rank, workers=self._workers.world_size)
+        for places in _alike(share, weights):
+            directions = [self._direction(weights[place], group) for place in places]
+            matrices = directions[0] if len(places) == 1 else torch.stack(directions)
             orthogonal = zeropower_via_newtonschulz(
-                direction.flatten(1), group["ns_steps"], _COEFFICIENTS, dtype=dtype
+                matrices, group["ns_steps"], _COEFFICIENTS, dtype=dtype
             )
-            parts[place].copy_(orthogonal.view(direction.shape))
+            for place, matrix in zip(
+                places, orthogonal.view(-1, *directions[0].shape), strict=True
+            ):
+                parts[place].copy_(matrix.view(weights[place].shape))
         self._workers.all_reduce(flat).wait()
         return parts
+
+    def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return the momentum of a weight as a matrix."""
+        grad, buffer = weight.grad, self.state[weight]["momentum_buffer"]
+        assert grad is not None
+        direction = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        return direction.flatten(1)
 
     def _update_others(self) -> None:
         """Make a step of the other optimizer, at its own rates, with the state held here."""
@@ -162,6 +172,21 @@ def own_share(costs: Sequence[int], *, rank: int, workers: int) -> list[int]:
         if worker == rank:
             share.append(place)
     return share
+
+
+def _alike(places: Sequence[int], weights: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Divide places into those of weights that are orthogonalised together.
+
+    On a GPU these are matrices of equal shapes: small ones are bound by launches. A CPU multiplies
+    single matrices faster.
+    """
+    found: dict[object, list[int]] = {}
+    for place in places:
+        weight = weights[place]
+        is_alone = weight.device.type == "cpu"
+        key = place if is_alone else (_sides(weight), weight.dtype, weight.device)
+        found.setdefault(key, []).append(place)
+    return found.values()
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:

@@ -5,8 +5,10 @@ import math
 import pickle
 from typing import Any, cast
 
+import accelerator
 import pytest
 import torch
+from on_forked_workers import on_forked_workers
 from short_runs import DIGITS
 from threads import Thread, on_threads
 from torch import Tensor, nn
@@ -27,18 +29,48 @@ SHAPES = ((16, 8), (8, 8), (8, 4, 3, 3), (4, 40), (5, 4), (24, 20), (12, 2, 3, 3
 SERIAL = Serial(torch.device("cpu"))
 
 
-def after_updates(workers: Group, *, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
+def after_updates(
+    workers: Group,
+    *,
+    shapes: tuple[tuple[int, ...], ...] = SHAPES,
+    device: torch.device = SERIAL.device,
+) -> list[Tensor]:
     """Return matrices, and a vector of the other optimizer, after three updates."""
     generator = torch.Generator().manual_seed(1)
-    matrices = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    vector = nn.Parameter(torch.randn(9, generator=generator))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    matrices = [nn.Parameter(draw(*shape)) for shape in shapes]
+    vector = nn.Parameter(draw(9))
     others = SGD([{"params": [vector], "lr_ratio": 0.5}], momentum=0.9)
     optimizer = Muon(matrices, others, workers, lr=0.1)
     for _ in range(3):
         for weight in (*matrices, vector):
-            weight.grad = torch.randn(weight.shape, generator=generator)
+            weight.grad = draw(*weight.shape)
         optimizer.step()
     return [weight.detach() for weight in (*matrices, vector)]
+
+
+def on_accelerator(shapes: tuple[tuple[int, ...], ...]) -> tuple[float, int]:
+    """Return the largest difference from the CPU, and the launches of three updates."""
+    device = accelerator.simulate()
+    expected = after_updates(SERIAL, shapes=shapes)
+    accelerator.COUNTS.clear()
+    found = after_updates(Serial(device), shapes=shapes, device=device)
+    launches = accelerator.COUNTS.launches.total()
+    pairs = zip(found, expected, strict=True)
+    return max(float((a.cpu() - b).abs().max()) for a, b in pairs), launches
+
+
+def test_matrices_of_equal_shapes_are_orthogonalised_together_on_a_gpu() -> None:
+    alike = ((8, 6), (8, 2, 3, 1), (8, 6), (8, 3, 1, 2))
+    difference, launches = on_forked_workers(on_accelerator, alike, workers=1)
+    other, launches_alone = on_forked_workers(
+        on_accelerator, ((8, 6), (8, 5), (7, 6), (6, 8)), workers=1
+    )
+    assert max(difference, other) < 1e-6
+    assert launches < 0.5 * launches_alone
 
 
 @pytest.mark.parametrize("workers", [2, 3, 10], ids="{} workers".format)
