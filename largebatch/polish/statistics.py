@@ -50,6 +50,7 @@ from largebatch.distributed.agreement import require_agreement, sum_of_bits
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
 from largebatch.errors import DataError, shorten
+from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm, by_spans, in_backward
 from largebatch.models.batchnorm_functional import normalise
 from largebatch.models.inputs import images_of
@@ -510,13 +511,15 @@ class _Watch(TorchFunctionMode):
         itself = {**given, "running_mean": None, "running_var": None, kind: True}
         again = in_backward()
         statistics = None if again else self._add(owner, part, values)
-        if owner.by_sample:
+        if owner.by_sample or not by_batch:
             return function(**(itself if by_batch else given))
-        if not by_batch:
-            return function(**given)
         if owner.span and len(values) > owner.span:
             affine = given.get("weight"), given.get("bias")
-            return normalise(values, *affine, eps=owner.eps, span=owner.span)
+            settings: dict[str, Any] = {"eps": owner.eps, "span": owner.span}
+            if not kernels.take(values):
+                return normalise(values, *affine, **settings)
+            fused = kernels.batchnorm().normalise(values, None, *affine, relu=False, **settings)
+            return fused[0]  # type: ignore[no-any-return]  # a module by its kind
         if statistics is None or _needs_gradient(values):
             return function(**itself)
         mean, var = statistics
