@@ -17,6 +17,9 @@ _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
+TRITON = "cuda"
+"""Type of the devices that Triton's kernels here are made for; PyTorch calls AMD's so too."""
+
 
 def kind() -> torch.device | None:
     """Return this machine's accelerator type, without an index; None if there is none.

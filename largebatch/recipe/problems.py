@@ -75,8 +75,8 @@ def meant_key(word: str, root: type[Section]) -> str | None:
         key = SYNONYMS.get(name, "")
         if key in sections and key.startswith(near):
             return key
-    if parent in sections:
-        return None
+    if parent in sections:  # what belongs to the machine is in one section
+        return f"execution.{last}" if f"execution.{last}" in sections else None
     same = sorted((key for key in sections if key.split(".")[-1] == last), key=_depth)
     if not same or (len(same) > 1 and _depth(same[0]) == _depth(same[1])):
         return None
@@ -176,7 +176,8 @@ def _hint(
     """Suggest what was meant by an unknown key of a section with these `known` keys."""
     where = ".".join(keys)
     instead = _instead(where, root, typed)
-    if instead and (_plain(where) in SYNONYMS or _plain(keys[-1]) in SYNONYMS):
+    in_list = any(key.isdigit() for key in keys)
+    if instead and not in_list and {_plain(where), _plain(keys[-1])} & SYNONYMS.keys():
         return instead
     otherwise = instead or f"known keys: {', '.join(known)}"
     return nearest(keys[-1], known, otherwise=otherwise, most=1)

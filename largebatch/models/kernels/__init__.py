@@ -18,7 +18,7 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST = 65_535
 """Spans, and blocks of at least 16 channels, that CUDA launches together."""
 
-DEVICES = {"cuda"}
+DEVICES = {accelerator.TRITON}
 """Types of devices with these kernels."""
 
 _WORK: dict[torch.device, bool] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from largebatch import accelerator
 from largebatch.optim.kernels import Rule, Tensors
 
-DEVICES = {"cuda"}
+DEVICES = {accelerator.TRITON}
 """Types of devices with these kernels."""
 
 CHUNK = 8192
