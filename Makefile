@@ -15,7 +15,7 @@
 #                   interruption
 # make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
 #                   hour)
-# make bench-gpu    run the GPU tests and the GPU benchmarks, in 25 minutes; with another Python:
+# make bench-gpu    run the GPU tests and the GPU benchmarks, in 11 minutes; with another Python:
 #                   make bench-gpu BENCH_PYTHON=python3
 # Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler. Arguments for pytest:
 # make test PYTEST_ARGS='-k lars'. LARGEBATCH_DATA names a folder of real data sets (optional).
