@@ -80,7 +80,7 @@ def main() -> None:
         result["share of the bandwidth"] = {
             name: paired_ratio([measured["copy"]["milliseconds"]], [of_rival["milliseconds"]])
             for name, of_rival in measured.items()
-            if of_rival["milliseconds"]
+            if of_rival and measured["copy"]
         }
     if has_apex():
         result["apex"] = Path(os.environ.get("APEX_SOURCES", "installed")).name

@@ -106,6 +106,8 @@ def on_device(step: Step, device: torch.device, *, steps: int = 3) -> dict[str, 
     for event in record.events() or []:
         if event.device_type.name != "CPU" and not event.is_user_annotation:
             times.setdefault(event.name[:100], []).append(event.time_range.elapsed_us() / 1000)
+    if not times:
+        return {}  # of a simulated device
     kernels = {
         name: {"milliseconds": sum(values) / steps, "launches": len(values) / steps}
         for name, values in sorted(times.items(), key=lambda item: -sum(item[1]))
