@@ -110,7 +110,7 @@ PARTS = (
         60,
         "norm --channels-last --precision bf16 --rounds 50 --seconds 25 --batch 256 --spans 32 8",
         "norm --channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
-        " --spans 4 2 --joined 2",
+        " --spans 4 2",
     ),
     Part("loop", 60, "loop --seconds 20", "loop --rounds 1 --steps 1"),
     Part(

@@ -2,7 +2,6 @@
 
     python benchmarks/lars.py [--rounds 100] [--threads 2] [--seconds 60]
 
-    plain    the formula, tensor by tensor, in torch's ordinary operations
     ours     optim.lars.LARS, as a recipe uses it; on CUDA also with apex, where it is installed
     timm     timm.optim.lars.Lars
     sgd      torch.optim.SGD(fused=True): no norms
@@ -35,7 +34,7 @@ from measuring import (
     take_turns,
     write,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from largebatch import accelerator
 from largebatch.models import build, param_groups
@@ -98,7 +97,6 @@ def make_rivals(device: torch.device) -> dict[str, Step]:
 
     ours = functools.partial(LARS, lr=LR, momentum=MOMENTUM, eta=ETA, convention="reference")
     rivals: dict[str, Step] = {
-        "plain": plain(groups(device)),
         "ours": ours(groups(device)).step,
         "timm": Lars(groups(device), lr=LR, momentum=MOMENTUM, trust_coeff=ETA).step,
         "sgd": torch.optim.SGD(groups(device), lr=LR, momentum=MOMENTUM, fused=True).step,
@@ -119,27 +117,6 @@ def groups(device: torch.device) -> list[dict[str, Any]]:
     for weight in model.to(device).parameters():
         weight.grad = torch.randn_like(weight) * 1e-3
     return param_groups(model, weight_decay=DECAY)
-
-
-def plain(parameters: list[dict[str, Any]]) -> Step:
-    buffers = {w: torch.zeros_like(w) for group in parameters for w in group["params"]}
-
-    @torch.no_grad()
-    def step() -> None:
-        for group in parameters:
-            for weight in group["params"]:
-                assert weight.grad is not None
-                direction = weight.grad.add(weight, alpha=group["weight_decay"])
-                if group["adapt"]:
-                    direction *= trust_ratio(weight, weight.grad)
-                weight.sub_(buffers[weight].mul_(MOMENTUM).add_(direction, alpha=LR))
-
-    return step
-
-
-def trust_ratio(weight: Tensor, grad: Tensor) -> Tensor:
-    w, g = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(grad)
-    return torch.where((w > 0) & (g > 0), ETA * w / (g + DECAY * w), 1.0)
 
 
 def measure(

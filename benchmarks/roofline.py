@@ -23,6 +23,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -39,6 +40,7 @@ from measuring import (
     take_turns,
     write,
 )
+from resnet50 import prepare
 from torch import Tensor, nn
 
 from largebatch import accelerator
@@ -48,7 +50,7 @@ from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.fusion import norm_relu
 
 KINDS = {"BatchNorm": (False, False), "+ ReLU": (True, False), "+ sum + ReLU": (True, True)}
-"""Whether a layer has a ReLU, and a sum before it."""
+"""True for a ReLU, and for a sum before it."""
 
 LAYERS = ("256x56", "64x112", "512x28", "2048x7")
 """Layers of ResNet-50 at 224 pixels: channels x height, which equals the width."""
@@ -129,7 +131,8 @@ class Layer:
             graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
             graph.check_support()
             graph.build_plans()
-            space = torch.empty(graph.get_workspace_size() + 1, dtype=torch.uint8, device="cuda")
+            size = graph.get_workspace_size() + 1
+            space = torch.empty(size, dtype=torch.uint8, device=self.device)
             return lambda: graph.execute(pack, space, handle=handle)
 
         def forward(graph: Any, names: dict[str, Any]) -> dict[Any, Tensor]:  # noqa: ANN401 -- cuDNN's, untyped
@@ -170,7 +173,7 @@ def main() -> None:
         for number, (batch, words, kind) in enumerate(cases):
             left = (end - time.monotonic()) / (len(cases) - number)
             layer = Layer(batch, words, kind, device)
-            result[f"{batch}x{words} {kind}"] = measured = compare(layer, batch, words, left, args)
+            result[f"{batch}x{words} {kind}"] = measured = compare(layer, words, left, args)
             print(f"{batch}x{words} {kind}: {json.dumps(measured['milliseconds'])}", flush=True)
         result["kernels"] = kernels._WORK.get(device, False)
     result["settings"] = vars(args)
@@ -193,27 +196,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compare(
-    layer: Layer, batch: int, words: str, seconds: float, args: argparse.Namespace
-) -> dict[str, Any]:
+def compare(layer: Layer, words: str, seconds: float, args: argparse.Namespace) -> dict[str, Any]:
     """Measure the rivals on one layer, in turns."""
-    made: dict[str, Any] = {"PyTorch": layer.pytorch, "ours": lambda: layer.ours(batch)}
-    for span in args.spans:
-        if span < batch:
-            made[f"ours, span {span}"] = lambda span=span: layer.ours(span)
+    batch = len(layer.images)
+    made: dict[str, Callable[[], Step]] = {"PyTorch": layer.pytorch}
+    for span in (batch, *(span for span in args.spans if span < batch)):
+        made["ours" if span == batch else f"ours, span {span}"] = partial(layer.ours, span)
     if args.compiled and words == args.layers[0] and layer.relu:
-        made["compiled"] = lambda: layer.pytorch(compiled=True)
+        made["compiled"] = partial(layer.pytorch, compiled=True)
     if layer.relu and layer.device.type == "cuda" and importlib.util.find_spec("cudnn"):
         made["cuDNN"] = layer.cudnn
-    steps, failed = {"copy": copy_of(layer.bytes, layer.device)}, {}
-    for name, make in made.items():
-        try:
-            steps[name] = make()
-            steps[name]()
-            accelerator.synchronize(layer.device)
-        except Exception as error:  # each library raises its own
-            failed[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-            steps.pop(name, None)
+    steps, _, failed = prepare(made, layer.device)
+    steps["copy"] = copy_of(layer.bytes, layer.device)
     times = take_turns(steps, rounds=args.rounds, steps=args.steps, seconds=seconds)
     pairs = [("ours", name) for name in ("PyTorch", "compiled", "cuDNN")]
     pairs += [(name, "ours") for name in times if name.startswith("ours, ")]
@@ -229,7 +223,11 @@ def compare(
         "share of the bandwidth": {
             name: paired_ratio(times["copy"], values) for name, values in times.items()
         },
-        "device": {name: on_device(steps[name], layer.device) for name in ("PyTorch", "ours")},
+        "device": {
+            name: on_device(steps[name], layer.device)
+            for name in ("PyTorch", "ours")
+            if name in steps
+        },
         "failed": failed,
     }
 

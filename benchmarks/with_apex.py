@@ -33,11 +33,15 @@ def main() -> None:
 
 def build(sources: Path) -> Path:
     """Return the folder of the built module."""
-    from torch.utils.cpp_extension import load
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, load
 
     setup = (sources / "setup.py").read_text(encoding="utf-8")
     names = re.search(r'name="amp_C",\s*sources=\[(.*?)\]', setup, re.DOTALL)
     assert names, f"{sources}/setup.py names no sources of amp_C"
+    headers: list[str] = []
+    if not Path(CUDA_HOME or "", "include/cusparse.h").exists():  # those of torch's own packages
+        headers = [str(path) for path in Path(torch.__file__).parents[1].glob("nvidia/*/include")]
     folder = ROOT / "build/amp_C"
     folder.mkdir(parents=True, exist_ok=True)
     load(
@@ -45,6 +49,7 @@ def build(sources: Path) -> Path:
         [str(sources / name) for name in re.findall(r'"(csrc/[^"]+)"', names[1])],
         extra_cflags=["-O3"],
         extra_cuda_cflags=["-O3", "--use_fast_math"],
+        extra_include_paths=headers,
         build_directory=str(folder),
         verbose=True,
     )
