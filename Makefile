@@ -33,7 +33,7 @@ TRITON := triton==3.9.0
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
-# Parts of benchmarks/gpu.py that bench-gpu runs, such as: resnet50 roofline; the default is all.
+# Arguments of benchmarks/gpu.py, such as: resnet50 roofline --seconds 300; the default is all parts.
 BENCH_PARTS ?=
 
 # Hides NVIDIA's and AMD's GPUs, which several workers of a test would share; bench-gpu runs the

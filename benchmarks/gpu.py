@@ -70,11 +70,11 @@ PARTS = (
         "pytest -q tests/models/test_batchnorm_kernels.py -k 'bits or compiler'",
         packages=("pytest", "xdist"),
     ),
-    Part("roofline", 110, "roofline --seconds 40 --compiled", f"roofline {TINY_LAYER}"),
+    Part("roofline", 120, "roofline --seconds 55 --compiled", f"roofline {TINY_LAYER}"),
     Part(
         "sweep",
         60,
-        "roofline --sweep 40 --layers 256x56 512x28 --rounds 3 --steps 5",
+        "roofline --sweep 35 --layers 256x56 512x28 --rounds 3 --steps 5",
         f"roofline --sweep 2 {TINY_LAYER}",
     ),
     Part("lars", 50, "lars --seconds 15", "lars --rounds 2"),
