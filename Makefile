@@ -15,7 +15,7 @@
 #                   interruption
 # make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
 #                   hour)
-# make bench-gpu    run the GPU tests and the GPU benchmarks, in 25 minutes; with another Python:
+# make bench-gpu    run the GPU tests and the GPU benchmarks, in 11 minutes; with another Python:
 #                   make bench-gpu BENCH_PYTHON=python3
 # Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler. Arguments for pytest:
 # make test PYTEST_ARGS='-k lars'. LARGEBATCH_DATA names a folder of real data sets (optional).
@@ -33,7 +33,7 @@ TRITON := triton==3.9.0
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
-# Parts of benchmarks/gpu.py that bench-gpu runs, such as: resnet50 roofline; the default is all.
+# Arguments of benchmarks/gpu.py, such as: resnet50 roofline --seconds 300; the default is all parts.
 BENCH_PARTS ?=
 
 # Hides NVIDIA's and AMD's GPUs, which several workers of a test would share; bench-gpu runs the

@@ -1,10 +1,13 @@
-"""Run every measurement that needs a GPU, in at most 25 minutes: `make bench-gpu`.
+"""Run every measurement that needs a GPU, in at most 11 minutes: `make bench-gpu`.
 
-    python benchmarks/gpu.py [PART ...] [--rehearse]
+    python benchmarks/gpu.py [PART ...] [--seconds 660] [--rehearse]
 
-Each part is a process of its own with a share of the time: its rounds end early enough, and what
-has not ended with its share is stopped. A part that fails does not keep the others from being
-measured; the command fails at the end. What is not installed is named and left out.
+The most important part comes first, and each writes its result when it ends. A part is a process of
+its own with a time limit: its rounds end early enough, and it is stopped at the limit. A part that
+fails does not keep the others from being measured; the command fails at the end. A part is left out
+and named if something that it needs is not installed or if less than half of its limit remains.
+
+APEX_SOURCES names a checkout of NVIDIA's apex, whose kernels the part `apex` builds.
 
 With --rehearse all parts run at tiny sizes, also without a GPU, and no result is kept. Results lie
 in benchmarks/results, or in the folder that BENCHMARK_RESULTS names.
@@ -13,6 +16,7 @@ in benchmarks/results, or in the folder that BENCHMARK_RESULTS names.
 import argparse
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process: a script of this folder, or pytest."""
+    """One process: a script of this folder, or pytest, with its arguments."""
 
     name: str
     share: float
@@ -36,15 +40,16 @@ class Part:
 
     words: str
     tiny: str
-    """Arguments of a rehearsal."""
+    """The same in a rehearsal."""
 
     packages: tuple[str, ...] = ()
     """Packages that it needs beyond the package's own requirements."""
 
     def command(self, *, rehearse: bool) -> list[str]:
         """Return the command of this part."""
-        script = ["-m", "pytest"] if self.name == "tests" else [f"benchmarks/{self.name}.py"]
-        return [sys.executable, *script, *(self.tiny if rehearse else self.words).split()]
+        script, *words = shlex.split(self.tiny if rehearse else self.words)
+        start = ["-m", "pytest"] if script == "pytest" else [f"benchmarks/{script}.py"]
+        return [sys.executable, *start, *words]
 
     def missing(self) -> str | None:
         """Return the reason why this part cannot run; None if it can."""
@@ -52,48 +57,67 @@ class Part:
         return f"not run, not installed: {', '.join(absent)}" if absent else None
 
 
+TESTS = "pytest -q -rs --dist loadfile"
+TINY_NETWORK = "--model test_resnet --rounds 2 --steps 1 --batch 2 --pixels 32 --matrix 64 --modes"
+TINY_LAYER = "--batches 4 --layers 64x8 --spans 2 --rounds 2 --steps 1"
+
 PARTS = (
     Part(
-        "tests",
-        360,
-        "-q -rs tests/test_cuda.py tests/training/test_real_accelerator.py"
-        " tests/optim/test_lars_fast.py tests/polish/test_polish_cuda.py"
-        " tests/distributed/test_nccl.py",
-        "-q -rs tests/training/test_real_accelerator.py",
-        packages=("pytest", "hypothesis"),
+        "kernels",
+        90,
+        "pytest -q -rs -n 8 tests/models/test_batchnorm_kernels.py tests/optim/test_lars_fast.py"
+        " -k 'kernels or on_a_gpu'",
+        "pytest -q tests/models/test_batchnorm_kernels.py -k 'bits or compiler'",
+        packages=("pytest", "xdist"),
     ),
+    Part("roofline", 120, "roofline --seconds 55 --compiled", f"roofline {TINY_LAYER}"),
+    Part(
+        "sweep",
+        60,
+        "roofline --sweep 35 --layers 256x56 512x28 --rounds 3 --steps 5",
+        f"roofline --sweep 2 {TINY_LAYER}",
+    ),
+    Part("lars", 50, "lars --seconds 15", "lars --rounds 2"),
     Part(
         "resnet50",
-        480,
-        "--seconds 120",
-        "--model test_resnet --rounds 2 --steps 1 --batch 2 --pixels 32 --matrix 64 --modes",
+        160,
+        "resnet50 --seconds 25 --modes default",
+        f"resnet50 {TINY_NETWORK}",
     ),
     Part(
-        "roofline",
-        90,
-        "--seconds 30",
-        "--rounds 2 --steps 1 --copied 1000000 --matrix 64 --batch 4 --pixels 8",
+        "resnet50_28",
+        140,
+        "resnet50 --seconds 20 --modes default --batch 28 --name resnet50_28",
+        f"resnet50 --name resnet50_28 {TINY_NETWORK}",
     ),
-    Part("lars", 90, "--seconds 30", "--rounds 2"),
-    Part(
-        "norm",
-        120,
-        "--channels-last --precision bf16 --rounds 50 --seconds 40",
-        "--channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
-        " --spans 4 2 --joined 2",
-    ),
-    Part("loop", 90, "--seconds 30", "--rounds 1 --steps 1"),
     Part(
         "polish",
-        120,
-        "--images 8192 --batch 256 --seconds 40",
-        "--images 8 --batch 4 --rounds 1",
+        60,
+        "polish --images 4096 --batch 256 --seconds 24",
+        "polish --images 8 --batch 4 --rounds 1",
     ),
     Part(
-        "input_gpu",
+        "tests",
         150,
-        "--seconds 60",
-        "--rounds 2 --steps 2 --images 256 --batches 64 --jpeg-batch 8",
+        f"{TESTS} -n 4 tests/test_cuda.py tests/training/test_real_accelerator.py"
+        " tests/polish/test_polish_cuda.py tests/distributed/test_nccl.py",
+        f"{TESTS} -n 0 tests/training/test_real_accelerator.py",
+        packages=("pytest", "xdist", "hypothesis"),
+    ),
+    Part("apex", 180, "with_apex --seconds 15", "with_apex --rounds 2"),
+    Part(
+        "norm",
+        60,
+        "norm --channels-last --precision bf16 --rounds 50 --seconds 25 --batch 256 --spans 32 8",
+        "norm --channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
+        " --spans 4 2",
+    ),
+    Part("loop", 60, "loop --seconds 20", "loop --rounds 1 --steps 1"),
+    Part(
+        "input_gpu",
+        120,
+        "input_gpu --seconds 50",
+        "input_gpu --rounds 2 --steps 2 --images 256 --batches 64 --jpeg-batch 8",
     ),
 )
 
@@ -110,19 +134,29 @@ def main() -> None:
         action="store_true",
         help="at tiny sizes, also without a GPU; no result is kept",
     )
+    parser.add_argument("--seconds", type=float, default=660, help="time limit of all parts")
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(names)):
         parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(names)}")
     if not (args.rehearse or accelerator.count()):
         sys.exit("torch sees no GPU; --rehearse runs every part at tiny sizes without one")
     chosen = [part for part in PARTS if part.name in (args.parts or names)]
+    end = time.monotonic() + args.seconds
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    outcomes = {}
     with tempfile.TemporaryDirectory() as scratch:
-        environment = {**os.environ, **({"BENCHMARK_RESULTS": scratch} if args.rehearse else {})}
-        outcomes = {
-            part.name: part.missing()
-            or run(part.command(rehearse=args.rehearse), part.share, environment)
-            for part in chosen
-        }
+        if args.rehearse:
+            environment["BENCHMARK_RESULTS"] = scratch
+        if not accelerator.count():
+            environment |= {"BENCHMARK_INTERPRETS": "1", "TRITON_INTERPRET": "1"}
+        for part in chosen:
+            share = 600 if args.rehearse else min(part.share, end - time.monotonic())
+            outcomes[part.name] = part.missing() or (
+                run(part.command(rehearse=args.rehearse), share, environment)
+                if share >= part.share / 2
+                else f"not run, less than half of its {part.share:g} seconds remained"
+            )
+            print(f"{part.name}: {outcomes[part.name]}", flush=True)
     if not args.rehearse and "BENCHMARK_RESULTS" not in os.environ:
         subprocess.run([sys.executable, "benchmarks/table.py"], cwd=ROOT, check=True)
     print("\n".join(f"{name:>10}: {outcome}" for name, outcome in outcomes.items()))
@@ -134,7 +168,7 @@ def run(command: list[str], share: float, environment: dict[str, str]) -> str:
 
     With it ends every process that it has started.
     """
-    print(f"\n--- {' '.join(command[1:])} (at most {share:g} seconds)", flush=True)
+    print(f"\n--- {shlex.join(command[1:])} (at most {share:.0f} seconds)", flush=True)
     path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     start = time.monotonic()
     process = subprocess.Popen(
@@ -143,13 +177,13 @@ def run(command: list[str], share: float, environment: dict[str, str]) -> str:
     try:
         code = process.wait(timeout=share)
     except subprocess.TimeoutExpired:
-        return f"stopped, for it had not ended in {share:g} seconds"
+        return f"stopped, for it had not ended in {share:.0f} seconds"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - start
-    return f"{f'failed with {code}' if code else 'done'} in {seconds:.0f} of {share:g} seconds"
+    return f"{f'failed with {code}' if code else 'done'} in {seconds:.0f} of {share:.0f} seconds"
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/lars.py [--rounds 100] [--threads 2] [--seconds 60]
 
-    plain    the formula, tensor by tensor, in torch's ordinary operations
     ours     optim.lars.LARS, as a recipe uses it; on CUDA also with apex, where it is installed
     timm     timm.optim.lars.Lars
-    sgd      torch.optim.SGD(fused=True): no norms, so the least an update can cost
+    sgd      torch.optim.SGD(fused=True): no norms
+    copy     on a GPU: a copy that moves 28 bytes a parameter, as an update must: the norms read
+             weights and gradients, then these and the momentum are read, and two are written
 
 All have float32 weights of timm's ResNet-50, random gradients, momentum and weight decay. On a GPU
 (where there is one) the time is until the device has finished. Writes
@@ -17,13 +18,23 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import WARM_UP, Step, add_seconds, paired_ratio, spread, take_turns, write
-from torch import Tensor, nn
-from torch.profiler import profile, supported_activities
+from measuring import (
+    WARM_UP,
+    Step,
+    add_seconds,
+    on_device,
+    paired_ratio,
+    spread,
+    take_turns,
+    write,
+)
+from torch import nn
 
 from largebatch import accelerator
 from largebatch.models import build, param_groups
@@ -44,6 +55,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = accelerator.current()
     rivals = make_rivals(device)
+    if accelerator.is_remote(device):
+        rivals["copy"] = copy_of(
+            28 * sum(w.numel() for group in groups(device) for w in group["params"]), device
+        )
     times = measure(rivals, rounds=args.rounds, seconds=args.seconds)
     result: dict[str, Any] = {
         "n": len(times["ours"]),
@@ -59,8 +74,16 @@ def main() -> None:
         },
     }
     if accelerator.is_remote(device):
-        result["kernel_launches"] = {name: launches(step) for name, step in rivals.items()}
-    if not has_apex():
+        measured = {name: on_device(step, device) for name, step in rivals.items()}
+        result["device"] = measured
+        result["share of the bandwidth"] = {
+            name: paired_ratio([measured["copy"]["milliseconds"]], [of_rival["milliseconds"]])
+            for name, of_rival in measured.items()
+            if of_rival and measured["copy"]
+        }
+    if has_apex():
+        result["apex"] = Path(os.environ.get("APEX_SOURCES", "installed")).name
+    else:
         result["not installed"] = ["apex"]
     print(write("lars", " ".join(["python", *sys.argv]), result))
     medians = {name: values["median"] for name, values in result["milliseconds"].items()}
@@ -74,7 +97,6 @@ def make_rivals(device: torch.device) -> dict[str, Step]:
 
     ours = functools.partial(LARS, lr=LR, momentum=MOMENTUM, eta=ETA, convention="reference")
     rivals: dict[str, Step] = {
-        "plain": plain(groups(device)),
         "ours": ours(groups(device)).step,
         "timm": Lars(groups(device), lr=LR, momentum=MOMENTUM, trust_coeff=ETA).step,
         "sgd": torch.optim.SGD(groups(device), lr=LR, momentum=MOMENTUM, fused=True).step,
@@ -97,27 +119,6 @@ def groups(device: torch.device) -> list[dict[str, Any]]:
     return param_groups(model, weight_decay=DECAY)
 
 
-def plain(parameters: list[dict[str, Any]]) -> Step:
-    buffers = {w: torch.zeros_like(w) for group in parameters for w in group["params"]}
-
-    @torch.no_grad()
-    def step() -> None:
-        for group in parameters:
-            for weight in group["params"]:
-                assert weight.grad is not None
-                direction = weight.grad.add(weight, alpha=group["weight_decay"])
-                if group["adapt"]:
-                    direction *= trust_ratio(weight, weight.grad)
-                weight.sub_(buffers[weight].mul_(MOMENTUM).add_(direction, alpha=LR))
-
-    return step
-
-
-def trust_ratio(weight: Tensor, grad: Tensor) -> Tensor:
-    w, g = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(grad)
-    return torch.where((w > 0) & (g > 0), ETA * w / (g + DECAY * w), 1.0)
-
-
 def measure(
     rivals: dict[str, Step], *, rounds: int, seconds: float = math.inf
 ) -> dict[str, list[float]]:
@@ -126,15 +127,11 @@ def measure(
     return {name: [1e3 * value for value in seconds] for name, seconds in times.items()}
 
 
-def launches(step: Step) -> int:
-    """Return the number of kernels, copies and fills that one step starts on the GPU."""
-    with profile(activities=supported_activities()) as record:
-        step()
-        accelerator.synchronize(accelerator.current())  # the record must hold the whole step
-    return sum(
-        event.device_type.name != "CPU" and not event.is_user_annotation
-        for event in record.events() or []
-    )
+def copy_of(moved: int, device: torch.device) -> Step:
+    """Return a copy that reads and writes `moved` bytes together."""
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ machine that slows down for a while then slows both.
 """
 
 import argparse
+import importlib.metadata
 import json
 import math
 import multiprocessing
@@ -28,12 +29,14 @@ from typing import Any
 
 import torch
 from sources import sources
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from largebatch import accelerator
 from largebatch.cli.arguments import INTERRUPTED
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
+from largebatch.models import kernels
 from largebatch.runs.launch import start_workers
 from largebatch.storage import write_whole
 from largebatch.tracking.environment import source_commit, versions
@@ -83,6 +86,40 @@ def take_turns(
             times[name].append((clock() - start) / steps)
     slowest = backend.all_gather(torch.tensor(list(times.values()))).amax(0).tolist()
     return dict(zip(times, slowest, strict=True))
+
+
+def on_device(step: Step, device: torch.device, *, steps: int = 3) -> dict[str, Any]:
+    """Return an accelerator's milliseconds and launches in a step, in all and by kernel.
+
+    Launches include copies and fills. The 25 kernels that take the longest are named.
+    """
+    if not accelerator.is_remote(device):
+        return {}
+    step()
+    accelerator.synchronize(device)
+    activities = supported_activities()
+    with profile(activities=activities - {ProfilerActivity.CPU} or activities) as record:
+        for _ in range(steps):
+            step()
+        accelerator.synchronize(device)  # the record must hold the whole steps
+    times: dict[str, list[float]] = {}
+    for event in record.events() or []:
+        if event.device_type.name != "CPU" and not event.is_user_annotation:
+            times.setdefault(event.name[:100], []).append(event.time_range.elapsed_us() / 1000)
+    if not times:
+        return {}  # of a simulated device
+    kernels = {
+        name: {"milliseconds": sum(values) / steps, "launches": len(values) / steps}
+        for name, values in sorted(times.items(), key=lambda item: -sum(item[1]))
+    }
+    total = {key: sum(it[key] for it in kernels.values()) for key in ("milliseconds", "launches")}
+    return {**total, "kernels": dict(list(kernels.items())[:25])}
+
+
+def rehearse_kernels() -> None:
+    """Use BatchNorm's kernels on the CPU, in Triton's interpreter, if gpu.py rehearses there."""
+    if "BENCHMARK_INTERPRETS" in os.environ:
+        kernels.DEVICES.add("cpu")
 
 
 def _wait_for(backend: Backend) -> None:
@@ -149,9 +186,20 @@ def circumstances(name: str, command: str) -> dict[str, Any]:
         "machine": machine(),
         "date": today(),
         "commit": source_commit(),
-        "versions": versions(),
+        "versions": versions() | _versions_of_gpu(),
         "sources": sources(name),
     }
+
+
+def _versions_of_gpu() -> dict[str, str]:
+    """Return the versions of what computes on a GPU, without what is not installed."""
+    found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    for name in ("triton", "nvidia-cudnn-frontend"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {name: str(version) for name, version in found.items() if version is not None}
 
 
 def today() -> str:

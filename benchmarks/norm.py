@@ -2,9 +2,7 @@
 
     python benchmarks/norm.py [--model resnet50] [--batch 64] [--spans 64 32 16 8] [--size 224]
 
-In every round each kind of normalisation goes once; the ratios are of the same round. The `joined`
-rows split the batch and join it again with torch.cat around nn.BatchNorm2d's own kernel, the
-obvious way, at the span named.
+In every round each kind of normalisation goes once; the ratios are of the same round.
 """
 
 import argparse
@@ -21,27 +19,6 @@ from largebatch.models import build
 from largebatch.models.batchnorm import with_span
 
 TARGET = 1.10
-
-
-class Joined(nn.Module):
-    """The simple ghost BatchNorm: split, normalise, concatenate."""
-
-    def __init__(self, norm: nn.BatchNorm2d, span: int) -> None:
-        super().__init__()
-        self.norm, self.span = norm, span
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Normalise each group separately."""
-        return torch.cat([self.norm(part) for part in images.split(self.span)])
-
-
-def joined(model: nn.Module, span: int) -> nn.Module:
-    """Replace every nn.BatchNorm2d by the simple ghost BatchNorm."""
-    for name, layer in list(model.named_modules()):
-        if type(layer) is nn.BatchNorm2d:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, Joined(layer, span))
-    return model
 
 
 def passes(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
@@ -61,7 +38,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--spans", type=int, nargs="+", default=[64, 32, 16, 8])
-    parser.add_argument("--joined", type=int, nargs="*", default=[32], metavar="SPAN")
     parser.add_argument("--rounds", type=int, default=7)
     add_seconds(parser)
     parser.add_argument("--threads", type=int, default=2)
@@ -84,7 +60,6 @@ def main() -> None:
     labels = torch.randint(1000, (args.batch,), device=device)
     models = {"nn.BatchNorm2d": plain}
     models |= {f"span {span}": with_span(copy.deepcopy(plain), span) for span in args.spans}
-    models |= {f"joined {span}": joined(copy.deepcopy(plain), span) for span in args.joined}
     rivals: dict[str, Step] = {
         name: passes(model, images, labels) for name, model in models.items()
     }

@@ -23,7 +23,7 @@ COMMANDS = {
     "lars": "lars.py --rounds 40 --threads 2",
     "loop": "loop.py --rounds 40 --steps 1",
     "reduction": "reduction.py --rounds 12",
-    "norm": "norm.py --rounds 6 --spans 32 --joined",
+    "norm": "norm.py --rounds 6 --spans 32",
     "input_host": "input_host.py",
     "checkpoint": "checkpoint.py --rounds 8 --model resnet50 --batch 6 --pixels 128",
     "polish": "polish.py --rounds 9",

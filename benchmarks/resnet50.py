@@ -3,17 +3,20 @@
     python benchmarks/resnet50.py [--rounds 20] [--steps 10] [--batch 256] [--seconds 300]
         [--modes default reduce-overhead]
 
-    ours     train() with LARS, a BatchNorm span of the whole batch; compiled in each of the modes
+    ours     train() with LARS, a BatchNorm span of the whole batch, in pairs with what follows it;
+             compiled in each of the modes
     timm     the loop of timm's train.py with its model, loss and Lars; compiled in the first mode
     plain    nn.BatchNorm2d and SGD(fused=True): no norms
+    floor    plain without BatchNorm and ReLU: convolutions, pooling and the update
 
 All are channels last, under autocast, with label smoothing 0.1 and convolutions chosen by trial, on
 a batch that lies on the device. timm's loop reads the loss every 50 updates, as it does by default,
 and waits for nothing else. The memory is the most that a rival takes of the device by itself in its
 first updates: weights, gradients, momentum and activations. The share of the peak is counted in
 operations of the model, forward and backward, against a matrix product measured in the same rounds.
-A rival that cannot run is named, with its error, and the command fails when the others are
-measured. Writes benchmarks/results/resnet50_<hardware>_<date>.json.
+Of each rival, the time of the device in an update, its launches and its slowest kernels are
+recorded. A rival that cannot run is named with its error, and the command fails when the others are
+measured. Writes benchmarks/results/<name>_<hardware>_<date>.json.
 """
 
 import argparse
@@ -27,8 +30,17 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from measuring import WARM_UP, Step, add_seconds, paired_ratio, spread, take_turns, write
-from roofline import matrix_product
+from measuring import (
+    WARM_UP,
+    Step,
+    add_seconds,
+    on_device,
+    paired_ratio,
+    rehearse_kernels,
+    spread,
+    take_turns,
+    write,
+)
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,10 +49,10 @@ from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import LargebatchError
 from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.models.compiled import compile_model
+from largebatch.models.fusion import pair
 from largebatch.optim.lars import LARS
 from largebatch.optional import require_timm
 from largebatch.recipe.choices import Compile
@@ -62,6 +74,7 @@ Data = tuple[Tensor, Tensor]
 def main() -> None:
     """Measure, print and write the result."""
     args = arguments()
+    rehearse_kernels()
     torch.backends.cudnn.benchmark = True  # as in train.py of timm
     device = accelerator.current()
     data = synthetic(device, args)
@@ -73,6 +86,7 @@ def main() -> None:
     peak = [2 * args.matrix**3 / seconds for seconds in product]
     work = args.batch * operations_per_image(data, args)
     compared = pairs(args.modes)
+    of_device = {name: on_device(steps[name], device) for name in times}
     result: dict[str, Any] = {
         "settings": vars(args),
         "images a second": {
@@ -96,10 +110,16 @@ def main() -> None:
             for ours, theirs in compared
             if memory.get(ours) and memory.get(theirs)
         },
+        "device": of_device,
+        "ratios of device time": {
+            f"{ours} / {theirs}": paired_ratio([a["milliseconds"]], [b["milliseconds"]])
+            for ours, theirs in compared
+            if (a := of_device.get(ours)) and (b := of_device.get(theirs))
+        },
         "failed": failed,
     }
     print(json.dumps(result, indent=1))
-    print(write("resnet50", " ".join(["python", *sys.argv]), result))
+    print(write(args.name, " ".join(["python", *sys.argv]), result))
     if failed:
         sys.exit(f"could not run: {', '.join(failed)}")
 
@@ -116,6 +136,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--modes", nargs="*", default=["default", "reduce-overhead"])
     parser.add_argument("--matrix", type=int, default=8192, help="rows of the matrices")
+    parser.add_argument("--name", default="resnet50", help="name of the result")
     return parser.parse_args()
 
 
@@ -146,6 +167,7 @@ def rivals(data: Data, args: argparse.Namespace) -> dict[str, Callable[[], Step]
     """Return a builder of each rival's step, on its own model."""
     made: dict[str, Callable[[], Step]] = {
         "plain": functools.partial(plain, args.model, data),
+        "floor": functools.partial(plain, args.model, data, bare=True),
         "timm": functools.partial(timms, args.model, data),
         "ours": functools.partial(ours, args.model, data),
     }
@@ -171,7 +193,7 @@ def prepare(
             for _ in range(WARM_UP):
                 step()
             accelerator.synchronize(device)
-        except (RuntimeError, LargebatchError) as error:  # the compiler's errors are the first
+        except Exception as error:  # compilers raise their own
             failed[name] = str(error).partition("\n")[0]
             continue
         steps[name] = step
@@ -194,6 +216,7 @@ def ours(name: str, data: Data, mode: str | None = None) -> Step:
     images, labels = data
     backend = Serial(images.device)
     model = with_span(network(name, images.device), len(images))
+    pair(model)
     model.forward = torch.autocast(images.device.type, torch.bfloat16)(model.forward)
     if mode is not None:
         chosen = cast("Compile", True if mode == "default" else mode)
@@ -245,10 +268,12 @@ def timms(name: str, data: Data, mode: str | None = None) -> Step:
     return step
 
 
-def plain(name: str, data: Data) -> Step:
-    """Return the training step of a PyTorch tutorial."""
+def plain(name: str, data: Data, *, bare: bool = False) -> Step:
+    """Return the training step of a PyTorch tutorial; `bare` without BatchNorm and ReLU."""
     images, labels = data
     model = network(name, images.device).train()
+    if bare:
+        remove_layers(model)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, fused=True
     )
@@ -261,6 +286,24 @@ def plain(name: str, data: Data) -> Step:
         optimizer.step()
 
     return step
+
+
+@torch.no_grad()
+def remove_layers(model: nn.Module) -> None:
+    """Remove BatchNorm and ReLU; smaller weights keep values from growing layer by layer."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.BatchNorm2d | nn.ReLU):
+                setattr(module, name, nn.Identity())
+    for weight in model.parameters():
+        weight.mul_(0.5)
+
+
+def matrix_product(device: torch.device, rows: int) -> Callable[[], object]:
+    """Return a product of two square matrices in bf16, of random numbers as in training."""
+    a, b = (torch.randn(rows, rows, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=product)
 
 
 def network(name: str, device: torch.device) -> nn.Module:

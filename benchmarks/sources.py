@@ -16,6 +16,7 @@ from typing import Any
 PACKAGE = Path(__file__).parents[1] / "largebatch"
 
 _BATCHNORM = ("models/batchnorm.py", "models/batchnorm_functional.py")
+_KERNELS = ("models/fusion.py", "models/kernels")
 _LARS = ("optim/kernels", "optim/lars.py")
 _UPDATE = ("distributed/reducer.py", *_BATCHNORM, "training/loop.py", "training/loss.py")
 _INPUT = ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py")
@@ -98,8 +99,9 @@ MEASURED = {
         "distributed/reducer.py",
         "distributed/torch_distributed.py",
     ),
-    "resnet50": (*_UPDATE, *_LARS),
-    "roofline": (*_BATCHNORM, *_LARS),
+    "resnet50": (*_UPDATE, *_LARS, *_KERNELS),
+    "resnet50_28": (*_UPDATE, *_LARS, *_KERNELS),
+    "roofline": (*_BATCHNORM, *_KERNELS),
     "scaling": (*_LATE, "studies/scaling/rows.py"),
     "servers": ("studies/servers/rows.py", "training/protocols/service.py"),
     "servers_digits": ("studies/servers/rows.py", "training/protocols/service.py"),
@@ -115,6 +117,7 @@ MEASURED = {
     "staleness_rudra_imagenette": (*_LATE, "training/loss.py"),
     "staleness_rudra_small": (*_LATE, "training/loss.py"),
     "staleness_times": ("training/protocols/simulator.py",),
+    "sweep": _KERNELS,
     "warmup_by_tau": (*_LATE, "training/loss.py"),
 }
 """Files and folders of the package whose speed or accuracy each benchmark measures."""

@@ -320,23 +320,34 @@ needs_apex = pytest.mark.skipif(
 )
 
 
+ON_A_GPU = [
+    *((*row, "torch") for row in TABLE),
+    *(
+        pytest.param(*row, "apex", marks=needs_apex)
+        for row in TABLE
+        if "clip_gradient" not in row[2]
+    ),
+]
+
+
 @needs_cuda
-@every_convention
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("apex", marks=needs_apex)])
-def test_on_a_gpu_the_update_matches_the_formula(convention: Convention, kernels: Kernels) -> None:
+@pytest.mark.parametrize(("convention", "adapt", "settings", "kernels"), ON_A_GPU)
+def test_on_a_gpu_the_update_matches_the_formula(
+    convention: Convention, adapt: bool, settings: dict[str, Any], kernels: Kernels
+) -> None:
     weights = parameters(torch.float32)
     formulas = [Formula(weight, {}) for weight in weights]
     for weight in weights:
         weight.data = weight.data.cuda()
     optimizer = LARS(
-        weights,
+        [{"params": weights, "adapt": adapt}],
         max(RATES),
-        weight_decay=0.05,
         eta=ETA,
         eps=EPS,
         convention=convention,
         kernels=kernels,
+        **settings,
     )
     for step, lr in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = lr

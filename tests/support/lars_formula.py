@@ -33,6 +33,8 @@ def choose_path(monkeypatch: pytest.MonkeyPatch) -> Path:
     def choose(way: str) -> None:
         if way == "table":
             pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
+            if torch.cuda.is_available():
+                pytest.skip("Triton's interpreter needs a process without a GPU")
             monkeypatch.setattr(table, "DEVICES", {"cpu"})
             monkeypatch.setattr(table, "CHUNK", 1024)  # several programs for some tensors
             return
