@@ -68,14 +68,14 @@ class _Shape(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, span: int) -> "_Shape":
         """Return the numbers for N x C x ... images with spans of `span` samples."""
-        channels = x.shape[1]
-        area, spans = x.numel() // (len(x) * channels), -(-len(x) // span)
-        rows = min(span, len(x)) * area
+        samples, channels = int(x.shape[0]), int(x.shape[1])  # numbers, in a dynamic graph too
+        area, spans = int(x.numel()) // (samples * channels), -(-samples // span)
+        rows = min(span, samples) * area
         cols = min(128 // x.element_size(), _power_of_2(channels))
         tile = max(1, min(TILE // cols, _power_of_2(rows)))
         parts = max(1, PARTS // (spans * _cdiv(channels, cols)))
         per = _cdiv(_cdiv(rows, parts), tile) * tile
-        last = len(x) * area - (spans - 1) * rows
+        last = samples * area - (spans - 1) * rows
         return cls(spans, rows, last, channels, cols, tile, _cdiv(rows, per), per)
 
     @property
@@ -118,9 +118,20 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     variance and number of values of each span: G x 3 x C, float32. The sums over spans of the mean
     and of the unbiased variance are added to `sums` (2 C numbers) in place.
 
-    Arguments are those that `kernels.takes` returns True for. Without a `group` of workers the last
+    Arguments are those that `kernels.take` returns True for. Without a `group` of workers the last
     span may be smaller. With one, its workers together hold a single span.
     """
+    channels = x.shape[1]
+    if weight is not None or bias is not None:
+        weight = x.new_ones(channels, dtype=torch.float32) if weight is None else weight
+        bias = torch.zeros_like(weight) if bias is None else bias
+        weight, bias = weight.contiguous(), bias.contiguous()
+    for each, shape in ((weight, (channels,)), (bias, (channels,)), (sums, (2, channels))):
+        if each is not None and (each.shape != shape or each.device != x.device):
+            raise ValueError(
+                f"a BatchNorm of {each.shape[-1]} channels on {each.device} was given images of "
+                f"{channels} channels on {x.device}"
+            )
     if torch.compiler.is_compiling():
         y, stat = _in_graph(x, other, weight, bias, eps, span, relu)
         if sums is not None:
@@ -286,8 +297,11 @@ def moments(x: Tensor, span: int) -> Tensor:
 def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> Tensor:
     """Return the moments of a span's workers as its parts."""
     mean, variance, count = _merged(part, shape, launch)[0]
-    gathered = group.all_gather(torch.cat([mean, variance * count, count[:1]]))
-    return torch.cat([gathered[:, :-1].flatten(), gathered[:, -1]])
+    # As in `batchnorm_functional`, which another worker may use.
+    gathered = group.all_gather(torch.cat([mean, variance, count[:1]]))
+    counts = gathered[:, -1]
+    gathered[:, len(mean) : -1] *= counts.unsqueeze(1)
+    return torch.cat([gathered[:, :-1].flatten(), counts])
 
 
 def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
