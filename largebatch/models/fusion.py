@@ -39,10 +39,10 @@ def norm_relu(
     norm: nn.Module, relu: nn.Module | None, images: Tensor, other: Tensor | None = None
 ) -> Tensor:
     """Normalise N x C x ... images, add `other` if any, and apply ReLU (the module, if any)."""
+    own = isinstance(norm, SpanBatchNorm) and norm.training and not has_hooks(norm)
     fits = relu is None or (type(relu) is nn.ReLU and not has_hooks(relu))  # also after `pair`
-    if fits and isinstance(norm, SpanBatchNorm) and norm.training and not has_hooks(norm):
-        if kernels.take(images, other):
-            return norm.normalise(images, other, relu=True)
+    if own and fits and kernels.take(images, other):
+        return norm.normalise(images, other, relu=True)  # type: ignore[no-any-return, operator]  # as `own` says
     out = norm(images)
     if other is not None:
         out = out + other

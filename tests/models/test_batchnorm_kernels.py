@@ -21,12 +21,14 @@ from interpreted import DEVICE, run_kernels
 from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._device import DeviceContext
 
 from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.models import build, kernels, with_span
-from largebatch.models.batchnorm import Spans
+from largebatch.models.batchnorm import SpanBatchNorm, Spans
 from largebatch.models.batchnorm_functional import normalise
+from largebatch.models.compiled import compile_model
 from largebatch.models.fusion import pair
 from largebatch.optim.kernels import table
 
@@ -156,6 +158,26 @@ def test_the_same_input_gives_the_same_bits() -> None:
         (grad,) = torch.autograd.grad(out, leaf, other)
         found.append((out, moments, grad))
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+
+
+@runs
+@pytest.mark.parametrize(("relu", "adds"), [(False, False), (True, False), (True, True)])
+def test_a_loss_may_contain_gradients(relu: bool, adds: bool) -> None:
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [draw(6, 4, 3, seed=it).to(dtype).requires_grad_() for it in range(1 + adds)]
+        affine = [it.to(dtype).requires_grad_() for it in draw(2, 4, seed=2)]
+        x, other = leaves[0], leaves[1] if adds else None
+        if dtype == torch.float32:
+            fused = kernels.batchnorm()
+            out, _ = fused.normalise(x, other, *affine, eps=1e-5, span=4, relu=relu)
+        else:
+            out, _ = by_hand(x, other, (affine[0], affine[1]), 4, relu=relu)
+        grads = torch.autograd.grad((out**4).sum(), leaves, create_graph=True)
+        loss = torch.stack([(it**2).sum() for it in grads]).sum()
+        found.append([*grads, *torch.autograd.grad(loss, [*leaves, *affine], allow_unused=True)])
+    for ours, exact in zip(*found, strict=True):
+        assert error(ours, exact) < 1e-5
 
 
 @runs
@@ -370,7 +392,8 @@ def test_workers_with_and_without_kernels_share_a_span(monkeypatch: pytest.Monke
         else:
             fused = kernels.batchnorm()
             out, _ = fused.normalise(leaf, None, None, None, relu=False, group=group, **settings)
-        return out, *torch.autograd.grad(out, leaf, slope.chunk(2)[group.rank])
+        (grad,) = torch.autograd.grad(out, leaf, slope.chunk(2)[group.rank])
+        return out, grad
 
     outs, grads = zip(*on_threads(work, workers=2), strict=True)
     leaf = x.double().requires_grad_()
@@ -429,8 +452,18 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
     "recomputation": lambda: torch.autograd.graph.saved_tensors_hooks(id, refuse),
-    "device": lambda: torch.device("meta"),
+    "device": lambda: DeviceContext(torch.device("meta")),
 }
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_compilation_tries_the_kernels_before_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: dict[torch.device, bool] = {}
+    monkeypatch.setattr(kernels, "_WORK", tried)
+    for model in (nn.Linear(3, 4), with_span(nn.BatchNorm1d(4), 2)):
+        compile_model(model.to(DEVICE), True, DEVICE, shares_spans=False)
+        assert bool(tried) == isinstance(model, SpanBatchNorm)
 
 
 @runs
@@ -445,7 +478,7 @@ def test_the_trial_does_not_depend_on_the_mode_of_the_first_batch(
     ):
         monkeypatch.setattr(module, "DEVICES", {DEVICE.type})
         monkeypatch.setattr(module, "_WORK", {})
-        with MODES[mode]():
+        with MODES[mode]():  # type: ignore[no-untyped-call]  # torch's
             assert works()
 
 
