@@ -333,7 +333,7 @@ class _Tabled:
         self.copies = [pair for pair, own in zip(pairs, rounded, strict=True) if own is not pair[0]]
         """Parameters in another layout, and what is copied to them after the update."""
 
-        alike = all(ours is given for ours, given in zip(self._grads, grads, strict=True))
+        alike = all(_is_same(ours, given) for ours, given in zip(self._grads, grads, strict=True))
         self.is_lasting = alike and not self.copies
         """True if the table holds for later steps, with the same addresses."""
 
@@ -348,8 +348,8 @@ def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
     return (
         group["kernels"] == "torch"
         and weight.dtype in {torch.float32, *_SHORT}
-        and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
         and table.works(weight.device)
+        and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
     )
 
 
@@ -381,13 +381,24 @@ def _buffer(weight: Tensor, state: dict[str, Any]) -> Tensor:
     return buffer
 
 
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or one.data_ptr() == other.data_ptr()
+
+
+def _fitted(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return a tensor in the form of the model: itself, a view, or memory to copy it to."""
+    if _form(tensor) == _form(model):
+        return tensor
+    strides = zip(model.shape, tensor.stride(), model.stride(), strict=True)
+    if tensor.dtype == model.dtype and all(size == 1 or a == b for size, a, b in strides):
+        return tensor.as_strided(model.shape, model.stride())  # as of a 1 x 1 convolution
+    return torch.empty_like(model)
+
+
 def _alike(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in the type and layout of the models; copy those that differ."""
-    alike = [
-        tensor if _form(tensor) == _form(model) else torch.empty_like(model)
-        for tensor, model in zip(tensors, models, strict=True)
-    ]
-    pairs = [pair for pair in zip(alike, tensors, strict=True) if pair[0] is not pair[1]]
+    alike = [_fitted(tensor, model) for tensor, model in zip(tensors, models, strict=True)]
+    pairs = [it for it in zip(alike, tensors, strict=True) if not _is_same(*it)]
     if pairs:
         torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
     return alike

@@ -478,8 +478,8 @@ def test_the_trial_does_not_depend_on_the_mode_of_the_first_batch(
     ):
         monkeypatch.setattr(module, "DEVICES", {DEVICE.type})
         monkeypatch.setattr(module, "_WORK", {})
-        with MODES[mode]():  # type: ignore[no-untyped-call]  # torch's
-            assert works()
+        with MODES[mode]():
+            assert works()  # type: ignore[no-untyped-call]  # torch's
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(

@@ -144,6 +144,21 @@ def test_a_table_follows_changes_of_groups_and_state(
         assert_close(weight, formula.w, 1e-6)
 
 
+def test_a_table_reads_gradients_of_1_x_1_convolutions_in_place(path: Path) -> None:
+    """Strides of dimensions of size 1 differ between weights and gradients in channels_last."""
+    path("table")
+    weight = nn.Parameter(torch.randn(6, 5, 1, 1).to(memory_format=torch.channels_last))
+    optimizer = LARS([weight], lr=1.0, eta=0.1)
+    formula = Formula(weight, optimizer.param_groups[0])
+    for _ in range(3):
+        weight.grad = torch.randn(6, 5, 1, 1)
+        assert weight.grad.stride() != weight.stride()
+        formula.step(weight.grad.double().numpy(), 1.0)
+        optimizer.step()
+        assert optimizer._tables[0].is_lasting
+    assert_close(weight, formula.w, 1e-6)
+
+
 def test_a_table_is_not_made_of_tensors_without_memory(path: Path) -> None:
     path("table")
     weight = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
