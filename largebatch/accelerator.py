@@ -6,6 +6,7 @@ itself lives elsewhere: DALI, apex and NCCL.
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -143,17 +144,24 @@ def usage(device: torch.device) -> tuple[float, float]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped
-    """Launch a Triton kernel outside of compiled graphs, with 8 warps a program."""
-    kernel[grid](*args, num_warps=8, **constants)
+    """Launch a Triton kernel outside of compiled graphs, with 8 warps a program.
+
+    Triton launches on the current device; that of the first argument, a tensor, may be another.
+    """
+    assert isinstance(args[0], torch.Tensor)
+    with torch.accelerator.device_index(args[0].device.index):
+        kernel[grid](*args, num_warps=8, **constants)
 
 
 def try_kernels(name: str, error_of: Callable[[], float]) -> bool:
     """Return True if kernels run and their error is below 0.01; otherwise log a warning.
 
-    `error_of` runs them and returns their error relative to PyTorch's.
+    `error_of` runs them and returns their error relative to PyTorch's. It runs in a new thread,
+    without the modes of this one: inference, autocast, checkpointing, default device.
     """
     try:
-        error = error_of()
+        with ThreadPoolExecutor(1) as fresh:
+            error = fresh.submit(error_of).result()
         if error < 0.01:
             return True
         reason = f"their error is {error:.2g}"

@@ -175,7 +175,7 @@ def has_hooks(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return any(own) or torch_module._has_any_global_hook()
+    return any(own) or "forward" in vars(module) or torch_module._has_any_global_hook()
 
 
 def in_backward() -> bool:

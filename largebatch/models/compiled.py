@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from largebatch.errors import RecipeError
+from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.recipe.choices import Compile
 
@@ -36,10 +37,12 @@ def compile_model(
         return
     require_compiler(device)
     torch._dynamo.config.recompile_limit = max(_MOST_GRAPHS, torch._dynamo.config.recompile_limit)
+    layers = [layer for layer in model.modules() if isinstance(layer, SpanBatchNorm)]
+    if layers:
+        kernels.works(device)  # a graph does not try them
     if shares_spans:
-        for layer in model.modules():
-            if isinstance(layer, SpanBatchNorm):
-                layer.leave_graphs()
+        for layer in layers:
+            layer.leave_graphs()
     options = torch._inductor.list_mode_options("default" if mode is True else mode)
     # Module.compile does not trace a model that is an nn.Sequential.
     model.forward = torch.compile(

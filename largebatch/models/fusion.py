@@ -53,12 +53,13 @@ def describe_pairs(model: nn.Module) -> Iterator[str]:
 
 
 def norm_relu(
-    norm: SpanBatchNorm, relu: nn.Module | None, images: Tensor, other: Tensor | None = None
+    norm: nn.Module, relu: nn.Module | None, images: Tensor, other: Tensor | None = None
 ) -> Tensor:
     """Normalise N x C x ... images, add `other` if any, and apply ReLU (the module, if any)."""
-    hooked = has_hooks(norm) or (relu is not None and has_hooks(relu))
-    if norm.training and not hooked and kernels.take(images, other):
-        return norm.normalise(images, other, relu=True)
+    own = isinstance(norm, SpanBatchNorm) and norm.training and not has_hooks(norm)
+    fits = relu is None or (type(relu) is nn.ReLU and not has_hooks(relu))  # also after `pair`
+    if own and fits and kernels.take(images, other):
+        return norm.normalise(images, other, relu=True)  # type: ignore[no-any-return, operator]  # as `own` says
     out = norm(images)
     if other is not None:
         out = out + other
@@ -114,7 +115,8 @@ def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:
         gone, end = [*gone, end], _only_user(end)
     if end is not None and _is(block, end, _ADD, None) and not end.kwargs:
         others = [each for each in end.args if each is not gone[-1] and isinstance(each, fx.Node)]
-        if len(others) != 1:
+        in_place = end.target in {operator.iadd, "add_"}
+        if len(others) != 1 or (in_place and end.args[0] is not gone[-1]):
             return False
         other, gone, end = others[0], [*gone, end], _only_user(end)
     if end is None or not _is(block, end, _RELU, nn.ReLU):

@@ -246,12 +246,20 @@ class LARS(Optimizer):
         weights = [weight for group in self.param_groups for weight in group["params"]]
         if not any(table.works(device) for device in {weight.device for weight in weights}):
             return None, []
-        kinds = [(group["adapt"], group["kernels"]) for group in self.param_groups]
+        kinds = [(it["adapt"], it["kernels"], len(it["params"])) for it in self.param_groups]
+        states = [
+            value.data_ptr()
+            for state in self.state.values()
+            for key, value in state.items()
+            if key in _SAVED
+        ]
         grads = [weight.grad for weight in weights]
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             return object(), []  # `_gather` refuses it
-        strides = [None if grad is None else grad.stride() for grad in grads]
-        layout = kinds, len(self.state), strides, [weight.data_ptr() for weight in weights]
+        kept = [
+            None if grad is None else (grad.stride(), grad.numel(), grad.dtype) for grad in grads
+        ]
+        layout = kinds, states, kept, [weight.data_ptr() for weight in weights]
         return layout, [grad.data_ptr() for grad in grads if grad is not None]
 
     def _make_tables(self, layout: object) -> None:
@@ -325,7 +333,7 @@ class _Tabled:
         self.copies = [pair for pair, own in zip(pairs, rounded, strict=True) if own is not pair[0]]
         """Parameters in another layout, and what is copied to them after the update."""
 
-        alike = all(ours is given for ours, given in zip(self._grads, grads, strict=True))
+        alike = all(_is_same(ours, given) for ours, given in zip(self._grads, grads, strict=True))
         self.is_lasting = alike and not self.copies
         """True if the table holds for later steps, with the same addresses."""
 
@@ -341,13 +349,15 @@ def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
         group["kernels"] == "torch"
         and weight.dtype in {torch.float32, *_SHORT}
         and table.works(weight.device)
+        and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
     )
 
 
 def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
     """Return the tensor to update: the weight, its float32 master, or a contiguous copy."""
     if weight.dtype in _SHORT and "master" in state:
-        master: Tensor = state["master"]
+        master: Tensor = state["master"].to(weight.device)
+        state["master"] = master
         return master
     ordered = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
     exact = weight if ordered else weight.contiguous()
@@ -356,25 +366,39 @@ def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
     return exact
 
 
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
+    return tensor.dtype, tensor.device, tensor.stride()
+
+
 def _buffer(weight: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return the momentum buffer in the weight's memory layout."""
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(weight)
-    elif state["momentum_buffer"].stride() != weight.stride():  # possibly from a checkpoint
-        state["momentum_buffer"] = torch.empty_like(weight).copy_(state["momentum_buffer"])
-    buffer: Tensor = state["momentum_buffer"]
+    """Return the momentum buffer in the weight's type and memory layout, on its device."""
+    buffer: Tensor | None = state.get("momentum_buffer")
+    if buffer is None:
+        buffer = torch.zeros_like(weight)
+    elif _form(buffer) != _form(weight):  # possibly from a checkpoint
+        buffer = torch.empty_like(weight).copy_(buffer)
+    state["momentum_buffer"] = buffer
     return buffer
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or one.data_ptr() == other.data_ptr()
+
+
+def _fitted(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return a tensor in the form of the model: itself, a view, or memory to copy it to."""
+    if _form(tensor) == _form(model):
+        return tensor
+    strides = zip(model.shape, tensor.stride(), model.stride(), strict=True)
+    if tensor.dtype == model.dtype and all(size == 1 or a == b for size, a, b in strides):
+        return tensor.as_strided(model.shape, model.stride())  # as of a 1 x 1 convolution
+    return torch.empty_like(model)
 
 
 def _alike(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in the type and layout of the models; copy those that differ."""
-    alike = [
-        tensor
-        if tensor.dtype == model.dtype and tensor.stride() == model.stride()
-        else torch.empty_like(model)
-        for tensor, model in zip(tensors, models, strict=True)
-    ]
-    pairs = [pair for pair in zip(alike, tensors, strict=True) if pair[0] is not pair[1]]
+    alike = [_fitted(tensor, model) for tensor, model in zip(tensors, models, strict=True)]
+    pairs = [it for it in zip(alike, tensors, strict=True) if not _is_same(*it)]
     if pairs:
         torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
     return alike

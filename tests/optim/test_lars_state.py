@@ -13,6 +13,7 @@ from lars_formula import Formula, Path, assert_close, choose_path
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 from largebatch.errors import MissingPackageError
 from largebatch.optim.lars import LARS
@@ -94,6 +95,78 @@ def test_momentum_follows_the_memory_format_of_the_weights() -> None:
             weight.data = weight.data.to(memory_format=torch.channels_last)
     assert_close(weight, formula.w, 1e-6)
     assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
+
+
+def _replace_buffers(_: LARS, state: list[dict[str, Any]]) -> None:
+    for each in state:
+        each["momentum_buffer"] = each["momentum_buffer"].clone()
+
+
+def _widen_buffers(_: LARS, state: list[dict[str, Any]]) -> None:
+    for each in state:
+        each["momentum_buffer"] = each["momentum_buffer"].double()
+
+
+def _move_a_parameter(optimizer: LARS, _: object) -> None:
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop())
+
+
+def _freeze_the_last_group(optimizer: LARS, _: object) -> None:
+    for weight in optimizer.param_groups[1]["params"]:
+        weight.grad = None
+
+
+@pytest.mark.parametrize(
+    "change", [_replace_buffers, _widen_buffers, _move_a_parameter, _freeze_the_last_group]
+)
+def test_a_table_follows_changes_of_groups_and_state(
+    path: Path, change: Callable[[LARS, list[dict[str, Any]]], None]
+) -> None:
+    """A table has addresses: one that missed a change would write to memory that was freed."""
+    path("table")
+    weights = [nn.Parameter(torch.randn(5, 3)) for _ in range(3)]
+    groups = [{"params": weights[:2], "lr": 1.0}, {"params": weights[2:], "lr": 10.0}]
+    optimizer = LARS(groups, eta=0.1, weight_decay=0.01)
+    formulas = [Formula(weight, optimizer.param_groups[0]) for weight in weights]
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    for step in range(4):
+        if step == 2:
+            change(optimizer, list(optimizer.state.values()))
+        rates = {id(it): group["lr"] for group in optimizer.param_groups for it in group["params"]}
+        for weight, formula in zip(weights, formulas, strict=True):
+            if weight.grad is not None:
+                weight.grad.copy_(torch.randn(5, 3))
+                formula.step(weight.grad.double().numpy(), rates[id(weight)])
+        optimizer.step()
+    for weight, formula in zip(weights, formulas, strict=True):
+        assert_close(weight, formula.w, 1e-6)
+
+
+def test_a_table_reads_gradients_of_1_x_1_convolutions_in_place(path: Path) -> None:
+    """Strides of dimensions of size 1 differ between weights and gradients in channels_last."""
+    path("table")
+    weight = nn.Parameter(torch.randn(6, 5, 1, 1).to(memory_format=torch.channels_last))
+    optimizer = LARS([weight], lr=1.0, eta=0.1)
+    formula = Formula(weight, optimizer.param_groups[0])
+    for _ in range(3):
+        weight.grad = torch.randn(6, 5, 1, 1)
+        assert weight.grad.stride() != weight.stride()
+        formula.step(weight.grad.double().numpy(), 1.0)
+        optimizer.step()
+        assert optimizer._tables[0].is_lasting
+    assert_close(weight, formula.w, 1e-6)
+
+
+def test_a_table_is_not_made_of_tensors_without_memory(path: Path) -> None:
+    path("table")
+    weight = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    weight.grad = TwoTensor(torch.ones(3), torch.ones(3))
+    optimizer = LARS([weight], lr=0.5)
+    optimizer.param_groups[0]["adapt"] = False
+    optimizer.step()
+    assert not optimizer._tables
 
 
 def test_a_checkpoint_does_not_change_the_kernels() -> None:

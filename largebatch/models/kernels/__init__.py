@@ -33,10 +33,7 @@ def batchnorm() -> ModuleType:
 
 
 def take(images: Tensor, other: Tensor | None = None) -> bool:
-    """Return True if the kernels normalise N x C x ... images, and add `other`, if any.
-
-    In a graph of torch.compile they are used on devices where they were tried before.
-    """
+    """Return True if the kernels normalise N x C x ... images, and add `other`, if any."""
     if images.device.type not in DEVICES or images.dtype not in _TYPES or not images.numel():
         return False
     if not _lies_in_rows(images) or max(len(images), images.shape[1] // 16) > _MOST:
@@ -45,11 +42,21 @@ def take(images: Tensor, other: Tensor | None = None) -> bool:
         other.dtype == images.dtype and other.shape == images.shape and _lies_in_rows(other)
     ):
         return False
-    if images.device not in _WORK:
+    return works(images.device)
+
+
+def works(device: torch.device) -> bool:
+    """Return True if the kernels can be used on a device; they are tried once on each.
+
+    In a graph of torch.compile they are used on devices where they were tried before.
+    """
+    if device.type not in DEVICES:
+        return False
+    if device not in _WORK:
         if torch.compiler.is_compiling():
             return False
-        _WORK[images.device] = accelerator.try_kernels("BatchNorm", lambda: _trial(images.device))
-    return _WORK[images.device]
+        _WORK[device] = accelerator.try_kernels("BatchNorm", lambda: _trial(device))
+    return _WORK[device]
 
 
 def _lies_in_rows(images: Tensor) -> bool:

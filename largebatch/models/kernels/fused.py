@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import triton_op, wrap_triton
@@ -68,14 +69,14 @@ class _Shape(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, span: int) -> "_Shape":
         """Return the numbers for N x C x ... images with spans of `span` samples."""
-        channels = x.shape[1]
-        area, spans = x.numel() // (len(x) * channels), -(-len(x) // span)
-        rows = min(span, len(x)) * area
+        samples, channels = int(x.shape[0]), int(x.shape[1])  # numbers, in a dynamic graph too
+        area, spans = int(x.numel()) // (samples * channels), -(-samples // span)
+        rows = min(span, samples) * area
         cols = min(128 // x.element_size(), _power_of_2(channels))
         tile = max(1, min(TILE // cols, _power_of_2(rows)))
         parts = max(1, PARTS // (spans * _cdiv(channels, cols)))
         per = _cdiv(_cdiv(rows, parts), tile) * tile
-        last = len(x) * area - (spans - 1) * rows
+        last = samples * area - (spans - 1) * rows
         return cls(spans, rows, last, channels, cols, tile, _cdiv(rows, per), per)
 
     @property
@@ -118,9 +119,20 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     variance and number of values of each span: G x 3 x C, float32. The sums over spans of the mean
     and of the unbiased variance are added to `sums` (2 C numbers) in place.
 
-    Arguments are those that `kernels.takes` returns True for. Without a `group` of workers the last
+    Arguments are those that `kernels.take` returns True for. Without a `group` of workers the last
     span may be smaller. With one, its workers together hold a single span.
     """
+    channels = x.shape[1]
+    if weight is not None or bias is not None:
+        weight = x.new_ones(channels, dtype=torch.float32) if weight is None else weight
+        bias = torch.zeros_like(weight) if bias is None else bias
+        weight, bias = weight.contiguous(), bias.contiguous()
+    for each, shape in ((weight, (channels,)), (bias, (channels,)), (sums, (2, channels))):
+        if each is not None and (each.shape != shape or each.device != x.device):
+            raise ValueError(
+                f"a BatchNorm of {each.shape[-1]} channels on {each.device} was given images of "
+                f"{channels} channels on {x.device}"
+            )
     if torch.compiler.is_compiling():
         y, stat = _in_graph(x, other, weight, bias, eps, span, relu)
         if sums is not None:
@@ -154,20 +166,44 @@ class _Normalise(torch.autograd.Function):
         result = y if relu and other is not None else None
         ctx.save_for_backward(x, result, weight, bias, stat)
         ctx.settings = shape, eps, relu, group, accelerator.launch
-        ctx.adds = other is not None
+        ctx.adds, ctx.span = other is not None, span
         ctx.mark_non_differentiable(stat)
         ctx.set_materialize_grads(False)
         return y, stat
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
         if dy is None:
             return (None,) * 9
-        x, y, weight, bias, stat = ctx.saved_tensors
-        dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *ctx.settings)
-        affine = _of_affine(grads, (weight, bias))
-        return dx, dz if ctx.adds else None, *affine, None, None, None, None, None
+        again = torch.is_grad_enabled() and ctx.settings[3] is None  # with create_graph=True
+        grads = _backward_with_graph(ctx, dy) if again else _backward_once(ctx, dy)
+        return *grads, None, None, None, None, None
+
+
+@once_differentiable
+def _backward_once(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
+    """Return the gradients of x, other, weight and bias."""
+    x, y, weight, bias, stat = ctx.saved_tensors
+    dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *ctx.settings)
+    return dx, dz if ctx.adds else None, *_of_affine(grads, (weight, bias))
+
+
+def _backward_with_graph(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
+    """Return these gradients by PyTorch's kernels, which can be differentiated again."""
+    x, y, weight, bias, _ = ctx.saved_tensors
+    _, eps, relu, *_ = ctx.settings
+    out = torch.cat(
+        [
+            F.batch_norm(part, None, None, weight, bias, training=True, eps=eps)
+            for part in x.split(ctx.span)
+        ]
+    )
+    dz = torch.where((out if y is None else y) <= 0, 0, dy) if relu else dy
+    needs = [it is not None and it.requires_grad for it in (x, weight, bias)]
+    wanted = [it for it, need in zip((x, weight, bias), needs, strict=True) if need]
+    found = iter(torch.autograd.grad(out, wanted, dz, create_graph=True) if wanted else ())
+    dx, *affine = (next(found) if need else None for need in needs)
+    return dx, dz if ctx.adds else None, *affine
 
 
 def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
@@ -286,8 +322,11 @@ def moments(x: Tensor, span: int) -> Tensor:
 def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> Tensor:
     """Return the moments of a span's workers as its parts."""
     mean, variance, count = _merged(part, shape, launch)[0]
-    gathered = group.all_gather(torch.cat([mean, variance * count, count[:1]]))
-    return torch.cat([gathered[:, :-1].flatten(), gathered[:, -1]])
+    # As in `batchnorm_functional`, which another worker may use.
+    gathered = group.all_gather(torch.cat([mean, variance, count[:1]]))
+    counts = gathered[:, -1]
+    gathered[:, len(mean) : -1] *= counts.unsqueeze(1)
+    return torch.cat([gathered[:, :-1].flatten(), counts])
 
 
 def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _wide(number):
-    """Return an int64: a batch may have more than 2 ** 31 values."""
+    """Return an int64: a batch, and its partial sums, may have more than 2 ** 31 values."""
     return tl.zeros((), tl.int64) + number
 
 
@@ -45,9 +45,9 @@ def _rows_of_span(span, rows, last):
 @triton.jit
 def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Write the mean and deviations of `per` rows of a span, G x P x 2 x C, then counts, G x P."""
-    split, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
-    x += span * _wide(rows) * C
+    x += span * rows * C
     start = split * per
     end = tl.minimum(start + per, _rows_of_span(span, rows, last))
     count = tl.maximum(end - start, 0).to(tl.float32)
@@ -67,7 +67,7 @@ def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constex
     tl.store(at, origin + shift, mask=cols < C)
     tl.store(at + C, tl.sum(second, 0) - total * shift, mask=cols < C)
     if block == 0:
-        num = part + tl.num_programs(2) * tl.num_programs(0) * 2 * C
+        num = part + _wide(tl.num_programs(2)) * tl.num_programs(0) * 2 * C
         tl.store(num + which, count)
 
 
@@ -75,8 +75,8 @@ def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constex
 def _merge(part, span, spans, splits, C, cols, CHUNK: tl.constexpr):
     """Return count, mean and biased variance of a span from its partial moments."""
     known = cols < C
-    num = part + spans * splits * 2 * C + span * splits
-    part += span * splits * 2 * C
+    num = part + _wide(spans) * splits * 2 * C + _wide(span) * splits
+    part += _wide(span) * splits * 2 * C
     origin = tl.load(part + cols, mask=known, other=0.0)
     count = 0.0
     first = tl.zeros_like(origin)
@@ -110,7 +110,7 @@ def _store_moments(stat, span, count, mean, variance, C, cols):
 def merge_spans(part, stat, splits, C, COLS: tl.constexpr, CHUNK: tl.constexpr):
     """Write the mean, biased variance and count of each span: G x 3 x C."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    span, spans = tl.program_id(1), tl.num_programs(1)
+    span, spans = _wide(tl.program_id(1)), tl.num_programs(1)
     count, mean, variance = _merge(part, span, spans, splits, C, cols, CHUNK)
     _store_moments(stat, span, count, mean, variance, C, cols)
 
@@ -126,7 +126,7 @@ def normalise_rows(
 
     With COUNT the mean and unbiased variance of every span are added to `sums`, 2 x C.
     """
-    program, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known, spans = cols < C, tl.num_programs(2)
     count, mean, variance = _merge(part, span, spans, splits, C, cols, CHUNK)
@@ -149,7 +149,7 @@ def normalise_rows(
     if AFFINE:
         gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
         offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
-    base = span * _wide(rows) * C
+    base = span * rows * C
     start = program * per
     end = tl.minimum(start + per, _rows_of_span(span, rows, last))
     for row in range(start, end, ROWS):
@@ -175,7 +175,7 @@ def gradient_sums(
     dz is the gradient before the ReLU, which is zero where the result is. With SUM it is the
     gradient of the shortcut too, and is written.
     """
-    split, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C
     mean = tl.load(stat + span * 3 * C + cols, mask=known, other=0.0)
@@ -185,7 +185,7 @@ def gradient_sums(
     if AFFINE:
         gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
         offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
-    base = span * _wide(rows) * C
+    base = span * rows * C
     start = split * per
     end = tl.minimum(start + per, _rows_of_span(span, rows, last))
     first = tl.zeros((ROWS, COLS), tl.float32)
@@ -213,7 +213,7 @@ def gradient_sums(
 @triton.jit
 def _add(part, span, splits, C, cols, CHUNK: tl.constexpr):
     """Return the two sums of a span from its partial sums."""
-    part += span * splits * 2 * C
+    part += _wide(span) * splits * 2 * C
     first = tl.zeros_like(cols).to(tl.float32)
     second = tl.zeros_like(cols).to(tl.float32)
     for split in range(0, splits, CHUNK):
@@ -233,7 +233,7 @@ def gradient_rows(
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x, and with COUNT those of bias and weight over all spans: 2 x C."""
-    program, block, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C
     at = stat + span * 3 * C + cols
@@ -256,7 +256,7 @@ def gradient_rows(
         offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
     slope = -gain * inverse * second / count
     level = -gain * first / count
-    base = span * _wide(rows) * C
+    base = span * rows * C
     start = program * per
     end = tl.minimum(start + per, _rows_of_span(span, rows, last))
     for row in range(start, end, ROWS):

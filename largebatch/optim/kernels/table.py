@@ -92,7 +92,9 @@ class Table:
         """
         from largebatch.optim.kernels import triton_lars
 
-        numbers = [_numbers(rule) for rule in rules]
+        numbers = [
+            _numbers(rule) for rule in rules[: len(self._numbers)]
+        ]  # later ones have no tensors
         if numbers != self._rules:
             self._numbers.copy_(self._pinned(numbers), non_blocking=True)
             self._rules = numbers
@@ -121,7 +123,9 @@ class Table:
     def _pinned(self, numbers: list[list[int]] | list[list[float]]) -> Tensor:
         """Return numbers in memory from which a copy does not wait for the device."""
         dtype = torch.int64 if isinstance(numbers[0][0], int) else torch.float64
-        return torch.tensor(numbers, dtype=dtype, pin_memory=self._device.type != "cpu")
+        return torch.tensor(
+            numbers, dtype=dtype, device="cpu", pin_memory=self._device.type != "cpu"
+        )
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float64, device=self._device)
