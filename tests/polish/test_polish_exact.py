@@ -245,7 +245,8 @@ def with_kernels() -> dict[str, Tensor]:
     polish(
         model, [it.to(backend.device, memory_format=torch.channels_last) for it in images], backend
     )
-    return model.cpu().state_dict()
+    state: dict[str, Tensor] = model.cpu().state_dict()
+    return state
 
 
 def test_kernels_measure_and_normalise_spans_as_pytorch_does() -> None:
