@@ -71,7 +71,7 @@ def class_numbers(labels: Tensor, scores: Tensor) -> Tensor:
 
 
 def _sizes(values: Tensor) -> str:
-    return " x ".join(map(str, values.shape))
+    return " x ".join(map(str, values.shape)) or "a number"
 
 
 def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:
@@ -85,7 +85,7 @@ def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:
     else:
         entry = batch[place] if isinstance(batch, Sequence) and len(batch) > place else None
     if isinstance(entry, np.ndarray):
-        entry = torch.as_tensor(entry)
+        entry = torch.as_tensor(np.ascontiguousarray(entry, entry.dtype.newbyteorder("=")))
     if not isinstance(entry, Tensor):
         raise ValueError(  # noqa: TRY004 -- the content of the batch is wrong, not its type
             f"a batch is {_described(batch)}; expected "

@@ -179,6 +179,8 @@ def _hint(
     if instead and (_plain(where) in SYNONYMS or _plain(keys[-1]) in SYNONYMS):
         return instead
     otherwise = instead or f"known keys: {', '.join(known)}"
+    if (meant_key(keys[-1], root) or "").startswith("duration."):
+        return otherwise  # `epochs` is no misspelling of `eps`
     return nearest(keys[-1], known, otherwise=otherwise, most=1)
 
 

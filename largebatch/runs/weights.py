@@ -35,6 +35,9 @@ _AVERAGED = (
 )
 """Keys of weights, and of their moving average, in files of timm, torchvision and other tools."""
 
+_COUNTERS = {"n_averaged", "steps"}
+"""Names of the number of averaged models beside a moving average, of PyTorch's and MMEngine's."""
+
 _DEPTH = 3
 """Places inside each other that are searched; a file may contain itself."""
 
@@ -156,7 +159,7 @@ class Weights:
         names = {
             key: [part for part in key.split(".") if part not in _WRAPPERS]
             for key, value in self.place.items()
-            if (isinstance(value, Tensor) or _is_array(value)) and key != "n_averaged"
+            if (isinstance(value, Tensor) or _is_array(value)) and key not in _COUNTERS
         }
         ends = set(expected) - {".".join(parts) for parts in names.values()}
         by_name: dict[str, list[str]] = {}
@@ -227,7 +230,7 @@ def _find(path: Path, content: object, *, ema: bool) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: holds weights under {' and '.join(places)}; save those to take alone"
         )
-    found = list(content) if isinstance(content, dict) else []
+    found = list(map(str, content)) if isinstance(content, dict) else []
     hint = "; --ema takes its EMA" if not ema and dict(_places(content, _AVERAGED)) else ""
     what = f"a mapping of {shorten(found, most=3)}" if found else type(content).__name__
     raise CheckpointError(
