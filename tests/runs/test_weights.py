@@ -158,7 +158,8 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
         pytest.param(lambda own: {"state": {"ema": wrapped(own)}}, id="state.ema"),
         pytest.param(lambda own: {"model": {}, "ema_state_dict": own}, id="ema_state_dict"),
         pytest.param(
-            lambda own: {"ema_state_dict": {"steps": torch.tensor(3), **wrapped(own)}}, id="MMEngine"
+            lambda own: {"ema_state_dict": {"steps": torch.tensor(3), **wrapped(own)}},
+            id="MMEngine",
         ),
     ],
 )
