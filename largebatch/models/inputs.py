@@ -67,10 +67,11 @@ def class_numbers(labels: Tensor, scores: Tensor) -> Tensor:
         hint = "expected one score for each class, of 2 or more"
     else:
         return labels.long()
-    raise ValueError(f"labels are {_sizes(labels)} for scores of {_sizes(scores)}; {hint}")
+    raise ValueError(f"labels are {sizes(labels)} for scores of {sizes(scores)}; {hint}")
 
 
-def _sizes(values: Tensor) -> str:
+def sizes(values: Tensor) -> str:
+    """Return the shape of a tensor for messages."""
     return " x ".join(map(str, values.shape)) or "a number"
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, reason_of, shorten
 from largebatch.models import classifier
+from largebatch.models.inputs import sizes
 from largebatch.storage import whole_file
 from largebatch.training.checkpoint import HEADER, load_checkpoint
 from largebatch.training.trainer import Trainer
@@ -105,7 +106,7 @@ class Weights:
                 f"{name}: {' and '.join(keys[name])}" for name in sorted(here) if keys[name][1:]
             ],
             "of another shape": [
-                f"{name}: {_shape(tensors[key])}, expected {_shape(there[name])}"
+                f"{name}: {sizes(tensors[key])}, expected {sizes(there[name])}"
                 for name, key in here.items()
                 if name in there and tensors[key].shape != there[name].shape
             ],
@@ -285,10 +286,6 @@ def _end(parts: Sequence[str], expected: Collection[str]) -> str | None:
 
 def _is_safe(path: Path) -> bool:
     return path.suffix == _SAFE
-
-
-def _shape(tensor: Tensor) -> str:
-    return " x ".join(map(str, tensor.shape)) or "a number"
 
 
 def begin_with(path: Path, trainer: Trainer) -> None:

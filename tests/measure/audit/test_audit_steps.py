@@ -327,7 +327,7 @@ def test_what_is_wrong_with_one_of_two_optimizers_is_named(
 def test_gradients_are_compared_behind_the_optimizers_own_hooks() -> None:
     model = linear()
     optimizer = sgd(model)
-    weight = model.weight
+    weight: Any = model.weight
     optimizer.register_step_pre_hook(lambda *_: setattr(weight, "grad", 3 * weight.grad))
     with contextlib.redirect_stdout(io.StringIO()):
         findings = audit(model, DataLoader(random_data(), 16), cross_entropy, optimizer)
