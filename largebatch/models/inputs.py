@@ -67,11 +67,12 @@ def class_numbers(labels: Tensor, scores: Tensor) -> Tensor:
         hint = "expected one score for each class, of 2 or more"
     else:
         return labels.long()
-    raise ValueError(f"labels are {_sizes(labels)} for scores of {_sizes(scores)}; {hint}")
+    raise ValueError(f"labels are {sizes(labels)} for scores of {sizes(scores)}; {hint}")
 
 
-def _sizes(values: Tensor) -> str:
-    return " x ".join(map(str, values.shape))
+def sizes(values: Tensor) -> str:
+    """Return the shape of a tensor for messages."""
+    return " x ".join(map(str, values.shape)) or "a number"
 
 
 def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:
@@ -85,7 +86,7 @@ def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:
     else:
         entry = batch[place] if isinstance(batch, Sequence) and len(batch) > place else None
     if isinstance(entry, np.ndarray):
-        entry = torch.as_tensor(entry)
+        entry = torch.as_tensor(np.ascontiguousarray(entry, entry.dtype.newbyteorder("=")))
     if not isinstance(entry, Tensor):
         raise ValueError(  # noqa: TRY004 -- the content of the batch is wrong, not its type
             f"a batch is {_described(batch)}; expected "

@@ -53,7 +53,7 @@ from largebatch.errors import DataError, shorten
 from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm, by_spans, in_backward
 from largebatch.models.batchnorm_functional import normalise
-from largebatch.models.inputs import images_of
+from largebatch.models.inputs import images_of, sizes
 from largebatch.models.wrappers import (
     describe_layer,
     device_of,
@@ -612,7 +612,7 @@ def _check_shape(owner: _Statistics, values: Tensor) -> None:
     """Raise ValueError if what a layer normalises is not N x C x ..."""
     if values.ndim < 2 + owner.by_sample or values.shape[1] != len(owner.mean):
         raise ValueError(
-            f"the input of {describe_layer(owner.name)} is {' x '.join(map(str, values.shape))}; "
+            f"the input of {describe_layer(owner.name)} is {sizes(values)}; "
             f"expected N x {len(owner.mean)}{' x L' * owner.by_sample}"
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, reason_of, shorten
 from largebatch.models import classifier
+from largebatch.models.inputs import sizes
 from largebatch.storage import whole_file
 from largebatch.training.checkpoint import HEADER, load_checkpoint
 from largebatch.training.trainer import Trainer
@@ -34,6 +35,9 @@ _AVERAGED = (
     *("ema_state_dict", "model_ema_state_dict", "params_ema"),
 )
 """Keys of weights, and of their moving average, in files of timm, torchvision and other tools."""
+
+_COUNTERS = {"n_averaged", "steps"}
+"""Names of the number of averaged models beside a moving average, of PyTorch's and MMEngine's."""
 
 _DEPTH = 3
 """Places inside each other that are searched; a file may contain itself."""
@@ -102,7 +106,7 @@ class Weights:
                 f"{name}: {' and '.join(keys[name])}" for name in sorted(here) if keys[name][1:]
             ],
             "of another shape": [
-                f"{name}: {_shape(tensors[key])}, expected {_shape(there[name])}"
+                f"{name}: {sizes(tensors[key])}, expected {sizes(there[name])}"
                 for name, key in here.items()
                 if name in there and tensors[key].shape != there[name].shape
             ],
@@ -156,7 +160,7 @@ class Weights:
         names = {
             key: [part for part in key.split(".") if part not in _WRAPPERS]
             for key, value in self.place.items()
-            if (isinstance(value, Tensor) or _is_array(value)) and key != "n_averaged"
+            if (isinstance(value, Tensor) or _is_array(value)) and key not in _COUNTERS
         }
         ends = set(expected) - {".".join(parts) for parts in names.values()}
         by_name: dict[str, list[str]] = {}
@@ -227,7 +231,7 @@ def _find(path: Path, content: object, *, ema: bool) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: holds weights under {' and '.join(places)}; save those to take alone"
         )
-    found = list(content) if isinstance(content, dict) else []
+    found = list(map(str, content)) if isinstance(content, dict) else []
     hint = "; --ema takes its EMA" if not ema and dict(_places(content, _AVERAGED)) else ""
     what = f"a mapping of {shorten(found, most=3)}" if found else type(content).__name__
     raise CheckpointError(
@@ -282,10 +286,6 @@ def _end(parts: Sequence[str], expected: Collection[str]) -> str | None:
 
 def _is_safe(path: Path) -> bool:
     return path.suffix == _SAFE
-
-
-def _shape(tensor: Tensor) -> str:
-    return " x ".join(map(str, tensor.shape)) or "a number"
 
 
 def begin_with(path: Path, trainer: Trainer) -> None:

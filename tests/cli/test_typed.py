@@ -126,6 +126,7 @@ def test_a_wrong_argument_is_one_sentence_with_what_was_meant(
         ),
         ("loss=3", "loss: input should be an object, got 3; see `largebatch explain loss`"),
         ("bach.global_batch=64", "bach: unknown key; did you mean 'batch'?"),
+        ("optimizer.epochs=1", "optimizer.epochs: unknown key; known keys: kind, "),
         ("polish.swa.epochs=1", "polish.swa.epochs: unknown key; known keys: over, every"),
         ("polish.epochs=1", "polish.epochs: unknown key; known keys: clean, ema, swa"),
         ("schedule.epochs=9", "schedule.epochs: unknown key; known keys: peak_lr, warmup"),

@@ -157,6 +157,10 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
         pytest.param(lambda own: {"ema": {"module": own, "updates": 3}}, id="ema.module"),
         pytest.param(lambda own: {"state": {"ema": wrapped(own)}}, id="state.ema"),
         pytest.param(lambda own: {"model": {}, "ema_state_dict": own}, id="ema_state_dict"),
+        pytest.param(
+            lambda own: {"ema_state_dict": {"steps": torch.tensor(3), **wrapped(own)}},
+            id="MMEngine",
+        ),
     ],
 )
 def test_other_places_of_a_moving_average(content: Callable[[State], Any], tmp_path: Path) -> None:
@@ -272,6 +276,7 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
         ({"epoch": 3, "best": 0.5}, "found a mapping of epoch, best"),
         ({"model": state(), "net": state()}, "model and net"),
         ({}, "found dict"),
+        ({0: torch.zeros(3), None: 1}, "found a mapping of 0, None"),
         (itself, "found a mapping of state"),
         ([torch.zeros(3)], "found list"),
         ({"model_ema": state()}, "found a mapping of model_ema; --ema takes its EMA"),

@@ -96,6 +96,8 @@ KINDS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.
     *(pytest.param(lambda x, y, kind=kind: (x, y.to(kind)), id=str(kind)) for kind in KINDS),
     pytest.param(lambda x, y: [{"data": x, "label": y.int()[:, None]}], id="DALI's form"),
     pytest.param(lambda x, y: (x.numpy(), y.numpy().astype("uint16")), id="NumPy"),
+    pytest.param(lambda x, y: (x, y.numpy().astype(">u2")), id="another byte order"),
+    pytest.param(lambda x, y: (x.numpy()[::-1], y.numpy()[::-1]), id="NumPy, reversed"),
     pytest.param(lambda x, y: UserDict(pixel_values=x, labels=y), id="Hugging Face's form"),
     pytest.param(lambda x, y: (x, y, torch.arange(len(y))), id="three entries"),
 ])  # fmt: skip
@@ -157,6 +159,7 @@ def test_a_forward_takes_any_inputs_and_outputs() -> None:
     pytest.param(lambda x: x, F.one_hot, "labels are 23 x 7 for", id="one-hot"),
     pytest.param(lambda x: x, lambda y: y.float(), "got float32", id="floating"),
     pytest.param(lambda x: x, lambda y: y[:-1], "labels are 22 for scores of 23 x 7", id="fewer"),
+    pytest.param(lambda x: x.sum(), lambda y: y, "23 for scores of a number", id="the loss"),
     pytest.param(lambda x: x[:, :1], lambda y: y * 0, "scores of 23 x 1", id="one score"),
     pytest.param(lambda x: x, lambda y: y.where(y > 1, -100), r"\b8 labels.*-100.*7", id="ignored"),
     pytest.param(lambda x: x, lambda y: y + 1, r"\b3 labels.* 7,", id="from 1"),

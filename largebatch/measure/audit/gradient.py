@@ -67,8 +67,9 @@ def check_gradient(
         error,
         remedy="the model and loss_fn must run again on a batch, and on a half of it",
     )
-    if not all(ranks.gather(len(update.reference.counts))):
-        return [_no_forward_pass(is_inside=update.micros > 0)]
+    counts = ranks.gather(len(update.reference.counts))
+    if not all(counts):
+        return [_no_forward_pass(is_inside=update.micros > 0 and not any(counts))]
     found = _check_places(update, names, ranks)
     _leave_out(update, update.reference)
     return found + _Comparison(update, update.reference, parameters, names, ranks).findings()

@@ -163,6 +163,7 @@ class Recorder:
     """Sum of the model's weights at each step of `optimizer` if it has none of them."""
 
     _held: set[int] = field(default_factory=set)
+    _hooked: set[Optimizer] = field(default_factory=set)
     _clips: list[Clip] = field(default_factory=list)
     _depth: int = 0
     _steps: int = 0
@@ -210,13 +211,16 @@ class Recorder:
             handles = [
                 self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
                 self.model.register_forward_hook(self._after_forward),
-                register_optimizer_step_pre_hook(self._before_update),
+                register_optimizer_step_pre_hook(
+                    lambda optimizer, *_: self._before_hooks(optimizer, stack)
+                ),
                 register_optimizer_step_post_hook(self._after_update),
             ]
             layers = [it for it in self.model.modules() if isinstance(it, _BatchNorm)]
             handles += [it.register_forward_pre_hook(self._in_norm) for it in layers]
             for handle in handles:
                 stack.callback(handle.remove)
+            stack.callback(self._hooked.clear)
             stack.enter_context(self._clipping_seen())
             stack.enter_context(self._scaler_seen())
             yield
@@ -286,6 +290,12 @@ class Recorder:
         """Return the places of the parameters that an optimizer updates."""
         own = {id(it) for group in optimizer.param_groups for it in group["params"]}
         return [place for place, it in enumerate(self.parameters) if id(it) in own]
+
+    def _before_hooks(self, optimizer: Optimizer, stack: ExitStack) -> None:
+        """Copy gradients behind the optimizer's own hooks, which may change them."""
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
+            stack.callback(optimizer.register_step_pre_hook(self._before_update).remove)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         """Copy the gradients; Horovod's optimizer calls this again once they are summed."""

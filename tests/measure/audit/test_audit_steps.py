@@ -324,6 +324,19 @@ def test_what_is_wrong_with_one_of_two_optimizers_is_named(
     assert figure is None or fault.figure == pytest.approx(figure, rel=0.01)
 
 
+def test_gradients_are_compared_behind_the_optimizers_own_hooks() -> None:
+    model = linear()
+    optimizer = sgd(model)
+    weight: Any = model.weight
+    optimizer.register_step_pre_hook(lambda *_: setattr(weight, "grad", 3 * weight.grad))
+    with contextlib.redirect_stdout(io.StringIO()):
+        findings = audit(model, DataLoader(random_data(), 16), cross_entropy, optimizer)
+    (fault,) = findings.faults
+    assert fault.check == "gradient scale"
+    assert fault.figure == pytest.approx(3)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
 def test_one_process_may_choose_samples() -> None:
     data, model = random_data(), linear()
     loader = DataLoader(data, 16, sampler=SubsetRandomSampler(range(64)))
