@@ -192,8 +192,14 @@ def with_span(model: M, span: int) -> M:
     gradients (a gradient penalty) needs plain BatchNorm.
 
     Raises ValueError, naming the layer and before any change, for a type of BatchNorm that does
-    more than normalise and apply its children in order, or that has a forward pass of its own.
+    more than normalise and apply its children in order, or that has a forward pass of its own; and
+    for modules of torch.jit.script, whose layers cannot change.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(  # noqa: TRY004 -- the content of the model is wrong, not its type
+                f"{describe_layer(name)} is scripted; give it a span before that"
+            )
     layers = [it for it in model.named_modules() if isinstance(it[1], _BatchNorm)]
     for name, layer in layers:
         if type(layer) not in {*_PLAIN, SpanBatchNorm} and not _is_timms_with_activation(layer):

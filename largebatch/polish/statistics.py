@@ -66,6 +66,12 @@ from largebatch.models.wrappers import (
 from largebatch.polish.moments import Moments, of_samples, pool
 from largebatch.tracking.events import LayerDrift
 
+_NATIVE = (
+    *("input", "weight", "bias", "running_mean", "running_var"),
+    *("training", "momentum", "eps", "cudnn_enabled"),
+)
+"""Arguments of torch.batch_norm in their order."""
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles over the channels of a layer in a drift."""
 
@@ -484,6 +490,10 @@ class _Watch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 -- of any function
         del types
+        if function is torch.batch_norm:  # called directly: F.batch_norm is not traced inside
+            kwargs = {**dict(zip(_NATIVE, args, strict=False)), **(kwargs or {})}
+            kwargs.pop("cudnn_enabled", None)
+            function, args = F.batch_norm, ()
         if function in {F.batch_norm, F.instance_norm}:
             given = inspect.signature(function).bind(*args, **kwargs or {}).arguments
             mean = given.get("running_mean")

@@ -469,6 +469,13 @@ def test_a_layer_keeps_hooks_attributes_and_keys_wherever_it_is(
     assert (layer.span, len(seen)) == (2, 4)
 
 
+@pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")
+def test_a_scripted_model_is_refused_by_name() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    with pytest.raises(ValueError, match="inner is scripted"):
+        with_span(nn.ModuleDict({"inner": scripted}), 4)
+
+
 def test_a_vector_is_not_a_batch() -> None:
     with pytest.raises(ValueError, match="expected N x C x ..., got 1 dimensions"):
         with_span(nn.Sequential(nn.BatchNorm1d(3)), 2).eval()(torch.zeros(3))

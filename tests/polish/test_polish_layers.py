@@ -192,6 +192,11 @@ def functional(norm: nn.BatchNorm2d, values: Tensor) -> Tensor:
     return F.batch_norm(values, norm.running_mean, running_var=norm.running_var)
 
 
+def native(norm: nn.BatchNorm2d, values: Tensor) -> Tensor:
+    buffers = norm.running_mean, norm.running_var
+    return torch.batch_norm(values, None, None, *buffers, False, 0.1, norm.eps, False)
+
+
 def with_gradient(norm: nn.BatchNorm2d, values: Tensor, *, again: bool = False) -> Tensor:
     """Forces: a gradient of the input, which depends on the moments of the batch."""
     with torch.enable_grad():
@@ -219,6 +224,7 @@ def inferring(norm: nn.BatchNorm2d, values: Tensor) -> Tensor:
 
 USES = [
     pytest.param(Block(functional), lambda x: x, as_in_training, id="function with buffers"),
+    pytest.param(Block(native), lambda x: x, as_in_training, id="native function with buffers"),
     pytest.param(Scaled(3), lambda x: 2 * x + 1, lambda x: as_in_training(2 * x + 1), id="input"),
     pytest.param(OwnFormula(3), lambda x: x, as_in_training, id="own formula"),
     pytest.param(Masked(3), lambda x: x, as_in_training, id="optional argument"),
