@@ -180,7 +180,7 @@ def _hint(
     if instead and not in_list and {_plain(where), _plain(keys[-1])} & SYNONYMS.keys():
         return instead
     otherwise = instead or f"known keys: {', '.join(known)}"
-    if (meant_key(keys[-1], root) or "").startswith("duration."):
+    if not in_list and (meant_key(keys[-1], root) or "").startswith("duration."):
         return otherwise  # `epochs` is no misspelling of `eps`
     return nearest(keys[-1], known, otherwise=otherwise, most=1)
 
