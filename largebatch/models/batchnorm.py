@@ -93,6 +93,10 @@ class SpanBatchNorm(_BatchNorm):
             out = child(out)
         return out
 
+    def extra_repr(self) -> str:
+        """Return the settings of the layer for its repr."""
+        return f"{super().extra_repr()}, span={self.span}"  # type: ignore[no-untyped-call]  # torch's
+
     def ends_in_relu(self) -> bool:
         """Return True if the children are a ReLU, and what does nothing, without hooks."""
         kinds = [type(child) for child in self.children() if type(child) is not nn.Identity]
@@ -192,9 +196,11 @@ def with_span(model: M, span: int) -> M:
     gradients (a gradient penalty) needs plain BatchNorm.
 
     Raises ValueError, naming the layer and before any change, for a type of BatchNorm that does
-    more than normalise and apply its children in order, or that has a forward pass of its own; and
-    for modules of torch.jit.script, whose layers cannot change.
+    more than normalise and apply its children in order, or that has a forward pass of its own; for
+    modules of torch.jit.script, whose layers cannot change; for a span that is not a positive int.
     """
+    if type(span) is not int or span < 1:
+        raise ValueError(f"span is a number of samples, an int above 0, got {span!r}")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(  # noqa: TRY004 -- the content of the model is wrong, not its type

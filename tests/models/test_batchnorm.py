@@ -476,6 +476,15 @@ def test_a_scripted_model_is_refused_by_name() -> None:
         with_span(nn.ModuleDict({"inner": scripted}), 4)
 
 
+@pytest.mark.parametrize("span", [0, -1, 2.5, True, "4", None])
+def test_a_span_is_a_number_of_samples(span: int) -> None:
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="span is a number of samples"):
+        with_span(norm, span)
+    assert type(norm) is nn.BatchNorm1d
+    assert "span=4" in repr(with_span(norm, 4))
+
+
 def test_a_vector_is_not_a_batch() -> None:
     with pytest.raises(ValueError, match="expected N x C x ..., got 1 dimensions"):
         with_span(nn.Sequential(nn.BatchNorm1d(3)), 2).eval()(torch.zeros(3))
