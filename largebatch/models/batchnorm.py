@@ -86,7 +86,7 @@ class SpanBatchNorm(_BatchNorm):
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span, or whole spans."""
-        if self.training and self.ends_in_relu() and kernels.take(images):
+        if self.training and kernels.take(images) and self.ends_in_relu():
             return self.normalise(images, relu=True)
         out = self.normalise(images) if self.training else super().forward(images)
         for child in self.children():

@@ -92,9 +92,8 @@ class Table:
         """
         from largebatch.optim.kernels import triton_lars
 
-        numbers = [
-            _numbers(rule) for rule in rules[: len(self._numbers)]
-        ]  # later ones have no tensors
+        used = rules[: len(self._numbers)]  # later ones have no tensors
+        numbers = [_numbers(rule) for rule in used]
         if numbers != self._rules:
             self._numbers.copy_(self._pinned(numbers), non_blocking=True)
             self._rules = numbers
