@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from largebatch import audit
-from largebatch.measure.audit.findings import Check
+from largebatch.audit import audit
+from largebatch.audit.findings import Check
 from largebatch.optional import require_digits
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
 from largebatch.runs.launch import start_workers

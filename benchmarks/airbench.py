@@ -20,9 +20,9 @@ from measuring import RESULTS, circumstances, few_processes, hardware, newest, t
 from polishing_data import prepare
 
 from largebatch import load_recipe, run
+from largebatch.lab.studies.metrics import interval
 from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.options import Options
-from largebatch.studies.metrics import interval
 
 NAME = "airbench"
 RECIPES = ("cifar10_airbench_2000", "cifar10_airbench_2000_nesterov")

@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from largebatch import audit
-from largebatch.measure.audit.norms import WARM, layers_of
+from largebatch.audit import audit
+from largebatch.audit.norms import WARM, layers_of
 from largebatch.models import build
 from largebatch.runs.launch import reporting_errors
 

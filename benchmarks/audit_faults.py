@@ -3,7 +3,7 @@
     python benchmarks/audit_faults.py            runs them, writes results and docs/audit-faults.md
     python benchmarks/audit_faults.py --page     writes the page of the newest results again
 
-The scripts are in tests/measure/audit, and run on two Gloo workers.
+The scripts are in tests/audit, and run on two Gloo workers.
 """
 
 import argparse
@@ -20,8 +20,8 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from measuring import RESULTS, newest, write  # noqa: E402
 from planted_audit import findings_of, load  # noqa: E402
 
-from largebatch.measure.audit import Findings  # noqa: E402
-from largebatch.measure.audit.findings import Check  # noqa: E402
+from largebatch.audit import Findings  # noqa: E402
+from largebatch.audit.findings import Check  # noqa: E402
 
 PAGE = ROOT / "docs" / "audit-faults.md"
 

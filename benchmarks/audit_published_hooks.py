@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from largebatch import audit
-from largebatch.measure.audit import Findings
+from largebatch.audit import Findings, audit
 from largebatch.optional import require_torchvision
 
 Hook = Callable[[Path], None]

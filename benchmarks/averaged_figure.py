@@ -16,8 +16,8 @@ from averaged_passes import SHARED
 from averaged_weights import NAME, read
 from measuring import RESULTS, newest
 
+from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.style import COLOURS, INK, MUTED, RULE, save_png
-from largebatch.studies.metrics import Interval, interval
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure

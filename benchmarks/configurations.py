@@ -19,9 +19,9 @@ from typing import Any
 from defaults import carry_out, usage_of
 from measuring import RESULTS, newest, write
 
-from largebatch.studies.metrics import Interval, interval, ratio
-from largebatch.studies.settings.correlations import correlations
-from largebatch.studies.settings.settings import find
+from largebatch.lab.studies.metrics import Interval, interval, ratio
+from largebatch.lab.studies.settings.correlations import correlations
+from largebatch.lab.studies.settings.settings import find
 
 NAME = "configurations"
 SUITE = "gtdlbench"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from scipy.stats import t
 
-from largebatch.studies.metrics import CONFIDENCE, Interval
+from largebatch.lab.studies.metrics import CONFIDENCE, Interval
 
 BySeed = Mapping[int, float]
 """Value of every seed of a cell."""

@@ -24,11 +24,11 @@ from typing import Any
 from measuring import run_largebatch, write
 from polishing_data import prepare
 
-from largebatch.studies.metrics import difference, interval
-from largebatch.studies.queue.database import open_existing
-from largebatch.studies.queue.results import SettingResults, read_settings
-from largebatch.studies.queue.study import load_configuration_study
-from largebatch.studies.settings.transfer import transfer_matrix
+from largebatch.lab.studies.metrics import difference, interval
+from largebatch.lab.studies.queue.database import open_existing
+from largebatch.lab.studies.queue.results import SettingResults, read_settings
+from largebatch.lab.studies.queue.study import load_configuration_study
+from largebatch.lab.studies.settings.transfer import transfer_matrix
 
 STUDY = Path(__file__).parent / "studies" / "defaults.yaml"
 IMAGES = 10_000

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 from measuring import write
 
-from largebatch.studies.metrics import difference
+from largebatch.lab.studies.metrics import difference
 
 STUDIES = 4_000
 POLICIES = 13

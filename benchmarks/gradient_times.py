@@ -18,14 +18,14 @@ import torch
 from measuring import Step, take_turns, write
 
 from largebatch.distributed.serial import Serial
+from largebatch.lab.studies.queue.study import base_recipe
+from largebatch.lab.studies.servers.study import Trained, load_study
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_pipeline
 from largebatch.runs.state import build_criterion
-from largebatch.studies.queue.study import base_recipe
-from largebatch.studies.servers.study import Trained, load_study
 
 NAME = "gradient_times"
 GRADIENTS = 40

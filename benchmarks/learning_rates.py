@@ -37,9 +37,9 @@ from typing import Any
 from measuring import RESULTS, circumstances, hardware, newest, run_largebatch, today
 from polishing_data import prepare
 
-from largebatch.studies.queue.database import open_existing
-from largebatch.studies.queue.results import CellResults, Result, read_results
-from largebatch.studies.queue.study import RATE
+from largebatch.lab.studies.queue.database import open_existing
+from largebatch.lab.studies.queue.results import CellResults, Result, read_results
+from largebatch.lab.studies.queue.study import RATE
 
 NAME = "learning_rates"
 SEEDS = 5

@@ -35,12 +35,12 @@ from measuring import RESULTS, circumstances, few_processes, hardware, newest, t
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
-from largebatch.measure.lr_range import choose_range, read_range, train_range
-from largebatch.measure.lr_range_chart import content
+from largebatch.lab.measure.lr_range import choose_range, read_range, train_range
+from largebatch.lab.measure.lr_range_chart import content
+from largebatch.lab.studies.metrics import outcome
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
 from largebatch.runs.options import Options
-from largebatch.studies.metrics import outcome
 
 NAME = "learning_rates_shapes"
 FACTORS = (0.25, 0.5, 1.0, 1.4, 2.0, 4.0)

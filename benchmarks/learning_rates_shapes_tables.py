@@ -24,8 +24,8 @@ from learning_rates_statistics import Policies, top1_of, whole
 from measuring import RESULTS, newest
 from scipy.stats import spearmanr
 
+from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.style import COLOURS
-from largebatch.studies.metrics import Interval, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from typing import Any
 from contrasts import BySeed, Noise, contrast, noise_of
 from scipy.stats import spearmanr
 
-from largebatch.studies.metrics import (
+from largebatch.lab.studies.metrics import (
     Cost,
     Interval,
     Ratio,

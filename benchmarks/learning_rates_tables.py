@@ -37,7 +37,7 @@ from learning_rates_statistics import (
 )
 from measuring import RESULTS, newest
 
-from largebatch.studies.metrics import Interval, Ratio, difference, interval
+from largebatch.lab.studies.metrics import Interval, Ratio, difference, interval
 
 CYCLES = ("tri", "tri-tables", "tri2", "triexp", "sin", "sin2", "sinexp", "cos", "composite")
 """LRBench's cyclic policies, and the composite one."""

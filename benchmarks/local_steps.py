@@ -37,9 +37,9 @@ from measuring import best_rate, recorded, write
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
+from largebatch.lab.protocols.arrivals import ARRIVALS
+from largebatch.lab.studies.metrics import interval
 from largebatch.recipe.recipe import Recipe
-from largebatch.studies.metrics import interval
-from largebatch.training.protocols.arrivals import ARRIVALS
 
 NAME = "local_steps"
 LEARNERS, MU, EPOCHS = 4, 8, 10

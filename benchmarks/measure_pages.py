@@ -19,9 +19,9 @@ from measuring import RESULTS, newest
 from polishing_tables import by_group, paired, student
 
 from largebatch import load_recipe
+from largebatch.lab.studies.metrics import interval
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
-from largebatch.studies.metrics import interval
 
 if TYPE_CHECKING:
     from largebatch.report.style import Figure

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 from contrasts import Noise, contrast, no_run_fails, noise_of, none_fails
 from measuring import run_largebatch, write
 
-from largebatch.studies.metrics import interval
-from largebatch.studies.staleness.run import Row, rows_of, runs_of
-from largebatch.studies.staleness.study import cells_of, load_study
+from largebatch.lab.studies.metrics import interval
+from largebatch.lab.studies.staleness.run import Row, rows_of, runs_of
+from largebatch.lab.studies.staleness.study import cells_of, load_study
 
 NAME = "momentum_by_tau"
 LEARNERS, MU, EPOCHS = 30, 4, 12

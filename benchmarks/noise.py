@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from largebatch import load_recipe
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.measure.critical_batch import Critical, measure_critical
+from largebatch.lab.measure.critical_batch import Critical, measure_critical
 from largebatch.models import build, param_groups
 from largebatch.optim import LARS
 from largebatch.runs.options import Options

@@ -27,9 +27,9 @@ from measuring import RESULTS, newest
 from optimizers import BATCHES, NAME, Study, at_end, best_of, every_cell
 from optimizers_runs import AS_IS, LABELS, POLISHED, RESNET, SECTIONS, VIT, Cell, epochs_to
 
+from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.noise import MORE_STEPS
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
-from largebatch.studies.metrics import Interval, interval
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from optimizers import Study, at_end, best_of, carry_on, parse, results
 from optimizers_runs import LABELS, RESNET, Cell, Job, Setting
 
-from largebatch.studies.metrics import interval
+from largebatch.lab.studies.metrics import interval
 
 NAME = "optimizers_together"
 OPTIMIZERS, BATCH = ("nesterov", "lars", "muon"), 8_000

@@ -35,17 +35,17 @@ from planner_baseline import baseline_errors
 from largebatch import load_recipe, run
 from largebatch.distributed.environment import available_cores, own_rank
 from largebatch.formatting import aligned
-from largebatch.measure.calibrate import measure
-from largebatch.planner.calibration import (
+from largebatch.lab.measure.calibrate import measure
+from largebatch.lab.planner.calibration import (
     LeftOut,
     fit,
     installed_fit,
     installed_left_out,
     quantile,
 )
-from largebatch.planner.cluster import Cluster, Generation
-from largebatch.planner.prediction import predict
-from largebatch.planner.published import Published, parse_runs, published_runs
+from largebatch.lab.planner.cluster import Cluster, Generation
+from largebatch.lab.planner.prediction import predict
+from largebatch.lab.planner.published import Published, parse_runs, published_runs
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.events import StageName
 from largebatch.training.loop import Update

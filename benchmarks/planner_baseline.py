@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from largebatch.planner.published import IMAGES, VALIDATION, Published
+from largebatch.lab.planner.published import IMAGES, VALIDATION, Published
 
 START = np.log([1500, 3200, 0.01, 0.002, 0.0007])
 SCALE = 0.05

@@ -7,8 +7,8 @@ of a run that the planner is fitted to is read. The start is the time from `run_
 epoch, and what the first epoch takes longer than the median one. An evaluation is the time between
 `eval_start` and `eval_stop`, less its forward passes by the planner. The geometric means over
 systems of 32 nodes or more, with their standard errors, are the priors of the planner's constants
-(largebatch/planner/calibration.py). A single node reads its images from a disk in its first epoch,
-which takes it up to half a minute.
+(largebatch/lab/planner/calibration.py). A single node reads its images from a disk in its first
+epoch, which takes it up to half a minute.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from typing import Any
 from measuring import write
 
 from largebatch.formatting import aligned
-from largebatch.planner.calibration import installed_fit
-from largebatch.planner.model import evaluation_seconds, machine
-from largebatch.planner.published import VALIDATION, Published, published_runs
+from largebatch.lab.planner.calibration import installed_fit
+from largebatch.lab.planner.model import evaluation_seconds, machine
+from largebatch.lab.planner.published import VALIDATION, Published, published_runs
 
 FEWEST_NODES = 32
 LOG = re.compile(r"/results/(?P<system>[^/]+)/resnet/result_\d+\.txt$")

@@ -2,7 +2,7 @@
 
 from typing import Any, TypedDict
 
-from largebatch.studies.metrics import interval
+from largebatch.lab.studies.metrics import interval
 
 BASELINE = "sgd, small, area 0.35"
 """Baseline of the large batch: its group without the data set."""

@@ -18,10 +18,10 @@ from measuring import few_processes, write
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
-from largebatch.measure.lr_range import choose_range, read_range, train_range
-from largebatch.measure.lr_range_chart import content
+from largebatch.lab.measure.lr_range import choose_range, read_range, train_range
+from largebatch.lab.measure.lr_range_chart import content
+from largebatch.lab.studies.metrics import interval
 from largebatch.runs.options import Options
-from largebatch.studies.metrics import interval
 
 SEEDS = 3
 FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)

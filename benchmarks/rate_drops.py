@@ -45,12 +45,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from largebatch import load_recipe, run
 from largebatch.errors import DesynchronizedError
+from largebatch.lab.studies.hosts.measure import Placement, environment
+from largebatch.lab.studies.hosts.namespaces import Command, addresses, run_on_hosts
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
-from largebatch.studies.hosts.measure import Placement, environment
-from largebatch.studies.hosts.namespaces import Command, addresses, run_on_hosts
 from largebatch.training.stages import STAGES
 
 if TYPE_CHECKING:

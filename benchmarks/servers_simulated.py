@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from measuring import RESULTS, newest, write
 from studies_on_hosts import as_interval
 
+from largebatch.lab.studies.hosts.starts import Found
+from largebatch.lab.studies.servers.rows import Row, row_of, slower
+from largebatch.lab.studies.servers.simulated import findings, sweeps
+from largebatch.lab.studies.servers.study import ALONE, Cell, cells_of, load_study
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
-from largebatch.studies.hosts.starts import Found
-from largebatch.studies.servers.rows import Row, row_of, slower
-from largebatch.studies.servers.simulated import findings, sweeps
-from largebatch.studies.servers.study import ALONE, Cell, cells_of, load_study
 
 if TYPE_CHECKING:
     from largebatch.report.style import Figure

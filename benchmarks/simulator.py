@@ -12,10 +12,10 @@ import time
 
 from measuring import spread, write
 
-from largebatch.training.protocols.cluster import Cluster, Link
-from largebatch.training.protocols.compute_times import Exponential
-from largebatch.training.protocols.rule import Rule
-from largebatch.training.protocols.simulator import simulate
+from largebatch.lab.protocols.cluster import Cluster, Link
+from largebatch.lab.protocols.compute_times import Exponential
+from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.simulator import simulate
 
 
 def main() -> None:

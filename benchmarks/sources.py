@@ -21,17 +21,17 @@ _LARS = ("optim/kernels", "optim/lars.py")
 _UPDATE = ("distributed/reducer.py", *_BATCHNORM, "training/loop.py", "training/loss.py")
 _INPUT = ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py")
 _TRAINING = (*_UPDATE, *_LARS, "data/augment.py", "data/order.py", "schedules/functions.py")
-_POLICIES = (*_TRAINING, "schedules/cycles.py", "studies/metrics.py")
+_POLICIES = (*_TRAINING, "schedules/cycles.py", "lab/studies/metrics.py")
 _OPTIMIZERS = (*_TRAINING, "optim", "polish", "tracking/noise_scale.py", "training/stages.py")
-_PLANNER = ("planner/calibration.py", "planner/model.py", "planner/prediction.py")
+_PLANNER = ("lab/planner/calibration.py", "lab/planner/model.py", "lab/planner/prediction.py")
 _LATE = tuple(
-    f"training/protocols/{name}.py" for name in ("arrivals", "exchange", "learner", "rule", "stage")
+    f"lab/protocols/{name}.py" for name in ("arrivals", "exchange", "learner", "rule", "stage")
 )
 _CHECKPOINT = ("training/checkpoint.py", "training/state.py")
 _DIAGNOSIS = tuple(f"report/{name}.py" for name in ("diagnosis", "pair", "record"))
 
 MEASURED = {
-    "accuracy_fell": tuple(f"measure/audit/{it}.py" for it in ("gradient", "rates", "samples")),
+    "accuracy_fell": tuple(f"audit/{it}.py" for it in ("gradient", "rates", "samples")),
     "airbench": (
         *_TRAINING,
         "models/airbench.py",
@@ -39,26 +39,34 @@ MEASURED = {
         "optim/muon.py",
         "optim/sgd.py",
     ),
-    "audit_cost": ("measure/audit",),
-    "audit_faults": ("measure/audit",),
-    "audit_published": ("measure/audit",),
+    "audit_cost": ("audit",),
+    "audit_faults": ("audit",),
+    "audit_published": ("audit",),
     "averaged_weights": ("models/cifar_resnet9.py", "polish"),
     "batch_throughput": ("training/loop.py", "models/lenet5.py"),
     "batch_advice": (
-        "measure/batch.py",
-        "measure/batch_parts.py",
-        "measure/critical_batch.py",
+        "lab/measure/batch.py",
+        "lab/measure/batch_parts.py",
+        "lab/measure/critical_batch.py",
         "tracking/noise_scale.py",
     ),
     "checkpoint": _CHECKPOINT,
     "checkpoint_busy": _CHECKPOINT,
-    "configurations": (*_TRAINING, "studies/queue/usage.py", "studies/settings/correlations.py"),
-    "critical_batch": ("measure/critical_batch.py", "tracking/noise_scale.py"),
-    "critical_batch_fashion_mnist": ("measure/critical_batch.py", "tracking/noise_scale.py"),
+    "configurations": (
+        *_TRAINING,
+        "lab/studies/queue/usage.py",
+        "lab/studies/settings/correlations.py",
+    ),
+    "critical_batch": ("lab/measure/critical_batch.py", "tracking/noise_scale.py"),
+    "critical_batch_fashion_mnist": ("lab/measure/critical_batch.py", "tracking/noise_scale.py"),
     "decoder_pixels": ("data/augment.py", "data/decoders"),
     "diagnosis": _DIAGNOSIS,
-    "defaults": (*_TRAINING, "studies/settings/settings.py", "studies/settings/transfer.py"),
-    "false_alarms": ("studies/metrics.py",),
+    "defaults": (
+        *_TRAINING,
+        "lab/studies/settings/settings.py",
+        "lab/studies/settings/transfer.py",
+    ),
+    "false_alarms": ("lab/studies/metrics.py",),
     "frameworks": _TRAINING,
     "gradient_times": ("models/lenet5.py", "models/lstm.py", "training/loss.py", *_BATCHNORM),
     "index": ("data/index",),
@@ -69,25 +77,29 @@ MEASURED = {
     "learning_rates": _POLICIES,
     "learning_rates_best_trial": _POLICIES,
     "learning_rates_half_trials": _POLICIES,
-    "learning_rates_shapes": (*_POLICIES, "measure/lr_range.py", "measure/lr_range_bounds.py"),
-    "local_steps": (*_LATE, "training/loss.py", "training/protocols/gradients.py"),
+    "learning_rates_shapes": (
+        *_POLICIES,
+        "lab/measure/lr_range.py",
+        "lab/measure/lr_range_bounds.py",
+    ),
+    "local_steps": (*_LATE, "training/loss.py", "lab/protocols/gradients.py"),
     "loop": _UPDATE,
     "noise_cost": ("distributed/reducer.py", "training/loop.py"),
     "norm": _BATCHNORM,
     "optimizers": _OPTIMIZERS,
     "optimizers_together": _OPTIMIZERS,
-    "planner": (*_PLANNER, "planner/published.py"),
+    "planner": (*_PLANNER, "lab/planner/published.py"),
     "momentum_by_tau": (*_LATE, "training/loss.py"),
-    "momentum_quadratic": ("training/protocols/rule.py",),
-    "planner_logs": ("planner/published.py",),
-    "planner_here": (*_PLANNER, "measure/calibrate.py"),
+    "momentum_quadratic": ("lab/protocols/rule.py",),
+    "planner_logs": ("lab/planner/published.py",),
+    "planner_here": (*_PLANNER, "lab/measure/calibrate.py"),
     "polish": (*_BATCHNORM, "polish"),
     "polish_error": (*_BATCHNORM, "polish"),
     "polishing_optimizers": (*_TRAINING, "optim", "polish", "training/stages.py"),
     "polishing_study": (*_TRAINING, "polish", "training/stages.py"),
     "ptb_lstm": ("data/text/pipeline.py", "models/lstm.py", "training/loop.py", "training/loss.py"),
     "quickstart": (*_TRAINING, "polish", "training/stages.py"),
-    "range_test": (*_TRAINING, "measure/lr_range.py", "measure/lr_range_bounds.py"),
+    "range_test": (*_TRAINING, "lab/measure/lr_range.py", "lab/measure/lr_range_bounds.py"),
     "rate_drops": (
         "distributed/torch_distributed.py",
         "schedules/functions.py",
@@ -102,21 +114,21 @@ MEASURED = {
     "resnet50": (*_UPDATE, *_LARS, *_KERNELS),
     "resnet50_28": (*_UPDATE, *_LARS, *_KERNELS),
     "roofline": (*_BATCHNORM, *_KERNELS),
-    "scaling": (*_LATE, "studies/scaling/rows.py"),
-    "servers": ("studies/servers/rows.py", "training/protocols/service.py"),
-    "servers_digits": ("studies/servers/rows.py", "training/protocols/service.py"),
+    "scaling": (*_LATE, "lab/studies/scaling/rows.py"),
+    "servers": ("lab/studies/servers/rows.py", "lab/protocols/service.py"),
+    "servers_digits": ("lab/studies/servers/rows.py", "lab/protocols/service.py"),
     "servers_simulated": (
-        "studies/servers/simulated.py",
-        "training/protocols/fair_links.py",
-        "training/protocols/simulator.py",
+        "lab/studies/servers/simulated.py",
+        "lab/protocols/fair_links.py",
+        "lab/protocols/simulator.py",
     ),
-    "simulator": ("training/protocols/simulator.py",),
+    "simulator": ("lab/protocols/simulator.py",),
     "soak": (*_CHECKPOINT, "runs/interrupts.py", "runs/launch.py", "training/loop.py"),
-    "speed_up": tuple(f"training/protocols/{name}.py" for name in ("rule", "server", "simulator")),
+    "speed_up": tuple(f"lab/protocols/{name}.py" for name in ("rule", "server", "simulator")),
     "staleness": (*_LATE, "training/loss.py"),
     "staleness_rudra_imagenette": (*_LATE, "training/loss.py"),
     "staleness_rudra_small": (*_LATE, "training/loss.py"),
-    "staleness_times": ("training/protocols/simulator.py",),
+    "staleness_times": ("lab/protocols/simulator.py",),
     "sweep": _KERNELS,
     "warmup_by_tau": (*_LATE, "training/loss.py"),
 }

@@ -26,16 +26,16 @@ from measuring import write
 from torch.nn import functional as F
 
 from largebatch.distributed.serial import Serial
+from largebatch.lab.protocols.cluster import Serving
+from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.server import ParameterServer
+from largebatch.lab.studies.queue.study import base_recipe
+from largebatch.lab.studies.staleness.pictures import write_speed_up
+from largebatch.lab.studies.staleness.speed_up import SpeedUp, speed_ups
+from largebatch.lab.studies.staleness.study import StalenessStudy, load_study
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.studies.queue.study import base_recipe
-from largebatch.studies.staleness.pictures import write_speed_up
-from largebatch.studies.staleness.speed_up import SpeedUp, speed_ups
-from largebatch.studies.staleness.study import StalenessStudy, load_study
-from largebatch.training.protocols.cluster import Serving
-from largebatch.training.protocols.rule import Rule
-from largebatch.training.protocols.server import ParameterServer
 
 STUDIES = {"rudra": (4, 16, 32, 128), "rudra-imagenette": (2, 4, 8, 16)}
 """Installed studies, and the mini-batches whose gradients are timed."""

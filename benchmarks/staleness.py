@@ -33,14 +33,14 @@ from polishing_data import prepare
 from scipy.stats import binomtest
 from staleness_studies import IMAGES, rates_study, studies
 
-from largebatch.studies.metrics import CONFIDENCE, Interval, interval
-from largebatch.studies.queue.database import open_existing
-from largebatch.studies.queue.results import read_results
-from largebatch.studies.queue.study import RATE
-from largebatch.studies.staleness.pictures import diagonals
-from largebatch.studies.staleness.run import Row, rows_of, runs_of
-from largebatch.studies.staleness.study import cells_of, load_study
-from largebatch.training.protocols.simulator import simulate
+from largebatch.lab.protocols.simulator import simulate
+from largebatch.lab.studies.metrics import CONFIDENCE, Interval, interval
+from largebatch.lab.studies.queue.database import open_existing
+from largebatch.lab.studies.queue.results import read_results
+from largebatch.lab.studies.queue.study import RATE
+from largebatch.lab.studies.staleness.pictures import diagonals
+from largebatch.lab.studies.staleness.run import Row, rows_of, runs_of
+from largebatch.lab.studies.staleness.study import cells_of, load_study
 
 MARGIN = 3.0
 

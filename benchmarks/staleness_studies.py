@@ -21,7 +21,7 @@ has one pair of each, for others are the same training, and 120 is that of `main
 import math
 from typing import Any
 
-from largebatch.training.protocols.compute_times import Lognormal, Stragglers
+from largebatch.lab.protocols.compute_times import Lognormal, Stragglers
 
 IMAGES = 10_000
 EPOCHS = 12

@@ -14,7 +14,7 @@ from typing import Any
 from measuring import RESULTS, newest
 from staleness_studies import FACTORS, RATES
 
-from largebatch.studies.metrics import Interval
+from largebatch.lab.studies.metrics import Interval
 
 Found = dict[str, Any]
 

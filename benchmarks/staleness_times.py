@@ -21,18 +21,18 @@ from staleness import clopper_pearson
 from staleness_studies import MACHINES, STRAGGLERS, USUAL
 from torch.nn import functional as F
 
-from largebatch.models import build
-from largebatch.studies.metrics import interval
-from largebatch.training.protocols.cluster import Cluster
-from largebatch.training.protocols.compute_times import (
+from largebatch.lab.protocols.cluster import Cluster
+from largebatch.lab.protocols.compute_times import (
     Distribution,
     Exponential,
     Lognormal,
     Recorded,
     Stragglers,
 )
-from largebatch.training.protocols.rule import Rule
-from largebatch.training.protocols.simulator import simulate
+from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.simulator import simulate
+from largebatch.lab.studies.metrics import interval
+from largebatch.models import build
 
 LEARNERS, MU = 30, 4
 GRADIENTS = 60_000

@@ -19,15 +19,15 @@ from typing import Any
 from contrasts import contrast, no_run_fails, noise_of, none_fails
 from measuring import spread, write
 
-from largebatch.studies.hosts.starts import Start, starts_of
-from largebatch.studies.metrics import Interval
-from largebatch.studies.scaling import rows as scaling_rows
-from largebatch.studies.scaling import study as scaling
-from largebatch.studies.servers import rows as servers_rows
-from largebatch.studies.servers import study as servers
-from largebatch.studies.servers.simulated import findings, sweeps
-from largebatch.studies.staleness import run as staleness_runs
-from largebatch.studies.staleness import study as staleness
+from largebatch.lab.studies.hosts.starts import Start, starts_of
+from largebatch.lab.studies.metrics import Interval
+from largebatch.lab.studies.scaling import rows as scaling_rows
+from largebatch.lab.studies.scaling import study as scaling
+from largebatch.lab.studies.servers import rows as servers_rows
+from largebatch.lab.studies.servers import study as servers
+from largebatch.lab.studies.servers.simulated import findings, sweeps
+from largebatch.lab.studies.staleness import run as staleness_runs
+from largebatch.lab.studies.staleness import study as staleness
 
 
 def main() -> None:

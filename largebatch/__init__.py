@@ -4,8 +4,8 @@
     summary = run("digits_96", workers=2, out="runs/digits")
     summary = run(load_recipe("mine.yaml", ["seed=2"]), out="runs/mine")
 
-`audit` checks a training loop of your own on several workers. All four names are imported on first
-use: a recipe can be read, checked and planned without PyTorch.
+`largebatch.audit` checks a training loop of your own on several workers. The names are imported on
+first use: a recipe can be read, checked and planned without PyTorch.
 """
 
 import sys
@@ -16,17 +16,15 @@ from largebatch.distributed.environment import configure_libraries
 from largebatch.errors import LargebatchError
 
 if TYPE_CHECKING:
-    from largebatch.measure.audit import audit
     from largebatch.recipe.loading import load_recipe
     from largebatch.recipe.recipe import Recipe
     from largebatch.runs.run import run
 
 __version__ = "0.1.0"
-__all__ = ["LargebatchError", "Recipe", "__version__", "audit", "load_recipe", "run"]
+__all__ = ["LargebatchError", "Recipe", "__version__", "load_recipe", "run"]
 
 _PLACES = {
     "Recipe": "recipe.recipe",
-    "audit": "measure.audit",
     "load_recipe": "recipe.loading",
     "run": "runs.run",
 }

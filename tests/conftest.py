@@ -70,13 +70,13 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `plan` print an estimate of this machine without the seconds that measuring takes."""
-    from largebatch.measure.estimate import Estimate
+    from largebatch.lab.measure.estimate import Estimate
 
     found = Estimate(
         "cpu", "fp32", 8, step_seconds=0.25, run_seconds=150, memory_bytes=2**30,
         bytes_per_sample=2**20,
     )  # fmt: skip
-    monkeypatch.setattr("largebatch.measure.estimate.estimate", lambda *_: found)
+    monkeypatch.setattr("largebatch.lab.measure.estimate.estimate", lambda *_: found)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 from defaults import STUDY, apart, more_seeds  # noqa: E402
 
+from largebatch.lab.studies.queue.cells import cells_of  # noqa: E402
+from largebatch.lab.studies.queue.study import ConfigurationStudy, load_configuration_study  # noqa: E402
 from largebatch.recipe.loading import validate_tree  # noqa: E402
-from largebatch.studies.queue.cells import cells_of  # noqa: E402
-from largebatch.studies.queue.study import ConfigurationStudy, load_configuration_study  # noqa: E402
 
 
 def test_both_studies_can_be_planned() -> None:

@@ -155,7 +155,7 @@ def test_the_page_on_where_things_are_names_folders_and_files_that_are_there() -
     text = (DOCS / "where-things-are.md").read_text(encoding="utf-8")
     names = set(re.findall(r"`([a-z_]+/(?:[a-z_/]+\.py)?)`", text))
     package = ROOT / "largebatch"
-    roots = (ROOT, package, package / "studies", package / "data")
+    roots = (ROOT, package, package / "data")
     for name in names:
         assert any((root / name).exists() for root in roots), name
     for folder in (ROOT / "largebatch").iterdir():

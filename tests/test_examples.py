@@ -11,7 +11,7 @@ import pytest
 import torch
 from programs import output_of
 
-from largebatch.measure.audit.findings import Check, Level
+from largebatch.audit.findings import Check, Level
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 PRELUDE = """

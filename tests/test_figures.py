@@ -27,7 +27,7 @@ from optimizers_figure import epochs_by_seed, seeds_of  # noqa: E402
 from optimizers_runs import AS_IS, POLISHED, RESNET  # noqa: E402
 from polishing_tables import by_group, paired  # noqa: E402
 
-from largebatch.studies.metrics import interval  # noqa: E402
+from largebatch.lab.studies.metrics import interval  # noqa: E402
 
 H100 = "nvidia-h100-80gb-hbm3"
 STRAIGHT = "Nesterov SGD with a straight decay against"

@@ -39,7 +39,7 @@ from learning_rates_shapes_tables import (  # noqa: E402
 )
 from schedules_of import schedule_of as rates_of  # noqa: E402
 
-from largebatch.studies.queue.study import load_study  # noqa: E402
+from largebatch.lab.studies.queue.study import load_study  # noqa: E402
 
 EPOCHS = 4
 ONE = CONFIGURATIONS[1]

@@ -13,9 +13,9 @@ CORE = (
 )
 """Rooms that know no wing. A recipe may name what a wing does: it is data."""
 
-WINGS = ("data/text", "training/protocols")
+WINGS = ("data/text",)
 
-CHOOSE = ("runs/build.py", "runs/sections.py")
+CHOOSE = ("runs/build.py",)
 """Files that choose what plugs into a run and its page."""
 
 WORDS = re.compile(
@@ -73,7 +73,7 @@ def test_words_are_found_in_names_and_texts_and_not_in_docstrings() -> None:
     assert words_of("from typing import Protocol\nx = f'{y} lost its Parameter Server'") == {
         "parameter server"
     }
-    assert words_of("import largebatch.training.protocols.exchange as e") == {
+    assert words_of("import largebatch.lab.protocols.exchange as e") == {
         "protocol",
         "exchange",
     }

@@ -14,10 +14,10 @@ import learning_rates_tables as tables  # noqa: E402
 from learning_rates import CONFIGURATIONS, FACTORIAL, Configuration  # noqa: E402
 from schedules_of import schedule_of  # noqa: E402
 
+from largebatch.lab.studies.queue.cells import cells_of  # noqa: E402
+from largebatch.lab.studies.queue.study import Study  # noqa: E402
 from largebatch.recipe.arithmetic.plan import make_plan  # noqa: E402
 from largebatch.recipe.loading import validate_tree  # noqa: E402
-from largebatch.studies.queue.cells import cells_of  # noqa: E402
-from largebatch.studies.queue.study import Study  # noqa: E402
 
 
 @pytest.mark.parametrize("one", CONFIGURATIONS, ids=lambda one: one.key)

@@ -16,8 +16,8 @@ import momentum_by_tau as momentum  # noqa: E402
 import momentum_quadratic as quadratic  # noqa: E402
 import warmup_by_tau as warmup  # noqa: E402
 
+from largebatch.lab.studies.staleness.study import StalenessStudy, cells_of  # noqa: E402
 from largebatch.recipe.loading import validate_tree  # noqa: E402
-from largebatch.studies.staleness.study import StalenessStudy, cells_of  # noqa: E402
 
 ASYNCHRONOUS = "asynchronous, over tau"
 

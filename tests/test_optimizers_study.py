@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from largebatch import load_recipe
+from largebatch.lab.studies.metrics import Interval
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.writing import dump_recipe
-from largebatch.studies.metrics import Interval
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -13,13 +13,13 @@ from documents import PAGES, ROOT
 
 import largebatch
 from largebatch.cli.main import make_parser
+from largebatch.lab.studies.queue.study import ConfigurationStudy, Study
+from largebatch.lab.studies.scaling.study import ScalingStudy
+from largebatch.lab.studies.servers.study import ServersStudy
+from largebatch.lab.studies.staleness.study import StalenessStudy
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section
-from largebatch.studies.queue.study import ConfigurationStudy, Study
-from largebatch.studies.scaling.study import ScalingStudy
-from largebatch.studies.servers.study import ServersStudy
-from largebatch.studies.staleness.study import StalenessStudy
 
 FILES: list[tuple[str, str, type[Section]]] = [
     ("recipe", "", Recipe),
@@ -40,8 +40,8 @@ PUBLIC = {
     "largebatch.tracking.events.Summary",
     "largebatch.polish.polish",
     "largebatch.training.evaluate",
-    "largebatch.studies.metrics.cost",
-    "largebatch.studies.metrics.robustness",
+    "largebatch.lab.studies.metrics.cost",
+    "largebatch.lab.studies.metrics.robustness",
     "largebatch.optim.LARS",
     "largebatch.schedules.functions.polynomial",
     "largebatch.models.build",

@@ -15,12 +15,12 @@ from contrasts import contrast, noise_of  # noqa: E402
 from staleness_studies import EPOCHS, IMAGES, rates_study, studies  # noqa: E402
 from staleness_times import distributions, mean_tau, simulated  # noqa: E402
 
+from largebatch.lab.studies.queue.cells import cells_of as policies_of  # noqa: E402
+from largebatch.lab.studies.queue.study import Study  # noqa: E402
+from largebatch.lab.studies.staleness.pictures import diagonals  # noqa: E402
+from largebatch.lab.studies.staleness.run import Row  # noqa: E402
+from largebatch.lab.studies.staleness.study import Cell, cells_of, load_study  # noqa: E402
 from largebatch.recipe.loading import validate_tree  # noqa: E402
-from largebatch.studies.queue.cells import cells_of as policies_of  # noqa: E402
-from largebatch.studies.queue.study import Study  # noqa: E402
-from largebatch.studies.staleness.pictures import diagonals  # noqa: E402
-from largebatch.studies.staleness.run import Row  # noqa: E402
-from largebatch.studies.staleness.study import Cell, cells_of, load_study  # noqa: E402
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 from studies_on_hosts import _staleness  # noqa: E402
 
-from largebatch.studies.staleness.run import runs_of  # noqa: E402
-from largebatch.studies.staleness.study import cells_of, load_study  # noqa: E402
+from largebatch.lab.studies.staleness.run import runs_of  # noqa: E402
+from largebatch.lab.studies.staleness.study import cells_of, load_study  # noqa: E402
 
 STUDY = "rudra-small"
 

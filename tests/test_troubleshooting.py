@@ -30,13 +30,13 @@ from largebatch.distributed.meeting import require_one_type
 from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.distributed.watch import describe
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
+from largebatch.lab.protocols.exchange import _refusal
+from largebatch.lab.studies.queue.database import Queue, open_storage
 from largebatch.polish import polish
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.launch import _cause
-from largebatch.studies.queue.database import Queue, open_storage
 from largebatch.tracking.events import Note
 from largebatch.tracking.log import JsonLines
-from largebatch.training.protocols.exchange import _refusal
 
 ENTRIES = re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
 

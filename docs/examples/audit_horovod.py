@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from largebatch import audit
+from largebatch.audit import audit
 from largebatch.models import build
 
 

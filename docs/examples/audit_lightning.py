@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from largebatch import audit
+from largebatch.audit import audit
 from largebatch.models import build
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from largebatch import audit
+from largebatch.audit import audit
 from largebatch.optional import require_timm
 
 timm = require_timm()  # as `import timm`, also where torchvision was built for another torch

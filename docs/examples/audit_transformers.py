@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
-from largebatch import audit
+from largebatch.audit import audit
 
 
 class Digits(Dataset[dict[str, torch.Tensor]]):

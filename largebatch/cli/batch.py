@@ -27,8 +27,8 @@ from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.tracking.events import write_json
 
 if TYPE_CHECKING:
-    from largebatch.measure.batch import Advice
-    from largebatch.planner.cluster import Cluster
+    from largebatch.lab.measure.batch import Advice
+    from largebatch.lab.planner.cluster import Cluster
 
 CHART, RESULT = "batch.png", "batch.json"
 
@@ -56,8 +56,8 @@ def _batch(args: argparse.Namespace) -> int:
     cluster = _cluster(args)
     recipe = load_recipe(args.recipe, args.set)
     from largebatch.data.datasets.own import import_own
-    from largebatch.measure.batch import advise
-    from largebatch.measure.batch_parts import Question
+    from largebatch.lab.measure.batch import advise
+    from largebatch.lab.measure.batch_parts import Question
     from largebatch.runs.folder import default_folder
 
     if worker_rank() is not None:
@@ -89,7 +89,7 @@ def _cluster(args: argparse.Namespace) -> "Cluster | None":
         if args.price is not None:
             raise LargebatchError("--price is of a GPU hour of a cluster: give --cluster NAME too")
         return None
-    from largebatch.planner.cluster import load_cluster
+    from largebatch.lab.planner.cluster import load_cluster
 
     cluster = load_cluster(args.cluster)
     if args.price is None:
@@ -99,7 +99,7 @@ def _cluster(args: argparse.Namespace) -> "Cluster | None":
 
 def _show(advice: "Advice", out: Path, data: Path | None) -> None:
     """Print the advice, and write its recipe, chart and numbers into a folder."""
-    from largebatch.measure.batch_chart import advised, describe, draft, write_advice
+    from largebatch.lab.measure.batch_chart import advised, describe, draft, write_advice
 
     for line in describe(advice):
         print(wrapped(line))

@@ -23,8 +23,8 @@ from largebatch.runs.interrupts import STOPS
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-    from largebatch.studies.queue.phases import Bench
-    from largebatch.studies.queue.study import AnyStudy
+    from largebatch.lab.studies.queue.phases import Bench
+    from largebatch.lab.studies.queue.study import AnyStudy
 
 Show = Callable[["Bench", "BaseStorage"], None]
 """Print the results of a study and write its page."""
@@ -80,13 +80,13 @@ def add_commands(command: Command) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from largebatch.studies.queue.study import load_study
+    from largebatch.lab.studies.queue.study import load_study
 
     return _carry_out(args, load_study(args.study), _show_policies)
 
 
 def _bench_settings(args: argparse.Namespace) -> int:
-    from largebatch.studies.queue.study import load_configuration_study, settings_here
+    from largebatch.lab.studies.queue.study import load_configuration_study, settings_here
 
     whole = load_configuration_study(args.study)
     study = settings_here(whole)
@@ -95,7 +95,7 @@ def _bench_settings(args: argparse.Namespace) -> int:
     require_psutil()  # before processes start
     if not args.report:
         return _carry_out(args, study, _show_settings)
-    from largebatch.studies.queue.database import open_existing
+    from largebatch.lab.studies.queue.database import open_existing
 
     bench = _prepare(args, study)
     with open_existing(_url(args, bench.out)) as storage:
@@ -110,7 +110,7 @@ def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
             "a study starts the workers of its runs itself; start it by itself on every machine, "
             "with --processes, and not by torchrun, horovodrun or srun with several tasks"
         )
-    from largebatch.studies.queue.cells import cells_of
+    from largebatch.lab.studies.queue.cells import cells_of
 
     cells = cells_of(study, args.study.parent)
     given = args.data or args.dataset
@@ -118,8 +118,8 @@ def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
         raise DataError(
             f"{given} would not be read: no recipe of the study has data.source: folder"
         )
-    from largebatch.studies.queue.phases import Bench
-    from largebatch.studies.queue.trial import Machine
+    from largebatch.lab.studies.queue.phases import Bench
+    from largebatch.lab.studies.queue.trial import Machine
 
     out = args.out or Path("runs") / study.name
     return Bench(study=study, cells=tuple(cells), out=out, machine=Machine(**machine_of(args)))
@@ -128,10 +128,10 @@ def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
 def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
     """Run what is left of a study, or print it; print the results when all runs are done."""
     bench = _prepare(args, study)
-    from largebatch.studies.queue.bench import work, work_together
-    from largebatch.studies.queue.console import describe_budget, print_run
-    from largebatch.studies.queue.database import open_storage
-    from largebatch.studies.queue.phases import Progress
+    from largebatch.lab.studies.queue.bench import work, work_together
+    from largebatch.lab.studies.queue.console import describe_budget, print_run
+    from largebatch.lab.studies.queue.database import open_storage
+    from largebatch.lab.studies.queue.phases import Progress
 
     if args.dry_run:
         if args.data:
@@ -171,9 +171,9 @@ def _require_images(bench: "Bench", args: argparse.Namespace) -> None:
 
 
 def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:
-    from largebatch.studies.policies.page import PAGE, make_page
-    from largebatch.studies.queue.results import read_results
-    from largebatch.studies.queue.study import Study
+    from largebatch.lab.studies.policies.page import PAGE, make_page
+    from largebatch.lab.studies.queue.results import read_results
+    from largebatch.lab.studies.queue.study import Study
 
     assert isinstance(bench.study, Study)
     names = {(cell.configuration, cell.variant) for cell in bench.cells}
@@ -183,11 +183,11 @@ def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:
 
 
 def _show_settings(bench: "Bench", storage: "BaseStorage") -> None:
-    from largebatch.studies.policies.page import PAGE
-    from largebatch.studies.queue.results import read_settings
-    from largebatch.studies.queue.study import ConfigurationStudy
-    from largebatch.studies.settings.page import make_page
-    from largebatch.studies.settings.settings import find
+    from largebatch.lab.studies.policies.page import PAGE
+    from largebatch.lab.studies.queue.results import read_settings
+    from largebatch.lab.studies.queue.study import ConfigurationStudy
+    from largebatch.lab.studies.settings.page import make_page
+    from largebatch.lab.studies.settings.settings import find
 
     assert isinstance(bench.study, ConfigurationStudy)
     every = {(result.configuration, result.setting): result for result in read_settings(storage)
@@ -203,9 +203,9 @@ def _url(args: argparse.Namespace, out: Path) -> str:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from largebatch.studies.policies.page import PAGE, make_page
-    from largebatch.studies.queue.database import open_existing
-    from largebatch.studies.queue.results import read_results
+    from largebatch.lab.studies.policies.page import PAGE, make_page
+    from largebatch.lab.studies.queue.database import open_existing
+    from largebatch.lab.studies.queue.results import read_results
 
     folder = Path(args.study)
     is_folder = folder.is_dir()

@@ -17,7 +17,7 @@ from largebatch.recipe.writing import recipe_name
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
-    from largebatch.measure.initial import Survey, TimeEstimate
+    from largebatch.lab.measure.initial import Survey, TimeEstimate
 
 SHOWN = 20
 """Number of classes that are printed one by one."""
@@ -38,7 +38,7 @@ def add_commands(command: Command) -> None:
 
 def _init(args: argparse.Namespace) -> int:
     _require_splits(args.folder)
-    from largebatch.measure.initial import draft, estimate_time, survey
+    from largebatch.lab.measure.initial import draft, estimate_time, survey
 
     name = recipe_name(args.folder.resolve().name, otherwise="own-data")
     out = args.out or Path(f"{name}.yaml")

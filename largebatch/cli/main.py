@@ -246,10 +246,9 @@ def _export(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_comparison, write_report
-    from largebatch.runs.sections import SECTIONS
 
     if len(args.runs) == 1:
-        print(printable(str(write_report(args.runs[0], args.out, sections=SECTIONS))))
+        print(printable(str(write_report(args.runs[0], args.out))))
         return DONE
     page, comparison = write_comparison(args.runs, args.out or Path())
     for reason in comparison.left_out:

@@ -27,7 +27,7 @@ from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.tracking.events import LOG, REPORT, Status
 
 if TYPE_CHECKING:
-    from largebatch.measure.critical_batch import Critical
+    from largebatch.lab.measure.critical_batch import Critical
 
 _MONITOR = "monitor=noise_scale"
 
@@ -149,7 +149,7 @@ def _measure(args: argparse.Namespace) -> int:
     if args.max_steps is not None:
         raise LargebatchError("--max-steps is for one run; --measure stops its runs by --epochs")
     recipe = load_recipe(args.recipe, args.set)
-    from largebatch.measure.critical_batch import Critical, measure_critical
+    from largebatch.lab.measure.critical_batch import Critical, measure_critical
     from largebatch.runs.folder import default_folder
 
     options = options_of(args, out=args.out or default_folder(recipe))

@@ -12,8 +12,8 @@ from largebatch.formatting import aligned, duration, three_digits
 from largebatch.recipe.loading import load_recipe
 
 if TYPE_CHECKING:
-    from largebatch.planner.prediction import Prediction
-    from largebatch.planner.scan import Point
+    from largebatch.lab.planner.prediction import Prediction
+    from largebatch.lab.planner.scan import Point
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:
@@ -52,15 +52,15 @@ def plan_elsewhere(args: argparse.Namespace) -> int:
     """Predict a recipe on a cluster, or measure this machine."""
     if args.calibrate:
         return _calibrate(args)
-    from largebatch.planner.cluster import load_cluster
-    from largebatch.planner.prediction import predict
-    from largebatch.planner.scan import best_batches, has_epoch_law
+    from largebatch.lab.planner.cluster import load_cluster
+    from largebatch.lab.planner.prediction import predict
+    from largebatch.lab.planner.scan import best_batches, has_epoch_law
 
     recipe, cluster = load_recipe(args.recipe, args.set), load_cluster(args.cluster)
     prediction = predict(recipe, cluster, workers=args.workers)
     best = best_batches(recipe, cluster) if has_epoch_law(recipe, cluster) else []
     if args.out is not None:
-        from largebatch.planner.forecast import write_forecast
+        from largebatch.lab.planner.forecast import write_forecast
 
         write_forecast(args.out, recipe, cluster, prediction)
     if args.json:
@@ -137,7 +137,7 @@ def _best(points: "list[Point]") -> dict[str, str]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from largebatch.measure.calibrate import calibrate
+    from largebatch.lab.measure.calibrate import calibrate
 
     if args.out is None:
         raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")

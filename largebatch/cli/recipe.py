@@ -21,7 +21,7 @@ from largebatch.cli.arguments import (
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
 from largebatch.formatting import aligned, duration, plural, three_digits
-from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
+from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
     describe_division,
@@ -159,7 +159,7 @@ def _epoch(plan: Plan) -> str:
 
 def _this_machine(recipe: Recipe, plan: Plan) -> str:
     """Describe the time and memory of one worker here, measured on a few samples."""
-    from largebatch.measure.estimate import estimate
+    from largebatch.lab.measure.estimate import estimate
 
     found = estimate(recipe, plan)
     step, run = found.step_seconds, found.run_seconds

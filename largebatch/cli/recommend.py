@@ -12,7 +12,7 @@ from largebatch.cli.printing import wrapped
 from largebatch.errors import LargebatchError, StudyError, printable
 
 if TYPE_CHECKING:
-    from largebatch.studies.policies.groups import Group
+    from largebatch.lab.studies.policies.groups import Group
 
 BY = ("cost", "accuracy", "robustness")
 """Choices of studies.recommend.Criterion; listed here so that the parser needs no NumPy."""
@@ -51,9 +51,9 @@ def _recommend(args: argparse.Namespace) -> int:
             "--by accuracy or robustness"
         )
     groups = read_groups(args.storage)
-    from largebatch.studies.policies.groups import choose
-    from largebatch.studies.policies.recommend import recommend
-    from largebatch.studies.policies.recommend_words import (
+    from largebatch.lab.studies.policies.groups import choose
+    from largebatch.lab.studies.policies.recommend import recommend
+    from largebatch.lab.studies.policies.recommend_words import (
         as_json,
         policies_table,
         runs_behind,
@@ -94,9 +94,9 @@ def read_groups(named: Sequence[str]) -> "list[Group]":
     An unnamed database that cannot be read is skipped with a message on standard error. Raises
     StudyError if there is no policy.
     """
-    from largebatch.studies.policies.groups import groups_of
-    from largebatch.studies.queue.database import open_existing, shown
-    from largebatch.studies.queue.results import read_results
+    from largebatch.lab.studies.policies.groups import groups_of
+    from largebatch.lab.studies.queue.database import open_existing, shown
+    from largebatch.lab.studies.queue.results import read_results
 
     storages = named or default_storages()
     if not storages:

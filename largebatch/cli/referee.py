@@ -13,7 +13,7 @@ from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import aligned
 
 if TYPE_CHECKING:
-    from largebatch.mlperf.referee import Findings
+    from largebatch.lab.mlperf.referee import Findings
 
 FAILED = 1
 """Exit code of a failed check."""
@@ -51,7 +51,7 @@ def _referee(args: argparse.Namespace) -> int:
     """
     if args.describe:
         return _describe(args)
-    from largebatch.mlperf.referee import check
+    from largebatch.lab.mlperf.referee import check
     from largebatch.report.style import require_png
 
     require_png(args.out)
@@ -77,7 +77,7 @@ def _describe(args: argparse.Namespace) -> int:
             "--describe prints the system of one run, as JSON: give one run, and neither --system "
             "nor --json"
         )
-    from largebatch.mlperf.system_description import MARK, describe
+    from largebatch.lab.mlperf.system_description import MARK, describe
 
     content = describe(args.runs[0])
     print(json.dumps(content, indent=2))
@@ -92,7 +92,7 @@ def _describe(args: argparse.Namespace) -> int:
 
 def _draw(findings: "Findings", out: Path) -> Path | None:
     """Draw the chart if there is a reference, and return its path."""
-    from largebatch.mlperf.page import write_convergence
+    from largebatch.lab.mlperf.page import write_convergence
 
     batch = findings.logs[0].batch
     if findings.reference is None or batch is None:

@@ -14,7 +14,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from largebatch.measure.rehearsal import Message, Rehearsal
+    from largebatch.lab.measure.rehearsal import Message, Rehearsal
 
 
 def add_commands(command: Command) -> None:
@@ -32,9 +32,9 @@ def add_commands(command: Command) -> None:
 
 def _rehearse(args: argparse.Namespace) -> int:
     from largebatch.data.datasets.own import import_own
-    from largebatch.measure.rehearsal import rehearse
-    from largebatch.planner.cluster import load_cluster
-    from largebatch.planner.prediction import FIXED_BYTES, HELP
+    from largebatch.lab.measure.rehearsal import rehearse
+    from largebatch.lab.planner.cluster import load_cluster
+    from largebatch.lab.planner.prediction import FIXED_BYTES, HELP
 
     for module in args.imports:
         import_own(module)

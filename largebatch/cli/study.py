@@ -22,12 +22,12 @@ from largebatch.formatting import plural
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering
 
 if TYPE_CHECKING:
+    from largebatch.lab.studies.hosts.starts import Cell, Found, Start
+    from largebatch.lab.studies.scaling.study import ScalingStudy
+    from largebatch.lab.studies.servers.study import ServersStudy
+    from largebatch.lab.studies.staleness.run import Run
+    from largebatch.lab.studies.staleness.trial import Result
     from largebatch.report.interactive import Page
-    from largebatch.studies.hosts.starts import Cell, Found, Start
-    from largebatch.studies.scaling.study import ScalingStudy
-    from largebatch.studies.servers.study import ServersStudy
-    from largebatch.studies.staleness.run import Run
-    from largebatch.studies.staleness.trial import Result
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +84,8 @@ def _named_folder(text: str) -> tuple[str, Path]:
 
 
 def _staleness(args: argparse.Namespace) -> int:
-    from largebatch.studies.staleness.run import carry_out, rows_of, runs_of
-    from largebatch.studies.staleness.study import cells_of, load_study
+    from largebatch.lab.studies.staleness.run import carry_out, rows_of, runs_of
+    from largebatch.lab.studies.staleness.study import cells_of, load_study
 
     if worker_rank() is not None:
         raise BackendError(
@@ -97,7 +97,7 @@ def _staleness(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / study.name
     runs = runs_of(cells, seeds=study.seeds, out=out)
     if args.dry_run:
-        from largebatch.studies.budget import describe_total, seconds_of_runs
+        from largebatch.lab.studies.budget import describe_total, seconds_of_runs
 
         left = [run for run in runs if run.read() is None]
         for run in left:
@@ -105,10 +105,10 @@ def _staleness(args: argparse.Namespace) -> int:
         seconds = seconds_of_runs(left)
         print(describe_total(plural(len(left), "run"), seconds, processes=args.parallel))
         return 0
+    from largebatch.lab.studies.staleness.page import PAGE, make_page
+    from largebatch.lab.studies.staleness.pictures import SPEED_UP, write_pictures, write_speed_up
+    from largebatch.lab.studies.staleness.speed_up import speed_ups
     from largebatch.runs.options import Options
-    from largebatch.studies.staleness.page import PAGE, make_page
-    from largebatch.studies.staleness.pictures import SPEED_UP, write_pictures, write_speed_up
-    from largebatch.studies.staleness.speed_up import speed_ups
 
     options = Options(out=out, **machine_of(args))
     try:
@@ -129,11 +129,11 @@ def _staleness(args: argparse.Namespace) -> int:
 
 
 def _servers(args: argparse.Namespace) -> int:
-    from largebatch.studies.hosts.starts import starts_of
-    from largebatch.studies.servers.page import make_page
-    from largebatch.studies.servers.rows import rows_of
-    from largebatch.studies.servers.simulated import sweeps
-    from largebatch.studies.servers.study import cells_of, layouts_here, load_study
+    from largebatch.lab.studies.hosts.starts import starts_of
+    from largebatch.lab.studies.servers.page import make_page
+    from largebatch.lab.studies.servers.rows import rows_of
+    from largebatch.lab.studies.servers.simulated import sweeps
+    from largebatch.lab.studies.servers.study import cells_of, layouts_here, load_study
 
     study = load_study(args.study)
     for layout in study.layouts.keys() - layouts_here(study).keys():
@@ -156,9 +156,9 @@ def _servers(args: argparse.Namespace) -> int:
 
 
 def _scaling(args: argparse.Namespace) -> int:
-    from largebatch.studies.scaling.page import make_page
-    from largebatch.studies.scaling.rows import rows_of
-    from largebatch.studies.scaling.study import cells_of, load_study
+    from largebatch.lab.studies.scaling.page import make_page
+    from largebatch.lab.studies.scaling.rows import rows_of
+    from largebatch.lab.studies.scaling.study import cells_of, load_study
 
     study = load_study(args.study)
     cells = cells_of(study, Path(args.study).parent)
@@ -174,8 +174,8 @@ def _on_hosts(
     make_page: "Callable[[Sequence[Start]], Page]",
 ) -> int:
     """Run what is left of a study on several hosts, or print it; write the page at the end."""
-    from largebatch.studies.hosts.namespaces import require_hosts
-    from largebatch.studies.hosts.starts import carry_out, starts_of
+    from largebatch.lab.studies.hosts.namespaces import require_hosts
+    from largebatch.lab.studies.hosts.starts import carry_out, starts_of
 
     for name, _ in args.data:
         if name not in study.recipes:
@@ -185,7 +185,7 @@ def _on_hosts(
     starts = starts_of(cells, repeats=study.repeats, data=dict(args.data), out=out)
     left = [start for start in starts if start.read() is None]
     if args.dry_run:
-        from largebatch.studies.budget import STARTING, describe_total, seconds_of_starts
+        from largebatch.lab.studies.budget import STARTING, describe_total, seconds_of_starts
 
         for start in left:
             print(printable(f"{start.cell} seed {start.seed}"))

@@ -11,14 +11,14 @@ from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_planned
 from largebatch.cli.recommend import add_storage, default_storages, read_groups
 from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
-from largebatch.planner.draft import draft, suggested_name, words
-from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
+from largebatch.lab.planner.draft import draft, suggested_name, words
+from largebatch.lab.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import recipe_name
 
 if TYPE_CHECKING:
-    from largebatch.studies.policies.shape import Shape
+    from largebatch.lab.studies.policies.shape import Shape
 
 NUMBERS = {
     "--samples": "training images, if not ImageNet's; then also:",
@@ -82,7 +82,7 @@ def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
             raise
         print(wrapped(f"no measured policies: {error}"))
         return None
-    from largebatch.studies.policies.shape import shape_for
+    from largebatch.lab.studies.policies.shape import shape_for
 
     shape = shape_for(found, groups)
     if shape is None and storages:
@@ -104,8 +104,8 @@ def _base(args: argparse.Namespace) -> Recipe | None:
     if args.recipe is not None:
         recipe = load_recipe(args.recipe)
     else:
-        from largebatch.measure.initial import draft as first_draft
-        from largebatch.measure.initial import survey
+        from largebatch.lab.measure.initial import draft as first_draft
+        from largebatch.lab.measure.initial import survey
 
         name = recipe_name(args.data.resolve().name, otherwise="own-data")
         recipe = parse_recipe(first_draft(survey(*show_index(args.data)), name=name))

@@ -4,13 +4,13 @@ Everything is drawn from the records of a run, so a run that was interrupted, fa
 has a report of what it recorded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from largebatch.errors import CheckpointError
 from largebatch.report.comparison import Comparison, compare_runs
 from largebatch.report.comparison_page import make_comparison_page
-from largebatch.report.page import Section, make_page, write_charts
+from largebatch.report.page import make_page, write_charts
 from largebatch.report.run import read_run
 from largebatch.storage import write_whole
 from largebatch.tracking.events import REPORT
@@ -19,24 +19,17 @@ COMPARISON = "compare.html"
 """Name of the page that compares runs, unless another is given."""
 
 
-def write_report(
-    run_folder: Path,
-    out: Path | None = None,
-    *,
-    sections: Sequence[Callable[[Path], Section | None]] = (),
-) -> Path:
+def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """Write the charts as PNG files, report.png and report.html into `out`; return the page.
 
-    `out` is the run folder unless it is given. `sections` make further sections of the page from
-    the run folder. Raises CheckpointError where the run folder holds no readable log, or `out`
-    cannot be written; MissingPackageError without matplotlib.
+    `out` is the run folder unless it is given. Raises CheckpointError where the run folder holds no
+    readable log, or `out` cannot be written; MissingPackageError without matplotlib.
     """
     run, out = read_run(run_folder), out or run_folder
     if out.suffix == ".html" and not out.is_dir():
         raise CheckpointError(f"{out}: --out of one run names a folder, which holds the page")
     page = out / REPORT
-    further = [section for make in sections if (section := make(run_folder)) is not None]
-    content = make_page(run, further).encode()
+    content = make_page(run).encode()
     try:
         write_charts(run, out)
         write_whole(page, content)

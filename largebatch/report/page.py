@@ -5,10 +5,10 @@ written as PNG files, and all together as the overview, report.png.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -69,15 +69,8 @@ WIDE, NARROW = 960, 340
 """Widths in points for a desktop and a phone."""
 
 
-class Section(NamedTuple):
-    """A further section of the page."""
-
-    title: str
-    rows: Mapping[str, str]
-
-
-def make_page(run: Run, sections: Sequence[Section] = ()) -> str:
-    """Return the HTML of a run's report, with further sections before its last one."""
+def make_page(run: Run) -> str:
+    """Return the HTML of a run's report."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
@@ -93,7 +86,7 @@ def make_page(run: Run, sections: Sequence[Section] = ()) -> str:
         unknown=MISSING,
         charts=charts_of(run),
         widths=(WIDE, NARROW),
-        sections=sections,
+        extra=_extra(run),
         environment=_environment(run),
         confidence=describe_confidence(run),
         gap=describe_gap(run),
@@ -105,6 +98,30 @@ def make_page(run: Run, sections: Sequence[Section] = ()) -> str:
         weakest=weakest,
         worst=worst(run),
     )
+
+
+def _extra(run: Run) -> dict[str, dict[str, str]]:
+    """Return what plugged-in parts report of themselves, by part and key."""
+    parts = run.summary.extra if run.summary is not None else {}
+    rows = {
+        part: {key: _plain(value) for key, value in facts.items() if value}
+        for part, facts in parts.items()
+    }
+    return {part: facts for part, facts in rows.items() if facts}
+
+
+def _plain(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int():
+            return f"{value:,}"
+        case dict():
+            return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
+        case list():
+            return (" · " if not isinstance(value[0], dict) else "; ").join(map(_plain, value))
+        case _:
+            return str(value)
 
 
 def _environment(run: Run) -> dict[str, str]:

@@ -3,12 +3,13 @@
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -22,8 +23,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
 from largebatch.distributed.serial import Serial
-from largebatch.errors import PlanError
-from largebatch.mlperf.logger import MLPerf
+from largebatch.errors import MissingPackageError, PlanError
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, prepare_training
 from largebatch.recipe.arithmetic.division import may_split
@@ -41,9 +41,6 @@ from largebatch.tracking.mlflow import MLflow
 from largebatch.tracking.tensorboard import TensorBoard
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import Retention, Writer
-from largebatch.training.protocols.exchange import Exchange
-from largebatch.training.protocols.stage import ProtocolUpdates, require_tensors
-from largebatch.training.protocols.state import NAME, ProtocolState
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
 from largebatch.training.trainer import Trainer, Updates
@@ -198,13 +195,24 @@ def _choose_updates(
     """Return the function that makes the updates of a stage: the training loop, or a protocol."""
     if recipe.protocol is None:
         return synchronous_updates
-    protocol = state.extra[NAME] = ProtocolState()  # its checkpoints hold one
-    if measuring:
-        return synchronous_updates
     if options.profile is not None:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
-    require_tensors(state.model, recipe)
-    return ProtocolUpdates(Exchange.open(backend, recipe.protocol), protocol)
+    open_updates = _plugged_in("updates", "protocol")
+    updates: Updates = open_updates(recipe, state, None if measuring else backend)
+    return updates
+
+
+def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
+    """Load what a package plugs into a run under `name`: an entry point of `largebatch.KIND`."""
+    found = entry_points(group=f"largebatch.{kind}", name=name)
+    if not found:
+        raise MissingPackageError(
+            f"the entry point {name} of largebatch.{kind}",
+            purpose=f"this recipe's {name}",
+            install="pip install --force-reinstall --no-deps largebatch",
+        )
+    plugged: Callable[..., Any] = next(iter(found)).load()
+    return plugged
 
 
 def optional_workers(recipe: Recipe) -> Collection[int]:
@@ -230,7 +238,7 @@ def open_trackers(
                 known, resumed = ids.get(name), resume and (folder / LOG).exists()
                 yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
             case "mlperf":
-                yield MLPerf(folder, recipe, began=trainer.began)
+                yield _plugged_in("trackers", name)(folder, recipe, began=trainer.began)
             case _:
                 assert_never(name)
 

@@ -22,7 +22,6 @@ from largebatch.models.compiled import failures_named
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.folder import open_folder
-from largebatch.runs.sections import SECTIONS
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
 from largebatch.training.checkpoint import idle_stream
@@ -130,7 +129,7 @@ def _draw(trainer: Trainer, folder: Path) -> None:
     except Exception as error:  # a user's data set may raise anything; the run is finished
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
     try:
-        write_report(folder, sections=SECTIONS)
+        write_report(folder)
     except (OSError, LargebatchError):
         raise
     except Exception as error:  # the run is recorded; its own error matters more

@@ -13,8 +13,8 @@ from PIL import Image
 
 from largebatch.cli.main import DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
+from largebatch.lab.studies.hosts.namespaces import lacking
 from largebatch.recipe.loading import load_recipe
-from largebatch.studies.hosts.namespaces import lacking
 from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -11,7 +11,7 @@ from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.measure import initial
+from largebatch.lab.measure import initial
 from largebatch.recipe.loading import load_recipe
 
 

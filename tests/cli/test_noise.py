@@ -15,8 +15,8 @@ from short_runs import HALF, a_recipe, log, weights
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError
-from largebatch.measure import critical_batch
-from largebatch.measure.critical_batch import Critical, Trial, measure_critical
+from largebatch.lab.measure import critical_batch
+from largebatch.lab.measure.critical_batch import Critical, Trial, measure_critical
 from largebatch.report import write_report
 from largebatch.report.noise import BOUNDED, LEAST, PARTS, course, describe_noise, samples
 from largebatch.report.page import make_page

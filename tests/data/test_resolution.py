@@ -18,7 +18,7 @@ from largebatch.cli.main import main
 from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.measure.estimate import estimate
+from largebatch.lab.measure.estimate import estimate
 from largebatch.models.of_recipe import require_accepted
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe

@@ -12,7 +12,6 @@ from fake_runs import FakeRun
 from largebatch.errors import CheckpointError
 from largebatch.report import write_report
 from largebatch.report.numbers import subtitle
-from largebatch.report.page import Section
 from largebatch.report.run import read_run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -59,13 +58,15 @@ def test_a_resumed_run_forgets_the_gap_it_will_measure_again(tmp_path: Path) -> 
     assert read_run(run.write()).gaps == ()
 
 
-def test_sections_of_others_stand_on_the_page_if_they_have_something_to_say(tmp_path: Path) -> None:
+def test_what_plugged_in_parts_report_is_on_the_page(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.train(0, 2)
-    sections = [lambda folder: Section("Weather", {"in": f"{folder.name} <b>"}), lambda _: None]
-    page = write_report(run.write(), sections=sections).read_text(encoding="utf-8")
+    lost = [{"learner": 1, "update": 1037, "silent": False}]
+    extra = {"protocol": {"gradients": [1200, 480], "lost": lost}, "empty": {"lost": []}}
+    page = write_report(run.write(extra=extra)).read_text(encoding="utf-8")
     text = " ".join(re.sub("<[^>]*>", " ", page).split())
-    assert "Weather in run &lt;b&gt; Environment" in text
+    found = "Protocol gradients 1,200 · 480 lost learner 1, update 1,037, silent false Environment"
+    assert found in text
 
 
 GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1": 0, "top5": 0, '

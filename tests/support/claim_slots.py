@@ -6,8 +6,8 @@ Prints each slot that it was given; with `hang` it keeps its first one until it 
 import sys
 import time
 
-from largebatch.studies.queue.database import Queue, Slot, open_storage
-from largebatch.studies.queue.owners import Owners
+from largebatch.lab.studies.queue.database import Queue, Slot, open_storage
+from largebatch.lab.studies.queue.owners import Owners
 
 NAME, DEFINITION = "races", {"study": "races"}
 

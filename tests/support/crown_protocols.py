@@ -16,11 +16,11 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.links import open_links
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
+from largebatch.lab.protocols.exchange import Exchange, Layout, Record
+from largebatch.lab.protocols.gradients import Gradients, average_statistics
+from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.training.loss import cross_entropy
-from largebatch.training.protocols.exchange import Exchange, Layout, Record
-from largebatch.training.protocols.gradients import Gradients, average_statistics
-from largebatch.training.protocols.rule import MiniBatches, Rule
 
 LAYOUTS = {
     "a server beside each of 4 learners": Layout(4, (0, 1, 2, 3)),

@@ -14,8 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from largebatch.studies.hosts import namespaces
-from largebatch.studies.hosts.namespaces import OWN_NAMESPACES, make_hosts, on_host, replace_file
+from largebatch.lab.studies.hosts import namespaces
+from largebatch.lab.studies.hosts.namespaces import (
+    OWN_NAMESPACES,
+    make_hosts,
+    on_host,
+    replace_file,
+)
 
 HOSTS = {"a": "10.9.0.1", "b": "10.9.0.2", "c": "10.9.0.3"}
 PROGRAMS = {"ssh": "openssh-client", "/usr/sbin/sshd": "openssh-server"}

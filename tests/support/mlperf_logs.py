@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from largebatch import load_recipe
-from largebatch.mlperf.logger import MLPerf
+from largebatch.lab.mlperf.logger import MLPerf
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import Evaluation, Event, Finish, Start, Status, Step, Summary

@@ -284,9 +284,9 @@ MUTANTS = (
     ),
     Mutant(
         "a target is reached by more than it",
-        "studies/metrics.py",
+        "lab/studies/metrics.py",
         "one.top1 >= target",
         "one.top1 > target",
-        "studies/test_metrics.py::test_a_target_costs_what_its_first_evaluation_had_cost",
+        "lab/studies/test_metrics.py::test_a_target_costs_what_its_first_evaluation_had_cost",
     ),
 )

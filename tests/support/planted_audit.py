@@ -1,6 +1,6 @@
 """Run training scripts with planted faults, and correct ones, on two Gloo workers.
 
-A script is a file in tests/measure/audit/faults or correct with a function `script(audit)` that
+A script is a file in tests/audit/faults or correct with a function `script(audit)` that
 returns what `audit` returned. Names of files are unique in all of tests/. Each script has a process
 group of its own, which it finds open; it seeds its own generators. In faults/ it also has:
 
@@ -30,9 +30,9 @@ from on_forked_workers import on_forked_workers
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.rendezvous import rendezvous
 
-from largebatch.measure.audit import Findings
+from largebatch.audit import Findings
 
-FOLDER = Path(__file__).parents[1] / "measure" / "audit"
+FOLDER = Path(__file__).parents[1] / "audit"
 
 
 def names_in(folder: str) -> list[str]:
@@ -80,7 +80,7 @@ def run_all(folder: str, names: Sequence[str]) -> dict[str, Findings | str]:
 
 
 def run_one(folder: str, name: str) -> Findings | str:
-    from largebatch import audit
+    from largebatch.audit import audit
 
     printed = io.StringIO()
     try:

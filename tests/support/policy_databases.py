@@ -8,12 +8,12 @@ from typing import Any
 from optuna.storages import BaseStorage
 from short_studies import a_record, write_study
 
-from largebatch.studies.queue.cells import cells_of
-from largebatch.studies.queue.database import Queue, open_storage
-from largebatch.studies.queue.owners import Owners
-from largebatch.studies.queue.phases import Bench, Progress
-from largebatch.studies.queue.study import RATE, load_study
-from largebatch.studies.queue.trial import Machine
+from largebatch.lab.studies.queue.cells import cells_of
+from largebatch.lab.studies.queue.database import Queue, open_storage
+from largebatch.lab.studies.queue.owners import Owners
+from largebatch.lab.studies.queue.phases import Bench, Progress
+from largebatch.lab.studies.queue.study import RATE, load_study
+from largebatch.lab.studies.queue.trial import Machine
 
 FLAT = {"decay": {"kind": "constant"}}
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from largebatch import load_recipe
+from largebatch.lab.studies.queue.results import Result, SettingResults
+from largebatch.lab.studies.queue.usage import Usage
 from largebatch.recipe.recipe import Recipe
-from largebatch.studies.queue.results import Result, SettingResults
-from largebatch.studies.queue.usage import Usage
 
 
 @cache

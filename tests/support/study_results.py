@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from largebatch import load_recipe
+from largebatch.lab.studies.metrics import Measurement
+from largebatch.lab.studies.queue.results import CellResults, Classes, Result
+from largebatch.lab.studies.queue.study import RATE, Search
 from largebatch.recipe.recipe import Recipe
-from largebatch.studies.metrics import Measurement
-from largebatch.studies.queue.results import CellResults, Classes, Result
-from largebatch.studies.queue.study import RATE, Search
 
 IMAGES = 96
 """Number of images per update."""

@@ -1,0 +1,98 @@
+"""Phases of an audit on several workers: an error on one of them ends the phase on all."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from largebatch.audit.findings import Check, Finding, Level
+from largebatch.distributed.agreement import gather_values
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import broadcast_bytes
+from largebatch.errors import PeerLostError, clip, printable
+
+T = TypeVar("T")
+
+_LONGEST = 160
+"""Maximum length in characters of an error in a finding."""
+
+_REMEDY = "call it without the audit on that worker, which shows the traceback, and correct it"
+
+
+class StoppedError(Exception):
+    """A reason to stop a check; it is raised on all workers. With a figure it is a fault."""
+
+    def __init__(
+        self, check: Check, text: str, remedy: str, *, figure: float | None = None
+    ) -> None:
+        super().__init__(text)
+        level: Level = "unknown" if figure is None else "fault"
+        self._finding = Finding(check=check, level=level, text=text, remedy=remedy, figure=figure)
+
+    def finding(self) -> Finding:
+        """Return the finding that reports this error."""
+        return self._finding
+
+
+class Ranks:
+    """The workers of the script, with operations that every one of them must call."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.rank, self.size = backend.rank, backend.world_size
+
+    def attempt(
+        self, check: Check, what: str, function: Callable[[], T], *, remedy: str = _REMEDY
+    ) -> T:
+        """Call a function that needs no other worker; raise StoppedError on all if one fails.
+
+        Raises PeerLostError with this worker's own error if the others do not answer after it.
+        """
+        error, result = None, None
+        try:
+            result = function()
+        except PeerLostError:
+            raise
+        except Exception as caught:  # of the script's own code: any
+            error = f"{type(caught).__name__}: {caught}"
+        self.require(check, what, error, remedy=remedy)
+        return result  # type: ignore[return-value]  # `require` raised if there is none
+
+    def require(self, check: Check, what: str, error: str | None, *, remedy: str = _REMEDY) -> None:
+        """Raise StoppedError on every worker if one of them has an error."""
+        try:
+            errors = self.gather(error)
+        except PeerLostError as lost:
+            if error is None:
+                raise
+            raise type(lost)(f"{what} failed: {in_one_line(error)}") from lost
+        failed = [rank for rank, text in enumerate(errors) if text is not None]
+        if failed:
+            text = in_one_line(errors[failed[0]])
+            more = f" and {len(failed) - 1} more" * (len(failed) > 1)
+            text = f"{what} failed on worker {failed[0]}{more}: {text}"
+            raise StoppedError(check, text, remedy)
+
+    def gather(self, own: object) -> list[Any]:
+        """Return the plain values of every worker, by rank."""
+        return gather_values(own, self.backend, self.backend.device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all workers, in float64 on the tensor's device."""
+        sent = tensor.detach().to(self.backend.device, torch.float64, copy=True)
+        self.backend.all_reduce(sent).wait()
+        return sent.to(tensor.device)
+
+    def share(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        """Return worker 0's findings."""
+        content = json.dumps([asdict(finding) for finding in findings]).encode()
+        content = broadcast_bytes(content if self.rank == 0 else None, self.backend)
+        return tuple(Finding(**fields) for fields in json.loads(content))
+
+
+def in_one_line(error: str) -> str:
+    """Return the text of an error without line breaks, shortened."""
+    return clip(printable(" ".join(error.split())), _LONGEST)

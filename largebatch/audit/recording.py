@@ -1,0 +1,457 @@
+"""Records of a script's own updates: micro-batches, gradients before the update, clipping.
+
+Hooks on the model and the optimizers see what the script does in its own way. The reference is
+computed in the hook before the update, because the weights change right after it. If several
+optimizers share the parameters, the update is that of all of them in one call of the step.
+"""
+
+import inspect
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from largebatch.audit.replicas import weighted_sums
+from largebatch.audit.restoring import generators_of
+from largebatch.models.inputs import logits_of
+from largebatch.models.wrappers import device_of
+
+
+@dataclass(slots=True, eq=False)
+class Micro:
+    """One forward pass in training mode, with all that is needed to repeat it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Any
+    restore_random: Callable[[], None]
+    buffers: list[Tensor]
+    half: torch.dtype | None
+    """Type of autocast; None without it."""
+
+    scores_in: Callable[[Any], Any] = logits_of
+    """Function that takes what the loss needs from the model's output."""
+
+    output_gradient: Tensor | None = None
+    """Gradient of the script's loss with respect to the logits; None if it was not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One call of a function of torch.nn.utils that clips."""
+
+    lengths: dict[int, float]
+    """Lengths of the gradients before clipping, by the identities of the parameters."""
+
+    most: float
+    """Maximum norm or value."""
+
+    norm: float | None
+    """Norm before clipping; None for values."""
+
+    factor: float
+    """Factor by which clipping multiplied the length of the gradients."""
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One update of the script."""
+
+    gradients: list[Tensor | None]
+    """Gradients that the optimizer got, by parameter."""
+
+    reference: Any
+    """Result of the function that computes the reference, or the exception it raised."""
+
+    clips: list[Clip]
+    loss_scale: float
+    """Scale of the script's GradScaler; 1 without one."""
+
+    may_be_float16: bool
+    """True if gradients are computed or sent in float16."""
+
+    rate: float
+    """Largest learning rate of a group of parameters."""
+
+    micros: int
+    """Number of micro-batches of this worker."""
+
+    samples: int
+    """Number of samples of this worker."""
+
+    places: set[int]
+    """Places of the parameters that an optimizer of this update has."""
+
+    repeats_samples: bool
+    """True if the model saw more samples than the step was given."""
+
+    held: set[int]
+    """Places of the gradients that were not zero when the first backward pass began."""
+
+    strangers: int
+    """Number of tensors in the optimizers that are not the model's and have no gradient."""
+
+    attempt: int
+    """Number of updates before this one, with those that a GradScaler skipped."""
+
+    after: list[float] = field(default_factory=list)
+    """`weighted_sums` of the weights right after the update."""
+
+    later: list[float] = field(default_factory=list)
+    """The same when the next forward pass begins."""
+
+
+@dataclass(slots=True, eq=False)
+class Recorder:
+    """Hooks on a script's model and optimizers, active within `recording`."""
+
+    model: nn.Module
+    """Model without wrappers, whose forward pass needs no other worker."""
+
+    optimizer: Optimizer
+    reference: Callable[[list[Micro]], object]
+    sends_float16: bool = False
+    """True if gradients are sent in float16, whatever their type."""
+
+    averaged: Sequence[Tensor] = ()
+    """Tensors of the averaged copy of the model."""
+
+    moves: Counter[int] = field(default_factory=Counter)
+    """How often the averaged copy moved between forward passes, by update."""
+
+    labels: Any = None
+    """Labels of the batch that is given to the step; set before each call."""
+
+    scores_in: Callable[[Any], Any] = logits_of
+
+    updates: list[Update] = field(default_factory=list)
+    micros: list[Micro] = field(default_factory=list)
+    """Micro-batches since the last update."""
+
+    evaluated: set[str] = field(default_factory=set)
+    """Names of the layers that were in evaluation mode in a forward pass with gradients."""
+
+    passes: int = 0
+    """Number of micro-batches since the start."""
+
+    skipped: int = 0
+    """Number of updates that a GradScaler skipped."""
+
+    norm_samples: int = 0
+    """Largest number of samples that a BatchNorm layer has normalised over; 0 if none. The last
+    batch of an epoch may have fewer."""
+
+    sample: Micro | None = None
+    """Last micro-batch of the newest update."""
+
+    elsewhere: list[float] = field(default_factory=list)
+    """Sum of the model's weights at each step of `optimizer` if it has none of them."""
+
+    _held: set[int] = field(default_factory=set)
+    _hooked: set[Optimizer] = field(default_factory=set)
+    _clips: list[Clip] = field(default_factory=list)
+    _depth: int = 0
+    _steps: int = 0
+    _first: Optimizer | None = None
+    """Optimizer that began the newest update of this call of the step."""
+
+    _adds: bool = False
+    """True while another optimizer adds its parameters to the newest update."""
+
+    _taken: int = 0
+    _given: int = 0
+    """Number of labels that the step was given since the last update."""
+
+    _sums: list[str] = field(default_factory=list)
+    _scale: float = 1.0
+    _rate: float = 0.0
+    _reference: object = None
+    _gradients: list[Tensor | None] = field(default_factory=list)
+    _is_paused: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of the model that are trained, each once."""
+        return [it for it in self.model.parameters() if it.requires_grad]
+
+    def give(self, labels: Any, scores_in: Callable[[Any], Any]) -> None:  # noqa: ANN401 -- as the loader has them
+        """Set the labels of the batch that the next call of the step gets."""
+        self.labels, self._taken, self._first = labels, 0, None
+        self.scores_in = scores_in
+        self._given += len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no forward passes within this block."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record within this block; hooks and replaced functions are removed on exit."""
+        with ExitStack() as stack:
+            handles = [
+                self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                self.model.register_forward_hook(self._after_forward),
+                register_optimizer_step_pre_hook(
+                    lambda optimizer, *_: self._before_hooks(optimizer, stack)
+                ),
+                register_optimizer_step_post_hook(self._after_update),
+            ]
+            layers = [it for it in self.model.modules() if isinstance(it, _BatchNorm)]
+            handles += [it.register_forward_pre_hook(self._in_norm) for it in layers]
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.callback(self._hooked.clear)
+            stack.enter_context(self._clipping_seen())
+            stack.enter_context(self._scaler_seen())
+            yield
+
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_paused or not torch.is_grad_enabled():
+            return
+        self.evaluated |= {name for name, it in model.named_modules() if not it.training}
+        if not model.training:
+            return
+        if self.updates and not self.micros:
+            self.updates[-1].later = weighted_sums(self.parameters)
+        self.passes += 1
+        self._see_average()
+        kind = device_of(model)
+        half = torch.get_autocast_dtype(kind.type)
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # may change in place
+        self.micros.append(
+            Micro(
+                args,
+                kwargs,
+                self._labels_of(args, kwargs),
+                generators_of(model),
+                [buffer.clone() for buffer in model.buffers()],
+                half if torch.is_autocast_enabled(kind.type) else None,
+                self.scores_in,
+            )
+        )
+
+    def _see_average(self) -> None:
+        """Compare the averaged copy with that at the forward pass before."""
+        sums = [float(it.detach().double().sum()).hex() for it in self.averaged]
+        self.moves[len(self.updates) + self.skipped] += sums != (self._sums or sums)
+        self._sums = sums
+
+    def _labels_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Return the labels of a forward pass, which may be on a part of the batch only."""
+        number = _samples_in((args, kwargs))
+        if not number or not isinstance(self.labels, Tensor) or not self.labels.ndim:
+            return self.labels
+        first = self._taken % len(self.labels)
+        self._taken = first + number
+        return self.labels[first : self._taken]
+
+    def _after_forward(self, model: nn.Module, _: object, output: object) -> None:
+        if self._is_paused or not (model.training and self.micros):
+            return
+        logits, micro = first_logits(output), self.micros[-1]
+        if logits is not None and logits.requires_grad:
+            logits.register_hook(lambda grad: self._in_backward(micro, grad))
+
+    def _in_backward(self, micro: Micro, gradient: Tensor) -> None:
+        """Keep the gradient of the logits, and see what the update before has left."""
+        if all(it.output_gradient is None for it in self.micros):
+            left = enumerate(it.grad for it in self.parameters)
+            self._held = {place for place, it in left if it is not None and bool(it.any())}
+        micro.output_gradient = gradient.detach()
+
+    def _in_norm(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if layer.training and not self._is_paused and args:
+            samples = len(args[0])
+            self.norm_samples = max(self.norm_samples, samples)
+
+    def _places_of(self, optimizer: Optimizer) -> list[int]:
+        """Return the places of the parameters that an optimizer updates."""
+        own = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        return [place for place, it in enumerate(self.parameters) if id(it) in own]
+
+    def _before_hooks(self, optimizer: Optimizer, stack: ExitStack) -> None:
+        """Copy gradients behind the optimizer's own hooks, which may change them."""
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
+            stack.callback(optimizer.register_step_pre_hook(self._before_update).remove)
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        """Copy the gradients; Horovod's optimizer calls this again once they are summed."""
+        if not (places := self._places_of(optimizer)):
+            return
+        self._depth += 1
+        divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
+        gradients = [
+            None
+            if it.grad is None
+            else it.grad.detach().clone()
+            if divisor is None
+            else it.grad.detach() / divisor.to(it.grad.device)
+            for it in self.parameters
+        ]
+        if self._depth == 1:
+            self._adds = not self.micros and self._first not in {None, optimizer}
+        if self._adds:  # these may have been unscaled or clipped since the first optimizer's
+            for place in places:
+                self.updates[-1].gradients[place] = gradients[place]
+            self.updates[-1].places.update(places)
+            return
+        self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        self._gradients = gradients
+        if self._depth == 1:
+            self._first = optimizer
+            with self.paused():
+                try:
+                    self._reference = self.reference(self._used())
+                except Exception as error:  # of the script's model or loss; reported by the audit
+                    self._reference = error
+
+    def _used(self) -> list[Micro]:
+        """Return the forward passes that a backward pass followed, or all if none was seen."""
+        return [it for it in self.micros if it.output_gradient is not None] or self.micros
+
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        if not (places := self._places_of(optimizer)):
+            if optimizer is self.optimizer:
+                sums = [float(it.detach().double().sum()) for it in self.parameters]
+                self.elsewhere.append(sum(sums))
+            return
+        self._depth -= 1
+        if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
+            return  # a fused optimizer skips the update itself, see `_scaler_seen`
+        self._steps += 1
+        if self._adds:
+            self.updates[-1].clips += self._clips
+            self.updates[-1].strangers += self._strangers_of(optimizer)
+        else:
+            half = self.sends_float16 or any(it.half == torch.float16 for it in self.micros)
+            samples = sum(_samples_in((it.args, it.kwargs)) for it in self._used())
+            self.updates.append(
+                Update(
+                    self._gradients,
+                    self._reference,
+                    self._clips,
+                    self._scale,
+                    half,
+                    rate=self._rate,
+                    micros=len(self._used()),
+                    samples=samples,
+                    places=set(places),
+                    repeats_samples=samples > self._given > 0,
+                    held=self._held,
+                    strangers=self._strangers_of(optimizer),
+                    attempt=len(self.updates) + self.skipped,
+                )
+            )
+            self.sample = next(reversed(self._used()), None)
+        self.updates[-1].after = weighted_sums(self.parameters)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.micros, self._clips, self._scale, self._reference = [], [], 1.0, None
+        self._given, self._held = 0, set()
+
+    def _strangers_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer's tensors without gradient that the model has not."""
+        own = set(map(id, self.model.parameters()))
+        tensors = [it for group in optimizer.param_groups for it in group["params"]]
+        return sum(it.grad is None and id(it) not in own for it in tensors)
+
+    @contextmanager
+    def _clipping_seen(self) -> Iterator[None]:
+        """Replace torch's functions for clipping, under every name that a module gave them."""
+        with ExitStack() as stack:
+            for function in (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
+                stack.enter_context(_replaced_everywhere(function, partial(self._clip, function)))
+            yield  # clip_grad_norm_ calls the first
+
+    def _clip(self, function: Callable[..., object], *args: Any, **words: Any) -> None:  # noqa: ANN401
+        """Clip gradients, and record what that did to them."""
+        given = inspect.signature(function).bind(*args, **words).arguments
+        tensors = given["parameters"]
+        given["parameters"] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        before = _lengths(given["parameters"])
+        function(**given)
+        after, length = _lengths(given["parameters"]), math.hypot(*before.values())
+        most, norm = float([*given.values()][1]), given.get("total_norm")
+        factor = math.hypot(*after.values()) / length if length else 1.0
+        if norm is not None:
+            norm = float(norm)  # sync: in an audit only
+            factor = min(1.0, most / (norm + 1e-6))  # as torch computes it
+        self._clips.append(Clip(before, most, norm, factor))
+
+    @contextmanager
+    def _scaler_seen(self) -> Iterator[None]:
+        """Watch the loss scale, and updates that are skipped because of it."""
+
+        def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
+            before, self._scale = self._steps, float(scaler.get_scale())
+            result = own_step(scaler, *args, **words)
+            if self._steps == before and self.micros:
+                self.skipped += 1
+                self._forget()
+            return result
+
+        own_step = torch.amp.GradScaler.step
+        with mock.patch.object(torch.amp.GradScaler, "step", step):
+            yield
+
+
+def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
+    """Return the lengths of the tensors' gradients, by the tensors' identities."""
+    return {id(it): 0.0 if it.grad is None else float(it.grad.norm()) for it in tensors}
+
+
+def first_logits(output: object) -> Tensor | None:
+    """Return the logits of a model's output, the first of several; None if it has none."""
+    logits: object = logits_of(output)
+    if isinstance(logits, (tuple, list)) and logits:
+        logits = logits[0]
+    return logits if isinstance(logits, Tensor) else None
+
+
+def _samples_in(inputs: object) -> int:
+    """Return the number of samples of the first tensor in a model's arguments; 0 without one."""
+    tensors = (it for it in tree_leaves(inputs) if isinstance(it, Tensor) and it.ndim)
+    return next(map(len, tensors), 0)
+
+
+@contextmanager
+def _replaced_everywhere(function: object, replacement: object) -> Iterator[None]:
+    """Replace a function in all modules that have it, under any name."""
+    places = [
+        (content, name)
+        for module in list(sys.modules.values())
+        for content in [getattr(module, "__dict__", {})]
+        for name, value in list(content.items())
+        if value is function
+    ]
+    try:
+        for content, name in places:
+            content[name] = replacement
+        yield
+    finally:
+        for content, name in places:
+            content[name] = function

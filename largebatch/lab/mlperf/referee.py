@@ -1,0 +1,289 @@
+"""Run MLPerf's own checkers on the logs of runs, and describe their results in sentences.
+
+Nothing is checked here: compliance_checker, rcp_checker, package_checker's seed checker and
+system_desc_checker of the package mlperf-logging are called as by the package's commands.
+
+Reference convergence points (RCPs) are epochs to the target that MLPerf's reference
+implementation took at some batches; a submission of the closed division must not converge faster
+than they allow. The package tests this by Student's t-test and has no bootstrap; the interval of
+our own mean is scipy's.
+"""
+
+import json
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from largebatch.errors import clip, shorten
+from largebatch.formatting import plural
+from largebatch.lab.mlperf.logs import PURPOSE, Log, LogError, captured_log, find_logs, read_log
+from largebatch.lab.mlperf.page import Point, Reference
+from largebatch.lab.mlperf.rules import BENCHMARK, ROUND, TARGET, USAGE
+from largebatch.lab.mlperf.system_description import problems
+from largebatch.optional import require_mlperf
+
+RUNS = 5
+"""Number of runs of a ResNet submission; the fastest and the slowest do not count."""
+
+_DRAWS = 9_999
+"""Number of bootstrap samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of one checker."""
+
+    name: Literal["compliance", "seeds", "convergence", "system"]
+    passed: bool | None
+    """True or False by the check; None if unchecked."""
+
+    sentence: str
+    reasons: tuple[str, ...] = ()
+    """Failures of the checker, each with its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Results of all checkers for some runs."""
+
+    logs: tuple[Log, ...]
+    verdicts: tuple[Verdict, ...]
+    reference: Reference | None
+    points: tuple[Point, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True if no checker failed."""
+        return all(verdict.passed is not False for verdict in self.verdicts)
+
+
+def check(folders: Sequence[Path], *, system: Path | None = None) -> Findings:
+    """Run MLPerf's checkers on the logs in run folders, or in folders of result_*.txt.
+
+    `system` is a system description. Raises LogError for logs that cannot be checked,
+    MissingPackageError without mlperf-logging.
+    """
+    logs = tuple(read_log(path) for folder in folders for path in find_logs(folder))
+    if len({log.division for log in logs}) > 1:
+        divisions = [f"{log.path}: {log.division}" for log in logs]
+        raise LogError(f"logs of one submission are of one division, found {shorten(divisions)}")
+    convergence, reference = _check_convergence(logs)
+    verdicts = (_check_compliance(logs), _check_seeds(logs), convergence, _check_system(system))
+    return Findings(logs, verdicts, reference, _points())
+
+
+def _check_compliance(logs: Sequence[Log]) -> Verdict:
+    """Check every log against the rules of its division.
+
+    As in package_checker, one of five may break them, for example a run below the target: the
+    slowest does not count.
+    """
+    reasons, broken = [], 0
+    for log in logs:
+        found = _broken_rules(log.path)
+        broken += bool(found)
+        reasons += [f"{log.path}: {reason}" for reason in found]
+    rules = f"MLPerf Training {ROUND}, ResNet, {logs[0].division} division"
+    if broken:
+        accepted = broken == 1 and len(logs) == RUNS
+        verb = "breaks" if broken == 1 else "break"
+        text = f"{broken} of {plural(len(logs), 'run')} {verb} the rules of {rules}"
+        if accepted:
+            text += ", which is accepted of one in five"
+        return Verdict("compliance", passed=accepted, sentence=text, reasons=tuple(reasons))
+    keep = plural(len(logs), "log keeps", "logs keep")
+    return Verdict("compliance", passed=True, sentence=f"{keep} the rules of {rules}")
+
+
+def _broken_rules(path: Path) -> list[str]:
+    """Return the compliance checker's failures for a log."""
+    package = require_mlperf("compliance_checker.mlp_compliance", PURPOSE)
+    checker = package.make_checker(USAGE, ROUND, quiet=True, werror=False)
+    package.enqueued_configs.clear()  # of a check that ended by an exception
+    with captured_log():
+        try:
+            passed = checker.check_file(path, f"{USAGE}_{ROUND}/common.yaml")
+        except Exception as error:  # rules are evaluated on whatever the log holds
+            passed = False
+            checker.put_message(f"the checker stopped: {type(error).__name__}: {error}")
+    if passed:
+        return []
+    messages = [*checker.overwritable.values(), *checker.not_overwritable]
+    return [_explain(message) for message in messages]
+
+
+def _explain(message: str) -> str:
+    r"""Summarize the compliance checker's message in one sentence.
+
+    >>> _explain("CHECK for 'lars_epsilon' failed in line 3:\n"
+    ...     ':::MLLOG {"key": "lars_epsilon", "value": 1e-9, "metadata": {}}\n'
+    ...     "failed test:  v['value'] == 0.0 \ncurrent context[s]={}")
+    'lars_epsilon is 1e-09; the rule is: lars_epsilon == 0.0'
+    >>> _explain("Failed checks for eval_accuracy :  v['value'] >= 0.759 ")
+    'no eval_accuracy keeps the rule: eval_accuracy >= 0.759'
+    """
+    lines = message.splitlines()
+    checked = re.match(r"CHECK for '(\w+)' failed", message)
+    missed = re.match(r"Failed checks for (\w+) :(.*)", message)
+    if missed:
+        key, rule = missed.groups()
+        return f"no {key} keeps the rule: {_rule(rule, key)}"
+    if not checked:
+        said = [line for line in lines if not line.startswith("current context")]
+        return clip(" ".join(said[:2]), 300)
+    key = checked[1]
+    line = json.loads(lines[1].partition(" ")[2])
+    rule = _rule(lines[2].removeprefix("failed test:"), key)
+    value = line["metadata"] if "metadata" in rule else line["value"]
+    return f"{key} is {clip(repr(value), 200)}; the rule is: {rule}"
+
+
+def _rule(test: str, key: str) -> str:
+    return test.replace("v['value']", key).strip()
+
+
+def _check_seeds(logs: Sequence[Log]) -> Verdict:
+    """Check that every run logs a seed and that seeds differ."""
+    package = require_mlperf("package_checker.seed_checker", PURPOSE)
+    with captured_log() as captured, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a log of several seeds is allowed
+        passed = package.SeedChecker(ROUND).check_seeds([log.path for log in logs])
+    if passed:
+        return Verdict("seeds", passed=True, sentence=f"{plural(len(logs), 'run')}, no seed twice")
+    errors = [record.args for record in captured if record.levelno == logging.ERROR]
+    reasons = tuple(str(args[0]) for args in errors if isinstance(args, tuple) and args)
+    lines = tuple(line for reason in reasons for line in reason.splitlines())
+    text = "every run needs a logged seed of its own"
+    if logs[0].division == "open":
+        return Verdict("seeds", None, f"not required in the open division: {text}", lines)
+    return Verdict("seeds", passed=False, sentence=text, reasons=lines)
+
+
+def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
+    """Compare epochs to the target with the reference's, by the RCP checker."""
+    reason = _why_not_compared(logs)
+    if reason:
+        return Verdict("convergence", None, reason), None
+    checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
+    with tempfile.TemporaryDirectory() as folder, captured_log() as captured:
+        for number, log in enumerate(logs):
+            (Path(folder) / f"result_{number}.txt").symlink_to(log.path.absolute())
+        passed, found, factor = checker.check_directory(
+            folder, USAGE, ROUND, False, False, rcp_pass="pruned_rcps"  # noqa: FBT003, S106
+        )  # fmt: skip
+    reference = _reference(captured, logs)
+    text = found
+    if found == "Insufficient convergence":
+        text = f"more than one run did not reach {TARGET:.1%}"
+    if reference is not None:
+        text = _describe(reference, logs, passed=passed, factor=float(factor))
+    if logs[0].division == "open":
+        return Verdict("convergence", None, f"not required in the open division; {text}"), reference
+    return Verdict("convergence", passed=bool(passed), sentence=text), reference
+
+
+def _why_not_compared(logs: Sequence[Log]) -> str | None:
+    if not all(log.complete for log in logs):
+        return "a log lacks what the test reads, as under compliance"
+    if len({log.batch for log in logs}) > 1:
+        batches = [f"{log.path}: {log.batch:,}" for log in logs]
+        raise LogError(f"logs of one submission are of one global batch, found {shorten(batches)}")
+    if len(logs) != RUNS:
+        return f"the test takes {RUNS} runs, {len(logs)} given"
+    return None
+
+
+def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
+    """Return the reference that the RCP checker logged; None if it compared nothing."""
+    records = [message.args for message in captured if str(message.msg).startswith(" RCP Record")]
+    means = [
+        message.args
+        for message in captured
+        if str(message.msg).startswith(" Submission mean epochs:")
+    ]
+    if not records or not means:
+        return None
+    record: Any = records[0]
+    ours: Any = means[0]
+    return Reference(
+        batch=record["BS"],
+        mean=float(record["RCP Mean"]),
+        std=float(record["RCP Stdev"]),
+        least=float(record["RCP Mean"] / record["Max Speedup"]),
+        ours=float(ours[0]),
+        interval=_interval([log.epochs for log in logs]),
+    )
+
+
+def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
+    """Return the 95 % percentile interval of the mean without extremes, from a fixed seed."""
+    known = [epoch for epoch in epochs if epoch is not None]
+    if len(known) < len(epochs):
+        return None
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    def olympic(drawn: Any, axis: int) -> Any:  # noqa: ANN401 -- arrays of any shape
+        return np.sort(drawn, axis=axis).take(range(1, len(known) - 1), axis).mean(axis)
+
+    result = bootstrap(
+        (known,), olympic, n_resamples=_DRAWS, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval
+    return float(result.low), float(result.high)
+
+
+def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor: float) -> str:
+    """Describe how our runs compare with the reference, and the consequence."""
+    ours = f"{reference.ours:.2f}"
+    if reference.interval is not None:
+        low, high = reference.interval
+        ours += f" (95 % by bootstrap: {low:.2f} to {high:.2f})"
+    batch = logs[0].batch or 0
+    there = "" if reference.batch == batch else f" at {reference.batch:,}, its smallest batch,"
+    runs = plural(len(logs), "run")
+    text = (
+        f"{runs} at batch {batch:,} reach {TARGET:.1%} after {ours} epochs, without the "
+        f"fastest and the slowest; the reference{there} takes {reference.mean:.2f} (std "
+        f"{reference.std:.2f}), and a mean below {reference.least:.2f} is too fast to be it"
+    )
+    if passed and factor > 1:
+        return f"{text}; that is faster, as chance allows, and times are multiplied by {factor:.4f}"
+    return text
+
+
+def _points() -> tuple[Point, ...]:
+    """Return all reference points, ordered by batch."""
+    package = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
+    checker = package.RCP_Checker(USAGE, ROUND, BENCHMARK, False)  # noqa: FBT003
+    return tuple(
+        Point(
+            batch=record["BS"],
+            epochs=tuple(map(float, record["Epochs to converge"])),
+            mean=float(record["RCP Mean"]),
+            least=float(record["Min Epochs"]),
+            counts=name in checker.pruned_rcp_data,
+        )
+        for name, record in checker.rcp_data.items()
+    )
+
+
+def _check_system(path: Path | None) -> Verdict:
+    """Check a system description, if there is one."""
+    if path is None:
+        text = "no description of the system is given (--describe drafts one)"
+        return Verdict("system", None, text)
+    try:
+        faults = problems(path)
+    except TypeError as error:  # the checker joins some of the values
+        faults, sentence = [str(error)], "every field of a system description is a text"
+    else:
+        sentence = f"{path} does not fit MLPerf's rules"
+    if not faults:
+        return Verdict("system", passed=True, sentence=f"{path} has every required field")
+    reasons = tuple(f"{path}: {reason}" for reason in faults)
+    return Verdict("system", passed=False, sentence=sentence, reasons=reasons)

@@ -1,0 +1,330 @@
+"""A recipe on a cluster: the time of each part, the limit, memory, energy and cost."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from largebatch.errors import PlanError
+from largebatch.lab.planner.calibration import COVERAGE, installed_fit, installed_left_out, quantile
+from largebatch.lab.planner.cluster import Cluster, require_workers
+from largebatch.lab.planner.limits import (
+    PUBLISHED_SIZE,
+    cached_bytes,
+    decodes,
+    name_beyond,
+    require_known,
+)
+from largebatch.lab.planner.model import (
+    GRADIENTS,
+    Constants,
+    Load,
+    Machine,
+    evaluation_seconds,
+    machine,
+    step_seconds,
+)
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
+from largebatch.recipe.polish import Polish
+from largebatch.recipe.recipe import Recipe
+
+CLASSES, HEAD_INPUTS = 1000, 2049
+"""Outputs and inputs of ResNet-50's classifier, with its bias."""
+
+JPEG_BYTES = 110_000
+"""Bytes of an ImageNet image."""
+
+IMAGES_PER_CORE = 300.0
+"""Images a second that torchvision decodes and augments (measured, full-size ImageNet JPEGs)."""
+
+KEPT_BYTES = 43e6
+"""Bytes that autograd saves of a 224 x 224 image for ResNet-50, in half precision; 86 MB in fp32
+(measured)."""
+
+FIXED_BYTES = 2e9
+"""Bytes of libraries, kernels' workspaces and communication buffers on a GPU. An assumption."""
+
+TENSORS, NORM_DEPTH = 161, 49
+"""Gradients of ResNet-50, and BatchNorm layers on its longest path."""
+
+HELP = {
+    "memory": "a smaller execution.device_batch, or GPUs with more memory",
+    "launch": "a larger device batch or fewer micro-batches: each costs as much",
+    "exchange": "device batches above 100 and several groups, for backward to hide it; SHARP; fp16",
+    "statistics": "a batch.bn_span that one device batch holds",
+    "input": "execution.decoder=dali, execution.cache, or more CPU cores a GPU",
+    "evaluation": "a larger evaluation.every_epochs",
+    "start": "a longer run: it is a second of each",
+}
+"""Ways to shorten each part of a run's time, except computing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Predicted run of one recipe on one cluster. Times are in seconds."""
+
+    recipe: str
+    cluster: str
+    workers: int
+    global_batch: int
+    device_batch: int
+    accumulation: int
+    steps: int
+    step: dict[str, float]
+    """Parts of an update with the first global batch; their sum is its time."""
+
+    parts: dict[str, float]
+    """Parts of the whole run."""
+
+    seconds: float
+    low: float
+    high: float
+    """The interval that holds COVERAGE of such runs."""
+
+    coverage: float
+    images_per_second: float
+    efficiency: float
+    """Share of the time in which GPUs compute at the rate of a large device batch."""
+
+    limit: str
+    """The largest part of the time; memory where a device batch does not fit."""
+
+    help: str
+    """A way to shorten the largest part that is not computing."""
+
+    read_bytes_per_second: float
+    """Bytes that all workers read, if images are decoded each time and reading is no limit."""
+
+    cores_per_worker: float
+    """CPU cores that decoding needs."""
+
+    cores_available: float
+    memory_bytes: float | None
+    memory_available: float | None
+    kilowatt_hours: float | None
+    """Upper bound of the energy: of whole nodes, or of the GPUs if `node_watts` is unknown."""
+
+    energy_of: Literal["nodes", "GPUs"]
+    cost: float | None
+    extrapolates: tuple[str, ...]
+
+
+def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
+    """Predict the run of a recipe on a number of workers of a cluster.
+
+    Raises ClusterError where the cluster has fewer workers or the model is unknown, PlanError where
+    the batch cannot be divided over the workers.
+    """
+    if cluster.measured is None or cluster.measured.device != "cpu":
+        require_workers(cluster, workers)
+    if recipe.protocol is not None:
+        raise PlanError(
+            "protocol: times are predicted of the synchronous core alone; leave protocol out"
+        )
+    require_known(recipe, cluster)
+    plan = make_plan(recipe, workers=workers)
+    found = installed_fit()
+
+    def total(constants: Constants) -> float:
+        return sum(_parts(recipe, plan, cluster, constants).values())
+
+    parts = _parts(recipe, plan, cluster, found.constants)
+    seconds, spread = sum(parts.values()), _spread(cluster, total)
+    samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
+    on = machine_for(recipe, cluster, found.constants)
+    step = step_seconds(on, _load(recipe, plan, cluster, plan.accumulation))
+    wanted = samples / (seconds - parts["input"])
+    memory = _memory(recipe, plan, cluster)
+    available = cluster.gpu.memory_gigabytes * 1e9 if cluster.gpu else None
+    fits = memory is None or available is None or memory <= available
+    return Prediction(
+        recipe=recipe.name,
+        cluster=cluster.name,
+        workers=workers,
+        global_batch=plan.global_batch,
+        device_batch=plan.device_batch,
+        accumulation=plan.accumulation,
+        steps=plan.updates,
+        step=asdict(step),
+        parts=parts,
+        seconds=seconds,
+        low=seconds / spread,
+        high=seconds * spread,
+        coverage=COVERAGE,
+        images_per_second=samples / seconds,
+        efficiency=parts["compute"] / seconds,
+        **_limit(parts, fits=fits),
+        read_bytes_per_second=wanted * JPEG_BYTES if decodes(recipe) else 0.0,
+        cores_per_worker=wanted / workers / IMAGES_PER_CORE if decodes(recipe) else 0.0,
+        cores_available=cluster.cpu_cores / cluster.gpus_per_node,
+        memory_bytes=memory,
+        memory_available=available,
+        **_bill(cluster, workers=workers, seconds=seconds),
+        extrapolates=name_beyond(recipe, plan, cluster, needed=wanted / workers),
+    )
+
+
+def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -> dict[str, float]:
+    """Return the seconds of a whole run by its parts."""
+    on = machine_for(recipe, cluster, constants)
+    parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
+    usual = recipe.images.image_size
+    sized = plan.sized(range(plan.train_steps), otherwise=usual)
+    sized.append((range(plan.train_steps, plan.updates), usual))
+    for part, size in sized:
+        for steps, _, accumulation in plan.within(part):
+            step = step_seconds(on, _load(recipe, plan, cluster, accumulation, size=size))
+            for name in parts:
+                parts[name] += len(steps) * getattr(step, name)
+    parts["evaluation"] = _forward_seconds(recipe, plan, cluster, on)
+    parts["start"] = on.start
+    return parts
+
+
+def count_evaluations(recipe: Recipe, plan: Plan) -> int:
+    """Return the number of evaluations: during the run, and at the end of each stage.
+
+    An evaluation that is due at the end of a stage counts once.
+    """
+    on_the_way = set(plan.evaluate_after) - {0, plan.train_steps, plan.steps}
+    return len(on_the_way) + _count_stages(recipe, plan)
+
+
+def _count_stages(recipe: Recipe, plan: Plan) -> int:
+    polish = recipe.polish
+    if polish is None:
+        return 1
+    optional = (plan.clean_steps, polish.ema, polish.swa, plan.affine_steps)
+    return 1 + sum(map(bool, optional)) + _measures_last(polish)
+
+
+def _measures_last(polish: Polish) -> bool:
+    """Return True if there is a stage of statistics, if the stages before it are kept."""
+    measured = polish.keep == "better" and polish.swa is not None and polish.affine is None
+    return polish.statistics is not None and not measured
+
+
+def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) -> float:
+    """Return the seconds of evaluations, also of training images, statistics, and decisions."""
+    pixels = _pixels(cluster, recipe.images.image_size)
+    polish, views = recipe.polish, recipe.evaluation.views
+    passes = [(plan.val_samples, views * count_evaluations(recipe, plan))]
+    if polish is not None and polish.statistics is not None:
+        judged = polish.keep == "better" and polish.swa is not None
+        times = _measures_last(polish) + judged
+        passes.append((polish.statistics.samples, times * _statistics_passes(polish, cluster)))
+    if polish is not None and polish.held_out is not None:
+        passes.append((polish.held_out, views * _count_stages(recipe, plan)))
+    if "generalization_gap" in recipe.monitor:
+        passes.append((recipe.train_samples, views * _count_stages(recipe, plan)))
+    return sum(
+        number * evaluation_seconds(on, workers=plan.workers, samples=samples, pixels=pixels)
+        for samples, number in passes
+    )
+
+
+def _statistics_passes(polish: Polish, cluster: Cluster) -> int:
+    """Return the passes over its images of a stage of statistics.
+
+    Sequential: one for each BatchNorm layer on the longest path, which for a measured model are at
+    most all of its layers, and one more to find that nothing changes.
+    """
+    if polish.statistics is None or not polish.statistics.sequential:
+        return 1
+    return 1 + (cluster.measured.norm_layers if cluster.measured else NORM_DEPTH)
+
+
+def machine_for(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
+    """Describe a cluster for a recipe, whose decoder decides the rate of images."""
+    on = machine(cluster, constants)
+    if cluster.gpu is None or not decodes(recipe):
+        return on
+    if recipe.execution.decoder == "dali":
+        return replace(on, read=cluster.gpu.decoded_images_per_second or math.inf)
+    return replace(on, read=IMAGES_PER_CORE * cluster.cpu_cores / cluster.gpus_per_node)
+
+
+def _load(
+    recipe: Recipe, plan: Plan, cluster: Cluster, accumulation: int, *, size: int | None = None
+) -> Load:
+    measured = cluster.measured
+    return Load(
+        workers=plan.workers,
+        device_batch=plan.device_batch,
+        accumulation=accumulation,
+        gradient_bytes=measured.gradient_bytes if measured else gradient_bytes(recipe),
+        overlap=not sends_at_once(recipe.execution.groups),
+        sync_workers=plan.sync_workers,
+        pixels=_pixels(cluster, size or recipe.images.image_size),
+    )
+
+
+def gradient_bytes(recipe: Recipe) -> float:
+    """Return the bytes that a worker sends of ResNet-50's gradients in an update."""
+    numbers = GRADIENTS + (recipe.data.classes - CLASSES) * HEAD_INPUTS
+    return numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0)
+
+
+def sends_at_once(groups: Groups) -> bool:
+    """Return True if one group holds all gradients of ResNet-50, which backward cannot hide."""
+    match groups:
+        case ConstantGroups():
+            return groups.tensors >= TENSORS
+        case GroupsByBytes():
+            return groups.megabytes * 1e6 >= 4 * GRADIENTS
+        case _:
+            return False
+
+
+def _pixels(cluster: Cluster, size: int) -> float:
+    usual = cluster.measured.image_size if cluster.measured else PUBLISHED_SIZE
+    return (size / usual) ** 2
+
+
+def _spread(cluster: Cluster, total: Callable[[Constants], float]) -> float:
+    """Return the factor from the predicted time to either end of its interval."""
+    if cluster.measured is not None:
+        return 1 + cluster.measured.error
+    left_out = installed_left_out()
+    return math.exp(quantile(left_out) * installed_fit().deviation(total))
+
+
+def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
+    """Return the bytes on a GPU: weights, gradients and momentum in fp32, and saved activations.
+
+    An average of the weights is another copy of them; with execution.cache: device all training
+    images are on the GPU too.
+    """
+    if cluster.gpu is None:
+        return None
+    averaged = recipe.polish is not None and bool(recipe.polish.ema or recipe.polish.swa)
+    kept = plan.device_batch * KEPT_BYTES * _pixels(cluster, recipe.images.image_size)
+    cached = cached_bytes(recipe) if recipe.execution.cache == "device" else 0
+    return (3 + averaged) * 4 * GRADIENTS + kept + cached + FIXED_BYTES
+
+
+def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
+    """Return the limit of a run, and a way to shorten its largest part except computing."""
+    if not fits:
+        return {"limit": "memory", "help": f"against memory: {HELP['memory']}"}
+    largest = sorted(parts, key=lambda name: -parts[name])
+    wait = next(name for name in largest if name != "compute")
+    share = parts[wait] / sum(parts.values())
+    return {"limit": largest[0], "help": f"against {wait}, {share:.0%}: {HELP[wait]}"}
+
+
+def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
+    """Return the energy at the maximum power of nodes or GPUs, and the cost if there is a price."""
+    nodes, hours = math.ceil(workers / cluster.gpus_per_node), seconds / 3600
+    watts = None
+    if cluster.node_watts is not None:
+        watts = nodes * cluster.node_watts
+    elif cluster.gpu is not None:
+        watts = workers * cluster.gpu.watts
+    price = cluster.price_per_gpu_hour
+    return {
+        "energy_of": "GPUs" if cluster.node_watts is None else "nodes",
+        "kilowatt_hours": None if watts is None else watts * hours / 1000,
+        "cost": None if price is None else price * nodes * cluster.gpus_per_node * hours,
+    }

@@ -1,0 +1,302 @@
+"""Makes some updates by a protocol, with every worker as a learner, a server or both.
+
+Before and after, every worker has the same weights and momentum, after the same number of updates.
+So a run can be evaluated, saved and resumed between them as usual.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from largebatch.distributed.agreement import gather_values
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.links import Link, open_links
+from largebatch.distributed.torch_distributed import TorchDistributed
+from largebatch.errors import PeerLostError
+from largebatch.lab.protocols.learner import Gradient, Shard, learn
+from largebatch.lab.protocols.rule import MiniBatches, Rule
+from largebatch.lab.protocols.server import (
+    MOMENTUM,
+    Applied,
+    Arrival,
+    ParameterServer,
+    divide,
+)
+from largebatch.lab.protocols.service import (
+    Endpoint,
+    LocalServer,
+    RemoteServer,
+    Service,
+)
+from largebatch.lab.protocols.state import LostLearner
+from largebatch.recipe.protocols import Protocol
+from largebatch.schedules.functions import Schedule
+
+
+class Layout(NamedTuple):
+    """The roles of the workers; learners come first."""
+
+    learners: int
+    servers: tuple[int, ...]
+    """Ranks of the servers."""
+
+    @classmethod
+    def of(cls, protocol: Protocol) -> "Layout":
+        """Return the layout of a protocol."""
+        first = protocol.learners if protocol.dedicated else 0
+        return cls(protocol.learners, tuple(range(first, first + protocol.num_servers)))
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Pairs of a learner and the rank of a server in another process."""
+        return [
+            (learner, server)
+            for learner in range(self.learners)
+            for server in self.servers
+            if learner != server
+        ]
+
+
+class Record(NamedTuple):
+    """The record of some updates, the same on every worker."""
+
+    end: int
+    """Number of updates made in all; fewer than requested if a learner was asked to stop."""
+
+    updates: list[tuple[Applied, float]]
+    """Updates of the first server, each with its seconds."""
+
+    arrivals: list[list[Arrival]]
+    """Gradients by server, in order of arrival."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The learners and servers of a run, and the links between them."""
+
+    backend: Backend
+    layout: Layout
+    links: Mapping[tuple[int, int], Link] = field(repr=False)
+    optional: Collection[int] = ()
+    """Learners without which the run continues if they fail. If there are any, the backend is
+    TorchDistributed, and no server is in their processes."""
+
+    lost: set[int] = field(default_factory=set)
+    """Learners lost so far; the ranks of the others are those of a backend without them."""
+
+    losses: list[LostLearner] = field(default_factory=list)
+    """Losses of learners as the first server saw them, or the only one that saw them."""
+
+    @classmethod
+    def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
+        """Connect every learner to every server."""
+        layout = Layout.of(protocol)
+        optional = protocol.optional_learners if isinstance(backend, TorchDistributed) else ()
+        return cls(backend, layout, open_links(backend, layout.pairs), optional)
+
+    @property
+    def worker(self) -> int:
+        """Number of this worker, which is its rank as long as none is lost."""
+        begun = range(self.backend.world_size + len(self.lost))
+        return [worker for worker in begun if worker not in self.lost][self.backend.rank]
+
+    @property
+    def is_learner(self) -> bool:
+        """True if this worker computes gradients."""
+        return self.worker < self.layout.learners
+
+    @property
+    def learners(self) -> int:
+        """Number of learners that remain."""
+        return self.layout.learners - len(self.lost)
+
+    def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
+        self,
+        weights: Sequence[Tensor],
+        optimizer: Optimizer,
+        schedule: Schedule,
+        rule: Rule,
+        mini_batches: MiniBatches,
+        *,
+        clock: int,
+        gradient: Gradient,
+        asks: Callable[[], bool] = lambda: False,
+    ) -> Record:
+        """Train on the mini-batches; change `weights` and the momentum of `optimizer` in place.
+
+        `optimizer` holds these weights and perhaps others. `clock` is the number of the first
+        update, which is passed to `schedule`. All workers call this with equal arguments; the
+        servers work on copies.
+
+        Raises PeerLostError if a required worker is lost, or if the others continue without this
+        one.
+        """
+        self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
+        worker = self.worker
+        parts = divide([weight.nbytes for weight in weights], len(self.layout.servers))
+        services = {
+            server: Service(
+                ParameterServer(*_copied(weights, optimizer, part), schedule, rule, clock=clock),
+                mini_batches if number == 0 else None,
+                optional=self.optional,
+                on_loss=self._note,
+            )
+            for number, (server, part) in enumerate(zip(self.layout.servers, parts, strict=True))
+            if server == worker
+        }
+        with self._refused_if_lost(), self._serving(services):
+            if self.is_learner:
+                shards = [
+                    Shard(self._endpoint(server, services), part)
+                    for server, part in zip(self.layout.servers, parts, strict=True)
+                ]
+                learn(shards, weights, gradient, asks=asks)
+        self._leave_the_lost()
+        own = services.get(worker)
+        part = dict(zip(self.layout.servers, parts, strict=True)).get(worker, [])
+        self._share(weights, optimizer, part, own.server if own else None)
+        return self._collect(own, mini_batches)
+
+    def _endpoint(self, server: int, services: Mapping[int, Service]) -> Endpoint:
+        if server in services:
+            return LocalServer(services[server], self.worker)
+        return RemoteServer(self.links[self.worker, server])
+
+    @property
+    def _elastic(self) -> TorchDistributed | None:
+        """The backend if learners may be lost, else None."""
+        if self.optional and isinstance(self.backend, TorchDistributed):
+            return self.backend
+        return None
+
+    def _note(self, loss: LostLearner) -> None:
+        assert self._elastic is not None
+        self._elastic.drop(loss.learner)
+
+    @contextmanager
+    def _refused_if_lost(self) -> Iterator[None]:
+        """Explain the loss of the servers if they continued without this worker."""
+        try:
+            yield
+        except PeerLostError as error:
+            if self._elastic is not None and self._elastic.is_dropped(self.worker):
+                raise PeerLostError(_refusal(self.worker)) from error
+            raise
+
+    def _leave_the_lost(self) -> None:
+        """Continue with this worker and the others that remain."""
+        if self._elastic is None:
+            return
+        worker = self.worker
+        left = set(self.optional) - self.lost
+        lost = self._elastic.agree_on_dropped(left, witnesses=self.layout.servers)
+        if worker in lost:
+            raise PeerLostError(_refusal(worker))
+        self.lost.update(lost)
+
+    @contextmanager
+    def _serving(self, services: Mapping[int, Service]) -> Iterator[None]:
+        """Serve the learners of other processes in threads until each of them has left."""
+        threads = [
+            threading.Thread(target=partial(service.serve, learner, link), daemon=True)
+            for service in services.values()
+            for (learner, server), link in self.links.items()
+            if server == self.worker and learner not in self.lost
+        ]
+        for thread in threads:
+            thread.start()
+        yield
+        for thread in threads:
+            thread.join()
+        for service in services.values():
+            if service.failure is not None:
+                raise service.failure
+
+    @torch.no_grad()
+    def _share(
+        self,
+        weights: Sequence[Tensor],
+        optimizer: Optimizer,
+        part: Sequence[int],
+        server: ParameterServer | None,
+    ) -> None:
+        """Copy the weights and momentum of all servers to every worker.
+
+        One all-reduce; it is exact, because each number is zero on all workers but its server.
+        """
+        held = [torch.zeros_like(weight) for weight in weights]
+        momentum = [torch.zeros_like(weight) for weight in weights]
+        flags = weights[0].new_zeros(len(weights))
+        for number, own in zip(part, server.weights if server else (), strict=True):
+            held[number].copy_(own)
+            assert server is not None
+            kept = server.optimizer.state.get(own, {}).get(MOMENTUM)
+            if kept is not None:
+                momentum[number].copy_(kept)
+                flags[number] = 1
+        flat = torch.cat([*(each.flatten() for each in (*held, *momentum)), flags])
+        self.backend.all_reduce(flat).wait()
+        sizes = [weight.numel() for weight in weights]
+        *values, found = flat.split([*sizes, *sizes, len(weights)])
+        for number, has in enumerate(found.tolist()):  # sync: between updates, when all have ended
+            weight = weights[number]
+            weight.copy_(values[number].view_as(weight))
+            if has:
+                kept = values[len(weights) + number].view_as(weight)
+                optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
+
+    def _collect(self, own: Service | None, mini_batches: MiniBatches) -> Record:
+        """Return the record of all servers on every worker."""
+        own_values: dict[str, Any] = {}
+        if own is not None:
+            own_values = {
+                "server": self.layout.servers.index(self.worker),
+                "arrivals": own.server.arrivals,
+                "losses": [asdict(loss) for loss in own.losses],
+                "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
+                "end": mini_batches.end,
+            }
+        found = sorted(
+            (each for each in gather_values(own_values, self.backend, self.backend.device) if each),
+            key=lambda one: one["server"],
+        )
+        arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
+        first, by_update = found[0], dict[int, list[Arrival]]()
+        for arrival in arrivals[0]:
+            by_update.setdefault(arrival.update, []).append(arrival)
+        updates = [
+            (Applied(update, lr, tuple(by_update[update])), seconds)
+            for update, lr, seconds in first["updates"]
+        ]
+        for loss in (LostLearner(**one) for each in found for one in each["losses"]):
+            if loss.learner not in {known.learner for known in self.losses}:
+                self.losses.append(loss)
+        return Record(first["end"], updates, arrivals)
+
+
+def _refusal(worker: int) -> str:
+    return (
+        f"worker {worker}, a learner, did nothing for the whole of --timeout, and was given up; to "
+        "have it back, stop the run and go on with --resume"
+    )
+
+
+def _copied(
+    weights: Sequence[Tensor], optimizer: Optimizer, part: Sequence[int]
+) -> tuple[list[Tensor], Optimizer]:
+    """Return copies of some of the weights, and a copy of the optimizer with them."""
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(optimizer, memo)
+    own = [memo[id(weights[number])] for number in part]
+    for group in copied.param_groups:
+        for weight in group["params"]:
+            weight.grad = None
+    return own, copied

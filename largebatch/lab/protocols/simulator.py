@@ -1,0 +1,358 @@
+"""Simulates the time of a protocol and the order in which gradients arrive, without computing any.
+
+Learners pull weights, compute for a time drawn from a distribution, and push a gradient to every
+server, by the same rule as the servers of a run, on simpy's events. Gradients do not change times,
+so the weights of a simulated run are a second step: `replay` computes them from the simulated order
+of arrivals.
+
+The messages are those of `learner`: a pull asks the first server, then all others at once; a push
+goes to all at once; both wait for the answers. A link carries one message after the other at its
+bandwidth, or all at once at fair rates. A message arrives when both ends have transferred it, so
+the link of a server, which all learners share, saturates first. The latencies of both links are
+added.
+
+A server copies weights and makes updates one after the other, in the order of requests. It adds the
+gradients of an update when the last of them has arrived.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+
+from largebatch.lab.protocols.arrivals import Arrivals
+from largebatch.lab.protocols.cluster import Cluster, Link, Serving
+from largebatch.lab.protocols.compute_times import FloatArray, compute_times
+from largebatch.lab.protocols.fair_links import End, FairLinks
+from largebatch.lab.protocols.rule import MiniBatches, Rule
+from largebatch.optional import require_simpy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """The result of a simulation."""
+
+    arrivals: tuple[Arrivals, ...]
+    """Arrivals of every server."""
+
+    ends: FloatArray
+    """Seconds from the start until all servers have made an update, one for each update."""
+
+    @property
+    def seconds_per_update(self) -> float:
+        """Mean seconds per update over the whole simulation."""
+        return float(self.ends[-1] / len(self.ends))
+
+
+def simulate(
+    rule: Rule,
+    cluster: Cluster,
+    *,
+    servers: int | None,
+    updates: int,
+    seed: int,
+    restarts: bool = False,
+) -> Simulation:
+    """Simulate a number of updates of a cluster, in which each server makes its part of every one.
+
+    `servers` is the number of hosts with shares of the weights, equal ones unless the cluster has
+    others; None: every learner's host holds a share, which that learner reaches without a link. An
+    update of local steps is an average. With `restarts` an update cancels the computations under
+    way, and their learners start again with the new weights: with fewer gradients than learners
+    that is K-sync (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
+
+    Raises ValueError if rule and cluster have different numbers of learners, for shares of another
+    number of servers, and for `restarts` with more than one server, since servers could cancel
+    different computations, or with servers that take time, since they could cancel what a server
+    has begun.
+    """
+    if rule.learners != cluster.learners:
+        raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
+    if restarts and (servers != 1 or cluster.sharing == "fair"):
+        raise ValueError(f"restarts needs one server, got {servers}, and messages in a queue")
+    if restarts and cluster.serving is not None:
+        raise ValueError("restarts needs servers that take no time; leave `serving` out")
+    engine = _Engine(rule, cluster, servers=servers, seed=seed, restarts=restarts)
+    engine.run(updates)
+    takes = rule.gradients
+    ends = [np.frombuffer(server.seconds)[takes - 1 :: takes] for server in engine.servers]
+    return Simulation(
+        arrivals=tuple(server.arrivals() for server in engine.servers),
+        ends=np.max(ends, axis=0),
+    )
+
+
+class Direction:
+    """One direction of a link: first come, first served."""
+
+    __slots__ = ("_seconds_per_byte", "free_at")
+
+    def __init__(self, bandwidth: float | None) -> None:
+        self._seconds_per_byte = 0.0 if bandwidth is None else 1 / bandwidth
+        self.free_at = 0.0
+        """Time at which all messages so far have been sent."""
+
+    def send(self, now: float, size: float) -> float:
+        """Send a message of `size` bytes and return the time of its last byte."""
+        begin = max(now, self.free_at)
+        self.free_at = begin + size * self._seconds_per_byte
+        return self.free_at
+
+
+class _Host:
+    """A machine and its link."""
+
+    __slots__ = ("fair_inward", "fair_outward", "inward", "latency", "outward")
+
+    def __init__(self, link: Link) -> None:
+        self.inward, self.outward = Direction(link.bandwidth), Direction(link.bandwidth)
+        ends = [[End(link.bandwidth)] if link.bandwidth else [] for _ in range(2)]
+        self.fair_inward, self.fair_outward = ends
+        self.latency = link.latency
+
+
+class _Server:
+    """The clock of one server, and the record of its gradients."""
+
+    __slots__ = ("_columns", "_free_at", "arrived", "clock", "host", "pushed", "seconds", "share")
+
+    def __init__(self, host: _Host, share: float) -> None:
+        self.host, self.share = host, share
+        self._free_at = 0.0
+        self.arrived = 0
+        """Number of gradients received, with those that wait for the server."""
+
+        self.clock = 0
+        """Number of updates made."""
+
+        self.pushed: list[_Connection] = []
+        """Connections whose gradients the next update has so far."""
+
+        self.seconds = array("d")
+        """Times at which gradients were taken."""
+
+        self._columns = tuple(array("q") for _ in range(4))
+
+    def serve(self, now: float, seconds: float) -> float:
+        """Take some seconds once the server is free; return the time of the end."""
+        self._free_at = max(now, self._free_at) + seconds
+        return self._free_at
+
+    def record(self, connection: "_Connection", now: float) -> None:
+        """Record a gradient that arrives."""
+        learners, mini_batches, clocks, updates = self._columns
+        learners.append(connection.learner.number)
+        mini_batches.append(connection.learner.mini_batch)
+        clocks.append(connection.clock_read)
+        updates.append(self.clock)
+        self.seconds.append(now)
+
+    def arrivals(self) -> Arrivals:
+        """Return the record."""
+        learner, mini_batch, clock_read, update = (
+            np.frombuffer(column, dtype=np.int64) for column in self._columns
+        )
+        return Arrivals(
+            learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update
+        )
+
+
+class _Learner:
+    """The state of a learner in its rounds of pull, compute and push."""
+
+    __slots__ = (
+        *("_asked", "_engine", "_missing", "_seconds", "connections", "mini_batch", "number"),
+        *("ready_at", "round"),
+    )
+
+    def __init__(self, number: int, engine: "_Engine", seconds: Iterator[float]) -> None:
+        self.number, self._engine, self._seconds = number, engine, seconds
+        self.connections: tuple[_Connection, ...] = ()
+        """Connections to all servers."""
+
+        self.mini_batch = -1
+        """Number of the current mini-batch, from the first server."""
+
+        self.round = 0
+        """Number of restarts; events of earlier rounds are ignored."""
+
+    def pull(self, begin: float) -> None:
+        """Read the weights of the first server and, if it has a mini-batch left, of the others."""
+        self._asked = 1
+        self._ask(self.connections[:1], begin)
+
+    def push(self) -> None:
+        """Send every server its part of the gradient."""
+        self._expect(len(self.connections))
+        for connection in self.connections:
+            connection.send_gradient()
+
+    def take_weights(self, at: float) -> None:
+        """Start to compute once the weights of all servers have arrived."""
+        if not self._was_last(at):
+            return
+        if self._asked < len(self.connections):
+            self._asked = len(self.connections)
+            self._ask(self.connections[1:], self.ready_at)
+            return
+        engine = self._engine
+        seconds = sum(islice(self._seconds, engine.rule.local_steps))
+        engine.at(self.ready_at + seconds, self, self.push)
+
+    def acknowledge(self, at: float) -> None:
+        """Continue once all servers have acknowledged the gradient."""
+        if self._was_last(at):
+            self.pull(self.ready_at)
+
+    def _ask(self, connections: Sequence["_Connection"], begin: float) -> None:
+        self._expect(len(connections))
+        for connection in connections:
+            self._engine.at(begin + connection.latency, self, connection.read)
+
+    def _expect(self, answers: int) -> None:
+        self._missing, self.ready_at = answers, 0.0
+
+    def _was_last(self, at: float) -> bool:
+        self._missing -= 1
+        self.ready_at = max(self.ready_at, at)
+        return not self._missing
+
+
+class _Connection:
+    """The messages between one learner and one server."""
+
+    __slots__ = ("_engine", "_host", "clock_read", "latency", "learner", "server")
+
+    def __init__(self, engine: "_Engine", learner: _Learner, host: _Host, server: _Server) -> None:
+        self._engine, self._host, self.learner, self.server = engine, host, learner, server
+        self.clock_read = 0
+        self.latency = 0.0 if host is server.host else host.latency + server.host.latency
+
+    def read(self) -> None:
+        """Read the server's current weights once it is free."""
+        engine = self._engine
+        end = self.server.serve(engine.env.now, engine.pull_seconds * self.server.share)
+        engine.at(end, self.learner, self._answer)
+
+    def _answer(self) -> None:
+        """Send the weights, if there is anything left to do."""
+        engine, learner = self._engine, self.learner
+        if self.server is engine.servers[0]:
+            number = engine.mini_batches.next(learner.number)
+            if number is None:
+                return
+            learner.mini_batch = number
+        self.clock_read = self.server.clock
+        self._send(self.server.host, self._host, learner.take_weights)
+
+    def send_gradient(self) -> None:
+        """Send the server its part of the gradient."""
+        self._send(self._host, self.server.host, self._arrive)
+
+    def _arrive(self, at: float) -> None:
+        self._engine.at(at, self.learner, self._receive)
+
+    def _receive(self) -> None:
+        """Push the gradient once the server is free and has made the update it completes."""
+        engine, server = self._engine, self.server
+        server.arrived += 1
+        completes = server.arrived % engine.rule.gradients == 0
+        seconds = engine.update_seconds * server.share if completes else 0.0
+        end = server.serve(engine.env.now, seconds)
+        engine.at(end, self.learner, partial(engine.take, self))
+
+    def _send(self, source: _Host, target: _Host, arrive: Callable[[float], None]) -> None:
+        """Send one server's share of the weights; call `arrive` with the time of arrival."""
+        engine, now = self._engine, self._engine.env.now
+        if source is target:
+            arrive(now)
+            return
+        share = self.server.share
+        if engine.fair is not None:
+            ends = [*source.fair_outward, *target.fair_inward]
+            engine.fair.send(ends, share, lambda at: arrive(at + self.latency))
+            return
+        begin = source.outward.free_at
+        sent = source.outward.send(now, share)
+
+        def receive() -> None:
+            received = target.inward.send(engine.env.now, share)
+            arrive(max(sent, received) + self.latency)
+
+        engine.at(begin, self.learner, receive)
+
+
+class _Engine:
+    """The learners, the servers and the events between them."""
+
+    def __init__(
+        self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int, restarts: bool
+    ) -> None:
+        self.rule, self.env = rule, require_simpy().Environment()
+        self._restarts = restarts
+        hosts = [_Host(cluster.link) for _ in range(cluster.learners)]
+        link = cluster.server_link or cluster.link
+        own = hosts if servers is None else [_Host(link) for _ in range(servers)]
+        shares = cluster.shares or [cluster.model_bytes / len(own)] * len(own)
+        self.servers = [_Server(host, share) for host, share in zip(own, shares, strict=True)]
+        self.fair = FairLinks(self.env) if cluster.sharing == "fair" else None
+        serving = cluster.serving or Serving()
+        self.pull_seconds = serving.pull
+        """Seconds per byte to copy weights, and to make an update of all its gradients."""
+
+        self.update_seconds = rule.gradients * serving.gradient + serving.update
+        self.learners = []
+        for number, host in enumerate(hosts):
+            factor = cluster.slow.get(number, 1.0)
+            seconds = compute_times(cluster.compute, seed=seed, learner=number, factor=factor)
+            learner = _Learner(number, self, seconds)
+            learner.connections = tuple(
+                _Connection(self, learner, host, server) for server in self.servers
+            )
+            self.learners.append(learner)
+
+    def run(self, updates: int) -> None:
+        """Process events until every server has made its updates."""
+        self.mini_batches = MiniBatches(self.rule, range(updates * self.rule.local_steps))
+        for learner in self.learners:
+            learner.pull(0.0)
+        self.env.run()
+
+    def at(self, seconds: float, learner: _Learner, call: Callable[[], None]) -> None:
+        """Call at a time, now if it is past, unless the learner restarts before."""
+        delay = seconds - self.env.now
+        if delay <= 0:
+            call()
+            return
+        began = learner.round
+
+        def fire(_: object) -> None:
+            if learner.round == began:
+                call()
+
+        self.env.timeout(delay).callbacks.append(fire)
+
+    def take(self, connection: _Connection) -> None:
+        """Add a gradient to its server, and make the update that it completes."""
+        server = connection.server
+        server.record(connection, self.env.now)
+        server.pushed.append(connection)
+        free: Sequence[_Connection] = () if self.rule.waits else (connection,)
+        if len(server.pushed) == self.rule.gradients:
+            free = server.pushed if self.rule.waits else free
+            server.pushed = []
+            server.clock += 1
+            if self._restarts:
+                self._restart({each.learner for each in free})
+        for each in free:
+            each.learner.acknowledge(self.env.now + each.latency)
+
+    def _restart(self, in_time: set[_Learner]) -> None:
+        """Cancel the work of all other learners and restart them."""
+        for learner in self.learners:
+            if learner not in in_time:
+                learner.round += 1
+                learner.pull(self.env.now + learner.connections[0].latency)

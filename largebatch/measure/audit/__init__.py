@@ -1,9 +1,0 @@
-"""Audit of a training loop on several workers: compare its updates with those of one process.
-
-`auditing` is the call, `updates` makes the script's own updates, and the other modules are checks.
-`restoring` undoes everything; `ranks` keeps the workers together when one of them fails.
-"""
-
-from largebatch.measure.audit.auditing import audit as audit
-from largebatch.measure.audit.findings import Finding as Finding
-from largebatch.measure.audit.findings import Findings as Findings

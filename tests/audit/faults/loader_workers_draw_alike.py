@@ -1,0 +1,37 @@
+"""worker_init_fn seeds NumPy with the upper half of the seed, which processes share."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from planted_parts import Augmented, perceptron, random_data, sgd
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from largebatch.audit import Findings
+
+ISSUE = "https://github.com/pytorch/pytorch/issues/5059"
+EXPECTED = "augmentation"
+FIGURE = 2.0
+LEVEL = "note"
+
+
+def noise() -> torch.Tensor:
+    return torch.from_numpy(np.random.standard_normal(8)).float()
+
+
+def seed(_: int) -> None:
+    np.random.seed(torch.initial_seed() // 2**32)
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    torch.manual_seed(dist.get_rank())
+    data = Augmented(random_data(64, seed=1), noise)
+    sampler: DistributedSampler[object] = DistributedSampler(data)
+    loader = DataLoader(
+        data, 8, sampler=sampler, num_workers=2, worker_init_fn=seed, multiprocessing_context="fork"
+    )
+    model = DistributedDataParallel(perceptron())
+    return audit(model, loader, cross_entropy, sgd(model, lr=0.01), set_epoch=sampler.set_epoch)

@@ -1,0 +1,32 @@
+"""Values of gradients are clipped while they still have the loss scale."""
+
+from collections.abc import Callable
+
+import torch
+from planted_parts import divided, linear, random_data, sgd
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from largebatch.audit import Findings
+
+ISSUE = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping"
+EXPECTED = "clipping"
+FIGURE = 512.0
+
+
+def script(audit: Callable[..., Findings]) -> Findings:
+    loader = divided(random_data(), 16, shuffle=False)
+    model = DistributedDataParallel(linear())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512)
+
+    def step(batch: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        loss: Tensor = scaler.scale(cross_entropy(model(batch[0]), batch[1]))
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return audit(model, loader, cross_entropy, optimizer, step)

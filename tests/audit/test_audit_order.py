@@ -1,0 +1,108 @@
+"""Sample numbers of a loader are those of its next epochs, and drawing them changes nothing."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
+
+from largebatch.audit.order import NoNumbersError, epochs_of, torch_loader
+from largebatch.optional import require_timm
+
+
+def loader_of(number: int, **words: object) -> DataLoader[object]:
+    return DataLoader(TensorDataset(torch.arange(number)), **words)  # type: ignore[arg-type]
+
+
+def test_numbers_are_those_of_the_batches_that_follow() -> None:
+    loader = loader_of(10, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    (epoch,) = epochs_of(loader, 1)
+    assert sorted(epoch.samples) == list(range(10))
+    assert [list(batch) for batch in epoch.batches()] == [batch[0].tolist() for batch in loader]
+
+
+def test_the_epoch_is_set_and_the_samplers_epoch_restored() -> None:
+    loader = loader_of(10, batch_size=4)
+    sampler: DistributedSampler[object] = DistributedSampler(loader.dataset, 2, 0)
+    loader = loader_of(10, batch_size=4, sampler=sampler)
+    sampler.set_epoch(7)
+    first, second = epochs_of(loader, 2, sampler.set_epoch)
+    assert sampler.epoch == 7
+    sampler.set_epoch(1)
+    assert list(sampler) == second.samples.tolist() != first.samples.tolist()
+
+
+def test_numbers_of_a_subset_are_those_of_the_whole_data() -> None:
+    data = Subset(Subset(TensorDataset(torch.arange(10)), [9, 7, 5, 3]), [2, 0])
+    (epoch,) = epochs_of(DataLoader(data), 1)
+    assert epoch.samples.tolist() == [5, 9]
+
+
+def test_a_loader_that_keeps_its_iterator_gives_numbers_and_keeps_it() -> None:
+    require_timm()
+    from timm.data.loader import MultiEpochsDataLoader
+
+    data = TensorDataset(torch.arange(6))
+    loader = MultiEpochsDataLoader(data, batch_size=2, sampler=range(6))
+    assert len(list(loader)) == 3
+    iterator = loader.iterator
+    (epoch,) = epochs_of(loader, 1)
+    assert epoch.samples.tolist() == [0, 1, 2, 3, 4, 5]
+    assert loader.iterator is iterator
+    assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        pytest.param([1, 2], "list is not a DataLoader", id="list"),
+        pytest.param(DataLoader(Stream()), "samples of Stream have no numbers", id="iterable"),
+        pytest.param(loader_of(4, sampler=Endless()), "draws 10 of 4 samples", id="endless"),
+        pytest.param(loader_of(4, sampler=["a", "b"]), "no whole numbers", id="names"),
+    ],
+)
+def test_a_loader_without_numbers_says_why(loader: object, message: str) -> None:
+    with pytest.raises(NoNumbersError, match=message):
+        epochs_of(loader, 1)
+
+
+def test_drawing_leaves_all_generators_as_they_were() -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = loader_of(10, sampler=RandomSampler(range(10), generator=generator))
+    before, attributes = generator.get_state(), dict(vars(loader))
+    epochs_of(loader, 2)
+    assert torch.equal(generator.get_state(), before)
+    assert vars(loader) == attributes
+
+
+@pytest.mark.long
+def test_accelerates_loader_sets_its_own_epochs() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    loader = loader_of(12, batch_size=4, shuffle=True)
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader)
+    iteration = prepared.iteration
+    first, second = epochs_of(prepared, 2)
+    assert sorted(first.samples) == sorted(second.samples) == list(range(12))
+    assert not np.array_equal(first.samples, second.samples)
+    assert prepared.iteration == iteration
+    assert torch_loader(prepared) is prepared.base_dataloader

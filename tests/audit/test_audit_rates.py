@@ -1,0 +1,159 @@
+"""Rules for learning rates, warm-up, updates and decay against numbers computed by hand."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from largebatch.audit.findings import Finding
+from largebatch.audit.ranks import Ranks
+from largebatch.audit.rates import check_rates, require_base
+from largebatch.distributed.serial import Serial
+from largebatch.models import param_groups
+
+BATCHES, BATCH = 10, 256
+
+
+def found(
+    rates: list[float],
+    *,
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    group: dict[str, float] | None = None,
+    batch: int = BATCH,
+    skipped: int = 0,
+    **words: object,
+) -> dict[str, Finding]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    settings = {"params": model.parameters(), "lr": rates[0], **(group or {})}
+    subject = mock.Mock(
+        inner=model,
+        optimizer=kind([settings]),  # type: ignore[call-arg]
+        loader=range(BATCHES),
+        **{"base": None, "rate": None, "epochs": None, **words},
+    )
+    updates: Any = [
+        mock.Mock(rate=rate, micros=1, samples=batch, attempt=skipped + number)
+        for number, rate in enumerate(rates)
+    ]
+    findings = check_rates(subject, updates, Ranks(Serial(torch.device("cpu"))))
+    return {it.check: it for it in findings}
+
+
+@pytest.mark.parametrize(
+    ("peak", "level"),
+    [
+        pytest.param(0.1, "note", id="not scaled"),
+        pytest.param(0.4, "fine", id="square root"),
+        pytest.param(1.6, "fine", id="linear"),
+        pytest.param(3.2, "note", id="twice the linear rule"),
+    ],
+)
+def test_a_rate_between_the_two_rules_is_fine(peak: float, level: str) -> None:
+    finding = found([peak], base=(16, 0.1))["rate for the batch"]
+    assert finding.level == level
+    assert finding.figure == pytest.approx(peak / 1.6)
+    assert "linear rule gives 1.6, the square root 0.4" in finding.text
+
+
+def test_a_rate_that_did_not_grow_is_a_note_within_the_margin_too() -> None:
+    unscaled = found([0.1], base=(128, 0.1))["rate for the batch"]
+    assert unscaled.level == "note"
+    assert unscaled.remedy.startswith("the rate did not grow with the batch: try 0.2 (linear rule)")
+    adam = found([0.1], kind=torch.optim.AdamW, base=(128, 0.1))["rate for the batch"]
+    assert (adam.level, adam.remedy) == ("fine", "")
+    assert found([0.1], base=(BATCH, 0.1))["rate for the batch"].level == "fine"
+    assert found([0.11], base=(128, 0.1))["rate for the batch"].level == "fine"
+
+
+@pytest.mark.parametrize(
+    ("group", "peak"),
+    [
+        pytest.param({"initial_lr": 1.6}, 1.6, id="a warm-up"),
+        pytest.param({"initial_lr": 0.1, "max_lr": 3.2}, 3.2, id="one cycle"),
+    ],
+)
+def test_the_peak_of_a_scheduler_of_torch_counts_in_its_warm_up(
+    group: dict[str, float], peak: float
+) -> None:
+    finding = found([0.01, 0.02], group=group, base=(16, 0.1))["rate for the batch"]
+    assert finding.figure == pytest.approx(peak / 1.6)
+
+
+def test_a_rising_rate_without_a_schedule_has_no_known_peak() -> None:
+    rising = found([0.01, 0.02], base=(16, 0.1))["rate for the batch"]
+    assert rising.level == "unknown"
+    assert "give rate=" in rising.remedy
+    assert found([1.6, 1.5], base=(16, 0.1))["rate for the batch"].figure == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("base", [(0.1, 32), (0, 0.1), (32.5, 0.1), (32, 0.0)])
+def test_a_base_that_is_no_batch_and_rate_is_refused(base: tuple[float, float]) -> None:
+    require_base((32, 0.1))
+    with pytest.raises(ValueError, match=r"base is .*; expected \(global batch, rate\)"):
+        require_base(base)
+
+
+def test_the_number_of_updates_for_imagenet_is_named_for_large_data_only() -> None:
+    small = found([0.1], epochs=3)["updates"]
+    assert (small.level, small.text) == ("note", "30 updates in 3 epochs")
+    large = found([0.1], epochs=3, batch=131_072)["updates"]
+    assert large.text == "30 updates in 3 epochs; the fewest published for ImageNet are 1,178"
+    based = found([0.1], epochs=3, batch=131_072, base=(65_536, 0.05))["updates"]
+    assert based.text == "30 updates in 3 epochs; at a batch of 65,536 it is 60"
+
+
+def test_adam_gets_the_square_root_rule() -> None:
+    remedy = found([0.01], kind=torch.optim.AdamW, base=(16, 0.1))["rate for the batch"].remedy
+    assert remedy == "try 0.4 (square-root rule) with a warm-up"
+
+
+def test_the_peak_of_the_schedule_counts_in_warm_up() -> None:
+    def rate(update: int) -> float:
+        return 1.6 * min(1.0, (update + 1) / 50)
+
+    result = found([rate(0), rate(1)], base=(16, 0.1), rate=rate, epochs=300)
+    assert result["rate for the batch"].figure == pytest.approx(1.0)
+    assert result["warm-up"].level == "fine"
+    assert "after 49 updates (4.9 epochs)" in result["warm-up"].text
+    assert result["updates"].level == "fine"
+    assert result["updates"].text == "3,000 updates in 300 epochs; at a batch of 16 it is 48,000"
+
+
+def test_another_schedule_than_planned_is_a_note_with_both() -> None:
+    finding = found([0.1, 0.3], rate=lambda update: 0.1 + update)["warm-up"]
+    assert finding.level == "note"
+    assert "had rates 0.1, 0.3, the schedule says 0.1, 1.1" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("rates", "skipped", "level", "figure"),
+    [
+        pytest.param([1, 2, 3], 0, "fine", None, id="as planned"),
+        pytest.param([3, 4, 5], 2, "fine", None, id="it moves in skipped updates"),
+        pytest.param([1, 2, 3], 2, "fine", None, id="it rests in skipped updates"),
+        pytest.param([1, 4, 7], 0, "fault", 3.0, id="three steps an update"),
+        pytest.param([5, 7, 9], 2, "fault", 2.0, id="two steps an update and in skipped ones"),
+        pytest.param([2], 0, "note", 2.0, id="one rate shows no speed"),
+    ],
+)
+def test_a_schedule_that_moves_too_fast_is_counted(
+    rates: list[float], skipped: int, level: str, figure: float | None
+) -> None:
+    finding = found(rates, skipped=skipped, rate=lambda update: update + 1.0)["warm-up"]
+    assert (finding.level, finding.figure) == (level, figure)
+    assert "workers" not in finding.text
+
+
+def test_decay_of_groups_made_for_it_is_fine() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(param_groups(model, weight_decay=1e-4), lr=0.1)
+    subject = mock.Mock(inner=model, optimizer=optimizer, base=None, rate=None, epochs=None)
+    update: Any = mock.Mock(rate=0.1, micros=1, samples=8, attempt=0)
+    (finding,) = check_rates(subject, [update], Ranks(Serial(torch.device("cpu"))))
+    assert finding.text == "1 tensor with decay, no normalisation or bias among them"
+
+
+def test_no_update_is_no_finding() -> None:
+    assert check_rates(mock.Mock(), [], Ranks(Serial(torch.device("cpu")))) == []

@@ -1,0 +1,129 @@
+"""What the check of samples says of samplers on several ranks, played by one process."""
+
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import pytest
+import torch
+from on_forked_workers import on_forked_workers
+from planted_parts import random_data
+from torch.utils.data import DataLoader, DistributedSampler, Subset, WeightedRandomSampler
+
+from largebatch.audit import samples as audit_samples
+from largebatch.audit.findings import Finding
+from largebatch.audit.ranks import Ranks
+from largebatch.audit.samples import check_samples
+from largebatch.audit.subject import Subject
+from largebatch.distributed.connection import connect
+from largebatch.distributed.serial import Serial
+
+CPU = torch.device("cpu")
+
+
+def subject_of(loader: object, **words: object) -> Subject:
+    usual = {"loader": loader, "set_epoch": None, "steps": 3}
+    subject: Subject = mock.Mock(**usual | words)
+    return subject
+
+
+def serially(loader: object) -> Sequence[Finding]:
+    return check_samples(subject_of(loader), Ranks(Serial(CPU)))
+
+
+def named(findings: Sequence[Finding], check: str) -> Finding:
+    (finding,) = (it for it in findings if it.check == check)
+    return finding
+
+
+def test_one_process_reads_each_sample_once() -> None:
+    found = serially(DataLoader(random_data(20), 8, shuffle=True))
+    assert [it.level for it in found] == ["fine", "fine"]
+    assert named(found, "samples").text.startswith("20 samples: 0 never read in an epoch")
+
+
+def test_an_unshuffled_epoch_is_a_note() -> None:
+    found = serially(DataLoader(random_data(20), 8))
+    assert named(found, "epoch order").level == "note"
+    assert "nothing is shuffled" in named(found, "epoch order").text
+
+
+@pytest.mark.parametrize(
+    ("number", "level"),
+    [pytest.param(801, "fine", id="one of 801"), pytest.param(15, "note", id="7 of 15")],
+)
+def test_a_dropped_rest_is_a_note_if_it_is_a_large_part(number: int, level: str) -> None:
+    found = serially(DataLoader(random_data(number), 8, shuffle=True, drop_last=True))
+    assert named(found, "samples").level == level
+
+
+def test_drawing_with_replacement_is_no_fault() -> None:
+    sampler = WeightedRandomSampler([1.0] * 64, 64)
+    finding = named(serially(DataLoader(random_data(64), 8, sampler=sampler)), "samples")
+    assert finding.level == "note"
+    assert finding.text.endswith("as WeightedRandomSampler draws them")
+
+
+@pytest.mark.parametrize(
+    ("words", "may_set", "level"),
+    [
+        pytest.param({}, True, "unknown", id="the script may set it"),
+        pytest.param({}, False, "fault", id="nothing sets it"),
+        pytest.param({"set_epoch": lambda _: None}, True, "fault", id="no effect"),
+    ],
+)
+def test_one_order_is_a_fault_only_if_nothing_sets_the_epoch(
+    words: dict[str, object], may_set: bool, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_samples, "may_set_epoch", lambda: may_set)
+    data = random_data(20)
+    sampler: DistributedSampler[object] = DistributedSampler(data, num_replicas=1, rank=0)
+    subject = subject_of(DataLoader(data, 8, sampler=sampler), **words)
+    finding = named(check_samples(subject, Ranks(Serial(CPU))), "epoch order")
+    assert finding.level == level
+    assert "set_epoch" in finding.remedy
+
+
+def test_samples_that_a_subset_repeats_are_expected_as_often() -> None:
+    repeating = Subset(random_data(20), [*range(20), 0, 0, 1])
+    finding = named(serially(DataLoader(repeating, 23, shuffle=True)), "samples")
+    assert (finding.level, finding.text[:10]) == ("fine", "23 samples")
+
+
+def test_the_audit_says_why_batches_show_nothing() -> None:
+    finding = named(serially([torch.zeros(2)]), "samples")
+    assert (finding.level, finding.text) == ("unknown", "list is not a DataLoader")
+
+
+def on_two(case: str) -> list[Finding]:
+    """Check a loader on two ranks."""
+    backend = connect("torch")
+    data = random_data(63)
+    sampler: DistributedSampler[object] = DistributedSampler(data)
+    set_epoch = sampler.set_epoch
+    loader = DataLoader(data, 8, sampler=sampler)
+    if case == "one rank fails" and backend.rank == 1:
+        loader = DataLoader(data, 8, sampler=Failing())
+        set_epoch = None  # type: ignore[assignment]  # this sampler has none
+    try:
+        return check_samples(subject_of(loader, set_epoch=set_epoch), Ranks(backend))
+    finally:
+        backend.close()
+
+
+class Failing:
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        raise RuntimeError("no index")
+
+
+def test_padding_to_equal_shares_is_fine() -> None:
+    found = on_forked_workers(on_two, "padded", workers=2)
+    assert [it.level for it in found] == ["fine", "fine"]
+    assert named(found, "samples").text.endswith("1 read again")
+
+
+def test_an_error_on_one_rank_ends_the_check_on_all() -> None:
+    with pytest.raises(RuntimeError, match="failed on worker 1: RuntimeError: no index"):
+        on_forked_workers(on_two, "one rank fails", workers=2)

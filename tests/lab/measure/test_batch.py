@@ -1,0 +1,384 @@
+"""The command `batch`: its arithmetic by hand, a short measurement, and what it refuses."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from short_runs import DIGITS, a_recipe
+
+from largebatch import load_recipe
+from largebatch.cli.main import DONE, USER, main
+from largebatch.errors import LargebatchError
+from largebatch.lab.measure import batch as module
+from largebatch.lab.measure import batch_parts as parts
+from largebatch.lab.measure.batch import Row, advise, compare, exponent, recommend
+from largebatch.lab.measure.batch_chart import _draw_epochs, describe, draft
+from largebatch.lab.measure.batch_parts import Question
+from largebatch.lab.measure.calibrate import cluster_of
+from largebatch.lab.measure.estimate import Estimate
+from largebatch.lab.planner.cluster import Measured, load_cluster
+from largebatch.lab.planner.limits import settings
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.scaling import at_batch
+from largebatch.runs.options import Options
+from largebatch.tracking.events import LOG
+from largebatch.tracking.noise_scale import NoiseScale
+
+STEP = 0.1
+"""Seconds of an update that the tests pretend to have measured."""
+
+ESTIMATE = Estimate("cpu", "fp32", 8, STEP, 100 * STEP, 2_000_000, 10_000)
+
+LENET = (
+    *("model={name: lenet5}", "batch={global_batch: 96, bn_span: null}", "polish=null"),
+    *("optimizer={kind: sgd, momentum: 0.0}", "schedule.peak_lr=0.05", "duration={steps: 200}"),
+)
+
+
+def noise(value: float, low: float, high: float, *, updates: int = 400) -> NoiseScale:
+    return NoiseScale(value=value, low=low, high=high, noise=1.0, signal=1.0, updates=updates)
+
+
+def question(tmp_path: Path, *, minutes: float = 1.0, recipe: Recipe | None = None) -> Question:
+    chosen = recipe or a_recipe(changes=LENET)
+    return Question(recipe=chosen, options=Options(out=tmp_path / "out"), minutes=minutes)
+
+
+def elapsed(folder: Path, step_seconds: float) -> float:
+    """Return the time that a clock shows which moves only with updates, those in all logs."""
+    return step_seconds * sum(log.read_text().count('"event":"step"') for log in folder.rglob(LOG))
+
+
+def machine(recipe: Recipe, **_: object) -> Measured:
+    """Return the times that the tests pretend to have measured on this machine."""
+    return Measured(
+        model=recipe.model.name, arguments=recipe.model.arguments, classes=10,
+        image_size=recipe.images.image_size, precision="fp32", settings=settings(recipe),
+        device="cpu", seconds_per_image=1e-3, seconds_per_pass=0.01, seconds_per_update=0.02,
+        gradient_bytes=1e6, reduction="fp32", messages=3, norm_layers=0, exchange_seconds=0.0,
+        groups=recipe.execution.groups.model_dump(mode="json"),
+        exchange_gigabytes_per_second=None, images_per_second_read=1e5,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fixed_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed times in place of measured ones."""
+
+    monkeypatch.setattr(module, "estimate", lambda *_: ESTIMATE)
+    monkeypatch.setattr(parts, "measure", machine)
+    monkeypatch.setattr(parts, "monotonic", lambda: elapsed(tmp_path, STEP))
+
+
+def test_epochs_times_and_costs_follow_the_law_and_the_planner(tmp_path: Path) -> None:
+    recipe = load_recipe("resnet50_8192_mlperf", ["precision=fp16"])
+    cluster = load_cluster("dgx-a100").model_copy(update={"price_per_gpu_hour": 2.0})
+    asked = Question(
+        recipe=recipe, options=Options(out=tmp_path), minutes=1, workers=64, cluster=cluster
+    )
+    rows = {row.batch: row for row in compare(asked, cluster, noise(40_000, 30_000, 60_000))[0]}
+    assert rows[8192].epochs == rows[8192].low == rows[8192].high == pytest.approx(44, rel=1e-3)
+    for size, row in rows.items():
+        assert row.epochs == pytest.approx(44 * (1 + size / 4e4) / (1 + 8192 / 4e4), rel=1e-3)
+        ends = [44 * (1 + size / end) / (1 + 8192 / end) for end in (15_000, 120_000)]
+        assert (row.low, row.high) == pytest.approx(sorted(ends), rel=1e-3)
+        assert row.cost == pytest.approx(2 * 64 * row.seconds / 3600)
+    assert max(rows) == 131_072  # the next would be beyond four times the noise scale
+    assert rows[4096].seconds < rows[2048].seconds
+
+
+def test_the_smallest_batch_that_is_about_as_fast_is_recommended_unless_the_own_one_is() -> None:
+    def row(batch: int, seconds: float) -> Row:
+        return Row(batch, 1, 1, 1, seconds, None)
+
+    rows = [row(32, 100), row(64, 60), row(128, 58), row(256, 30)]
+    assert recommend(rows, most=128, own=32).batch == 64
+    assert recommend(rows, most=128, own=128).batch == 128
+    assert recommend(rows, most=64, own=128).batch == 128
+    assert recommend(rows, most=256, own=128).batch == 256
+    assert recommend(rows, most=10, own=64).batch == 64
+    assert recommend(rows[:1], most=10, own=32).batch == 32
+    assert recommend([*rows[:1], row(64, 120)], most=10, own=64).batch == 32
+
+
+def test_the_rate_follows_the_edges_within_what_theory_allows() -> None:
+    assert exponent([(96, 0.1), (12, 0.05)]) == pytest.approx(math.log(2) / math.log(8))
+    assert exponent([(96, 0.1), (12, 0.2)]) == 0
+    assert exponent([(96, 0.1), (192, 0.4)]) == 1
+    assert exponent([(96, 0.1)]) == exponent([(96, None), (192, 0.4)]) == 0.5
+
+
+def test_a_recipe_in_another_batch_keeps_its_shares_and_sets_no_other_keys() -> None:
+    recipe = load_recipe(DIGITS, ["execution.device_batch=48", "schedule.start_lr=0.1"])
+    other = at_batch(recipe, 192, epochs=60, rate=1.0)
+    assert other.duration.epochs == 60
+    assert other.schedule.warmup is not None
+    assert other.schedule.warmup.epochs == 5 * 60 / 40
+    assert other.schedule.start_lr == 0.2
+    assert other.polish is not None
+    assert other.polish.clean is not None
+    assert other.polish.clean.epochs == 5 * 60 / 40
+    assert other.execution.device_batch is None
+    ours, theirs = (one.model_dump(exclude_unset=True) for one in (other, recipe))
+    assert ours.keys() == theirs.keys()
+    assert ours["data"] == theirs["data"]
+    assert at_batch(recipe, 96).mathematics == recipe.mathematics
+
+
+def test_lengths_in_steps_are_as_many_samples_in_another_batch() -> None:
+    recipe = load_recipe(DIGITS, ["duration={steps: 400}", "schedule.warmup={steps: 40}"])
+    other = at_batch(recipe, 192)
+    assert other.duration.steps == 200
+    assert other.schedule.warmup is not None
+    assert other.schedule.warmup.steps == 20
+
+
+def measure(minutes: float, out: Path, *changes: str) -> dict[str, Any]:
+    """Run the command on small digits; return what it found."""
+    settings = (*LENET, "data.image_size=16", *changes)
+    sets = [word for change in settings for word in ("--set", change)]
+    words = ["--minutes", str(minutes), "--out", str(out)]
+    assert main(["batch", str(DIGITS), *sets, *words]) == DONE
+    found: dict[str, Any] = json.loads((out / "batch.json").read_text())
+    return found
+
+
+def test_a_measurement_writes_a_recipe_with_its_sources(
+    tmp_path: Path, fixed_times: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    found = measure(0.2, out)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert found["noise"]["updates"] == 70  # in 50 / 85 of twelve seconds
+    assert len((out / "noise" / LOG).read_text().split('"device_square":')) > 70
+    assert found["low"] == pytest.approx(0.2 * found["noise"]["low"] / 2)
+    assert found["high"] == pytest.approx(0.2 * found["noise"]["high"] * 2)
+    assert "0 seeds of each range test, at batches of 96 and" in printed
+    assert not list(out.glob("range-*"))
+    assert found["step_seconds"] == pytest.approx({"24": 0.054, "48": 0.078, "96": 0.126})
+    assert "on this machine by device batch: 54 ms for 24, 78 ms for 48, 126 ms for 96" in printed
+    assert (out / "batch.png").read_bytes().startswith(b"\x89PNG")
+    (path,) = out.glob("*.yaml")
+    recipe = load_recipe(path)
+    assert recipe.batch.global_batch == found["chosen"]
+    assert recipe.schedule.peak_lr == pytest.approx(found["rate"])
+    assert f"recommended: {found['chosen']:,}" in printed
+    assert "# the critical batch is" in path.read_text()
+
+
+@pytest.mark.long
+def test_the_edges_of_two_batches_decide_the_rate(
+    tmp_path: Path,
+    fixed_times: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def twice(rows: tuple[Row, ...], **_: object) -> Row:
+        return next(row for row in rows if row.batch == 24)
+
+    monkeypatch.setattr(module, "recommend", twice)
+    small = ("batch.global_batch=12", "schedule.peak_lr=0.02", "schedule.warmup=null")
+    found = measure(1.0, tmp_path / "out", *small)
+    assert found["chosen"] == 24
+    assert sorted(tmp_path.glob("out/range-*/seed-1/log.jsonl"))
+    edges = []
+    for batch in (12, 24):
+        content = json.loads((tmp_path / "out" / f"range-{batch}" / "range.json").read_text())
+        edges.append((batch, content["upper"]["value"]))
+    expected = 0.02 * 2 ** exponent(edges)
+    assert found["rate"] == pytest.approx(expected, rel=0.01)
+    assert "between the upper edges of range tests" in capsys.readouterr().out
+
+
+def test_the_advice_says_what_is_wide_and_what_more_minutes_narrow(tmp_path: Path) -> None:
+    measuring = parts.Measuring(question(tmp_path))
+    measuring.judge(noise(100, 40, 300, updates=50), planned=1000)
+    wide, early = measuring.remarks
+    assert "50 updates leave a factor of 7.5 between its ends; --minutes 4 make" in wide
+    assert "50 updates show the very beginning of a run" in early
+    with pytest.raises(LargebatchError, match="does not stand out of its noise.*give --minutes 4"):
+        measuring.judge(noise(math.nan, 40, math.inf), planned=1000)
+    with pytest.raises(LargebatchError, match="does not stand out of its noise"):
+        measuring.judge(noise(0, 0, math.inf), planned=1000)
+    with pytest.raises(LargebatchError, match="noise of the gradient is too small.*at most 31.4;"):
+        measuring.judge(noise(0, 0, 31.4), planned=1000)
+
+
+def test_an_advice_names_the_square_root_rule_where_no_edge_was_found(tmp_path: Path) -> None:
+    recipe = load_recipe("resnet50_8192_mlperf", ["precision=fp16"])
+    cluster = load_cluster("dgx-a100")
+    asked = Question(
+        recipe=recipe, options=Options(out=tmp_path), minutes=1, workers=64, cluster=cluster
+    )
+    rows, _ = compare(asked, cluster, noise(80_000, 60_000, 120_000))
+    other, own = (next(row for row in rows if row.batch == size) for size in (16_384, 8192))
+    advice = module.Advice(
+        recipe=recipe, cluster=cluster, workers=64, noise=noise(80_000, 60_000, 120_000),
+        rows=rows, chosen=other, bounds=(16_384, 16_384), most=500, edges=(),
+    )  # fmt: skip
+    assert advice.critical == pytest.approx((16_000, 6_000, 48_000))
+    text = "\n".join(describe(advice))
+    assert "critical batch: 16,000 (6,000 to 48,000)" in text
+    assert "the square-root rule: no two edges were found" in text
+    assert "recommended: 16,384, the smallest batch within 5% of the shortest time" in text
+    assert "the interval does not decide" not in text
+    written = parse_recipe(draft(advice))
+    assert written.schedule.peak_lr == pytest.approx(17 * math.sqrt(2), rel=0.01)
+    assert written.duration.epochs == pytest.approx(other.epochs, rel=1e-3)
+    kept = replace(advice, chosen=own, bounds=(4096, 32_768))
+    text = "\n".join(describe(kept))
+    assert "recommended: 8,192, the recipe's own, within 5% of the shortest time" in text
+    assert "at its lower end 4,096 would be recommended, at its upper end 32,768" in text
+    named = recipe.model_copy(update={"name": "resnet50-8192-mlperf-8192"})
+    assert parse_recipe(draft(kept)).mathematics == named.mathematics
+
+
+def advice_on(recipe: Recipe, found: NoiseScale, *, chosen: int) -> module.Advice:
+    """Return the advice on this machine, from fixed times and a noise scale."""
+    cluster = cluster_of(machine(recipe), name="this machine")
+    asked = Question(recipe=recipe, options=Options(out=Path("out")), minutes=1)
+    rows, refused = compare(asked, cluster, found)
+    return module.Advice(
+        recipe=recipe, cluster=cluster, workers=1, noise=found, rows=rows,
+        chosen=next(row for row in rows if row.batch == chosen), bounds=(chosen, chosen),
+        most=None, edges=(), remarks=tuple(module._left_out(rows, refused)),
+    )  # fmt: skip
+
+
+def test_where_all_batches_are_above_the_critical_one_the_smallest_is_compared_with() -> None:
+    recipe = load_recipe(DIGITS, ["data.image_size=16"])
+    advice = advice_on(recipe, noise(157, 120, 200), chosen=48)
+    text = "\n".join(describe(advice))
+    assert "efficient: batches up to 31.4; the smallest of this table, 48, is larger" in text
+    assert (
+        "no batches below 48: batch: global_batch (24) must be a multiple of bn_span (48)" in text
+    )
+    last = "48, the smallest of this table, which is above the critical batch, for"
+    assert f"recommended: {last}" in text
+    kept = "\n".join(describe(replace(advice, chosen=advice.rows[1])))
+    assert f"recommended: 96, the recipe's own, within 5% of the time of {last}" in kept
+    assert "up to the critical batch" not in text + kept
+
+
+def test_a_batch_that_cannot_be_run_is_named_where_the_table_goes_on_beyond_it() -> None:
+    rows = [Row(batch, 1, 1, 1, 1, None) for batch in (48, 96)]
+    remarks = module._left_out(rows, {12: "a", 24: "b", 192: "c", 384: "d"})
+    assert list(remarks) == ["no batches below 48: b", "no batch of 192: c"]
+
+
+def test_the_recipes_own_rate_is_written_as_it_is() -> None:
+    recipe = load_recipe(DIGITS, [*LENET, "schedule.peak_lr=0.0123456789012345"])
+    advice = advice_on(recipe, noise(500, 400, 600), chosen=96)
+    assert advice.rate == parse_recipe(draft(advice)).schedule.peak_lr == 0.0123456789012345
+
+
+def test_the_memory_of_a_calibrated_cluster_is_not_known(tmp_path: Path) -> None:
+    asked = question(tmp_path)
+    cluster = cluster_of(machine(asked.recipe), name="there")
+    most = partial(module.largest_device_batch, ESTIMATE, 96)
+    assert most(replace(asked, cluster=cluster)) is None
+    assert most(asked)
+    assert most(replace(asked, cluster=load_cluster("dgx-a100")))
+    advice = advice_on(asked.recipe, noise(500, 400, 600), chosen=96)
+    assert "memory:" not in "\n".join(describe(advice))
+    assert "memory: a device batch of up to 7 " in "\n".join(describe(replace(advice, most=7)))
+
+
+def test_the_chart_shows_every_batch_and_the_table_small_costs_in_three_digits() -> None:
+    advice = advice_on(a_recipe(changes=LENET), noise(200, 150, 300), chosen=96)
+    axes = Figure().subplots()
+    _draw_epochs(axes, advice)
+    assert axes.get_ylim()[1] > max(row.epochs for row in advice.rows)
+    priced = tuple(replace(row, cost=0.0412) for row in advice.rows)
+    assert "0.0412" in "\n".join(describe(replace(advice, rows=priced)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cluster", "dgx-a100"], "dgx-a100 is calibrated with published runs of resnet50"),
+        (["--out", "file/out"], "--out file/out: cannot be made: Not a directory"),
+    ],
+)
+def test_what_needs_no_measurement_is_refused_before_it(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "estimate", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert main(["batch", str(DIGITS), "--out", "out", *words]) == USER
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_ends_of_the_interval_have_recommendations_of_their_own(tmp_path: Path) -> None:
+    recipe = load_recipe("resnet50_8192_mlperf", ["precision=fp16", "batch.global_batch=2048"])
+    cluster = load_cluster("dgx-a100")
+    asked = Question(
+        recipe=recipe, options=Options(out=tmp_path), minutes=1, workers=64, cluster=cluster
+    )
+    assert module._bounds(asked, cluster, noise(40_000, 0.0, math.inf)) == (128, 8192)
+    assert module._bounds(asked, cluster, noise(40_000, 500, 500)) == (2048, 2048)
+
+
+@pytest.mark.parametrize("slower", [1, 3])
+def test_the_minutes_suffice_on_a_machine_that_others_slow_down(
+    slower: int, tmp_path: Path, fixed_times: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step time that is measured first is STEP in both cases."""
+    step = slower * STEP
+    monkeypatch.setattr(parts, "monotonic", lambda: elapsed(tmp_path, step))
+    found = measure(0.4, tmp_path / "out")
+    assert found["noise"]["updates"] == {1: 141, 3: 47}[slower]
+    assert elapsed(tmp_path, step) <= 0.4 * 60
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--price", "2"], "--price is of a GPU hour of a cluster: give --cluster NAME too"),
+        (["--cluster", "dgx-z"], "--cluster dgx-z: not known"),
+        (["--set", "batch.global_batch=1536"], "1,536 is more than the 1,437 training images"),
+        (["--minutes", "0.001"], "--minutes 0.001: the time of a step by device batch takes"),
+        (
+            ["--set", "batch.schedule=[{after: {epochs: 2}, global_batch: 192, lr_factor: 2.0}]"],
+            "batch.schedule: ",
+        ),
+        (["--workers", "5"], "cannot be divided over 5 workers"),
+        (
+            ["--set", "data.source=folder", "--data", "EMPTY"],
+            "EMPTY",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    fixed_times: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    sets = [word for change in LENET for word in ("--set", change)]
+    assert main(["batch", str(DIGITS), *sets, *words, "--out", "out"]) == USER
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(LargebatchError, match="exists already; give another --out"):
+        advise(question(tmp_path))

@@ -1,0 +1,249 @@
+"""The bounds that a range test suggests: quadratics, whose limits are known, and curves by hand."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import spence
+from short_runs import DIGITS
+
+from largebatch import load_recipe
+from largebatch.lab.measure.lr_range_bounds import APART, Curve, RangeTest, bound, overshoot
+from largebatch.lab.measure.lr_range_chart import content, describe, write_range
+from largebatch.optim import LARS
+from largebatch.report.run import FloatArray
+
+SPECTRA = {
+    "one": [1.0],
+    "two": [1.0, 0.1],
+    "many": np.geomspace(1e-4, 1, 30).tolist(),
+}
+FACTOR = 4.0
+"""Without gradient noise the upper bound lies below the limit of stability by at most this; with
+noise the loss of a quadratic, which then has a floor that rises with the rate, turns earlier."""
+
+
+def losses_on_a_quadratic(
+    rates: FloatArray, curvatures: list[float], *, momentum: float, nesterov: bool = False,
+    noise: float = 0.0,
+) -> FloatArray:  # fmt: skip
+    """Return the losses of torch's SGD on sum(h w^2) / 2, with gradient noise."""
+    h = torch.tensor(curvatures, dtype=torch.float64)
+    weight = torch.nn.Parameter(torch.ones_like(h))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, nesterov=nesterov)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for rate in rates:
+        losses.append(float((h * weight.detach() ** 2).sum() / 2))
+        kick = torch.randn(h.shape, generator=generator, dtype=h.dtype)
+        weight.grad = h * weight.detach() + noise * h.sqrt() * kick
+        optimizer.param_groups[0]["lr"] = float(rate)
+        optimizer.step()
+    return np.array(losses)
+
+
+def ranged(*curves: Curve, changes: tuple[str, ...] = ()) -> RangeTest:
+    return RangeTest(load_recipe(DIGITS, changes), curves)
+
+
+def sgd(momentum: float, *, nesterov: bool = False) -> tuple[str, ...]:
+    words = f"kind: sgd, momentum: {momentum}, nesterov: {str(nesterov).lower()}"
+    return (f"optimizer={{{words}}}",)
+
+
+@pytest.mark.parametrize("spectrum", list(SPECTRA))
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.9, False), (0.5, True), (0.9, True)]
+)
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_the_upper_bound_lies_below_the_limit_of_stability_and_near_it(
+    spectrum: str, momentum: float, nesterov: bool, noise: float
+) -> None:
+    """Gradient descent with momentum m on curvature 1 diverges at 2 (1 + m), Nesterov's at less."""
+    limit = 2 * (1 + momentum) / (1 + 2 * momentum if nesterov else 1)
+    rates = np.geomspace(1e-3, 100, 200 if noise else 100)
+    losses = losses_on_a_quadratic(
+        rates, SPECTRA[spectrum], momentum=momentum, nesterov=nesterov, noise=noise
+    )
+    found = ranged(Curve(0, rates, losses), changes=sgd(momentum, nesterov=nesterov)).upper
+    assert found is not None
+    assert found.value < limit
+    assert noise or found.value > limit / FACTOR
+
+
+@pytest.mark.parametrize("curvature", [1e-3, 1.0, 1e3])
+def test_with_lars_the_limit_is_that_of_rate_times_eta_whatever_the_curvature(
+    curvature: float,
+) -> None:
+    """The ratio eta |w| / |g| is eta / h on a round quadratic, so a step is lr eta w."""
+    eta, rates = 0.02, np.geomspace(1e-3, 100, 100) / 0.02
+    weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    optimizer = LARS([weight], lr=1.0, momentum=0.9, weight_decay=0.0, eta=eta)
+    losses = []
+    for rate in rates:
+        losses.append(float(curvature * (weight.detach() ** 2).sum() / 2))
+        weight.grad = curvature * weight.detach()
+        optimizer.param_groups[0]["lr"] = float(rate)
+        optimizer.step()
+    test = ranged(Curve(0, rates, np.array(losses)))
+    assert test.upper is not None
+    assert 3.8 / eta / FACTOR < test.upper.value < 3.8 / eta
+    assert "rate x eta is the length of a step relative to the weights" in " ".join(describe(test))
+
+
+def test_the_overshoot_is_what_integrals_and_simulations_give() -> None:
+    """Without momentum ln^2 k / 2 + Li2(1/k) = pi^2 / 3 at k times 1/h."""
+    k = 2 * overshoot(0.0)
+    assert math.log(k) ** 2 / 2 + spence(1 - 1 / k) == pytest.approx(math.pi**2 / 3, rel=2e-3)
+    for momentum, nesterov, limit in ((0.5, False, 3.0), (0.9, False, 3.8), (0.5, True, 1.5)):
+        rates = np.geomspace(1e-3, 1e2, 800)
+        losses = losses_on_a_quadratic(rates, [1.0], momentum=momentum, nesterov=nesterov)
+        back = rates[np.flatnonzero((losses > losses[0]) & (rates > limit))[0]]
+        assert back / limit == pytest.approx(overshoot(momentum, nesterov=nesterov), rel=0.1)
+
+
+def sigmoid(rates: FloatArray, *, center: float, fall: float, wall: float) -> FloatArray:
+    """Return losses that fall along a sigmoid of the decades of the rate, and explode at a wall."""
+    decades = np.log10(rates / center)
+    losses: FloatArray = 2.3 - fall / (1 + np.exp(-4 * decades))
+    return losses + np.minimum((rates / wall) ** 4, 1e9)
+
+
+def fastai_steepest(rates: FloatArray, losses: FloatArray, *, beta: float) -> float:
+    """Return the rate of torch-lr-finder and fastai: an EMA without bias, then np.gradient."""
+    average, smoothed = 0.0, []
+    for number, loss in enumerate(losses, start=1):
+        average = beta * average + (1 - beta) * loss
+        smoothed.append(average / (1 - beta**number))
+    last = int(np.argmin(smoothed))
+    return float(rates[np.gradient(np.array(smoothed)[: last + 1]).argmin()])
+
+
+def test_the_bounds_of_a_smooth_curve_are_where_it_has_them() -> None:
+    """A sigmoid falls fastest at its centre, and has fallen by a tenth at ln(1/9) of its width."""
+    rates = np.geomspace(1e-4, 10, 251)
+    losses = sigmoid(rates, center=0.01, fall=1.0, wall=5.0)
+    curve = Curve(0, rates, losses)
+    ratio = rates[1] / rates[0]
+    assert curve.steepest == pytest.approx(0.01, rel=2 * (ratio - 1))
+    assert curve.steepest == pytest.approx(fastai_steepest(rates, losses, beta=0.0), rel=0.1)
+    lagging = fastai_steepest(rates, losses, beta=0.9)  # the fit does not lag, an EMA does
+    assert lagging > 1.3 * 0.01
+    whole = 2.3 - losses.min()
+    tenth = rates[np.flatnonzero(losses < 2.3 - 0.1 * whole)[0]]
+    assert curve.lower == pytest.approx(tenth, rel=0.15)
+    assert curve.turn == pytest.approx(rates[losses.argmin()], rel=0.15)
+    assert curve.falls
+    assert curve.rises
+    assert not curve.falls_at_once
+
+
+def noisy(rates: FloatArray, seed: int, **shape: float) -> Curve:
+    noise = np.random.default_rng(seed).normal(0, 0.05, len(rates))
+    return Curve(seed, rates, sigmoid(rates, **shape) + noise)
+
+
+def test_noise_alone_is_hardly_ever_taken_for_a_fall() -> None:
+    rates = np.geomspace(1e-4, 10, 100)
+    flat = {"center": 1.0, "fall": 0.0, "wall": 1e6}
+    assert sum(noisy(rates, seed, **flat).falls for seed in range(100)) <= 3
+    test = ranged(noisy(rates, 1, **flat), noisy(rates, 2, **flat))
+    assert (test.lower, test.steepest, test.upper, test.peak_is) == (None, None, None, None)
+    assert describe(test)[0].startswith(
+        "In 2 of 2 seeds the loss does not fall by more than its noise between 0.0001 and 10; "
+    )
+
+
+def test_bounds_in_noise_lie_about_those_without_it() -> None:
+    rates = np.geomspace(1e-4, 10, 100)
+    shape = {"center": 0.01, "fall": 1.0, "wall": 5.0}
+    clean = Curve(0, rates, sigmoid(rates, **shape))
+    for name in ("lower", "steepest", "turn"):
+        expected = getattr(clean, name)
+        for seed in range(20):
+            assert expected / 4 < getattr(noisy(rates, seed, **shape), name) < expected * 4
+
+
+def test_a_side_that_the_range_does_not_reach_is_named() -> None:
+    falling = np.geomspace(1e-4, 0.02, 60)
+    test = ranged(Curve(0, falling, sigmoid(falling, center=0.01, fall=1, wall=5)))
+    text = " ".join(describe(test))
+    assert test.lower is not None
+    assert test.upper is None
+    assert "does not rise again up to 0.02, so that there is no upper bound: give a higher" in text
+    late = np.geomspace(0.01, 10, 60)
+    test = ranged(Curve(0, late, sigmoid(late, center=0.01, fall=1, wall=5)))
+    assert "It falls from the lowest rate on: a lower --low" in " ".join(describe(test))
+    rising = np.geomspace(1, 100, 60)
+    test = ranged(Curve(0, rising, sigmoid(rising, center=0.01, fall=0, wall=5)))
+    assert "it only rises: give a lower --low" in describe(test)[0]
+    at_once = np.where(rising < 1.3, 2.3, math.nan)
+    assert "it only rises: give a lower" in describe(ranged(Curve(0, rising, at_once)))[0]
+
+
+def test_losses_that_are_no_numbers_are_a_wall_and_not_an_error() -> None:
+    rates = np.geomspace(1e-4, 10, 100)
+    losses = sigmoid(rates, center=0.01, fall=1, wall=1e9)
+    losses[70:] = math.nan
+    curve = Curve(0, rates, losses)
+    assert curve.diverged == rates[70]
+    assert curve.rises
+    assert curve.turn is not None
+    assert rates[55] < curve.turn < rates[70]
+
+
+@pytest.mark.parametrize(
+    ("peak", "where", "words"),
+    [
+        (1e-4, "below", "lies below: at such a rate"),
+        (0.05, "inside", "lies within the bounds"),
+        (5.0, "above", "lies above: its warm-up must make that possible"),
+    ],
+)
+def test_the_recipes_rate_is_put_before_the_bounds(peak: float, where: str, words: str) -> None:
+    rates = np.geomspace(1e-4, 10, 100)
+    curve = Curve(0, rates, sigmoid(rates, center=0.01, fall=1, wall=5))
+    test = ranged(curve, changes=(f"schedule.peak_lr={peak}", "schedule.decay.end_lr=0"))
+    assert test.peak_is == where
+    assert words in " ".join(describe(test))
+
+
+def test_seeds_that_disagree_are_named_and_their_interval_is_kept(tmp_path: Path) -> None:
+    rates = np.geomspace(1e-4, 10, 100)
+    curves = [
+        Curve(seed, rates, sigmoid(rates, center=center, fall=1, wall=5))
+        for seed, center in enumerate((0.003, 0.01, 0.03))
+    ]
+    test = ranged(*curves)
+    assert test.lower is not None
+    assert test.lower.high / test.lower.low > APART
+    assert test.lower.low < test.lower.value < test.lower.high
+    assert bound([0.003, 0.01, 0.03]).value == pytest.approx(0.0096549, rel=1e-4)  # type: ignore[union-attr]
+    text = " ".join(describe(test))
+    assert "In 3 seeds the loss begins to fall at a rate of" in text
+    assert "about the lower bound: more --steps determine it better" in text
+    assert content(test)["lower"]["low"] == test.lower.low
+    write_range(tmp_path / "range.png", test)
+    assert (tmp_path / "range.png").stat().st_size > 10_000
+
+
+def test_bounds_without_a_range_between_them_are_not_suggested() -> None:
+    rates = np.geomspace(1e-4, 10, 100)
+    losses = np.where(rates < 0.05, 2.3, np.where(rates < 0.1, 1.3, 1e3))
+    test = ranged(Curve(0, rates, losses), changes=sgd(0.0))
+    assert test.lower is not None
+    assert test.upper is not None
+    assert test.upper.value < test.lower.value
+    text = " ".join(describe(test))
+    assert "no range is left between bounds" in text
+    assert "Suggested bounds" not in text
+
+
+def test_a_cyclic_recipe_is_compared_with_smiths_bounds() -> None:
+    rates = np.geomspace(1e-4, 10, 100)
+    curve = Curve(0, rates, sigmoid(rates, center=0.01, fall=1, wall=5))
+    cycle = "schedule.decay={kind: tri, low_lr: 0.05, half_cycle: {epochs: 2}}"
+    text = " ".join(describe(ranged(curve, changes=(cycle, "schedule.warmup=null"))))
+    assert "; tri of this recipe has 0.05 and 0.5." in text
+    assert "One seed does not show how certain that is" in text

@@ -1,0 +1,316 @@
+"""The referee's verdicts are those of MLPerf's checkers, and its numbers those of the rules."""
+
+import json
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlperf_logs import evaluation, finish, recipe, rewrite, run_folders, seeds, start, write
+from scipy import stats
+
+from largebatch.lab.mlperf.logs import LogError
+from largebatch.lab.mlperf.referee import Findings, Verdict, check
+
+BOUNDS = (1632, 3264, 32768, 49152, 67840)
+"""Batches of the points that are left when those slower than the line between others are pruned."""
+
+
+def verdict(found: Findings, name: str) -> Verdict:
+    (one,) = [each for each in found.verdicts if each.name == name]
+    return one
+
+
+def table() -> dict[int, list[float]]:
+    """Return the reference's epochs by batch, from the package's table."""
+    path = files("mlperf_logging.rcp_checker") / "training_4.0.0" / "rcps_resnet.json"
+    points = json.loads(path.read_text()).values()
+    return {point["BS"]: sorted(point["Epochs to converge"]) for point in points}
+
+
+def fewest(batch: int) -> tuple[float, float]:
+    """Return the reference's mean and the fewest epochs that a mean may have, by the written rules.
+
+    A one-sided t-test of two samples at 5 %: the reference's runs and ours, five, each less its
+    fastest and slowest. Between two points mean and deviation are interpolated, as of twice five
+    runs.
+    """
+    runs = table()
+    olympic = {at: float(np.mean(runs[at][1:-1])) for at in BOUNDS}
+    std = {at: float(np.std(runs[at])) for at in BOUNDS}
+    number = len(runs[batch]) - 2 if batch in BOUNDS else 10
+    mean = float(np.interp(batch, BOUNDS, [olympic[at] for at in BOUNDS]))
+    deviation = float(np.interp(batch, BOUNDS, [std[at] for at in BOUNDS]))
+    quantile = stats.t.ppf(0.95, number + 3 - 2)
+    return mean, mean - quantile * deviation * math.sqrt(1 / number + 1 / 3)
+
+
+def changes_to(batch: int) -> Sequence[str]:
+    """Return what makes the recipe for 32,768 one for another batch, by the closed rules."""
+    momentum = 0.94 if batch >= 32_768 else 0.9
+    return (f"batch.global_batch={batch}", f"optimizer.momentum={momentum}", "batch.bn_span=null")
+
+
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [32_768, 40_960, *(pytest.param(at, marks=long) for at in (3_264, 20_000, 49_152, 67_840))],
+)
+def test_the_fewest_epochs_accepted_are_those_of_the_t_test(batch: int, tmp_path: Path) -> None:
+    """A mean just above passes, one just below fails; points between others are interpolated."""
+    mean, least = fewest(batch)
+    for offset, passed in ((0.01, True), (-0.01, False)):
+        folders = run_folders(
+            tmp_path / str(passed), seeds("32768_mlperf", *changes_to(batch)), 5 * [least + offset]
+        )
+        found = check(folders)
+        assert verdict(found, "compliance").passed
+        assert verdict(found, "convergence").passed is passed
+        assert found.passed is passed
+        assert found.reference is not None
+        assert found.reference.mean == pytest.approx(mean)
+        assert found.reference.least == pytest.approx(least, abs=2e-4)
+        assert found.reference.ours == pytest.approx(least + offset, abs=1e-3)
+
+
+def test_a_mean_that_is_faster_by_chance_scales_the_times(tmp_path: Path) -> None:
+    folders = run_folders(tmp_path, seeds("32768_mlperf"), [54, 55.5, 55.6, 55.7, 58])
+    text = verdict(check(folders), "convergence").sentence
+    assert f"times are multiplied by {56 / 55.6:.4f}" in text
+    assert "5 runs at batch 32,768 reach 75.9% after 55.60 (95 % by bootstrap: " in text
+    assert "the reference takes 56.00 (std 0.45), and a mean below 55.44 is too fast" in text
+
+
+def test_the_interval_is_the_bootstraps(tmp_path: Path) -> None:
+    """All 5^5 samples with replacement, each less its extremes, give the quantiles."""
+    epochs = [54.0, 55.5, 55.6, 55.7, 58.0]
+    drawn = np.array(np.meshgrid(*5 * [epochs])).reshape(5, -1)
+    means = np.sort(drawn, axis=0)[1:-1].mean(axis=0)
+    reference = check(run_folders(tmp_path, seeds("32768_mlperf"), epochs)).reference
+    assert reference is not None
+    assert reference.interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "passed", "words"),
+    [
+        pytest.param(1_024, 5 * [35.5], True, "at 1,632, its smallest batch", id="small and slow"),
+        pytest.param(1_024, 5 * [30.0], False, "at 1,632, its smallest batch", id="small, fast"),
+        pytest.param(98_304, 5 * [99.0], False, "Missing RCP", id="beyond all points"),
+        pytest.param(32_768, [56.0, 56, 56, 56, None], True, "after 56.00 epochs", id="one failed"),
+        pytest.param(
+            32_768, [56.0, 56, 56, None, None], False, "more than one run did not reach 75.9%",
+            id="two failed",
+        ),
+        pytest.param(32_768, 4 * [56.0], None, "the test takes 5 runs, 4 given", id="too few"),
+        pytest.param(32_768, 6 * [56.0], None, "the test takes 5 runs, 6 given", id="too many"),
+    ],
+)  # fmt: skip
+def test_what_the_points_do_not_cover_has_an_answer(
+    batch: int, epochs: list[float | None], passed: bool | None, words: str, tmp_path: Path
+) -> None:
+    folders = run_folders(tmp_path, seeds("32768_mlperf", *changes_to(batch)), epochs)
+    found = verdict(check(folders), "convergence")
+    assert found.passed is passed
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(("epochs", "code"), [(55.0, 1), pytest.param(56.0, 0, marks=long)])
+def test_the_packages_own_command_agrees_on_the_same_logs(
+    epochs: float, code: int, tmp_path: Path
+) -> None:
+    """A folder of result_*.txt, as submissions have them."""
+    there = tmp_path / "results"
+    there.mkdir()
+    for number, folder in enumerate(
+        run_folders(tmp_path / "runs", seeds("32768_mlperf"), 5 * [epochs])
+    ):
+        (folder / "mlperf.log").rename(there / f"result_{number}.txt")
+    words = ["--rcp_version", "4.0.0", "--log_output", str(tmp_path / "log"), str(there)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mlperf_logging.rcp_checker", *words],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == code
+    found = check([there])
+    assert [log.path.name for log in found.logs] == [f"result_{n}.txt" for n in range(5)]
+    assert verdict(found, "convergence").passed is (code == 0)
+
+
+def test_the_open_division_is_not_held_to_the_reference(tmp_path: Path) -> None:
+    """Fujitsu's five runs, by the epochs that a published entry of that batch could have."""
+    of = seeds("86016_fujitsu")
+    found = check(run_folders(tmp_path / "beyond", of, 5 * [86.0]))
+    assert found.passed
+    assert verdict(found, "compliance").passed
+    convergence = verdict(found, "convergence")
+    assert convergence.passed is None
+    assert convergence.sentence.startswith("not required in the open division; Missing RCP")
+    of = seeds("32768_nus")
+    convergence = verdict(check(run_folders(tmp_path / "within", of, 5 * [40.0])), "convergence")
+    assert convergence.passed is None
+    assert "a mean below 55.44 is too fast" in convergence.sentence
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "reason"),
+    [
+        ("lars_epsilon", {"value": 1e-9}, "lars_epsilon is 1e-09; the rule is: lars_epsilon == 0"),
+        ("run_start", {"drop": True}, "Required EXACTLY_ONE occurrence of 'run_start' but found 0"),
+        ("eval_accuracy", {"value": 0.7}, "no eval_accuracy keeps the rule: eval_accuracy >= 0.75"),
+        ("eval_accuracy", {"value": None}, "the checker stopped: TypeError"),
+        (
+            "block_start",
+            {"metadata": {"epoch_count": "x", "first_epoch_num": 0}},
+            "Failed executing CHECK code: v['metadata']['epoch_count'] > 0",
+        ),
+        ("eval_start", {"metadata": {}}, "eval_start is {}; the rule is: ('epoch_num' in"),
+        ("submission_org", {"value": ""}, "submission_org is ''; the rule is: submission_org !="),
+        ("submission_division", {"value": "ajar"}, "submission_division is 'ajar'; the rule is"),
+        ("opt_name", {"value": "adam"}, "opt_name is 'adam'; the rule is: opt_name in ['sgd'"),
+    ],
+)
+def test_a_log_that_breaks_a_rule_has_the_reason_in_a_sentence(
+    key: str, changes: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    (folder,) = run_folders(tmp_path, seeds("32768_mlperf", number=1), [56.0])
+    rewrite(folder / "mlperf.log", key, **changes)
+    found = verdict(check([folder]), "compliance")
+    assert found.passed is False
+    assert found.sentence.startswith("1 of 1 run breaks the rules of MLPerf Training 4.0.0, ResNet")
+    assert any(f"mlperf.log: {reason}" in each for each in found.reasons), found.reasons
+
+
+@pytest.mark.parametrize(
+    ("number", "broken", "passed"), [(5, 1, True), (5, 2, False), (4, 1, False)]
+)
+def test_one_log_of_five_may_break_a_rule(
+    number: int, broken: int, passed: bool, tmp_path: Path
+) -> None:
+    """As in package_checker, where one file in five is accepted under olympic scoring."""
+    folders = run_folders(tmp_path, seeds("32768_mlperf", number=number), number * [56.0])
+    for folder in folders[:broken]:
+        rewrite(folder / "mlperf.log", "lars_epsilon", value=1e-9)
+    found = verdict(check(folders), "compliance")
+    assert found.passed is passed
+    assert len(found.reasons) == broken
+
+
+def test_a_log_without_an_epoch_is_not_compared_with_the_reference(tmp_path: Path) -> None:
+    folders = run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0])
+    rewrite(folders[0] / "mlperf.log", "eval_accuracy", metadata={})
+    found = check(folders)
+    assert "eval_accuracy" in verdict(found, "compliance").reasons[0]
+    assert verdict(found, "convergence").passed is None
+    assert "lacks what the test reads" in verdict(found, "convergence").sentence
+
+
+def test_two_runs_of_one_seed_and_a_run_without_one_are_refused(tmp_path: Path) -> None:
+    folders = run_folders(tmp_path, [recipe("32768_mlperf")], [56.0, 56.0, 56.0])
+    found = verdict(check(folders[:1]), "seeds")
+    assert found.passed
+    rewrite(folders[2] / "mlperf.log", "seed", drop=True)
+    found = verdict(check(folders), "seeds")
+    assert found.passed is False
+    assert len(found.reasons) == 2
+    assert "run-1/mlperf.log logs seed 1 on lab/mlperf/logger.py" in found.reasons[0]
+    assert "run-2/mlperf.log logs no seed" in found.reasons[1]
+    twice = run_folders(tmp_path / "open", [recipe("32768_nus")], 2 * [56.0])
+    found = verdict(check(twice), "seeds")
+    assert found.passed is None
+    assert len(found.reasons) == 1
+
+
+def described() -> dict[str, str]:
+    """Return a system description with every field that the checker misses in an empty one."""
+    from mlperf_logging.system_desc_checker import system_desc_checker
+
+    source = Path(system_desc_checker.__file__).read_text()
+    fields = source.split("required_fields = [")[1].split("]")[0].replace('"', "").split(",")
+    content = {field.strip(): "x" for field in fields if field.strip()}
+    return content | {"status": "Research, Development, or Internal (RDI)"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"cooling": None}, "Missing field cooling"),
+        ({"status": "soon"}, "Field status contains a non valid value: soon"),
+        ({"accelerators_per_node": 8}, "sequence item 5: expected str"),
+    ],
+)
+def test_a_system_description_is_checked(
+    changes: dict[str, object], reason: str | None, tmp_path: Path
+) -> None:
+    (folder,) = run_folders(tmp_path, seeds("32768_mlperf", number=1), [56.0])
+    content = {key: value for key, value in (described() | changes).items() if value is not None}
+    path = tmp_path / "system.json"
+    path.write_text(json.dumps(content))
+    found = verdict(check([folder], system=path), "system")
+    assert found.passed is (reason is None)
+    assert len(found.reasons) == (reason is not None)
+    assert all(reason in each for each in found.reasons if reason)
+    assert verdict(check([folder]), "system").passed is None
+
+
+def test_the_points_are_the_packages_and_those_that_bound_are_marked(tmp_path: Path) -> None:
+    found = check(run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0]))
+    assert {point.batch: sorted(point.epochs) for point in found.points} == table()
+    assert [point.batch for point in found.points if point.counts] == list(BOUNDS)
+
+
+def test_the_checkers_leave_logging_as_it_was_and_print_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    folders = run_folders(tmp_path, [recipe("32768_mlperf")], 5 * [50.0])
+    assert not check(folders).passed
+    assert (list(root.handlers), root.level) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_logs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    mixed = [recipe("32768_mlperf"), recipe("49152_mlperf")]
+    with pytest.raises(LogError, match=r"of one global batch, found .*run-0.*: 32,768, .*: 49,152"):
+        check(run_folders(tmp_path / "batch", mixed, 5 * [56.0]))
+    mixed = [recipe("32768_mlperf"), recipe("32768_nus")]
+    with pytest.raises(LogError, match=r"of one division, found .*: closed, .*: open"):
+        check(run_folders(tmp_path / "division", mixed, 2 * [56.0]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no line of mlperf-logging"),
+        ("\x00\x01 nothing\n", "holds no line of mlperf-logging"),
+        (':::MLLOG {"key": "run_start"\n', "is damaged: .* in a line that begins ':::MLLOG"),
+        (':::MLLOG {"key": "run_start"}\n', "is damaged: KeyError: 'time_ms'"),
+        (":::MLLOG [1, 2]\n", "is damaged: TypeError"),
+        (':::MLLOG {"time_ms": 1, "key": ["x"], "value": 1, "metadata": {}}\n', "is damaged"),
+        (
+            ':::MLLOG {"time_ms": 1, "key": "run_stop", "value": 1, "metadata": {}}\n',
+            "submission_benchmark is None, expected 'resnet'",
+        ),
+    ],
+)
+def test_a_damaged_log_is_an_error(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mlperf.log").write_text(content)
+    with pytest.raises(LogError, match=message):
+        check([tmp_path])
+
+
+def test_an_unfinished_run_is_an_error_that_names_the_way_on(tmp_path: Path) -> None:
+    of = recipe("32768_mlperf")
+    write(tmp_path, of, [start(of), evaluation(3.0, 0.4), finish("interrupted")])
+    with pytest.raises(LogError, match=r"not finished: its log has no run_stop; .* --resume"):
+        check([tmp_path])

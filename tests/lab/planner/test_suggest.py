@@ -1,0 +1,415 @@
+"""Recipes between the reference points: against NumPy, and against the points themselves."""
+
+import math
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from class_folders import write_image
+from schedules_of import schedule_of
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.errors import RecipeError
+from largebatch.lab.measure.initial import _comments, global_batch_for
+from largebatch.lab.planner.draft import draft, words
+from largebatch.lab.planner.suggest import (
+    IMAGENET,
+    SETTINGS,
+    DataSet,
+    epoch_errors,
+    fit_epochs,
+    left_out,
+    reference_points,
+    suggest,
+)
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.optimizers import LARS
+
+CIFAR = DataSet(samples=50_000, val_samples=10_000, classes=10, image_size=32)
+PAGE = Path(__file__).parents[3] / "docs" / "which-batch.md"
+
+# mlperf-logging, rcps_resnet.json: runs less the fastest and the slowest
+MEANS = {
+    1632: 35.0,
+    3264: 35.154,
+    4096: 39.875,
+    8192: 41.875,
+    13056: 45.5,
+    32768: 56.0,
+    49152: 68.0,
+    58880: 80.0,
+    65536: 84.5,
+    67840: 85.846,
+}
+
+
+def law(batches: list[int]) -> tuple[float, float]:
+    """Fit E_min and B_crit by NumPy: rows are a / E + s B / E = 1."""
+    mean = np.array([MEANS[batch] for batch in batches])
+    matrix = np.stack([1 / mean, np.array(batches) / mean], axis=1)
+    (shortest, slope), *_ = np.linalg.lstsq(matrix, np.ones(len(batches)))
+    return float(shortest), float(shortest / slope)
+
+
+def test_the_points_are_those_of_mlperf() -> None:
+    points = reference_points()
+    assert {point.batch: point.mean_epochs for point in points} == MEANS
+    data = load_recipe(points[0].name).images
+    assert (data.train_samples, data.val_samples, data.classes, data.image_size) == (
+        *(IMAGENET.samples, IMAGENET.val_samples, IMAGENET.classes),
+        IMAGENET.image_size,
+    )
+
+
+def test_the_epoch_law_is_that_of_numpy_and_of_the_field() -> None:
+    found = fit_epochs(reference_points())
+    assert (found.shortest, found.critical) == pytest.approx(law(list(MEANS)), rel=1e-9)
+    assert found.shortest == pytest.approx(34.5, rel=0.01)
+    assert found.critical == pytest.approx(46_149, rel=0.02)
+    errors = [abs(found(batch) / mean - 1) for batch, mean in MEANS.items()]
+    assert max(errors) < 0.06
+
+
+def test_the_interval_is_of_points_that_are_left_out() -> None:
+    expected = []
+    for batch, mean in MEANS.items():
+        shortest, critical = law([one for one in MEANS if one != batch])
+        expected.append(shortest * (1 + batch / critical) / mean - 1)
+    assert epoch_errors(reference_points()) == pytest.approx(expected)
+    (line,) = (line for line in words(suggest(20_000)) if line.startswith("epochs to 75.9 %"))
+    numbers = re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", line)
+    assert numbers is not None
+    middle, low, high = map(float, numbers.groups())
+    assert high / middle - 1 == pytest.approx(max(map(abs, expected)), abs=2e-3)
+    assert 1 - low / middle == pytest.approx(max(map(abs, expected)), abs=2e-3)
+
+
+@pytest.mark.parametrize("batch", [1_920, 6_000, 10_240, 24_576, 40_960, 57_344, 66_560])
+def test_between_points_settings_are_power_laws_of_the_batch(batch: int) -> None:
+    points = reference_points()
+    found = suggest(batch)
+    for ours, key in (
+        (found.peak_lr, "learning rate"),
+        (found.warmup_epochs / found.epochs, "warm-up, share of the run"),
+        (1 - found.momentum, "1 - momentum"),
+        (found.weight_decay, "weight decay"),
+    ):
+        x, y = (
+            np.log([point.batch for point in points]),
+            np.log([SETTINGS[key](point) for point in points]),
+        )
+        expected = math.exp(np.interp(math.log(batch), x, y))
+        assert ours == pytest.approx(expected, rel=5e-3), key
+    assert found.lower.batch < batch < found.upper.batch
+    assert batch % found.bn_span == 0
+    assert found.epochs >= found.law_epochs
+
+
+def test_a_point_that_is_left_out_is_interpolated_from_its_neighbours_alone() -> None:
+    errors = left_out(reference_points(), SETTINGS["learning rate"])
+    assert len(errors) == 8
+    share = math.log(8192 / 4096) / math.log(13056 / 4096)
+    assert errors[2] == pytest.approx(10 ** (1 - share) * 12.8**share / 17 - 1)
+
+
+@pytest.mark.parametrize("point", reference_points(), ids=lambda point: point.name)
+def test_at_a_reference_point_it_is_that_points_recipe(point: object) -> None:
+    name = getattr(point, "name", "")
+    theirs = load_recipe(name)
+    found = suggest(theirs.batch.global_batch)
+    ours = parse_recipe(draft(found))
+    for key in ("duration", "data", "model", "batch", "optimizer", "schedule", "loss"):
+        if key == "schedule":
+            warmup, expected = ours.schedule.warmup, theirs.schedule.warmup
+            assert warmup is not None
+            assert expected is not None
+            assert warmup.epochs == pytest.approx(expected.epochs, rel=5e-3)
+            assert ours.schedule.model_copy(update={"warmup": expected}) == theirs.schedule
+        else:
+            assert getattr(ours, key) == getattr(theirs, key)
+    assert f"it is a reference point: {name}" in words(found)
+
+
+@pytest.mark.parametrize("batch", [1_632, 5_040, 30_000, 67_840, 75_000, 86_016])
+@pytest.mark.parametrize("epochs", [None, 30])
+def test_what_is_suggested_loads_plans_and_polishes(batch: int, epochs: int | None) -> None:
+    recipe = parse_recipe(draft(suggest(batch, epochs=epochs)))
+    plan = make_plan(recipe, workers=1)
+    assert 0 < plan.warmup_steps < plan.steps
+    assert plan.clean_steps == pytest.approx(plan.steps * 75 / 1350, rel=5e-3, abs=1)
+    assert recipe.polish is not None
+    assert recipe.polish.statistics is not None
+    rates = list(map(schedule_of(recipe), range(plan.steps)))
+    assert max(rates) == pytest.approx(recipe.schedule.peak_lr, rel=0.01)
+    if epochs:
+        assert recipe.duration.epochs == epochs
+
+
+def test_beyond_the_points_it_extrapolates_and_prints_so() -> None:
+    found = suggest(80_000)
+    last = reference_points()[-1]
+    assert (found.peak_lr, found.momentum) == (last.peak_lr, last.momentum)
+    assert found.law_epochs == pytest.approx(34.53 * (1 + 80_000 / 46_764), rel=1e-3)
+    printed = "\n".join(words(found))
+    assert "extrapolates: 80,000 is 1.18 times the largest reference point" in printed
+    assert "may be too narrow beyond the points" in printed
+    assert "extrapolates" not in "\n".join(words(suggest(60_000)))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "printed"),
+    [
+        (30, "schedule: 30 epochs, as given: 77 % of the law's, so 75.9 % is not to be expected"),
+        (90, "schedule: 90 epochs, as given: 2.31 times the law's; theirs are 1.05 times"),
+        (None, "schedule: 41 epochs, 1.05 times the law's, as theirs are in the median"),
+    ],
+)
+def test_epochs_that_are_given_are_compared_with_the_law(epochs: int | None, printed: str) -> None:
+    assert printed in words(suggest(6_000, epochs=epochs))
+
+
+def test_another_data_set_is_looked_up_by_updates_in_an_epoch() -> None:
+    """CIFAR-10 in batches of 1,000 makes 50 updates an epoch, as ImageNet in 25,623."""
+    found = suggest(1_000, data=CIFAR, model="cifar_resnet20", epochs=30)
+    like = suggest(25_600)
+    assert found.alike == pytest.approx(25_623.34)
+    assert found.peak_lr == pytest.approx(like.peak_lr, rel=1e-3)
+    assert found.warmup_epochs / 30 == pytest.approx(like.warmup_epochs / like.epochs, rel=5e-3)
+    recipe = parse_recipe(draft(found))
+    assert isinstance(recipe.optimizer, LARS)
+    assert (recipe.data.classes, recipe.images.image_size, recipe.model.head_std) == (10, 32, None)
+    plan = make_plan(recipe, workers=1)
+    assert plan.steps == 1_500
+    printed = "\n".join(words(found))
+    assert "as many updates an epoch (50.0) as ImageNet in batches of 25,623" in printed
+    assert "these make 1,500 updates" in printed
+    assert "not taken over, so try it out: how many epochs" in printed
+    assert "none was measured with cifar_resnet20" in printed
+
+
+@pytest.mark.parametrize("samples", [4_000, 50_000, 14_000_000])
+def test_the_range_for_other_data_is_what_the_message_gives(samples: int) -> None:
+    data = DataSet(samples=samples, val_samples=100, classes=10, image_size=224)
+    with pytest.raises(RecipeError, match="give at least") as few:
+        suggest(1, data=data)
+    with pytest.raises(RecipeError, match="give at most") as many:
+        suggest(10**7, data=data)
+    for caught, way in ((few, "least"), (many, "most")):
+        match = re.search(rf"give at {way} ([\d,]+)", str(caught.value))
+        assert match is not None
+        edge = int(match[1].replace(",", ""))
+        try:
+            suggest(edge, data=data)
+        except RecipeError as error:
+            assert "BatchNorm spans" in str(error)  # noqa: PT017 -- one of two ends is fine
+
+
+@pytest.mark.parametrize("samples", [300, 2_000, 4_000, 50_000])
+def test_a_batch_that_init_allows_is_one_that_suggest_takes(samples: int) -> None:
+    """Or none is: BatchNorm spans have at least 32 samples, and init then writes the recipe."""
+    data = DataSet(samples=samples, val_samples=100, classes=10, image_size=224)
+    own = global_batch_for(samples)
+    most = int(_comments(samples, own)["batch.global_batch"].split(" to ")[1].split(",")[0])
+    assert own <= most <= 256
+    if most >= 32:
+        suggest(32 * (most // 32), data=data)
+    with pytest.raises(RecipeError, match="give at most" if samples > 999 else "largebatch init"):
+        suggest(10**7, data=data)
+
+
+@pytest.mark.parametrize("batch", [6_007, 8_209, 65_537])
+def test_a_batch_without_spans_is_refused_with_the_nearest_that_have_some(batch: int) -> None:
+    with pytest.raises(RecipeError, match="cannot be divided into BatchNorm spans") as caught:
+        suggest(batch)
+    below, above = (
+        int(number.replace(",", ""))
+        for number in str(caught.value).rpartition(": ")[2].split(" and ")
+    )
+    assert below < batch < above
+    for near in (below, above):
+        assert suggest(near).bn_span in range(32, 513)
+    for other in range(below + 1, above):
+        assert not [span for span in range(32, 513) if other % span == 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch", "1000"], "the smallest reference point is 1,632; give at least 1,632"),
+        (["--batch", "86017"], "a run to 75.9 % that is known here is 86,016 (Fujitsu's"),
+        (["--batch", "6007"], "the nearest batches that can: 6,006 and 6,012"),
+        (["--batch", "4096", "--samples", "9"], "ImageNet needs --val-samples, --classes too"),
+        (["--batch", "4096", "--image-size", "64"], "needs --samples, --val-samples, --classes"),
+    ],
+)
+def test_what_it_cannot_answer_is_one_line_and_no_file(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["suggest", *options]) == USER
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_that_is_there_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.yaml"
+    out.write_text("mine")
+    assert main(["suggest", "--batch", "4096", "--out", str(out)]) == USER
+    assert f"{out}: cannot write the recipe: File exists" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
+def test_what_does_not_transfer_to_another_optimizer_is_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.yaml"
+    assert main(["suggest", "--batch", "4096", "--out", str(out)]) == DONE
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "specific to LARS: learning rate, warm-up, momentum and weight decay; " in printed
+    lines = out.read_text().splitlines()
+    measured = load_recipe("digits_96").schedule
+    assert "# MLPerf's, as eps\n" in draft(suggest(4096), schedule=measured)
+    marked = [line.split(":")[0].strip() for line in lines if "# for LARS" in line]
+    assert marked == ["momentum", "weight_decay", "peak_lr", "warmup"]
+
+
+def test_a_strange_name_of_a_model_stays_a_name() -> None:
+    name = 'a: "b" # c'
+    assert parse_recipe(draft(suggest(4096, model=name))).model.name == name
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(
+        r"```console\n\$ largebatch (suggest .*)\n((?:.+\n)+)```", PAGE.read_text()
+    )
+    assert len(examples) == 2
+    for command, expected in examples:
+        assert main(shlex.split(command)) == DONE
+        assert capsys.readouterr().out.split() == expected.split()
+
+
+def test_it_answers_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from largebatch.cli.main import main; "
+        "main(['suggest', '--batch', '4096', '--out', sys.argv[1]]); "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "mine.yaml")]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)  # without databases
+    assert load_recipe(tmp_path / "mine.yaml").batch.global_batch == 4096
+
+
+def test_a_recipe_keeps_its_images_network_and_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, mine = tmp_path / "mine.yaml", load_recipe("digits_96")
+    assert main(["suggest", "digits_96", "--batch", "64", "--out", str(out)]) == DONE
+    found = load_recipe(out)
+    assert (found.data, found.model, found.loss) == (mine.data, mine.model, mine.loss)
+    assert found.batch.global_batch == 64
+    assert isinstance(found.optimizer, LARS)
+    printed = capsys.readouterr().out
+    assert "kept from digits-96: images with their crops, flips" in printed
+    assert printed.startswith("warning: rate x eta / (1 - momentum) is 4.7 times that of digits-96")
+    assert "BatchNorm span " in printed
+    assert "without BatchNorm" not in printed
+    assert "# MLPerf's, as eps, power and end_lr\n" in out.read_text()
+    assert "loss:\n" in out.read_text()  # without MLPerf's name
+
+
+def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, out = tmp_path / "mine.yaml", tmp_path / "out.yaml"
+    mine.write_text(
+        "\n".join(
+            [
+                "name: mine\nseed: 3\nduration: {epochs: 9}",
+                "data: {source: digits, classes: 10, train_samples: 1437, val_samples: 360,",
+                "  image_size: 16, mean: [0.3, 0.3, 0.3], std: [0.4, 0.4, 0.4], crop_area: null,",
+                "  flip: false, eval_resize: 16}",
+                "model: {name: lenet5}\nbatch: {global_batch: 96, bn_span: null}",
+                "optimizer: {kind: sgd}",
+                "schedule: {peak_lr: 0.1, warmup: null, decay: {kind: constant}}",
+                "execution: {device_batch: 96, cache: memory}",
+            ]
+        )
+    )
+    assert main(["suggest", str(mine), "--batch", "64", "--out", str(out)]) == DONE
+    found = load_recipe(out)
+    assert found.batch.bn_span is None
+    assert found.polish is None
+    assert found.seed == 3
+    assert found.execution.cache == "memory"
+    assert found.execution.device_batch is None
+    printed, text = capsys.readouterr().out, out.read_text()
+    assert not [word for word in ("BatchNorm", "span", "polish") if word in printed]
+    assert "  bn_span: null\n" in text
+    assert "polish: null\n" in text
+
+
+def test_images_are_measured_as_init_does(tmp_path: Path) -> None:
+    for split, number in (("train", 480), ("val", 8)):
+        for place in range(number):
+            name = f"{split}/{place % 2}/{place}.png"
+            write_image(tmp_path / "data" / name, height=12, width=12)
+    data, first, out = (str(tmp_path / name) for name in ("data", "init.yaml", "out.yaml"))
+    assert main(["init", data, "--out", first]) == DONE
+    assert main(["suggest", "--data", data, "--batch", "32", "--out", out]) == DONE
+    found, started = load_recipe(Path(out)), load_recipe(Path(first))
+    assert (found.data, found.model) == (started.data, started.model)
+    assert found.batch.global_batch == 32
+    assert main(["plan", out]) == DONE
+
+
+def test_far_fewer_updates_than_any_reference_point_are_warned_of() -> None:
+    fewest = min(
+        point.schedule_epochs * IMAGENET.samples / point.batch for point in reference_points()
+    )
+    few = words(suggest(2000, data=CIFAR, epochs=20))
+    expected = f"warning: 500 updates in all, and the reference points make {fewest:,.0f} or more"
+    assert few[0].startswith(expected)
+    assert f"a batch of {20 * 50_000 / (fewest / 2):,.0f} makes half as many" in few[0]
+    assert not any(line.startswith("warning") for line in words(suggest(2000, data=CIFAR)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["digits_96", "--samples", "100"], "--samples: digits_96 has these already"),
+        (["digits_96", "--data", "x"], "--data: digits_96 has these already"),
+        (["--data", "nowhere"], "nowhere"),
+        (["digits_96", "--model", "resnet5"], "timm has no model 'resnet5'; did you mean"),
+        (["ptb_lstm_20"], "data.source: text"),
+    ],
+)
+def test_what_cannot_be_suggested_is_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["suggest", *options, "--batch", "64"]) == USER
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert message in printed
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,191 @@
+"""A learner or a server is killed in the middle: nothing hangs, and the run can go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from killed import kill_worker
+from on_forked_workers import SERVER, environment_of
+from short_runs import DIGITS, SMALL, log
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.optim import SGD
+
+from largebatch.distributed.connection import connect
+from largebatch.distributed.links import open_links
+from largebatch.errors import PeerLostError
+from largebatch.lab.protocols.exchange import Exchange, Layout
+from largebatch.lab.protocols.rule import MiniBatches, Rule
+
+WORKERS = 3
+LIMIT = 120.0
+"""Seconds after which workers that hang fail a test."""
+
+ASYNCHRONOUS = Rule(learners=2, gradients=1, waits=False)
+HARDSYNC = Rule.hardsync(2)
+RECORDER, LEARNER, SERVER_RANK = 0, 1, 2
+
+
+def train(
+    environment: dict[str, str], folder: Path, rule: Rule, victim: int, fault: signal.Signals
+) -> None:
+    """Run one worker of endless training, in which one gets a signal; record what ended it."""
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
+    backend = connect("torch", timeout=10)
+    layout = Layout(rule.learners, (SERVER_RANK,))
+    exchange = Exchange(backend, layout, open_links(backend, layout.pairs))
+    weights = [torch.nn.Parameter(torch.zeros(4))]
+
+    def fail_after(update: int) -> None:
+        if rank == victim and update > 50:
+            os.kill(os.getpid(), fault)
+
+    def gradient(number: int) -> tuple[list[torch.Tensor], float]:
+        fail_after(number)
+        return [torch.ones(4)], 0.0
+
+    def schedule(update: int) -> float:
+        fail_after(update)
+        return 0.1
+
+    try:
+        exchange.run(
+            weights,
+            SGD(weights),
+            schedule,
+            rule,
+            MiniBatches(rule, range(10**9)),
+            clock=0,
+            gradient=gradient,
+        )
+    except PeerLostError as error:
+        (folder / str(rank)).write_text(str(error))
+    os._exit(0)
+
+
+LONG = pytest.mark.long
+KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.mark.parametrize(
+    ("rule", "victim", "fault"),
+    [
+        pytest.param(ASYNCHRONOUS, LEARNER, KILLED, id="a learner, asynchronous"),
+        pytest.param(HARDSYNC, SERVER_RANK, KILLED, id="the server, hardsync"),
+        pytest.param(HARDSYNC, LEARNER, KILLED, id="a learner, hardsync", marks=LONG),
+        pytest.param(ASYNCHRONOUS, SERVER_RANK, KILLED, id="the server, asynchronous", marks=LONG),
+        pytest.param(HARDSYNC, LEARNER, STOPPED, id="a learner stopped, hardsync", marks=LONG),
+        pytest.param(HARDSYNC, SERVER_RANK, STOPPED, id="the server stopped", marks=LONG),
+    ],
+)
+def test_all_others_end_when_one_is_killed_or_stopped(
+    rule: Rule,
+    victim: int,
+    fault: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the fork server
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        SERVER.Process(
+            target=train,
+            args=(environment_of(rank, WORKERS, store.port), tmp_path, rule, victim, fault),
+        )
+        for rank in range(WORKERS)
+    ]
+    for process in processes:
+        process.start()
+    others = set(range(WORKERS)) - {victim}
+    try:
+        for rank in others:
+            processes[rank].join(LIMIT)
+            assert not processes[rank].is_alive()
+    finally:
+        for process in processes:
+            process.kill()
+    ended = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert ended.keys() == others
+    assert all("lost contact with" in text for text in ended.values())
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    changes = [*SMALL, "model={name: cifar_resnet8}", "batch.bn_span=16", "polish=null"]
+    changes += ["duration={steps: 60}", "schedule.warmup={steps: 5}", "evaluation={}"]
+    changes += ["execution.checkpoints.every_steps=5"]
+    sets = [word for change in changes for word in ("--set", change)]
+    start = [sys.executable, "-m", "largebatch", "train", str(DIGITS), *sets]
+    return [*start, "--out", str(tmp_path / "run"), "--workers", str(WORKERS), "--restarts", "1"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        pytest.param("asynchronous, modulation: n", SERVER_RANK, id="asynchronous, server"),
+        pytest.param("asynchronous, modulation: n", RECORDER, id="asynchronous, learner 0"),
+        pytest.param("hardsync", SERVER_RANK, id="hardsync, server"),
+        pytest.param("hardsync", LEARNER, id="hardsync, learner"),
+        pytest.param("local_steps, steps: 4", SERVER_RANK, id="local steps, server"),
+        pytest.param("local_steps, steps: 4", LEARNER, id="local steps, learner"),
+    ],
+)
+def test_a_run_that_cannot_go_on_without_it_goes_on_from_its_checkpoint(
+    command: list[str], kind: str, victim: int, tmp_path: Path
+) -> None:
+    protocol = f"protocol={{kind: {kind}, learners: 2, servers: {{centralised: 1}}}}"
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [*command, "--set", protocol], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        kill_worker(victim, out, at_step=10)
+        assert process.wait(timeout=600) == 0
+    finally:
+        process.kill()
+    first, second = log(out, "start")
+    assert first["resume_step"] == 0
+    assert second["resume_step"] >= 5
+    lines = [json.loads(line) for line in (out / "arrivals.jsonl").read_text().splitlines()]
+    numbers = [one["mini_batch"] for one in lines]
+    assert len(set(numbers)) == len(numbers)
+    if not kind.startswith("local_steps"):
+        assert len(numbers) == 60 * (1 if kind.startswith("asynchronous") else 2)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize("kind", ["asynchronous, modulation: n", "softsync, n: 1, modulation: n"])
+def test_a_launched_run_goes_on_without_a_learner_and_is_not_started_again(
+    command: list[str], kind: str, tmp_path: Path
+) -> None:
+    protocol = f"protocol={{kind: {kind}, learners: 2, servers: {{centralised: 1}}}}"
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [*command, "--set", protocol], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        kill_worker(LEARNER, out, at_step=10)
+        shown, errors = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert len(log(out, "start")) == 1
+    assert "worker 1 exited without reporting: killed by SIGKILL; the others go on" in errors
+    assert "learner 1 was gone after" in shown
+    summary = json.loads((out / "summary.json").read_text())
+    counts = summary["extra"]["protocol"]
+    (lost,) = counts["lost"]
+    assert (summary["status"], summary["steps"], lost["learner"]) == ("finished", 60, LEARNER)
+    first, second = counts["gradients"]
+    assert first + second == 60 * (2 if kind.startswith("softsync") else 1)
+    assert first > second
+    lines = [json.loads(line) for line in (out / "arrivals.jsonl").read_text().splitlines()]
+    assert sorted(one["mini_batch"] for one in lines) == list(range(first + second))

@@ -1,0 +1,169 @@
+"""Replays against a plain program that keeps every version of the weights, in float64."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from on_forked_workers import on_forked_workers
+from replaying import SETTINGS, UPDATES, build, loss_of, replayed, run_for_real, schedule
+from torch import Tensor
+from torch.optim import SGD
+
+from largebatch.lab.protocols.arrivals import Arrivals
+from largebatch.lab.protocols.cluster import Cluster, Link
+from largebatch.lab.protocols.compute_times import Exponential
+from largebatch.lab.protocols.exchange import Layout, Record
+from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.server import Arrival, divide
+from largebatch.lab.protocols.simulator import simulate
+
+MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]
+
+
+def record(rule: Rule, *, servers: int | None, updates: int = 40) -> tuple[Arrivals, ...]:
+    """Return the arrivals of a simulation in which servers see different orders."""
+    cluster = Cluster(
+        learners=rule.learners,
+        compute=Exponential(kind="exponential", mean=1.0),
+        link=Link(bandwidth=50.0, latency=0.05),
+        model_bytes=30.0,
+    )
+    return simulate(rule, cluster, servers=servers, updates=updates, seed=7).arrivals
+
+
+class Plain:
+    """The same by PyTorch's SGD alone: all versions of all weights are kept, none is counted.
+
+    Weight decay is a part of the loss, so that a gradient which counts less has less of it.
+    """
+
+    def __init__(self, rule: Rule, records: Sequence[Arrivals]) -> None:
+        self.rule, self.records = rule, records
+        self.model = build()
+        start = [weight.detach() for weight in self.model.parameters()]
+        self.numbers = divide([weight.nbytes for weight in start], len(records))
+        self.own = [[start[n].clone() for n in part] for part in self.numbers]
+        self.optimizers = [SGD(weights, lr=1.0, momentum=MOMENTUM) for weights in self.own]
+        self.versions = [[[w.clone() for w in weights]] for weights in self.own]
+
+    def update_until(self, server: int, clock: int) -> None:
+        """Make the updates of a server, and those of the others that it needs."""
+        while len(self.versions[server]) <= clock:
+            self._update(server)
+
+    def weights(self, clocks: Sequence[int]) -> list[Tensor]:
+        """Return all weights after a number of updates of each server."""
+        found: list[Tensor] = [torch.empty(0)] * sum(map(len, self.numbers))
+        for server, clock in enumerate(clocks):
+            self.update_until(server, clock)
+            for n, values in zip(self.numbers[server], self.versions[server][clock], strict=True):
+                found[n] = values
+        return found
+
+    def _update(self, server: int) -> None:
+        arrivals, made = self.records[server], len(self.versions[server]) - 1
+        total = [torch.zeros_like(weight) for weight in self.own[server]]
+        for row in np.flatnonzero(arrivals.update == made):
+            tau = made - int(arrivals.clock_read[row])
+            late = max(1, tau) if self.rule.by_staleness else 1
+            found = self._gradient(int(arrivals.mini_batch[row]))
+            for place, n in enumerate(self.numbers[server]):
+                decayed = found[n] + DECAY * self.own[server][place]
+                total[place] += decayed / late / self.rule.gradients
+        self.optimizers[server].param_groups[0]["lr"] = schedule(made)
+        for weight, one in zip(self.own[server], total, strict=True):
+            weight.grad = one
+        self.optimizers[server].step()
+        self.versions[server].append([weight.clone() for weight in self.own[server]])
+
+    def _gradient(self, number: int) -> Sequence[Tensor]:
+        rows = [int(np.flatnonzero(one.mini_batch == number)[0]) for one in self.records]
+        clocks = [int(one.clock_read[row]) for one, row in zip(self.records, rows, strict=True)]
+        read = self.weights(clocks)
+        for weight, values in zip(self.model.parameters(), read, strict=True):
+            weight.data.copy_(values)
+        return torch.autograd.grad(loss_of(self.model, number), list(self.model.parameters()))
+
+
+def assert_same(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+RULES = [
+    pytest.param(Rule(learners=6, gradients=1, waits=False), id="asynchronous"),
+    pytest.param(Rule(learners=6, gradients=2, waits=False, by_staleness=True), id="3-softsync"),
+    pytest.param(Rule.hardsync(6), id="hardsync"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_replay_has_the_weights_of_a_plain_program_after_every_update(rule: Rule) -> None:
+    arrivals = record(rule, servers=1, updates=30)[0]
+    expected = Plain(rule, [arrivals])
+    after: list[list[Tensor]] = []
+    calls = replayed(rule, [arrivals], after=after)[2]
+    assert len(after) == 30
+    assert calls == len(arrivals)
+    for update, weights in enumerate(after):
+        assert_same(weights, expected.weights([update + 1]))
+
+
+def test_hardsync_has_the_same_weights_over_any_number_of_servers() -> None:
+    rule = Rule.hardsync(3)
+    weights = [replayed(rule, record(rule, servers=servers))[0] for servers in (1, 2, 4)]
+    for other in weights[1:]:
+        assert_same(other, weights[0])
+
+
+def test_servers_that_saw_different_orders_are_followed_each_in_its_own() -> None:
+    rule = Rule(learners=4, gradients=2, waits=False, by_staleness=True)
+    records = record(rule, servers=None)
+    assert any((one.mini_batch != records[0].mini_batch).any() for one in records)
+    weights, made, calls = replayed(rule, records)
+    assert made == [40] * 4
+    assert calls == 80
+    assert_same(weights, Plain(rule, records).weights([40] * 4))
+
+
+FREE = Rule(learners=3, gradients=1, waits=False)
+AWARE = Rule(learners=4, gradients=2, waits=False, by_staleness=True)
+RUNS = {
+    "asynchronous, 2 servers": (Layout(2, (2, 3)), replace(FREE, learners=2), "sgd"),
+    "asynchronous, 1 server": (Layout(3, (3,)), FREE, "lars"),
+    "2-softsync, decentralised, LARS": (Layout(4, (0, 1, 2, 3)), AWARE, "lars"),
+}
+
+
+@pytest.fixture(scope="module")
+def real_runs() -> dict[str, tuple[list[Tensor], Record]]:
+    """Runs of 4 processes, one after the other."""
+    found = on_forked_workers(run_for_real, list(RUNS.values()), workers=4)
+    return dict(zip(RUNS, found, strict=True))
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_replay_of_what_a_run_recorded_has_the_weights_of_the_run(
+    real_runs: dict[str, tuple[list[Tensor], Record]], case: str
+) -> None:
+    (weights, record), (layout, rule, optimizer) = real_runs[case], RUNS[case]
+    records = [Arrivals.of(arrivals) for arrivals in record.arrivals]
+    ours, made, _ = replayed(rule, records, optimizer=optimizer)
+    assert made == [UPDATES] * len(layout.servers)
+    assert_same(ours, weights)
+    assert max(one.staleness.max() for one in records) > 0  # else any order would do
+
+
+def test_the_columns_are_those_of_the_servers() -> None:
+    rows = [Arrival(0, 3, 0, 0, 7, 1.5), Arrival(4, 1, 2, 2, 9, 0.5)]
+    columns = Arrivals.of(rows)
+    assert columns.update.tolist() == [0, 4]
+    assert columns.learner.tolist() == [3, 1]
+    assert columns.mini_batch.tolist() == [7, 9]
+    assert columns.staleness.tolist() == [one.staleness for one in rows]
+    later = Arrivals.joined([columns, columns.later(5, gradients=2)])
+    assert later.update.tolist() == [0, 4, 5, 9]
+    assert later.clock_read.tolist() == [0, 2, 5, 7]
+    assert later.mini_batch.tolist() == [7, 9, 17, 19]

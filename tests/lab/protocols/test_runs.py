@@ -1,0 +1,249 @@
+"""Whole runs by a protocol in real processes: what they leave, and going on from it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_forked_workers import on_forked_workers
+from short_runs import DIGITS, content, log, weights
+
+from largebatch import load_recipe, run
+from largebatch.errors import CheckpointError, RecipeError
+from largebatch.lab.protocols.exchange import Record
+from largebatch.lab.protocols.split import server_bytes
+from largebatch.lab.protocols.stage import _Stretch, require_tensors
+from largebatch.models import affine_parameters, build
+from largebatch.models.of_recipe import build_model
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.build import time_limit
+from largebatch.runs.options import Options
+from largebatch.tracking.events import Step
+from largebatch.training.step_log import StepLog
+
+STEPS = 7
+HARDSYNC = "{kind: hardsync, learners: 2, servers: {centralised: 1}}"
+SOFTSYNC = "{kind: softsync, learners: 3, n: 1, modulation: staleness}"
+LOCAL = (
+    "{kind: local_steps, learners: 2, servers: {centralised: 1}, steps: 2, begin: {steps: 1}, "
+    "outer: {lr: 0.7, momentum: 0.9, nesterov: true}}"
+)
+
+
+WHOLE = "{kind: hardsync, learners: 3}"
+SPLIT = "{kind: hardsync, learners: 3, split: true}"
+BY_NUMBER = (
+    "optimizer={kind: sgd, momentum: 0.9, weight_decay: 1e-4}",
+    "schedule.peak_lr=0.02",
+    "execution.memory_format=channels_last",
+    "polish=null",
+)
+"""An optimizer that changes each number by itself; convolutions are not contiguous."""
+
+
+def recipe(protocol: str = "null", *changes: str) -> Recipe:
+    """Return a small network with BatchNorm and few updates; one evaluation on the way."""
+    return load_recipe(
+        DIGITS,
+        [
+            f"protocol={protocol}",
+            *(f"duration={{steps: {STEPS}}}", "schedule.warmup={steps: 2}"),
+            *("batch={global_batch: 96, bn_span: 16}", "evaluation.every_epochs=0.26"),
+            *("data.image_size=16", "execution.cache=memory"),
+            "model.arguments={layers: [1, 1, 1, 1], channels: [8, 8, 16, 16]}",
+            "polish={clean: {steps: 1}, statistics: {samples: 480}}",
+            *changes,
+        ],
+    )
+
+
+def train_all(folder: Path) -> None:
+    """Train by every protocol, on each of 3 workers; one is stopped on its way, and goes on."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo")  # once for all runs
+    run(recipe(HARDSYNC), out=folder / "hardsync")
+    run(recipe(SOFTSYNC), out=folder / "softsync", max_steps=5)
+    run(recipe(SOFTSYNC), out=folder / "softsync", resume=True)
+    local = recipe(LOCAL, "polish=null", "evaluation={}")
+    run(local, out=folder / "local")
+    run(local, out=folder / "local in parts", max_steps=3)
+    run(local, out=folder / "local in parts", resume=True)
+    run(recipe(WHOLE, *BY_NUMBER), out=folder / "whole")
+    run(recipe(SPLIT, *BY_NUMBER), out=folder / "split", max_steps=3)
+    run(recipe(SPLIT, *BY_NUMBER), out=folder / "split", resume=True)
+    split = LOCAL.replace("learners: 2, servers: {centralised: 1}", "learners: 3, split: true")
+    for name, protocol in {
+        "local split": split,
+        "local whole": split.replace("split: true", "split: false"),
+    }.items():
+        run(recipe(protocol, *BY_NUMBER), out=folder / name)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("protocols")
+    on_forked_workers(train_all, folder, workers=3)
+    return folder
+
+
+def arrivals(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "arrivals.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_hardsync_over_a_server_is_the_synchronous_core(runs: Path, tmp_path: Path) -> None:
+    run(recipe(), out=tmp_path / "core")
+    ours, core = content(runs / "hardsync"), content(tmp_path / "core")
+    torch.testing.assert_close(ours["model"], core["model"], rtol=1e-3, atol=1e-5)
+    momentum = [state["optimizer"]["state"] for state in (ours, core)]
+    torch.testing.assert_close(*momentum, rtol=1e-2, atol=1e-5)
+    logs = [log(folder, "step") for folder in (runs / "hardsync", tmp_path / "core")]
+    for one, other in zip(*logs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        for key in ("stage", "step", "epoch", "lr"):
+            assert one[key] == other[key]
+    stages = [
+        [each["name"] for each in summary(folder)["stages"]]
+        for folder in (runs / "hardsync", tmp_path / "core")
+    ]
+    assert stages == [["train", "clean", "statistics"]] * 2
+    at = [
+        [each["step"] for each in log(folder, "evaluation")]
+        for folder in (runs / "hardsync", tmp_path / "core")
+    ]
+    assert at[0] == at[1]
+    assert {one["staleness"] for one in arrivals(runs / "hardsync")} == {0}
+
+
+def test_a_run_goes_on_with_its_clock_and_its_next_mini_batch(runs: Path) -> None:
+    folder = runs / "softsync"
+    found = arrivals(folder)
+    assert {one["server"] for one in found} == {0, 1, 2}
+    for server in range(3):
+        own = [one for one in found if one["server"] == server]
+        assert sorted(one["mini_batch"] for one in own) == list(range(3 * STEPS))
+        assert [one["update"] for one in own] == [update for update in range(STEPS) for _ in "123"]
+        assert all(one["staleness"] == one["update"] - one["clock_read"] for one in own)
+        assert own[3 * 5]["clock_read"] == 5  # the first after it went on
+    assert [each["step"] for each in log(folder, "step")] == list(range(STEPS))
+    assert summary(folder)["status"] == "finished"
+    assert summary(folder)["steps"] == STEPS
+    assert summary(folder)["samples"] == 96 * STEPS
+    assert {each["name"] for each in summary(folder)["stages"]} == {"train", "clean", "statistics"}
+
+
+def test_local_steps_go_on_with_the_momentum_of_all_learners_and_servers(runs: Path) -> None:
+    """They are deterministic, so that a run in parts has the weights of one in a piece.
+
+    Statistics are averaged once more in it, which rounds.
+    """
+    whole, parts = weights(runs / "local"), weights(runs / "local in parts")
+    for name, value in whole.items():
+        if "running" in name:
+            torch.testing.assert_close(parts[name], value, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(parts[name], value), name
+    rounds = [one["mini_batch"] for one in arrivals(runs / "local in parts")]
+    assert sorted(rounds) == [0, 1, 2, 3, 6, 7, 10, 11]
+    assert [each["step"] for each in log(runs / "local", "step")] == list(range(STEPS))
+
+
+@pytest.mark.parametrize(("split", "whole"), [("split", "whole"), ("local split", "local whole")])
+def test_tensors_split_over_servers_have_the_weights_of_whole_ones_bit_for_bit(
+    runs: Path, split: str, whole: str
+) -> None:
+    """With momentum over a stop and a resumption, and over the rounds of local steps."""
+    ours, others = content(runs / split), content(runs / whole)
+    assert ours["model"].keys() == others["model"].keys()
+    for name, value in others["model"].items():
+        if "running" not in name:  # averaged once more where the run went on, which rounds
+            assert torch.equal(ours["model"][name], value), name
+    momentum = [state["optimizer"]["state"] for state in (ours, others)]
+    torch.testing.assert_close(*momentum, rtol=0, atol=0)
+    assert any(state["momentum_buffer"].any() for state in momentum[0].values())
+
+
+def test_servers_of_split_tensors_have_equal_parts() -> None:
+    model = build("lenet5", num_classes=10)
+    weights = list(model.parameters())
+    whole, parts = (server_bytes(weights, 4, split=split) for split in (False, True))
+    assert sum(whole) == sum(parts) == 4 * 432_080
+    assert max(whole) == 4 * 400_000  # one matrix
+    assert max(parts) - min(parts) <= 4 * len(weights)
+
+
+def test_one_learner_is_plain_training(tmp_path: Path) -> None:
+    """In one process, without a library that connects workers."""
+    single = "{kind: asynchronous, learners: 1, modulation: staleness}"
+    short = ("duration={steps: 3}", "polish=null", "evaluation={}")
+    for name, protocol in {"core": "null", "single": single}.items():
+        run(recipe(protocol, *short), out=tmp_path / name)
+    ours, core = weights(tmp_path / "single"), weights(tmp_path / "core")
+    torch.testing.assert_close(ours, core, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fails", ["arrivals.jsonl", "log.jsonl"])
+def test_updates_that_cannot_be_recorded_are_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """What is saved then is the last rest, so that going on has the weights of a whole run."""
+    single = "{kind: asynchronous, learners: 1, modulation: staleness}"
+    every = "execution.checkpoints.every_steps=2"
+    short = ("duration={steps: 4}", "polish=null", "evaluation={}", every)
+    run(recipe(single, *short), out=tmp_path / "whole")
+    cannot = CheckpointError(f"{fails}: cannot be written: No space left on device")
+    with monkeypatch.context() as patch:
+        if fails == "log.jsonl":
+            add_record = StepLog.add_record
+
+            def adding(log: StepLog, step: Step) -> None:
+                add_record(log, step)
+                if step.step == 2:
+                    raise cannot
+
+            patch.setattr(StepLog, "add_record", adding)
+        else:
+            write = _Stretch._write
+
+            def writing(stretch: _Stretch, record: Record) -> None:
+                if record.end == 4:
+                    raise cannot
+                write(stretch, record)
+
+            patch.setattr(_Stretch, "_write", writing)
+        with pytest.raises(CheckpointError, match="No space left"):
+            run(recipe(single, *short), out=tmp_path / "run")
+    assert content(tmp_path / "run")["progress"]["step"] == 2
+    run(recipe(single, *short), out=tmp_path / "run", resume=True)
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert [each["step"] for each in log(tmp_path / "run", "step")][-2:] == [2, 3]
+    assert [one["update"] for one in arrivals(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_a_server_without_a_learner_does_not_watch_the_time_limit() -> None:
+    options = Options(out=Path(), time_limit=3600.0)
+    limits = [time_limit(recipe(HARDSYNC), options, rank=rank) for rank in range(3)]
+    assert limits == [3600.0, 3600.0, None]
+    assert time_limit(recipe(), options, rank=2) == 3600.0
+
+
+def test_more_servers_than_tensors_are_refused() -> None:
+    many = recipe("{kind: hardsync, learners: 2, servers: {centralised: 14}}")
+    model = build_model(many, torch.device("cpu"))
+    require_tensors(model, many)
+    affine = recipe(
+        "{kind: hardsync, learners: 2, servers: {centralised: 30}}",
+        "polish={affine: {steps: 2, lr: 0.1}}",
+    )
+    tensors = len(affine_parameters(model))
+    with pytest.raises(RecipeError, match=f"protocol.servers: 30 servers .* trains {tensors}: "):
+        require_tensors(model, affine)

@@ -1,0 +1,258 @@
+"""Simulated times against queueing theory, simpy's own resources, and what the papers state."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import simpy
+
+from largebatch.lab.protocols.cluster import Cluster, Link, Serving
+from largebatch.lab.protocols.compute_times import Constant, Exponential, Lognormal
+from largebatch.lab.protocols.fair_links import End, FairLinks
+from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.simulator import Direction, Simulation, simulate
+
+EXPONENTIAL = Exponential(kind="exponential", mean=0.5)
+NARROW = Lognormal(kind="lognormal", median=1.0, sigma=0.1)
+SECOND = Constant(kind="constant", seconds=1.0)
+
+
+def harmonic(number: int) -> float:
+    """Return H_n."""
+    return sum(1 / k for k in range(1, number + 1))
+
+
+def softsync(learners: int, n: int) -> Rule:
+    return Rule(learners=learners, gradients=learners // n, waits=False)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "waits", "restarts", "expected"),
+    [
+        pytest.param(16, True, False, harmonic(16), id="hardsync"),
+        pytest.param(12, True, True, harmonic(16) - harmonic(4), id="12-sync"),
+        pytest.param(4, True, True, harmonic(16) - harmonic(12), id="4-sync"),
+        pytest.param(4, False, False, 4 / 16, id="4-batch"),
+        pytest.param(1, False, False, 1 / 16, id="asynchronous"),
+    ],
+)
+def test_an_update_takes_as_long_as_theory_has_it_for_exponential_learners(
+    gradients: int, waits: bool, restarts: bool, expected: float
+) -> None:
+    """Dutta et al., arXiv:1803.01113: order statistics of exponential variables."""
+    rule = Rule(learners=16, gradients=gradients, waits=waits)
+    cluster = Cluster(learners=16, compute=EXPONENTIAL)
+    updates = 16_000 // gradients
+    found = simulate(
+        rule, cluster, servers=1, updates=updates, seed=1, restarts=restarts
+    ).seconds_per_update
+    assert found == pytest.approx(EXPONENTIAL.mean * expected, rel=0.02)
+
+
+def test_a_least_time_shifts_hardsync_and_delays_asynchronous_updates_by_its_share() -> None:
+    shifted = Exponential(kind="exponential", mean=0.5, least=1.0)
+    cluster = Cluster(learners=8, compute=shifted)
+    waiting = simulate(Rule.hardsync(8), cluster, servers=1, updates=2000, seed=2)
+    free = simulate(softsync(8, 8), cluster, servers=1, updates=16_000, seed=2)
+    assert waiting.seconds_per_update == pytest.approx(1.0 + 0.5 * harmonic(8), rel=0.02)
+    assert free.seconds_per_update == pytest.approx(1.5 / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 15, 30])
+def test_staleness_is_about_n_and_at_most_twice_that(n: int) -> None:
+    """Rudra, arXiv:1509.04210."""
+    cluster = Cluster(learners=30, compute=NARROW)
+    found = simulate(softsync(30, n), cluster, servers=1, updates=200 * n, seed=3)
+    staleness = found.arrivals[0].staleness
+    assert staleness.min() == 0
+    assert staleness.max() <= 2 * n
+    assert staleness.mean() == pytest.approx(n, rel=0.08)
+
+
+def test_1_softsync_has_no_staleness_but_0_1_and_2() -> None:
+    cluster = Cluster(learners=30, compute=NARROW)
+    found = simulate(softsync(30, 1), cluster, servers=1, updates=500, seed=4)
+    assert set(found.arrivals[0].staleness.tolist()) == {0, 1, 2}
+
+
+def test_hardsync_has_no_staleness_and_each_update_one_gradient_of_every_learner() -> None:
+    cluster = Cluster(learners=5, compute=EXPONENTIAL)
+    found = simulate(Rule.hardsync(5), cluster, servers=None, updates=40, seed=5)
+    assert len(found.arrivals) == 5
+    for arrivals in found.arrivals:
+        assert (arrivals.staleness == 0).all()
+        updates = arrivals.learner.reshape(40, 5)
+        assert (np.sort(updates, axis=1) == np.arange(5)).all()
+        assert (arrivals.mini_batch == 5 * arrivals.update + arrivals.learner).all()
+
+
+def test_every_server_takes_every_mini_batch_once() -> None:
+    cluster = Cluster(
+        learners=6, compute=EXPONENTIAL, link=Link(bandwidth=1e3, latency=0.01), model_bytes=60.0
+    )
+    found = simulate(softsync(6, 3), cluster, servers=None, updates=50, seed=6)
+    orders = [arrivals.mini_batch for arrivals in found.arrivals]
+    assert all((np.sort(order) == np.arange(100)).all() for order in orders)
+    assert any((order != orders[0]).any() for order in orders)
+
+
+def test_the_same_seed_gives_the_same_events_and_another_one_gives_others() -> None:
+    cluster = Cluster(learners=7, compute=EXPONENTIAL, slow={3: 4.0})
+
+    def run(seed: int) -> Simulation:
+        return simulate(softsync(7, 7), cluster, servers=2, updates=300, seed=seed)
+
+    first, again, other = run(1), run(1), run(2)
+    assert (first.ends == again.ends).all()
+    assert (first.arrivals[1].learner == again.arrivals[1].learner).all()
+    assert (first.ends != other.ends).any()
+
+
+def test_a_slow_learner_pushes_less_where_none_waits_and_slows_all_where_they_wait() -> None:
+    cluster = Cluster(learners=4, compute=SECOND, slow={2: 10.0})
+    waiting = simulate(Rule.hardsync(4), cluster, servers=1, updates=20, seed=1)
+    free = simulate(softsync(4, 4), cluster, servers=1, updates=310, seed=1)
+    pushed = np.bincount(free.arrivals[0].learner)
+    assert waiting.seconds_per_update == pytest.approx(10.0)
+    assert pushed.tolist() == [100, 100, 10, 100]
+    assert free.ends[-1] == pytest.approx(100.0)
+
+
+def test_a_central_server_saturates_where_shards_do_not() -> None:
+    """At its limit a link of B bytes/s takes B / M gradients a second, however many learners."""
+
+    def rate(learners: int, servers: int) -> float:
+        link = Link(bandwidth=1e6)
+        cluster = Cluster(learners=learners, compute=NARROW, link=link, model_bytes=1e5)
+        found = simulate(
+            softsync(learners, learners), cluster, servers=servers, updates=600, seed=1
+        )
+        return 1 / found.seconds_per_update
+
+    assert rate(40, 1) == pytest.approx(10, rel=0.03)
+    assert rate(80, 1) == pytest.approx(10, rel=0.03)
+    assert rate(40, 8) > 2.5 * rate(40, 1)
+
+
+def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
+    cluster = Cluster(
+        learners=1,
+        compute=SECOND,
+        link=Link(bandwidth=100.0, latency=0.25),
+        server_link=Link(bandwidth=200.0, latency=0.5),
+        model_bytes=50.0,
+    )
+    found = simulate(Rule.hardsync(1), cluster, servers=1, updates=2, seed=1)
+    one_way = 0.75 + 50 / 100
+    first = 0.75 + one_way + 1.0 + one_way  # asked for, weights, computed, gradient
+    assert found.ends.tolist() == pytest.approx([first, first + 0.75 + first])
+
+
+def test_messages_that_share_a_link_fairly_all_arrive_when_a_queue_has_sent_the_last() -> None:
+    """Learners that start together: a queue serves one after the other, TCP all at once."""
+    cluster = Cluster(learners=4, compute=SECOND, link=Link(bandwidth=100.0), model_bytes=50.0)
+    queue, fair = (
+        simulate(Rule.hardsync(4), one, servers=1, updates=3, seed=1)
+        for one in (cluster, cluster.model_copy(update={"sharing": "fair"}))
+    )
+    assert np.diff(fair.ends, prepend=0.0).tolist() == pytest.approx([2.0 + 1.0 + 2.0] * 3)
+    assert np.diff(queue.ends, prepend=0.0).tolist() == pytest.approx([0.5 + 1.0 + 2.0] * 3)
+
+
+def test_fair_rates_are_those_of_the_fullest_link_first() -> None:
+    """Two messages leave a slow host, one of them to a host that a third one reaches from afar."""
+    env = simpy.Environment()
+    links, slow, fast, shared = FairLinks(env), End(10.0), End(100.0), End(30.0)
+    ends: dict[str, float] = {}
+    for name, over, size in (
+        ("alone", [slow], 50.0), ("both", [slow, shared], 50.0), ("last", [fast, shared], 275.0),
+    ):  # fmt: skip
+        links.send(over, size, partial(ends.setdefault, name))
+    env.run()
+    assert ends == pytest.approx({"alone": 10.0, "both": 10.0, "last": 10.0 + 25.0 / 30.0})
+
+
+def test_servers_may_have_unequal_shares() -> None:
+    def seconds(*shares: float) -> float:
+        cluster = Cluster(
+            learners=2, compute=SECOND, link=Link(bandwidth=100.0), shares=shares, sharing="fair"
+        )
+        return simulate(
+            Rule.hardsync(2), cluster, servers=len(shares), updates=1, seed=1
+        ).seconds_per_update
+
+    assert seconds(80.0, 20.0) == pytest.approx(1.6 + 0.4 + 1.0 + 1.6)
+    assert seconds(20.0, 80.0) == pytest.approx(0.4 + 1.6 + 1.0 + 1.6)
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        simulate(
+            Rule.hardsync(2), Cluster(learners=2, compute=SECOND, shares=(1.0, 2.0)), servers=1,
+            updates=1, seed=1,
+        )  # fmt: skip
+
+
+def test_the_first_server_answers_before_the_others_are_asked() -> None:
+    cluster = Cluster(learners=1, compute=SECOND, link=Link(latency=0.1))
+    ends = [
+        simulate(Rule.hardsync(1), cluster, servers=servers, updates=1, seed=1).ends[0]
+        for servers in (1, 2, 3)
+    ]
+    assert ends == pytest.approx([1.6, 2.0, 2.0])
+
+
+def test_a_link_serves_as_a_resource_of_simpy() -> None:
+    """Messages of any size at any time, one after the other, first come, first served."""
+    generator = np.random.default_rng(0)
+    begins = np.cumsum(generator.exponential(1.0, size=300))
+    sizes = generator.exponential(90.0, size=300)
+    env, link, through = simpy.Environment(), Direction(100.0), []
+    resource = simpy.Resource(env, capacity=1)
+
+    def message(begin: float, size: float) -> simpy.events.ProcessGenerator:
+        yield env.timeout(begin)
+        with resource.request() as request:
+            yield request
+            yield env.timeout(size / 100.0)
+        through.append(env.now)
+
+    for begin, size in zip(begins, sizes, strict=True):
+        env.process(message(begin, size))
+    env.run()
+    found = [link.send(begin, size) for begin, size in zip(begins, sizes, strict=True)]
+    assert found == pytest.approx(through)
+
+
+def test_restarts_with_several_servers_and_other_numbers_of_learners_are_refused() -> None:
+    cluster = Cluster(learners=4, compute=SECOND)
+    with pytest.raises(ValueError, match="restarts needs one server, got 2"):
+        simulate(Rule.hardsync(4), cluster, servers=2, updates=1, seed=1, restarts=True)
+    with pytest.raises(ValueError, match="the rule has 3 learners, the cluster 4"):
+        simulate(Rule.hardsync(3), cluster, servers=1, updates=1, seed=1)
+
+
+def test_a_server_that_takes_time_makes_one_update_after_the_other() -> None:
+    """A pull waits for the updates before it, so all 8 learners start again after 8 of 0.5 s."""
+    serving = Serving(pull=0.0, gradient=0.02, update=0.03)
+    cluster = Cluster(learners=8, compute=SECOND, serving=serving, model_bytes=10.0)
+    free = simulate(softsync(8, 8), cluster, servers=1, updates=800, seed=1)
+    assert free.seconds_per_update == pytest.approx((1.0 + 8 * 0.5) / 8, rel=0.01)
+    assert sorted(free.arrivals[0].staleness[-8:].tolist()) == [*range(8)]
+    waiting = simulate(Rule.hardsync(8), cluster, servers=1, updates=10, seed=1)
+    assert waiting.seconds_per_update == pytest.approx(1.0 + 8 * 0.2 + 0.3)
+    two = simulate(Rule.hardsync(8), cluster, servers=2, updates=10, seed=1)
+    assert two.seconds_per_update == pytest.approx(1.0 + (8 * 0.2 + 0.3) / 2)
+
+
+def test_a_pull_waits_for_the_pulls_before_it() -> None:
+    cluster = Cluster(learners=4, compute=SECOND, serving=Serving(pull=0.01), model_bytes=10.0)
+    found = simulate(Rule.hardsync(4), cluster, servers=1, updates=3, seed=1)
+    assert found.ends.tolist() == pytest.approx([1.4, 2.8, 4.2])
+
+
+def test_a_server_that_takes_no_time_changes_nothing() -> None:
+    cluster = Cluster(learners=5, compute=NARROW, link=Link(bandwidth=1e3), model_bytes=100.0)
+    same = cluster.model_copy(update={"serving": Serving()})
+    one, other = (simulate(softsync(5, 2), each, servers=2, updates=50, seed=1)
+                  for each in (cluster, same))  # fmt: skip
+    assert one.ends.tolist() == other.ends.tolist()
+    with pytest.raises(ValueError, match="restarts needs servers that take no time"):
+        simulate(Rule.hardsync(5), same, servers=1, updates=1, seed=1, restarts=True)
