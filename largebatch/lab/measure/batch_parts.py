@@ -13,8 +13,13 @@ from largebatch.formatting import duration, plural
 from largebatch.lab.measure.calibrate import ROUNDS, cluster_of, measure
 from largebatch.lab.measure.critical_batch import at_constant_rate
 from largebatch.lab.measure.estimate import Estimate
-from largebatch.lab.measure.lr_range import choose_range, range_recipe, read_range, train_range
-from largebatch.lab.measure.lr_range_bounds import RangeTest
+from largebatch.lab.measure.lr_range import (
+    RangeTest,
+    choose_range,
+    range_recipe,
+    read_range,
+    train_range,
+)
 from largebatch.lab.planner.cluster import Cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
