@@ -108,7 +108,7 @@ class Advice:
     def step_seconds(self) -> dict[int, float]:
         """Seconds of a step of one worker by device batch; empty if none was measured.
 
-        They lie on the line through the times that were measured.
+        They are on the line through the times that were measured.
         """
         found = self.cluster.measured
         if found is None:
@@ -123,7 +123,7 @@ def exponent(edges: Sequence[tuple[int, float | None]]) -> float:
     """Return the exponent of a power law through two edges; SQUARE_ROOT where one is missing.
 
     The best rate is proportional to 1 / (1 + B_noise / B) (arXiv:1812.06162, equation 2.6), whose
-    exponent lies between 0 and 1; edges outside of that are noise.
+    exponent is between 0 and 1; edges outside of that are noise.
 
     >>> exponent([(64, 0.1), (256, 0.2)]), exponent([(64, 0.1), (256, None)])
     (0.5, 0.5)

@@ -176,7 +176,7 @@ def advised(advice: Advice) -> Recipe:
 
 
 def draft(advice: Advice) -> str:
-    """Return the text of the recommended recipe, with the source beside each changed number."""
+    """Return the text of the recommended recipe, with the source next to each changed number."""
     recipe, before = advised(advice), advice.recipe
     value, low, high = advice.critical
     interval = f"{samples(low)} to {samples(high)}"

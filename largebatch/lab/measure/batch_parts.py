@@ -39,7 +39,7 @@ FIRST = 0.25
 
 THEORY = 2.0
 """Factor by which runs may differ from the noise scale, either way. An assumption: the theory
-weighs directions by their curvature, the measurement weighs all alike (arXiv:1812.06162, section
+weighs directions by their curvature, the measurement weighs all equally (arXiv:1812.06162, section
 2.2), and a short run is only the beginning of the long one, in which the scale grows."""
 
 SEEDS = 3
@@ -161,7 +161,7 @@ class Measuring:
             )
         if not noise.value > 0:
             raise LargebatchError(
-                f"over {updates} the gradient does not stand out of its noise, so no batch can be "
+                f"over {updates} the gradient does not exceed its noise, so no batch can be "
                 f"chosen; give --minutes {more}"
             )
         wide = noise.high / noise.low if noise.low else math.inf

@@ -465,7 +465,7 @@ def _curve(recipe: Recipe, folder: Path, rates: Range) -> Curve:
     for step in record.steps:
         losses[step.step] = step.loss
     if not math.isfinite(losses[0]):
-        raise LargebatchError(f"{folder}: the first loss is no number, before any rate had effect")
+        raise LargebatchError(f"{folder}: the first loss is not a number")
     return Curve(recipe.seed, np.geomspace(rates.low, rates.high, rates.steps), losses)
 
 
@@ -609,7 +609,7 @@ def _draw(figure: "Figure", test: RangeTest) -> None:
         shown = curve.smooth < top
         axes.plot(curve.rates[shown], curve.smooth[shown], color=colour)
     span = max(starts) - min(lows)
-    axes.set_ylim(min(lows) - 0.4 * span, max(starts) + 0.35 * span)  # the marks lie below
+    axes.set_ylim(min(lows) - 0.4 * span, max(starts) + 0.35 * span)  # the marks are below
     axes.set_xlim(test.low, test.high)
     axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:g}")
