@@ -46,7 +46,6 @@ MEASURED = {
     "batch_throughput": ("training/loop.py", "models/lenet5.py"),
     "batch_advice": (
         "lab/measure/batch.py",
-        "lab/measure/batch_parts.py",
         "lab/measure/critical_batch.py",
         "tracking/noise_scale.py",
     ),

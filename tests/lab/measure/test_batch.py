@@ -15,10 +15,18 @@ from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure import batch as module
-from largebatch.lab.measure import batch_parts as parts
-from largebatch.lab.measure.batch import Row, advise, compare, exponent, recommend
-from largebatch.lab.measure.batch_chart import _draw_epochs, describe, draft
-from largebatch.lab.measure.batch_parts import Question
+from largebatch.lab.measure import batch as parts
+from largebatch.lab.measure.batch import (
+    Question,
+    Row,
+    _draw_epochs,
+    advise,
+    compare,
+    describe,
+    draft,
+    exponent,
+    recommend,
+)
 from largebatch.lab.measure.calibrate import cluster_of
 from largebatch.lab.measure.estimate import Estimate
 from largebatch.lab.planner.cluster import Measured, load_cluster
