@@ -39,10 +39,9 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
 from largebatch.recipe.writing import dump_commented
-from largebatch.report.figures import name_axes, write_title
 from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over, samples
 from largebatch.report.run import read_run
-from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, save_png, write_title
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 from largebatch.runs.run import run

@@ -32,9 +32,8 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.optimizers import LAMB, LARS, SGD, AdamW, Muon, ScheduleFree
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.figures import name_axes, name_line, write_title
 from largebatch.report.run import FloatArray, Run, read_run
-from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, save_png, write_title
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
