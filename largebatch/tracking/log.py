@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from largebatch.errors import CheckpointError, LogError, reason_of
-from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
+from largebatch.tracking.events import EVENTS, Event, Finish, Note, StageName, Start, Tracker
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ def _turn(tracker: Tracker, event: Event) -> int:
 
 def _note_at(event: Event, text: str) -> Note:
     """Return a note for the stage and the step of an event."""
+    stage: StageName
     match event:
         case Start():
             stage, step = "train", event.resume_step
