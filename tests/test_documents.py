@@ -1,9 +1,7 @@
 """Recipes and commands in the documents are valid."""
 
-import json
 import re
 import subprocess
-import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -16,15 +14,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import SWA, SWAP, Affine, Polish, Statistics
 from largebatch.recipe.section import Duration
 
-sys.path.append(str(ROOT / "benchmarks"))
-import gpu
-import measuring
-import renew
-import sources
-import table
-
 POLISHING = DOCS / "final-polishing.md"
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 CLUSTERS = DOCS / "clusters.md"
 COMMANDS = [
     pytest.param(call, id=f"{page.stem}: {' '.join(call)[:60]}")
@@ -176,75 +166,3 @@ def test_the_document_on_clusters_has_a_command_for_each_kind_of_job() -> None:
     assert {words[0] for words in commands} == {*KINDS, "largebatch"}
     for words in commands[1:]:
         make_parser().parse_args(["launch", *(word.replace("N", "4") for word in words)])
-
-
-def test_the_table_of_benchmarks_is_that_of_the_results() -> None:
-    assert (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8") == table.page()
-
-
-@pytest.fixture
-def lars_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the sources that the benchmark of LARS measures, and write a result for them."""
-    for file in sources.measured_files("lars"):
-        copy = tmp_path / file.relative_to(sources.PACKAGE)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.setattr(sources, "PACKAGE", tmp_path)
-    for module in (measuring, table, renew):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    ratio = {"median": 1.0, "low": 0.9, "high": 1.1, "n": 3}
-    monkeypatch.setattr("largebatch.accelerator.names", list)
-    measuring.write("lars", "python benchmarks/lars.py", {"ratios": {"ours / sgd": ratio}})
-    return tmp_path
-
-
-def table_cell() -> str:
-    (row,) = (line for line in table.page().splitlines() if "SGD(fused=True)" in line)
-    return row.split("|")[3].strip()
-
-
-def edit(file: Path, old: str, new: str) -> None:
-    text = file.read_text(encoding="utf-8")
-    assert old in text
-    file.write_text(text.replace(old, new, 1), encoding="utf-8")
-
-
-def test_a_figure_is_stale_once_the_code_it_measures_has_changed(lars_copy: Path) -> None:
-    file = lars_copy / "optim" / "lars.py"
-    assert table_cell() == "1.000 (0.900 to 1.100, 3)"
-    edit(file, "import math", "import math  # a comment\nCHANGED = 1")
-    assert table_cell() == "1.000 (0.900 to 1.100, 3), stale"
-    assert renew.stale_benchmarks()["lars"] == "python benchmarks/lars.py"
-
-
-def test_a_figure_is_not_stale_after_a_move_or_a_change_of_words(
-    lars_copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = lars_copy / "optim" / "lars.py"
-    edit(file, "import math", "import math  # a comment")
-    edit(file, '"""', '"""Another first line. ')
-    edit(file, "from largebatch.recipe.choices import", "from largebatch.moved.choices import")
-    file.rename(lars_copy / "optim" / "kernels" / "moved.py")
-    monkeypatch.setitem(sources.MEASURED, "lars", ("optim/kernels",))
-    assert table_cell() == "1.000 (0.900 to 1.100, 3)"
-    assert "lars" not in renew.stale_benchmarks()
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_every_result_names_the_commit_and_the_source_files_it_measures(path: Path) -> None:
-    name, _, _ = path.stem.rsplit("_", 2)
-    assert name in sources.MEASURED
-    result = json.loads(path.read_text(encoding="utf-8"))
-    for part in [result] if "command" in result else result.values():
-        assert part["sources"]
-        assert part["commit"]
-
-
-@pytest.mark.parametrize("row", table.ROWS, ids=lambda row: row.what)
-def test_every_row_of_the_table_is_measured_by_a_command(row: table.Row) -> None:
-    assert row.benchmark in renew.COMMANDS or row.benchmark in {part.name for part in gpu.PARTS}
-
-
-@pytest.mark.parametrize("name", sources.MEASURED)
-def test_measured_files_exist(name: str) -> None:
-    assert sources.measured_files(name)
