@@ -164,12 +164,6 @@ def late() -> Iterable[Figures]:
     yield recorded(found["sgd"])
 
 
-def times() -> Iterable[Figures]:
-    yield recorded(result("loop")["large"]["ratio"], 2)
-    yield recorded(result("lars")["ratios"]["ours / sgd"], 2)
-    yield shown(result("lars")["ratios"]["ours / timm"]["median"], digits=2)
-
-
 def compiled() -> Iterable[Figures]:
     ratios = result("resnet50", H100)["ratios"]
     yield recorded(ratios["ours / timm"], 2)
@@ -248,20 +242,13 @@ CLAIMS: list[tuple[str, str, Callable[[], Iterable[Figures]]]] = [
     ("README.md", "nobody measured", ranges_of_gains),
     ("README.md", "small ones, both polished", lambda: answers(
         f"{STRAIGHT} small, both polished", "LARS against small, both polished")),
-    ("README.md", "Nesterov SGD against LARS", lambda: answers(
-        f"{STRAIGHT} LARS, both polished", "Nesterov SGD against LARS, both polished")),
     ("README.md", "Final Polishing of LARS's", lambda: answers(
         "Clean epochs, large batch, LARS", "A quarter more epochs instead of polishing, LARS",
         "The statistics pass after clean epochs, large batch, LARS")),
-    ("README.md", "480 against 15", lambda: (
-        arms("cifar10", ("lars, large", "control"), ("lars, small", "control")),
-        arms("cifar10", ("lars, large", TWO), ("lars, small", TWO)))),
     ("README.md", "| EMA 0.999", lambda: (*ema("cifar10"), *ema("fashion_mnist"))),
     ("README.md", "Eight workers with a fault", faults),
-    ("README.md", "relative error of a variance", errors),
     ("README.md", "30 asynchronous learners", late),
     ("README.md", "Epochs to 40 %", epochs_of_muon),
-    ("README.md", "Time on CPUs", times),
     ("README.md", "It has run on one GPU", compiled),
     ("largebatch/recipe/execution.py", "pixels of photographs", levels),
     ("docs/final-polishing.md", "add little", after_clean),
@@ -273,12 +260,12 @@ CLAIMS: list[tuple[str, str, Callable[[], Iterable[Figures]]]] = [
     ("docs/final-polishing.md", "crops are mild", lambda: answers(
         "Polishing, large batch, LARS")),
     ("docs/final-polishing.md", "relative error of a variance", more_errors),
-    ("docs/studies/final-polishing.md", "Polished alike", lambda: (
+    ("docs/final-polishing.md", "Polished the same way", lambda: (
         arms(data, ("lars, large", TWO), ("lars, small", TWO)) for data in measure_pages.TITLES)),
-    ("docs/studies/final-polishing.md", "With five clean epochs", lambda: (
+    ("docs/final-polishing.md", "With five clean epochs", lambda: (
         arms(data, ("lars, large", "clean 5 + statistics"), (f"{small}, small", TWO))
         for data in measure_pages.TITLES for small in ("lars", "sgd"))),
-    ("docs/averaged-weights.md", "Make a pass", ranges_of_gains),
+    ("docs/final-polishing.md", "Make a pass", ranges_of_gains),
     ("docs/optimizers.md", "At 16,000 (250 images", rivals_of_muon),
     ("docs/optimizers.md", "closer", lambda: (
         *(ratio_to_muon("adamw", batch) for batch in (500, 2_000)),
@@ -294,9 +281,6 @@ CLAIMS: list[tuple[str, str, Callable[[], Iterable[Figures]]]] = [
         "batch",
         "LARS beats Nesterov SGD": "Nesterov SGD against LARS, large batch",
         "| Nesterov SGD with a straight decay minus the": f"{STRAIGHT} small, both polished",
-        "statistics pass after clean epochs": "The statistics pass after clean epochs, large "
-        "batch, LARS",
-        "minus a quarter more": "LARS polished, against a quarter more epochs",
     }.items()),
     ("docs/staleness.md", "Against hardsync at its best rate", lambda: [*late()][:1]),
 ]  # fmt: skip

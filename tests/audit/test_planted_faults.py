@@ -65,10 +65,6 @@ def test_a_correct_script_has_no_fault(name: str, correct: dict[str, Findings | 
     assert without not in {it.check for it in findings if it.level == "note"}, findings.table()
 
 
-def test_the_page_is_that_of_the_newest_results() -> None:
-    assert audit_faults.PAGE.read_text(encoding="utf-8") == audit_faults.page()
-
-
 @pytest.mark.parametrize("folder", ["faults", "correct"])
 def test_the_newest_results_have_every_script(folder: str) -> None:
     newest = audit_faults.newest_result("audit_faults")
