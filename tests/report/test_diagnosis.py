@@ -1,7 +1,6 @@
 """The causes that are found in recorded runs, in columns made for one rule each, and in pairs."""
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +11,10 @@ import fake_runs
 import numpy as np
 import pytest
 import torch
-from documents import ROOT
 from fake_runs import FakeRun
 
+from benchmarks.studies.diagnosis.cases import CASES, Case
+from benchmarks.studies.diagnosis.diagnosis import unpack
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
@@ -33,10 +33,6 @@ from largebatch.report.logs import read_record
 from largebatch.report.record import RISE, Record, read_edge, record_of, smoothing_floor
 from largebatch.report.run import read_run
 from largebatch.training.loss import cross_entropy
-
-sys.path.append(str(ROOT / "benchmarks"))
-from diagnosis import unpack
-from diagnosis_runs import CASES, Case
 
 
 @pytest.fixture(scope="module")
