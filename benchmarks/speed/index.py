@@ -3,8 +3,8 @@
     LARGEBATCH_DATA=DIR python -m benchmarks.speed.index [--rounds N]
 
 Made: headers of small JPEGs (imagenette224, 3,500 of about 10 kB, from a warm page cache), as files
-and as shards, in rounds, beside Pillow opening the same files one after the other. "Per core" is
-per second of processor time, which other jobs on the machine do not lengthen much.
+and as shards, in rounds, compared with Pillow opening the same files one after the other. "Per
+core" is per second of processor time, which other jobs on the machine do not lengthen much.
 
 Started: a run over as many files in 1,000 class folders, hard links to the 100 full-size images
 (imagenet_samples), by new processes and from a warm page cache: how long they import, until the
