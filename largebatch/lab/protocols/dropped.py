@@ -1,32 +1,37 @@
-"""Workers that the run goes on without, as notes in the store that connects all workers.
+"""Learners without which the others continue, as notes in the store of all workers.
 
 The process that started the workers reads the notes too: it does not end the others when such a
-worker ends.
+learner ends.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.distributed_c10d import Store
+
+from largebatch.distributed.environment import DROPPED
 
 
 class DroppedWorkers:
-    """The dropped workers of a store; `attempt` is the number of restarts of all workers before."""
+    """The notes of dropped workers in a store."""
 
-    def __init__(self, store: Store, *, attempt: str = "0") -> None:
-        self._store = PrefixStore("dropped", PrefixStore(attempt, store))
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore(DROPPED, store)
         self._rounds = count()
 
     def add(self, worker: int) -> None:
-        """Record that the run continues without a worker."""
+        """Record that the run continues without a worker, from the next `agree` on."""
         self._store.append("all", f"{worker} ")  # type: ignore[attr-defined]  # torch's stubs
         self._store.set(str(worker), "")
 
     def include(self, worker: int) -> bool:
-        """Return True if a worker was dropped."""
-        return bool(self._store.check([str(worker)]))
+        """Return True if a worker was dropped; False if the store is out of reach."""
+        with suppress(DistError):
+            return bool(self._store.check([str(worker)]))
+        return False
 
     def agree(
         self, of: Collection[int], *, own: int, witnesses: Sequence[int], limit: timedelta
