@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks.speed.index import CLASSES, RECIPE, SAMPLES
@@ -70,7 +71,7 @@ def write_images(root: Path) -> Index:
         "bad": [],
         "digest": "made up",
     }
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "labels": np.sort(random.integers(0, CLASSES, SAMPLES)),
         "heights": random.integers(200, 600, SAMPLES),
         "widths": random.integers(200, 600, SAMPLES),
