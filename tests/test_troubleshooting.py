@@ -25,9 +25,7 @@ from largebatch.cli.main import DONE, _with_resume, main, make_parser
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.horovod import open_horovod
-from largebatch.distributed.meeting import require_one_type
-from largebatch.distributed.torch_distributed import lost_peers_named
-from largebatch.distributed.watch import describe
+from largebatch.distributed.torch_distributed import lost_peers_named, require_one_type
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.lab.protocols.exchange import _refusal
 from largebatch.lab.studies.queue.database import Queue, open_storage
@@ -310,7 +308,11 @@ def a_learner_that_was_given_up() -> None:
 
 
 def a_worker_that_hangs() -> None:
-    raise PeerLostError(describe("all_reduce float32 [25557032]", [2], 300))
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="no-such-file")
+        for rank, code in enumerate([3, 3, -9])
+    }
+    raise _cause(failures, stopping=False, ended={0, 1})
 
 
 CALLS: list[Callable[[], None]] = [
