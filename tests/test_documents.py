@@ -13,7 +13,7 @@ from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, name_of
 from largebatch.cli.launch import KINDS
 from largebatch.cli.main import make_parser
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.polish import SWA, SWAP, Affine, Polish, Statistics
+from largebatch.recipe.polish import SWA, Affine, Polish, Statistics
 from largebatch.recipe.section import Duration
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -75,7 +75,7 @@ def test_the_documents_show_such_sections() -> None:
 
 def test_the_document_on_polishing_names_every_key() -> None:
     longest = max((block.text for block in blocks(POLISHING, "yaml")), key=len)
-    sections = (Polish, SWA, SWAP, Affine, Statistics, Duration)
+    sections = (Polish, SWA, Affine, Statistics, Duration)
     for key in {key for section in sections for key in section.model_fields}:
         assert re.search(rf"\b{key}:", longest), key
 

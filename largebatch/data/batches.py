@@ -7,9 +7,9 @@ extend `Pipeline` know what a sample is.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -73,10 +73,6 @@ class Pipeline(ABC):
 
     def close(self) -> None:  # noqa: B027 -- most have nothing to release
         """Release the resources that stay open between passes over samples."""
-
-    def replica(self, plan: Plan, *, seed: int) -> Self:
-        """Return the pipeline of a replica, whose batches belong to this worker alone."""
-        return replace(self, seed=seed, plan=plan, rank=0)
 
     @abstractmethod
     def training(self, steps: range, *, clean: bool) -> Batches:

@@ -137,7 +137,6 @@ def _synchronous_settings(recipe: Keys) -> dict[str, bool]:
         "execution.decoder: dali": recipe.execution.decoder == "dali",
         "polish.ema": polish is not None and polish.ema is not None,
         "polish.swa": polish is not None and polish.swa is not None,
-        "polish.swap": polish is not None and polish.swap is not None,
     }
 
 
@@ -147,18 +146,9 @@ def _plateau(recipe: Keys) -> Iterator[str]:
 
 
 def _polish(recipe: Keys) -> Iterator[str]:
-    """Yield what Final Polishing lacks: BatchNorm, and whole spans in the batches of replicas."""
-    polish, span = recipe.polish, recipe.batch.bn_span
-    if polish is None:
-        return
-    if span is None:
+    if recipe.polish is not None and recipe.batch.bn_span is None:
         if recipe.model.name != LANGUAGE_MODEL:  # which `_text` reports
             yield "polish is for models with BatchNorm: give batch.bn_span too"
-    elif polish.swap is not None and polish.swap.batch % span:
-        yield (
-            f"polish.swap.batch ({polish.swap.batch}) must be a multiple of batch.bn_span "
-            f"({span}), the samples that share BatchNorm statistics"
-        )
 
 
 def _schedule_free(recipe: Keys) -> Iterator[str]:

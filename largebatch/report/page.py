@@ -56,8 +56,6 @@ _EXPLAINED = {
     "ema": "the EMA of the weights takes their place.",
     "swa": "the mean of the weights at a regular interval over the last part of the schedule takes "
     "their place.",
-    "swap": "several copies are trained on, each alone on small batches in an order of its own; "
-    "their mean takes their place.",
     "affine": "further updates on such clean images move BatchNorm's scales and shifts and the "
     "classifier alone.",
     "statistics": "no weight moves: the means and variances that BatchNorm normalises by are "

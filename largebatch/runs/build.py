@@ -33,7 +33,7 @@ from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.text import Text
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_affine, build_criterion, build_replica, build_state
+from largebatch.runs.state import build_affine, build_criterion, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, LOG, Tracker
 from largebatch.tracking.log import record
@@ -159,7 +159,6 @@ def open_trainer(
                 spans=Spans(model, group, sync_workers=plan.sync_workers),
                 state=state,
                 build_affine=affine,
-                build_replica=partial(build_replica, here, plan, model),
                 trackers=trackers,
                 emit=emit,
                 step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),

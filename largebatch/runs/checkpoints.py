@@ -86,7 +86,7 @@ def with_updates(recipe: Recipe, *, epochs: float, lr: float | None) -> Recipe:
     """
     assert recipe.polish is not None
     changes = {
-        **dict.fromkeys(("clean", "ema", "swa", "swap")),
+        **dict.fromkeys(("clean", "ema", "swa")),
         "affine": Affine(epochs=epochs, lr=lr or _small_lr(recipe)),
     }
     polish = recipe.polish.model_copy(update=changes)  # held-out images stay held out
@@ -206,7 +206,7 @@ def polish_checkpoint(
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts, measuring=True) as trainer:
-        begun = {**state, "stages": [], "ema": {}, "replicas": {}, "snapshot": {}}
+        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
         restore(trainer, replace(checkpoint, stages=[], state=begun))
         trainer.store_average()
         stage = current_stage(checkpoint, trainer.plan)

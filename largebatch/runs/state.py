@@ -7,15 +7,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.reducer import Reducer
-from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
 from largebatch.models import affine_parameters
 from largebatch.optim.rates import train_early
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
-from largebatch.runs.reduction import build_reducer, copies_gradients
+from largebatch.runs.reduction import build_reducer
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.schedules.plateau import with_plateau
@@ -117,16 +115,3 @@ def build_affine(
     reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)
     optimizer = build_momentum_sgd(recipe, model, lr=lr)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
-
-
-def build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
-    """Build the updater of one replica of `polish.swap`, on this worker alone."""
-    assert recipe.polish is not None
-    assert recipe.polish.swap is not None
-    lr, own = recipe.polish.swap.lr, plan.replica
-    assert own is not None
-    fall = cosine(peak=lr, steps=own.steps)
-    alone = Serial(next(model.parameters()).device)
-    copies = copies_gradients(recipe, own, alone.device)
-    reducer = Reducer(model.named_parameters(), alone, divisor=1.0, copies=copies)
-    return Updater(build_momentum_sgd(recipe, model, lr=lr), fall, reducer)

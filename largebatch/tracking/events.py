@@ -24,7 +24,7 @@ RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", 
 REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
 """Names of the files of a run folder."""
 
-StageName = Literal["train", "clean", "ema", "swa", "swap", "affine", "statistics"]
+StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]
 """The stages of a run, in their order."""
 
 Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]

@@ -21,7 +21,7 @@ from largebatch.recipe.task import Metric
 from largebatch.schedules.functions import Schedule
 from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import StageResult
-from largebatch.training.averages import EMA, SWA, ReplicaMean
+from largebatch.training.averages import EMA, SWA
 from largebatch.training.evaluation import Metrics
 
 Count = Annotated[int, Field(ge=0)]
@@ -147,9 +147,6 @@ class TrainState:
     """EMA or SWA; None without one, and after it was copied into the model. Checkpoints store
     either as `ema`."""
 
-    replicas: ReplicaMean | None = None
-    """Mean of the replicas trained so far, during `swap`; the model is their initial state."""
-
     progress: Progress = field(default_factory=Progress)
     stages: list[StageResult] = field(default_factory=list)
     """Results of the stages that have ended."""
@@ -257,7 +254,6 @@ class TrainState:
             "optimizer": self.updater.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self._average_state(),
-            "replicas": self.replicas.state_dict() if self.replicas is not None else {},
             "progress": {**asdict(self.progress), "seconds": self.seconds},
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
@@ -276,10 +272,6 @@ class TrainState:
         else:
             self.average = None  # it has become the model
         self.model.load_state_dict(state["model"])
-        self.replicas = None
-        if state.get("replicas"):  # those of older versions have none
-            self.replicas = ReplicaMean(self.model)
-            self.replicas.load_state_dict(state["replicas"])
         self.load_optimizer(**state["optimizer"])
         scaler = state["scaler"]
         if self.scaler.is_enabled() and not 0 < scaler["scale"] < math.inf:

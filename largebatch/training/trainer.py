@@ -56,9 +56,6 @@ class Trainer:
     build_affine: Callable[[], Updater]
     """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
 
-    build_replica: Callable[[], Updater]
-    """Returns the updater of a replica of the swap stage, which this worker trains alone."""
-
     trackers: list[Tracker]
     """Trackers of the run; empty on all workers but the first."""
 
@@ -190,8 +187,6 @@ class Trainer:
     def stage(self) -> StageName:
         """Name of the current stage, by the number of updates done."""
         step = self.state.progress.step
-        if self.state.replicas is not None:
-            return "swap"
         if step > self.plan.steps:
             return "affine"
         return "clean" if step > self.plan.train_steps else "train"

@@ -75,7 +75,6 @@ class Second:
             spans=anything,
             state=self.state,
             build_affine=anything,
-            build_replica=anything,
             trackers=[],
             emit=self.events.append,
             step_log=anything,

@@ -79,8 +79,6 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     kept_by_optimizer = state_bytes(optimizer)
     polish = recipe.polish or Polish.model_construct()
     copies = 2 + (polish.ema is not None or polish.swa is not None)
-    if polish.swap is not None:  # their start, their sum in float64, another momentum
-        copies = 6
     per_sample = seconds / num
     passes = _passes(recipe, plan, side=side)
     return Estimate(

@@ -82,8 +82,6 @@ def _beyond_generation(plan: Plan, gpu: Gpu, own: Sequence[Published]) -> dict[s
 
 def require_known(recipe: Recipe, cluster: Cluster) -> None:
     """Raise ClusterError where the times of the recipe's model on this cluster are unknown."""
-    if recipe.polish is not None and recipe.polish.swap is not None:
-        raise PlanError("polish.swap: the planner has no model of replicas; --set polish.swap=null")
     require_cacheable(recipe)
     found = cluster.measured
     if found is None:
