@@ -3,7 +3,8 @@
     python benchmarks/gradient_times.py [STUDY] [--data RECIPE=DIR ...]
 
 Processor seconds on one core of forward and backward over a recipe's mini_batch, which its own
-input pipeline reads. The recipes take turns, so that all have the machine of the same minutes.
+input pipeline reads. The recipes, and the paper's LSTM on random
+words, take turns, so that all have the machine of the same minutes.
 Prints `sample`, the mean over the samples of a gradient, and `factor`, the single times over their
 mean, and writes benchmarks/results/gradient_times_<machine>_<date>.json.
 """
@@ -17,19 +18,24 @@ from statistics import fmean
 import torch
 from measuring import Step, take_turns, write
 
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.lab.studies.queue.study import base_recipe
 from largebatch.lab.studies.servers.study import Trained, load_study
+from largebatch.models.lstm import LSTM
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import open_pipeline
 from largebatch.runs.state import build_criterion
+from largebatch.training.loss import cross_entropy
 
 NAME = "gradient_times"
 GRADIENTS = 40
 """Timed gradients of each recipe."""
+
+VOCABULARY, WINDOWS, WORDS = 10_000, 20, 20
+"""Sizes of Penn Treebank's vocabulary, and of a mini-batch of the LSTM."""
 
 
 def main() -> None:
@@ -46,14 +52,17 @@ def main() -> None:
         name: gradient_of(trained, Path(args.study).parent, folders.get(name))
         for name, trained in study.recipes.items()
     }
+    gradients["lstm"] = gradient_of_lstm()
+    sizes = {"lstm": WINDOWS} | {name: each.mini_batch for name, each in study.recipes.items()}
     times = take_turns(gradients, rounds=GRADIENTS, steps=1, clock=time.process_time)
     found = {
         name: {
-            "mini_batch": study.recipes[name].mini_batch,
-            "sample": float(f"{fmean(seconds) / study.recipes[name].mini_batch:.3g}"),
+            "mini_batch": size,
+            "sample": float(f"{fmean(seconds) / size:.3g}"),
             "factor": [round(one / fmean(seconds), 3) for one in seconds],
         }
         for name, seconds in times.items()
+        if (size := sizes[name])
     }
     for name, each in found.items():
         print(f"{name}: sample: {each['sample']}\n  seconds: {each['factor']}")
@@ -68,13 +77,25 @@ def gradient_of(trained: Trained, folder: Path, data: Path | None) -> Step:
     tree["polish"], tree["evaluation"] = None, {}
     recipe = validate_tree(Recipe, tree, source=trained.recipe)
     backend, plan = Serial(), make_plan(recipe, workers=1)
-    pipeline = open_pipeline(recipe, plan, backend, folder=data)
+    pipeline = open_images(recipe, plan, backend, folder=data)
     with closing(pipeline.training(range(plan.train_steps), clean=False)) as batches:
         samples, labels = next(iter(batches))
     model, criterion = build_model(recipe, backend.device).train(), build_criterion(recipe)
 
     def gradient() -> None:
         criterion(model(samples), labels).backward()
+        model.zero_grad()
+
+    return gradient
+
+
+def gradient_of_lstm() -> Step:
+    """Return what computes the gradient of the LSTM of Jaeger et al. over random words."""
+    model, criterion = LSTM(VOCABULARY).train(), cross_entropy(smoothing=0.0, off_target="all")
+    words, following = torch.randint(VOCABULARY, (2, WINDOWS, WORDS))
+
+    def gradient() -> None:
+        criterion(model(words).flatten(0, 1), following.flatten()).backward()
         model.zero_grad()
 
     return gradient

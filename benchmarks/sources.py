@@ -97,7 +97,6 @@ MEASURED = {
     "polish_error": (*_BATCHNORM, "polish"),
     "polishing_optimizers": (*_TRAINING, "optim", "polish", "training/stages.py"),
     "polishing_study": (*_TRAINING, "polish", "training/stages.py"),
-    "ptb_lstm": ("data/text/pipeline.py", "models/lstm.py", "training/loop.py", "training/loss.py"),
     "quickstart": (*_TRAINING, "polish", "training/stages.py"),
     "range_test": (*_TRAINING, "lab/measure/lr_range.py", "lab/measure/lr_range_bounds.py"),
     "rate_drops": (

@@ -97,7 +97,7 @@ def table(panels: Panels) -> Iterator[str]:
 def seconds_of_gradients(recipe: Recipe, mini_batches: tuple[int, ...]) -> dict[str, Any]:
     """Return the median seconds of a gradient by samples, and their fit."""
     model = build_model(recipe, Serial().device)
-    side = recipe.images.image_size
+    side = recipe.data.image_size
     medians = {}
     for mu in mini_batches:
         images, labels = torch.randn(mu, 3, side, side), torch.randint(10, (mu,))

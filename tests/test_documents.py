@@ -43,7 +43,6 @@ NEEDS = {
     "ImageNet",
     "ImageNet and GPUs",
     "ImageNet and weights",
-    "Penn Treebank",
     "root on Linux",
     "the archives of Fashion-MNIST",
     "the network",

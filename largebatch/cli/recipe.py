@@ -143,7 +143,7 @@ def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
     if not plan.sizes:
         return {}
     parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
-    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.images.image_size}"}
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
 
 
 def _epoch(plan: Plan) -> str:

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 
 from largebatch.recipe.keys import Keys
 from largebatch.recipe.optimizers import ScheduleFree
-from largebatch.recipe.section import MAX_SAMPLES
-from largebatch.recipe.text import LANGUAGE_MODEL, Text
 
 
 def find_conflicts(recipe: Keys) -> Iterator[str]:
     """Yield every conflict between the sections of a recipe; none if it is valid."""
     for rule in (
-        _text,
         _samples,
         _protocol,
         _plateau,
@@ -27,35 +24,6 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
         _smoothing,
     ):
         yield from rule(recipe)
-
-
-def _text(recipe: Keys) -> Iterator[str]:
-    """Yield settings that do not fit the kind of data: images or text."""
-    data, model, execution = recipe.data, recipe.model, recipe.execution
-    if not isinstance(data, Text):
-        if model.name == LANGUAGE_MODEL:
-            yield f"model.name: {LANGUAGE_MODEL} reads words: it needs data.source: text"
-        return
-    if data.train_samples > MAX_SAMPLES:
-        yield (
-            f"data.window ({data.window}) cuts the text into {data.train_samples:,} samples, "
-            f"expected at most {MAX_SAMPLES:,}: give longer windows"
-        )
-    if model.name == LANGUAGE_MODEL and recipe.batch.bn_span is not None:
-        yield f"batch.bn_span: {LANGUAGE_MODEL} has no BatchNorm; make it null"
-    if model.name == LANGUAGE_MODEL and recipe.polish is not None:
-        yield f"polish is for models with BatchNorm, and {LANGUAGE_MODEL} has none: leave it out"
-    for_images = {
-        "execution.decoder": execution.decoder,
-        "execution.reads": execution.reads,
-        "execution.cache": execution.cache,
-        "execution.memory_format": execution.memory_format,
-        "evaluation.views": recipe.evaluation.views if recipe.evaluation.views > 1 else None,
-        "tracking: mlperf": "mlperf" in recipe.tracking or None,
-    }
-    for key, value in for_images.items():
-        if value is not None:
-            yield f"{key} is for images, and data.source is text: leave it out"
 
 
 def _samples(recipe: Keys) -> Iterator[str]:
@@ -147,8 +115,7 @@ def _plateau(recipe: Keys) -> Iterator[str]:
 
 def _polish(recipe: Keys) -> Iterator[str]:
     if recipe.polish is not None and recipe.batch.bn_span is None:
-        if recipe.model.name != LANGUAGE_MODEL:  # which `_text` reports
-            yield "polish is for models with BatchNorm: give batch.bn_span too"
+        yield "polish is for models with BatchNorm: give batch.bn_span too"
 
 
 def _schedule_free(recipe: Keys) -> Iterator[str]:

@@ -92,10 +92,10 @@ class Compared:
         known = self.settings or {}
         stage = self.run.last_stage
         samples = stage.after.samples if stage else self.run.plan.val_samples
-        words = [f"{samples:,} validation {self.run.task.labelled}"]
+        words = [f"{samples:,} validation images"]
         if "data.held_out.samples" in known:
             seed = known["data.held_out.seed"]
-            words[0] = f"{samples:,} held-out training {self.run.task.labelled}, seed {seed}"
+            words[0] = f"{samples:,} held-out training images, seed {seed}"
         if "data.classes" in known:
             words.insert(0, f"{known['data.classes']} classes")
         if "data.source" in known:
@@ -323,7 +323,7 @@ def _best(group: Group) -> str:
         return f"{best.label} and {second.label} end with the same top-1, {top1} %."
     gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1} %, {gap}"
-    noise = f"the noise of the {samples:,} validation {best.run.task.labelled}"
+    noise = f"the noise of the {samples:,} validation images"
     if not alike:
         return f"{begin}: more than {noise}."
     return f"{begin}. Its lead is within {noise} over {_named(alike)}."

@@ -13,7 +13,6 @@ import numpy as np
 
 from largebatch.errors import printable, shorten
 from largebatch.formatting import MISSING, plural, points
-from largebatch.recipe.task import Task
 from largebatch.report.comparison import Compared, Comparison, describe
 from largebatch.report.course import Course
 from largebatch.report.figures import needs_log_scale
@@ -125,10 +124,6 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
     names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
     columns = [
         column("Run", lambda one: one.label, None),
-        *(
-            column(task.metric.title, partial(_value, task=task), ",.2f")
-            for task in _measured(ranked)
-        ),
         column("Top-1, %", lambda one: one.run.result and 100 * one.run.result.top1, ".2f"),
         column("To the best", behind, ".2f"),
         column("Beyond noise", beyond, None),
@@ -160,17 +155,6 @@ def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Tab
         column("Started", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
     ]
     return Table(name="runs", columns=columns, series=[by_label[one.label] for one in ranked])
-
-
-def _measured(runs: Sequence[Compared]) -> list[Task]:
-    """Return the tasks that another metric than accuracy judges."""
-    return list(dict.fromkeys(one.run.task for one in runs if not one.run.task.by_accuracy))
-
-
-def _value(one: Compared, *, task: Task) -> float | None:
-    if one.run.result is None or one.run.task is not task:
-        return None
-    return task.metric.shown(one.run.result)
 
 
 def _reached(one: Compared, *, target: float, unit: Unit, at_once: bool) -> float:
@@ -209,21 +193,6 @@ def _charts(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Iter
         ("top-1", "@top1{0.00} %"), ("loss", "@loss{0.0000}"), ("stage", "@stage"),
     )  # fmt: skip
     is_evaluated = any(one.evaluated.stages for one in comparison.runs)
-    for task in _measured(comparison.runs) if is_evaluated else ():
-        metric = task.metric
-        own = [
-            curve for curve, one in zip(evaluated, comparison.runs, strict=True)
-            if one.run.task is task
-        ]  # fmt: skip
-        hover = (metric.name, f"@{metric.key}{{0.00}}")
-        direction = "Lower" if metric.lower_is_better else "Higher"
-        yield _section(metric.title, Chart(
-            name=metric.key, x="step", y=metric.key, moves=True, height=400,
-            x_title="Steps", y_title=metric.title,
-            curves=_curves(own, hover, loss, stage, *where),
-            caption=f"{metric.caption.format(labels=task.labelled)} {direction} is better. "
-            f"Accuracies of these runs count {task.labelled}.",
-        ))  # fmt: skip
     if is_evaluated:
         yield _section("Accuracy", Chart(
             name="accuracy", x="step", y="top1", moves=True, height=400,

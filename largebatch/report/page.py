@@ -18,7 +18,6 @@ from largebatch.report.drift import draw_drift
 from largebatch.report.figures import (
     draw_accuracy,
     draw_loss,
-    draw_metric,
     draw_throughput,
     write_title,
 )
@@ -82,7 +81,7 @@ def make_page(run: Run) -> str:
         headlines=headlines(run),
         explained=_EXPLAINED,
         unknown=MISSING,
-        charts=charts_of(run),
+        charts=CHARTS,
         widths=(WIDE, NARROW),
         extra=_extra(run),
         environment=_environment(run),
@@ -180,7 +179,7 @@ def _rows(number: int, *, each: float = 14) -> float:
 
 def write_charts(run: Run, folder: Path) -> None:
     """Write every chart, and the overview report.png, as PNG files."""
-    for name, chart in charts_of(run).items():
+    for name, chart in CHARTS.items():
         if not chart.content(run):
             (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier part of the run
             continue
@@ -207,7 +206,7 @@ _OVERVIEW = (
     *("accuracy", "throughput", "drift", "ratios", "waits", "noise", "norm", "system"),
     "confusion",
 )
-"""Order of the charts after the loss and the metric of the task; the overview has four."""
+"""Order of the charts after the loss; the overview has four."""
 
 
 def _draw_overview(figure: "Figure", run: Run) -> None:
@@ -220,8 +219,8 @@ def _draw_overview(figure: "Figure", run: Run) -> None:
         x = left + place * (1 - left) / 6
         head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
         head.text(x, 0.2, number.label, color=MUTED, va="top")
-    there = {name: chart for name, chart in charts_of(run).items() if chart.content(run)}
-    order = ["loss", run.task.metric.key, *_OVERVIEW]
+    there = {name: chart for name, chart in CHARTS.items() if chart.content(run)}
+    order = ["loss", *_OVERVIEW]
     charts = [there[name] for name in sorted(there, key=order.index)[:4]]
     if not charts:
         body.add_subplot().set_axis_off()  # the layout needs one
@@ -231,21 +230,12 @@ def _draw_overview(figure: "Figure", run: Run) -> None:
         _draw_titled(body.add_subfigure(quarters[place]), chart, run)
 
 
-def charts_of(run: Run) -> dict[str, Chart]:
-    """Return the charts by name, with that of the metric where accuracy does not judge the run."""
-    metric = run.task.metric
-    if run.task.by_accuracy:
-        return CHARTS
-    own = Chart(metric.title, draw_metric, lambda run: run.evaluations, (340, 340))
-    return {"loss": CHARTS["loss"], metric.key: own} | CHARTS
-
-
 CHARTS = {
     "loss": Chart("Loss and learning rate", draw_loss, lambda run: run.steps, (440, 380)),
     "accuracy": Chart(
         "Accuracy",
         draw_accuracy,
-        lambda run: run.task.by_accuracy and run.evaluations,
+        lambda run: run.evaluations,
         (340, 500),
     ),
     "throughput": Chart("Training speed", draw_throughput, lambda run: run.steps, (240, 220)),

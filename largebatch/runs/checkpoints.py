@@ -14,7 +14,6 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.recipe.task import Task
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import check_folder
@@ -162,34 +161,25 @@ class Evaluated(NamedTuple):
     step: int
     """Number of updates before it."""
 
-    task: Task
     metrics: Metrics
     training: Metrics | None
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
-    test: Metrics | None = None
-    """Metrics on the test data; None if not requested."""
 
-
-def evaluate_checkpoint(
-    path: Path, options: Options, *, training: bool = False, test: bool = False
-) -> Evaluated:
+def evaluate_checkpoint(path: Path, options: Options, *, training: bool = False) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data.
 
-    `training` also measures it on its training data, `test` on its test data.
+    `training` also measures it on its training data.
     """
     path = find_checkpoint(path)
     checkpoint = _load(path, options)
     checked = checksum(checkpoint.state["model"])
-    asked = {"--training": training, "--test": test}
-    facts = {"command": "evaluate", "checkpoint": checked, **asked}
+    facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
         restore(trainer, checkpoint, source=str(path))
         found = trainer.measure()
         on_training = trainer.measure_training() if training else None
-        on_test = trainer.measure_test() if test else None
-        updates, task = checkpoint.progress.updates, checkpoint.recipe.task
-        return Evaluated(path, updates, task, found, on_training, on_test)
+        return Evaluated(path, checkpoint.progress.updates, found, on_training)
 
 
 def polish_checkpoint(

@@ -158,15 +158,12 @@ class Evaluation(_StageEvent):
     confidence_deviation: Measured = math.nan
     class_confidence_deviation: Measured = math.nan
     classes_never_correct: int | None = None
-    perplexity: float | None = None
-    """Perplexity, recorded for text; see `Metric.is_recorded`."""
-
     seconds: float = math.nan
 
 
 METRICS = (
     *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
-    *("class_confidence_deviation", "perplexity"),
+    "class_confidence_deviation",
 )
 """Names of the numbers of an evaluation that trackers plot; those that are None are left out."""
 
@@ -326,8 +323,7 @@ class StageResult:
     top1: float
     top5: float
     loss: Measured
-    perplexity: float | None = None
-    """Metrics after the stage, even if it was rolled back; perplexity is recorded for text."""
+    """Metrics after the stage, even if it was rolled back."""
 
     before: Accuracy | None = None
     """Accuracy after the last stage that was kept; null for the first stage."""
@@ -376,8 +372,7 @@ class Summary:
     top1: float | None
     top5: float | None
     loss: Measured | None
-    perplexity: float | None = None
-    """Metrics after the last stage that was kept; perplexity is recorded for text."""
+    """Metrics after the last stage that was kept."""
 
     weights_sha256: str | None = None
     """SHA-256 of the initial weights, as in Start."""

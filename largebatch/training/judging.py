@@ -51,7 +51,7 @@ def end_stage(
     last = state.last_kept
     held_out, kept = _decide(trainer, name, last, failed=failed)
     if kept:
-        state.progress.note(metrics, trainer.recipe.task.metric)
+        state.progress.note(metrics)
     else:
         state.roll_back()
     state.end_stage(
@@ -66,7 +66,6 @@ def end_stage(
             held_out=held_out,
             kept=kept,
             note=note,
-            **trainer.recipe.task.recorded(metrics),
         )
     )
     saving.save(trainer)

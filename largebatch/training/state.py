@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol, Self
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -17,7 +17,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.distributed.reducer import Reducer
-from largebatch.recipe.task import Metric
 from largebatch.schedules.functions import Schedule
 from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import StageResult
@@ -66,20 +65,11 @@ class Progress:
 
     best: float | None = None
     best_step: Count | None = None
-    """Number of updates before the best evaluation, and its value of the task's metric."""
+    """Top-1 of the best evaluation, and the number of updates before it."""
 
     def __post_init__(self) -> None:
         """Convert the lists of a checkpoint to tuples."""
         self.readings = [Reading(*reading) for reading in self.readings]
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the progress of a checkpoint; older ones name the best value by its metric."""
-        old = {key for key in saved if key.startswith("best_")} - {"best_step"}
-        fields: dict[str, Any] = {key: saved[key] for key in saved if key not in old}
-        for key in old:
-            fields["best"] = saved[key] if saved[key] is not None else fields.get("best")
-        return cls(**fields)
 
     @property
     def updates(self) -> int:
@@ -98,11 +88,10 @@ class Progress:
         self.images -= images
         self.train_seconds -= seconds
 
-    def note(self, found: Metrics, metric: Metric) -> None:
+    def note(self, found: Metrics) -> None:
         """Record an evaluation of the current state."""
-        value = metric.value(found)
-        if self.best is None or metric.is_better(value, self.best):
-            self.best, self.best_step = value, self.step
+        if self.best is None or found.top1 > self.best:
+            self.best, self.best_step = found.top1, self.step
 
     def discard_until(self, step: int) -> None:
         """Count the updates before `step` as discarded."""
@@ -279,7 +268,7 @@ class TrainState:
                 f"scaler: the loss scale must be above 0 and finite, got {scaler['scale']}"
             )
         self.scaler.load_state_dict(scaler)
-        self.progress = Progress.read(state["progress"])
+        self.progress = Progress(**state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]

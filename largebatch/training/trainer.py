@@ -95,24 +95,18 @@ class Trainer:
 
         If the optimizer averages weights, evaluate their average, with statistics of its own.
         """
-        expected = self.recipe.data.val_labels
+        expected = self.recipe.data.val_split
         return self._evaluate(self.pipeline.validation(), expected=expected, each=each)
 
     def measure_training(self) -> Metrics:
         """Evaluate the current model on all training images, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
-        expected = samples.samples * self.recipe.data.sample().num_labels
-        return self._evaluate(samples, expected=expected)
+        return self._evaluate(samples, expected=samples.samples)
 
     def measure_held_out(self) -> Metrics:
         """Evaluate the current model on the training samples that are held out."""
-        samples = len(self.pipeline.held_out_samples)
-        expected = samples * self.recipe.data.sample().num_labels
+        expected = len(self.pipeline.held_out_samples)
         return self._evaluate(self.pipeline.held_out(), expected=expected)
-
-    def measure_test(self) -> Metrics:
-        """Evaluate the current model on the test data; raise DataError if there is none."""
-        return self._evaluate(self.pipeline.test())
 
     def _evaluate(
         self,
@@ -174,7 +168,6 @@ class Trainer:
                 epoch=self.plan.epoch(step),
                 seconds=time.perf_counter() - begun,
                 **{name: value for name, value in asdict(metrics).items() if name != "by_class"},
-                **self.recipe.task.recorded(metrics),
             )
         )
         return metrics

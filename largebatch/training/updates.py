@@ -25,8 +25,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
             evaluates = done < steps.stop and _passes(trainer.plan, before, done)
             if evaluates:
                 step_log.flush()
-                metric = trainer.recipe.task.metric
-                trainer.state.progress.note(trainer.evaluate(name), metric)
+                trainer.state.progress.note(trainer.evaluate(name))
             if evaluates or saving.save_is_due(trainer, since=before):
                 step_log.flush()
                 saving.save(trainer)

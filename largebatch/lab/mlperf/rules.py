@@ -53,7 +53,7 @@ class BrokenRule:
 def broken_rules(recipe: Recipe) -> list[BrokenRule]:
     """Return the rules of the closed division that a recipe breaks, ordered by key."""
     checked = (
-        *_data_rules(recipe.images),
+        *_data_rules(recipe.data),
         *_model_rules(recipe),
         *_optimizer_rules(recipe),
         *_schedule_rules(recipe),

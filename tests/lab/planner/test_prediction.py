@@ -97,7 +97,7 @@ def test_every_installed_recipe_of_resnet50_is_predicted() -> None:
         assert found.low < found.seconds < found.high
         images = found.steps * recipe.batch.global_batch / found.seconds
         assert found.steps > 500
-        side = min([224, *(part.image_size for part in recipe.images.resolution)])
+        side = min([224, *(part.image_size for part in recipe.data.resolution)])
         most = 3400 * (224 / side) ** 2  # as many as a large device batch lets an A100 compute
         assert images < 16 * most
 

@@ -24,7 +24,6 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
-from largebatch.recipe.task import IMAGES
 from largebatch.schedules.build import build_schedule
 
 Values = Mapping[str, float]
@@ -143,11 +142,6 @@ class Cell:
 
     def check(self) -> None:
         """Raise LargebatchError if a run of the cell cannot be made."""
-        if self.recipe.task is not IMAGES:
-            raise RecipeError(
-                f"a study compares accuracies of images, and data.source is "
-                f"{self.recipe.data.source}; `largebatch report RUN RUN ...` compares such runs"
-            )
         if self.recipe.protocol is not None:
             raise RecipeError(
                 "the recipe has a protocol; `largebatch study staleness` compares protocols, and "
