@@ -15,7 +15,6 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
     for rule in (
         _samples,
         _protocol,
-        _plateau,
         _polish,
         _schedule_free,
         _cache,
@@ -108,11 +107,6 @@ def _synchronous_settings(recipe: Keys) -> dict[str, bool]:
     }
 
 
-def _plateau(recipe: Keys) -> Iterator[str]:
-    if recipe.schedule.plateau is not None and recipe.evaluation.every_epochs is None:
-        yield "schedule.plateau reads the evaluations on the way: give evaluation.every_epochs"
-
-
 def _polish(recipe: Keys) -> Iterator[str]:
     if recipe.polish is not None and recipe.batch.bn_span is None:
         yield "polish is for models with BatchNorm: give batch.bn_span too"
@@ -127,11 +121,6 @@ def _schedule_free(recipe: Keys) -> Iterator[str]:
         yield (
             "optimizer.kind: schedule-free averages its weights instead of lowering the rate; "
             f"schedule.decay must be {{kind: constant}}, got {recipe.schedule.decay.kind}"
-        )
-    if recipe.schedule.plateau is not None:
-        yield (
-            "optimizer.kind: schedule-free averages its weights instead of lowering the rate: "
-            "leave schedule.plateau out"
         )
     for key in ("ema", "swa"):
         if polish is not None and getattr(polish, key) is not None:

@@ -16,7 +16,6 @@ from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimi
 from largebatch.runs.reduction import build_reducer
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
-from largebatch.schedules.plateau import with_plateau
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState, Updater
@@ -34,19 +33,16 @@ def build_state(
 
     `keeps_gradients` is passed to build_reducer.
     """
-    schedule, plateau = build_schedule(recipe.schedule, plan), recipe.schedule.plateau
-    if plateau is not None:
-        schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
+    schedule = build_schedule(recipe.schedule, plan)
     reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
     optimizer = build_optimizer(recipe, model, backend)
     _train_early(optimizer, recipe, plan, model)
-    state = TrainState(
+    return TrainState(
         model=model,
         updater=Updater(optimizer, schedule, reducer),
         scaler=build_scaler(recipe, plan, backend),
         average=_build_average(recipe, plan, model),
     )
-    return state
 
 
 def _train_early(optimizer: Optimizer, recipe: Recipe, plan: Plan, model: nn.Module) -> None:

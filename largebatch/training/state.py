@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from largebatch.distributed.reducer import Reducer
 from largebatch.schedules.functions import Schedule
-from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import StageResult
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.evaluation import Metrics
@@ -60,16 +59,9 @@ class Progress:
     seconds: Seconds = 0.0
     """Seconds of the run, over all its parts, up to the last checkpoint."""
 
-    readings: list[Reading] = field(default_factory=list)
-    """Evaluations of train and clean, from which `schedule.plateau` derives the learning rate."""
-
     best: float | None = None
     best_step: Count | None = None
     """Top-1 of the best evaluation, and the number of updates before it."""
-
-    def __post_init__(self) -> None:
-        """Convert the lists of a checkpoint to tuples."""
-        self.readings = [Reading(*reading) for reading in self.readings]
 
     @property
     def updates(self) -> int:

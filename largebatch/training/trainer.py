@@ -24,7 +24,6 @@ from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
-from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import Evaluation, Event, Note, StageName, Start, Tracker, now
 from largebatch.training.checkpoint import Writer
 from largebatch.training.evaluation import Metrics, evaluate
@@ -157,10 +156,7 @@ class Trainer:
         begun = time.perf_counter()
         gc.collect()  # here, because it never does so by itself: see process.py
         metrics = self.measure(each)
-        progress = self.state.progress
-        step = progress.step
-        if stage in {"train", "clean"}:  # whose updates follow the schedule
-            progress.readings.append(Reading(step, metrics.loss, metrics.top1))
+        step = self.state.progress.step
         self.emit(
             Evaluation(
                 stage=stage,

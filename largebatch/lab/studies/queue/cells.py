@@ -114,7 +114,7 @@ class Cell:
         for section, key in ((tree["polish"], "statistics"), (tree, "optimizer")):
             _bound_samples(section and section[key], left)
         recipe = validate_tree(Recipe, tree, source=self.name)
-        if not search.prune or recipe.schedule.plateau is not None:  # it reads its own evaluations
+        if not search.prune:
             return recipe
         plan = make_plan(recipe, workers=self.workers)
         every = max(1, plan.steps // RUNGS) / plan.steps_per_epoch
