@@ -37,6 +37,7 @@ from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
 from largebatch.lab.measure.lr_range import choose_range, read_range, train_range
 from largebatch.lab.measure.lr_range_chart import content
+from largebatch.lab.studies.confidence import measure_confidence
 from largebatch.lab.studies.metrics import outcome
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
@@ -216,10 +217,12 @@ def train(one: Configuration, work: Path, options: Mapping[str, Any], asked: Ask
         "diverged": found.diverged,
     }
     if not found.diverged:
+        data = {key: options[key] for key in ("data",) if key in options}
+        sure = measure_confidence(folder, Options(out=folder, **data))
         content |= {
-            "average_confidence": round(found.average_confidence, 5),
-            "confidence_deviation": round(found.confidence_deviation, 5),
-            "class_confidence_deviation": round(found.class_confidence_deviation, 5),
+            "average_confidence": round(sure.average_confidence, 5),
+            "confidence_deviation": round(sure.confidence_deviation, 5),
+            "class_confidence_deviation": round(sure.class_confidence_deviation, 5),
         }
     record.write_text(json.dumps(content), encoding="utf-8")
     return content

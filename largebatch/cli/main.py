@@ -208,22 +208,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     if own_rank() == 0:
         metrics, training = found.metrics, found.training
         print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
-        if metrics.classes_never_correct is not None:
-            print(_confidence(metrics))
         if training is not None:
             print(f"training images: {_scores(training)}")
             print(f"validation loss - training loss: {metrics.loss - training.loss:+.4f}")
     return DONE
-
-
-def _confidence(metrics: "Metrics") -> str:
-    never = metrics.classes_never_correct
-    return (
-        f"confidence of the correct: average {metrics.average_confidence:.4f} (AC), deviation "
-        f"{metrics.confidence_deviation:.4f} (CD), deviation of the classes' averages "
-        f"{metrics.class_confidence_deviation:.4f} (CDAC)"
-        + (f", without {never} classes of which none is correct" if never else "")
-    )
 
 
 def _scores(metrics: "Metrics") -> str:

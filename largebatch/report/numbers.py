@@ -1,4 +1,4 @@
-"""The first numbers of a report, and its sentences about speed, confidence and waits."""
+"""The first numbers of a report, and its sentences about speed and waits."""
 
 import math
 from dataclasses import dataclass
@@ -198,28 +198,6 @@ def describe_waits(run: Run) -> str:
         f"Input bound: updates spent {parts}. Without waiting for images, training "
         f"would be {1 / max(1 - data, 0.01):.2g} times as fast (see execution.cache "
         "and execution.decoder, or give each worker more cores)."
-    )
-
-
-def describe_confidence(run: Run) -> str | None:
-    """Return a sentence on the confidence of correct predictions; None if not measured."""
-    found = run.result
-    if found is None or not math.isfinite(found.average_confidence):
-        return None
-    mean, deviation, across = (
-        f"{100 * part:.2f}"
-        for part in (
-            found.average_confidence,
-            found.confidence_deviation,
-            found.class_confidence_deviation,
-        )
-    )
-    never = found.classes_never_correct
-    left_out = f", without {never:,} that are never right" if never else ""
-    return (
-        f"The average confidence of correct predictions (AC) is {mean} %. Its standard deviation "
-        f"is {deviation} points over the images (CD) and {across} points over the averages of "
-        f"the classes (CDAC){left_out}."
     )
 
 

@@ -32,7 +32,6 @@ from largebatch.report.mistakes import (
 from largebatch.report.monitors import draw_norm, draw_ratios, draw_system, layers
 from largebatch.report.noise import describe_noise, draw_noise, has_course
 from largebatch.report.numbers import (
-    describe_confidence,
     describe_gap,
     describe_waits,
     headlines,
@@ -85,7 +84,6 @@ def make_page(run: Run) -> str:
         widths=(WIDE, NARROW),
         extra=_extra(run),
         environment=_environment(run),
-        confidence=describe_confidence(run),
         gap=describe_gap(run),
         waits=describe_waits(run) if run.timed else None,
         noise=describe_noise(run) if has_course(run) else None,

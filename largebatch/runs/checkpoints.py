@@ -1,11 +1,13 @@
 """Evaluate or polish a checkpoint after its run, or compare ways to polish it."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+from torch import Tensor
 
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
@@ -166,10 +168,17 @@ class Evaluated(NamedTuple):
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
 
-def evaluate_checkpoint(path: Path, options: Options, *, training: bool = False) -> Evaluated:
+def evaluate_checkpoint(
+    path: Path,
+    options: Options,
+    *,
+    training: bool = False,
+    each: Callable[[Tensor, Tensor], object] = lambda *_: None,
+) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data.
 
-    `training` also measures it on its training data.
+    `training` also measures it on its training data. `each` is called with the scores and labels
+    of every validation batch of this worker.
     """
     path = find_checkpoint(path)
     checkpoint = _load(path, options)
@@ -177,7 +186,7 @@ def evaluate_checkpoint(path: Path, options: Options, *, training: bool = False)
     facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
         restore(trainer, checkpoint, source=str(path))
-        found = trainer.measure()
+        found = trainer.measure(each)
         on_training = trainer.measure_training() if training else None
         return Evaluated(path, checkpoint.progress.updates, found, on_training)
 

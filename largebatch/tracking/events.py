@@ -154,18 +154,11 @@ class Evaluation(_StageEvent):
     top5: float
     loss: Measured
     samples: int
-    average_confidence: Measured = math.nan
-    confidence_deviation: Measured = math.nan
-    class_confidence_deviation: Measured = math.nan
-    classes_never_correct: int | None = None
     seconds: float = math.nan
 
 
-METRICS = (
-    *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
-    "class_confidence_deviation",
-)
-"""Names of the numbers of an evaluation that trackers plot; those that are None are left out."""
+METRICS = ("top1", "top5", "loss")
+"""Names of the numbers of an evaluation that trackers plot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +201,6 @@ class Mistakes(_StageEvent):
 
     losses: tuple[Measured, ...]
     """Losses of the worst samples."""
-
-    confidences: tuple[Measured, ...] = ()
-    """Mean confidence of the correct images by class, NaN without any; not in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

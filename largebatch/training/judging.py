@@ -6,7 +6,6 @@ number of them classified correctly is rolled back.
 
 import math
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -80,9 +79,7 @@ def _evaluate(trainer: Trainer, stage: StageName) -> Metrics:
         pipeline = trainer.pipeline
         samples = pipeline.evaluated_samples
         gathered = answers.gather(pipeline.validation_samples, samples, trainer.backend)
-        mistakes = find_mistakes(gathered, stage=stage, step=step, classes=classes)
-        confidences = metrics.by_class.average_confidence[: len(classes)]
-        trainer.emit(replace(mistakes, confidences=confidences))
+        trainer.emit(find_mistakes(gathered, stage=stage, step=step, classes=classes))
     else:
         metrics = trainer.evaluate(stage)
     if "generalization_gap" in trainer.recipe.monitor:

@@ -163,7 +163,7 @@ class Trainer:
                 step=step,
                 epoch=self.plan.epoch(step),
                 seconds=time.perf_counter() - begun,
-                **{name: value for name, value in asdict(metrics).items() if name != "by_class"},
+                **asdict(metrics),
             )
         )
         return metrics
