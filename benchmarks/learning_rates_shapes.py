@@ -217,8 +217,7 @@ def train(one: Configuration, work: Path, options: Mapping[str, Any], asked: Ask
         "diverged": found.diverged,
     }
     if not found.diverged:
-        data = {key: options[key] for key in ("data",) if key in options}
-        sure = measure_confidence(folder, Options(out=folder, **data))
+        sure = measure_confidence(folder, Options(out=folder, **options))
         content |= {
             "average_confidence": round(sure.average_confidence, 5),
             "confidence_deviation": round(sure.confidence_deviation, 5),
