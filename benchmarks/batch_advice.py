@@ -20,8 +20,7 @@ from noise import CRITICAL, RECIPES
 from polishing_data import prepare
 
 from largebatch import load_recipe
-from largebatch.lab.measure.batch import advise
-from largebatch.lab.measure.batch_parts import Question
+from largebatch.lab.measure.batch import Question, advise
 from largebatch.runs.options import Options
 
 IMAGES = {"cifar10": {"train": 50_000}, "fashion_mnist": {"train": 12_000, "test": 1_000}}

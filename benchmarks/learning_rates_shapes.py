@@ -35,8 +35,7 @@ from measuring import RESULTS, circumstances, few_processes, hardware, newest, t
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
-from largebatch.lab.measure.lr_range import choose_range, read_range, train_range
-from largebatch.lab.measure.lr_range_chart import content
+from largebatch.lab.measure.lr_range import choose_range, content, read_range, train_range
 from largebatch.lab.studies.confidence import measure_confidence
 from largebatch.lab.studies.metrics import outcome
 from largebatch.recipe.recipe import Recipe

@@ -18,8 +18,7 @@ from measuring import few_processes, write
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
-from largebatch.lab.measure.lr_range import choose_range, read_range, train_range
-from largebatch.lab.measure.lr_range_chart import content
+from largebatch.lab.measure.lr_range import choose_range, content, read_range, train_range
 from largebatch.lab.studies.metrics import interval
 from largebatch.runs.options import Options
 

@@ -46,7 +46,6 @@ MEASURED = {
     "batch_throughput": ("training/loop.py", "models/lenet5.py"),
     "batch_advice": (
         "lab/measure/batch.py",
-        "lab/measure/batch_parts.py",
         "lab/measure/critical_batch.py",
         "tracking/noise_scale.py",
     ),
@@ -80,7 +79,7 @@ MEASURED = {
     "learning_rates_shapes": (
         *_POLICIES,
         "lab/measure/lr_range.py",
-        "lab/measure/lr_range_bounds.py",
+        "lab/measure/lr_range.py",
     ),
     "local_steps": (*_LATE, "training/loss.py", "lab/protocols/gradients.py"),
     "loop": _UPDATE,
@@ -98,7 +97,7 @@ MEASURED = {
     "polishing_optimizers": (*_TRAINING, "optim", "polish", "training/stages.py"),
     "polishing_study": (*_TRAINING, "polish", "training/stages.py"),
     "quickstart": (*_TRAINING, "polish", "training/stages.py"),
-    "range_test": (*_TRAINING, "lab/measure/lr_range.py", "lab/measure/lr_range_bounds.py"),
+    "range_test": (*_TRAINING, "lab/measure/lr_range.py", "lab/measure/lr_range.py"),
     "rate_drops": (
         "distributed/torch_distributed.py",
         "schedules/functions.py",

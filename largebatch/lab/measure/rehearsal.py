@@ -1,7 +1,7 @@
 """Rehearse one worker of a job on a machine without its GPUs.
 
 The worker's objects are built as in a run, on fake tensors, which have shapes and no memory, and
-the training loop makes one update. The backend stands for all other workers and records the
+the training loop makes one update. The backend represents all other workers and records the
 messages.
 """
 
@@ -87,7 +87,7 @@ class Rehearsed(Watched):
         return group
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -216,7 +216,7 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
 
 
 def _passes(plan: Plan) -> int:
-    """Return the number of micro-batches to compute: two, which are alike, or Adasum's parts."""
+    """Return the number of micro-batches to compute: two, which are equal, or Adasum's parts."""
     return max(min(plan.accumulation, 2), plan.parts // plan.workers)
 
 

@@ -285,7 +285,7 @@ class Exchange:
 def _refusal(worker: int) -> str:
     return (
         f"worker {worker}, a learner, did nothing for the whole of --timeout, and was given up; to "
-        "have it back, stop the run and go on with --resume"
+        "have it back, stop the run and resume with --resume"
     )
 
 
