@@ -19,7 +19,6 @@ from largebatch.data.batches import divide_samples, samples_at
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Work, own_part
 from largebatch.distributed.serial import Done
-from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.lab.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
@@ -55,7 +54,7 @@ class Message(NamedTuple):
     """Bytes that this worker contributes."""
 
 
-class Rehearsed(Watched):
+class Rehearsed:
     """A Backend of one real worker that records its messages; the other workers are simulated."""
 
     name = "torch"
@@ -85,6 +84,9 @@ class Rehearsed(Watched):
         group = Rehearsed(rank=own.index(self.rank), workers=len(own))
         group.messages = self.messages
         return group
+
+    def started(self) -> None:
+        """Do nothing: nothing is waited for."""
 
     def barrier(self) -> None:
         """Return immediately."""
