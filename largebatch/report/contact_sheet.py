@@ -201,7 +201,7 @@ def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
 
 def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     """Draw classes below each other, stages side by side, and below them a line on each fact."""
-    size = _enlarged(recipe.images.image_size)  # of an image; other lengths are parts of it
+    size = _enlarged(recipe.data.image_size)  # of an image; other lengths are parts of it
     margin, gap, space, head = (size * part // 100 for part in (25, 22, 5, 92))
     large, small, line = size * 20 // 100, size * 14 // 100, size * 22 // 100
     groups, names = _groups(shown, recipe, plan), [clip(name, 24) for name in shown.classes]
@@ -226,7 +226,7 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
             write(x, head - space, group.note, MUTED, small * 0.8, "bottom")
             for row, images in enumerate(group.rows):
                 for column, image in enumerate(images):
-                    tile = Image.fromarray(denormalized(image, recipe.images))
+                    tile = Image.fromarray(denormalized(image, recipe.data))
                     tile = tile.resize((size, size), Image.Resampling.NEAREST)
                     y = head + row * (size + space) + size
                     figure.figimage(
@@ -259,7 +259,7 @@ def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:
 
 def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
     """Describe the augmentation, and check the mean and deviation of the normalised values."""
-    data = recipe.images
+    data = recipe.data
     crops = clean = "whole images"
     if data.crop_area is not None:
         (small, large), (narrow, wide) = data.crop_area, data.crop_aspect

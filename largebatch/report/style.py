@@ -34,11 +34,10 @@ COLOURS = {
     "clean": "#b85c00",
     "ema": "#7a6a00",
     "swa": "#6250c4",
-    "swap": "#8b5530",
     "affine": "#a8477f",
     "statistics": "#008060",
 }
-"""Blue, orange, olive, violet, brown, purple and bluish green; the markers tell apart what colours
+"""Blue, orange, olive, violet, purple and bluish green; the markers tell apart what colours
 may not."""
 
 LOW, HIGH = "#2a62b0", "#bb3326"
@@ -49,7 +48,6 @@ MARKERS = {
     "clean": "s",
     "ema": "^",
     "swa": ">",
-    "swap": "<",
     "affine": "v",
     "statistics": "D",
 }
@@ -75,7 +73,6 @@ DARK = {
     "clean": "#f0a04b",
     "ema": "#d2c04a",
     "swa": "#ab9dff",
-    "swap": "#cf9a74",
     "affine": "#e593c4",
     "statistics": "#4cc9a4",
     "low": "#6aa5ff",
@@ -227,9 +224,9 @@ def draw_pixels(
 
         figure = Figure((size[0] / 72, size[1] / 72), dpi=72, facecolor=PAPER)
         draw(figure)
-        canvas = FigureCanvasAgg(figure)
+        canvas: Any = FigureCanvasAgg(figure)
         canvas.draw()
-        return np.array(canvas.buffer_rgba())[..., :3].copy()
+        return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3].copy()
 
 
 @contextmanager

@@ -91,6 +91,15 @@ class Recorder:
         """Take one event."""
 
 
+def test_an_evaluation_and_the_generalization_gap_are_given_once() -> None:
+    scalars = Scalars()
+    gap = GeneralizationGap(stage="clean", step=2, samples=9, top1=0.99, loss=0.05, gap=0.2)
+    assert scalars.take(EVALUATION) == {"val/top1": 0.975, "val/top5": 1.0, "val/loss": 0.25}
+    expected = {"gap": 0.2, "train_loss": 0.05, "train_top1": 0.99}
+    assert scalars.take(gap) == {f"generalization/{key}": one for key, one in expected.items()}
+    assert scalars.take(gap) == {}
+
+
 def in_two_parts() -> list[list[Event]]:
     """Return a part killed after its second update, and one that resumes after the first."""
     first, second = MONITORED
