@@ -123,7 +123,6 @@ def headlines(run: Run) -> Iterator[Headline]:
 
 
 def _gain(run: Run) -> Headline:
-    """Return what polishing gained after the schedule, of which clean epochs are a part."""
     base, last = run.end_of_schedule, run.last_stage
     if base is None or last is None or len(run.stages) < 2:
         return Headline("Gain by polishing", MISSING, "", "not polished")
@@ -138,7 +137,6 @@ def _gain(run: Run) -> Headline:
 
 
 def _gain_between(run: Run, label: str, before: Stage, after: Stage, *, judged: bool) -> Headline:
-    """Return a change of top-1; one that is `judged` is good if it is beyond the noise."""
     change = compare(before.after, after.after, before.mistakes, after.mistakes)
     evaluated = f"{change.samples:,} validation images"
     note = f"{abs(change.images):,} of {evaluated}"
@@ -167,7 +165,6 @@ def _division(plan: Plan) -> str:
 
 
 def _stage_times(run: Run) -> str:
-    """Describe how much of the wall time the clean epochs and the polishing after them took."""
     stages = {
         "clean epochs": [stage for stage in run.stages[1:] if stage.name == "clean"],
         "polishing": run.polishing,
@@ -181,7 +178,6 @@ def _stage_times(run: Run) -> str:
 
 
 def _subtitle(run: Run) -> str:
-    """Return in one line how the run ended, when it started, and its workers."""
     began = run.starts[0].time
     words = [run.summary.status if run.summary else "killed", f"{began.day} {began:%B %Y}"]
     words.append(plural(run.plan.workers, "worker"))
@@ -192,7 +188,6 @@ def _subtitle(run: Run) -> str:
 
 
 def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
-    """Return the causes as a table: what, by which numbers, and what changes it."""
     if not found.causes:
         return []
     return [
@@ -210,7 +205,6 @@ def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
 
 
 def _stages(run: Run) -> list[Part]:
-    """Return the table of stages, its explanations, and the notes of the run."""
     if not run.stages:
         return []
     column = columns_over(run.stages)
@@ -333,7 +327,6 @@ _Draw = Callable[["Canvas", Run], None]
 
 
 def _rows(number: int, each: float) -> tuple[float, float]:
-    """Return the height in points of a chart with a row for each layer or class."""
     height = 120 + each * max(8, number)
     return height, height
 
@@ -388,7 +381,6 @@ def _captions(run: Run) -> dict[str, str]:
 
 
 def _before(run: Run, name: str) -> list[Part]:
-    """Return the sentence above a chart."""
     if name == "waits":
         return [describe_waits(run)]
     return [describe_noise(run)] if name == "noise" else []
@@ -474,7 +466,6 @@ def _profile(found: Profile | None) -> list[Part]:
 
 
 def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterator[Part]:
-    """Yield the confusion matrix, the classes mixed up most, the weakest, and the worst images."""
     if found is None or not found.samples:
         return
     if matrix is not None:
@@ -507,7 +498,6 @@ def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterato
 
 
 def _extra(run: Run) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the values of extensions, by the name of the extension."""
     for part, facts in (run.summary.extra if run.summary else {}).items():
         rows = {key: _plain(value) for key, value in facts.items() if value}
         if rows:
@@ -529,7 +519,6 @@ def _plain(value: object) -> str:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """Return the workers, the software and the memory of the run."""
     plan, summary = run.plan, run.summary
     facts = {
         "Workers": f"{plan.workers:,}",

@@ -104,7 +104,6 @@ class MLflow(ScalarTracker):
         super().record(event)
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
-        """Queue the numbers of an event; send the queue now and then, and with an evaluation."""
         self._queue(values, event)
         late = time.monotonic() - self._sent > FLUSH_SECONDS
         if late or not isinstance(event, Step | System):
@@ -117,7 +116,6 @@ class MLflow(ScalarTracker):
         ]
 
     def _catch_up(self, start: Start) -> None:
-        """Send the logged numbers of parts of the run that MLflow missed."""
         for event in _history(self._folder / LOG, start):
             self._queue(self._scalars.take(event), event)
             if len(self._waiting) >= _MOST_METRICS:
@@ -126,7 +124,6 @@ class MLflow(ScalarTracker):
             self._send()
 
     def _open(self, start: Start) -> None:
-        """Start a run, or continue that of an earlier part, with what it missed."""
         if self._run is None:
             run = self._client.create_run(self._experiment, run_name=self._folder.resolve().name)
             self._run = str(run.info.run_id)
@@ -150,7 +147,6 @@ class MLflow(ScalarTracker):
         self._sent = time.monotonic()
 
     def _close(self, summary: Summary) -> None:
-        """Send the queue and the artifacts, and end the run."""
         self._send()
         for path in artifacts(self._folder, summary, checkpoint=self._checkpoint).values():
             self._client.log_artifact(self._run, str(path))

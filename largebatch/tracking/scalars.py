@@ -147,7 +147,6 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
 
 
 def _values(group: str, event: Step | Evaluation, keys: Iterable[str]) -> dict[str, float]:
-    """Return the fields with these names, without those that are None."""
     values = {f"{group}/{key}": getattr(event, key) for key in keys}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -104,7 +104,6 @@ class Wandb(ScalarTracker):
         self._run.log(values, step=self._first_row + row, commit=True)
 
     def _close(self, summary: Summary) -> None:
-        """Log summary, report and checkpoint, end the run; note how to upload an offline run."""
         self._run.summary.update(asdict(summary))
         files = artifacts(self._folder, summary, checkpoint=self._checkpoint)
         image = files.pop("overview", None)
