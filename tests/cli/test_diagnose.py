@@ -19,7 +19,7 @@ def diverged(tmp_path: Path) -> Path:
 def test_a_run_is_shown_with_its_causes_and_what_was_not_checked(
     diverged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["diagnose", str(diverged)]) == DONE
+    assert main(["report", "diagnose", str(diverged)]) == DONE
     shown = capsys.readouterr().out.splitlines()
     assert [line.split() for line in shown[:3]] == [
         ["diverged"],
@@ -38,14 +38,14 @@ def test_the_repaired_recipe_is_written_and_loads(
     diverged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "repaired.yaml"
-    assert main(["diagnose", str(diverged), "--out", str(out)]) == DONE
+    assert main(["report", "diagnose", str(diverged), "--out", str(out)]) == DONE
     shown = capsys.readouterr().out
     recipe = load_recipe(out)
     was = load_recipe("digits_96")
     assert 0 < recipe.schedule.peak_lr < was.schedule.peak_lr
     assert f"changed schedule.peak_lr: was {was.schedule.peak_lr:g}; half of the rate" in shown
     assert recipe.optimizer == was.optimizer
-    assert main(["diagnose", str(diverged), "--out", str(out)]) == USER
+    assert main(["report", "diagnose", str(diverged), "--out", str(out)]) == USER
     assert "exists already" in capsys.readouterr().err
 
 
@@ -55,7 +55,7 @@ def test_two_logs_of_another_program_stand_side_by_side(
     large, small = tmp_path / "large.csv", tmp_path / "small.csv"
     large.write_text(CSV.format(2.3, 1.7, 1.6, 45))
     small.write_text(CSV.format(1.5, 0.3, 0.4, 90))
-    assert main(["diagnose", str(large), str(small), "--classes", "10"]) == DONE
+    assert main(["report", "diagnose", str(large), str(small), "--classes", "10"]) == DONE
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines()]
     assert ["top-1", "90.00", "%", "45.00", "%"] in rows
@@ -73,7 +73,7 @@ def test_a_repair_without_a_recipe_is_refused_after_the_causes(
 ) -> None:
     log = tmp_path / "log.csv"
     log.write_text(CSV.format(2.3, "nan", 1.6, 45))
-    assert main(["diagnose", str(log), "--out", str(tmp_path / "new.yaml")]) == USER
+    assert main(["report", "diagnose", str(log), "--out", str(tmp_path / "new.yaml")]) == USER
     shown = capsys.readouterr()
     assert "1. diverged: the training loss was not finite at epoch 2" in shown.out
     assert "has no recipe that can be read" in shown.err
@@ -84,9 +84,9 @@ def test_a_run_that_did_not_finish_is_shown_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = fake_runs.give_recipe(fake_runs.paused(tmp_path / "run"), "polish=null")
-    assert main(["diagnose", str(folder)]) == DONE
+    assert main(["report", "diagnose", str(folder)]) == DONE
     assert "The run paused at --max-steps" in capsys.readouterr().out
-    assert main(["diagnose", str(folder), "--classes", "10"]) == USER
+    assert main(["report", "diagnose", str(folder), "--classes", "10"]) == USER
     assert "--classes: a run folder has its number" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_did_not_finish_is_shown_as_such(
 def test_bad_input_is_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["diagnose", *words]) == USER
+    assert main(["report", "diagnose", *words]) == USER
     error = capsys.readouterr().err
     assert error.startswith(f"largebatch: {message}")
     assert error.count("\n") == 1

@@ -23,7 +23,7 @@ def test_the_verdicts_are_sentences_with_a_chart(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chart = tmp_path / "epochs.png"
-    assert main(["referee", *folders, "--out", str(chart)]) == DONE
+    assert main(["report", "mlperf", *folders, "--out", str(chart)]) == DONE
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in shown[:4]] == [
         ["compliance", "passed"],
@@ -43,7 +43,7 @@ def test_a_verdict_against_the_runs_ends_with_code_1_and_the_reasons(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     paths = map(str, run_folders(tmp_path, [recipe("32768_mlperf")], 5 * [50.0]))
-    assert main(["referee", *paths]) == FAILED
+    assert main(["report", "mlperf", *paths]) == FAILED
     shown = capsys.readouterr().out
     assert "seeds  FAILED" in shown
     assert "convergence  FAILED" in shown
@@ -57,7 +57,7 @@ def test_a_chart_that_cannot_be_written_loses_no_verdict(
 ) -> None:
     paths = list(map(str, run_folders(tmp_path, seeds("32768_mlperf"), 5 * [epochs])))
     (tmp_path / "folder.png").mkdir()
-    words = ["referee", *paths, "--out", str(tmp_path / "folder.png")]
+    words = ["report", "mlperf", *paths, "--out", str(tmp_path / "folder.png")]
     assert main(words) == code
     shown = capsys.readouterr()
     assert "convergence  " in shown.out
@@ -75,7 +75,7 @@ def test_everything_is_there_as_json(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chart = str(tmp_path / "epochs.png")
-    assert main(["referee", *folders, "--json", "--out", chart]) == DONE
+    assert main(["report", "mlperf", *folders, "--json", "--out", chart]) == DONE
     found = json.loads(capsys.readouterr().out)
     assert found["passed"]
     assert found["chart"] == chart
@@ -100,13 +100,13 @@ def test_what_cannot_be_checked_is_one_line_and_code_2(
         ([*folders, "--system", str(tmp_path / "no.json")], "no system description in JSON"),
         ([*folders, "--system", str(tmp_path / "none.json")], "no system description in JSON"),
     ):
-        assert main(["referee", *words]) == USER
+        assert main(["report", "mlperf", *words]) == USER
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "mlperf_logging.compliance_checker.mlp_parser", None)
     monkeypatch.delitem(sys.modules, "mlperf_logging.compliance_checker", raising=False)
-    assert main(["referee", *folders]) == USER
+    assert main(["report", "mlperf", *folders]) == USER
     assert "referee needs mlperf-logging, which is not installed" in capsys.readouterr().err
 
 

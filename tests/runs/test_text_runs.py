@@ -245,7 +245,7 @@ def test_a_sweep_over_a_language_model_seeks_the_lowest_perplexity(
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_recipe(text_recipe(folder)), encoding="utf-8")
-    assert main(["sweep", str(recipe), "--key", "schedule.peak_lr=0.1..1"]) == 0
+    assert main(["lab", "sweep", str(recipe), "--key", "schedule.peak_lr=0.1..1"]) == 0
     found = parse_yaml(capsys.readouterr().out, source="sweep")
     assert found["metric"] == {"name": "val/perplexity", "goal": "minimize"}
 

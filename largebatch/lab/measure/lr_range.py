@@ -6,7 +6,7 @@ changes only the schedule, so the losses do not depend on workers and micro-batc
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,8 @@ from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError
-from largebatch.runs.options import Options
-from largebatch.runs.run import run
+from largebatch.runs.options import Options, Resume
+from largebatch.runs.run import start
 from largebatch.tracking.events import LOG, write_json
 
 CHART, RESULT = "range.png", "range.json"
@@ -154,13 +154,10 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int, *, repo
     if worker_rank() is None and _is_done(folder, recipe):  # with a launcher all have to begin
         return
     try:
-        summary = run(
-            recipe,
-            workers=workers,
-            out=folder,
-            **options.machine,
-            resume="auto" if (folder / LOG).exists() else False,
-            report=report,
+        resume: Resume = "auto" if (folder / LOG).exists() else False
+        own = options.without_changes()
+        summary = start(
+            recipe, replace(own, workers=workers, out=folder, resume=resume, report=report)
         )
     except DivergedError:
         return
