@@ -32,7 +32,7 @@ from sources import sources
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from largebatch import accelerator
-from largebatch.cli.arguments import INTERRUPTED
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial

@@ -4,14 +4,13 @@ import json
 import re
 import subprocess
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, name_of
 
 from largebatch.cli.launch import KINDS
-from largebatch.cli.main import make_parser
+from largebatch.cli.main import parse
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import SWA, SWAP, Affine, Polish, Statistics
 from largebatch.recipe.section import Duration
@@ -80,14 +79,9 @@ def test_the_document_on_polishing_names_every_key() -> None:
         assert re.search(rf"\b{key}:", longest), key
 
 
-@pytest.fixture(scope="module")
-def parser() -> ArgumentParser:
-    return make_parser()
-
-
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_command_is_parsed(words: list[str], parser: ArgumentParser) -> None:
-    parser.parse_args(words)
+def test_every_command_is_parsed(words: list[str]) -> None:
+    parse(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -175,7 +169,7 @@ def test_the_document_on_clusters_has_a_command_for_each_kind_of_job() -> None:
     commands = [re.split(r" >| \\\|", row)[0].split() for row in rows]
     assert {words[0] for words in commands} == {*KINDS, "largebatch"}
     for words in commands[1:]:
-        make_parser().parse_args(["launch", *(word.replace("N", "4") for word in words)])
+        parse(["launch", *(word.replace("N", "4") for word in words)])
 
 
 def test_the_table_of_benchmarks_is_that_of_the_results() -> None:

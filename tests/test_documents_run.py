@@ -38,7 +38,12 @@ def is_quick(command: str) -> bool:
         and "--cluster" in words
         and not any(word.endswith(".yaml") for word in words)
     )
-    return words[0] in QUICK or words[:2] == ["explain", "--schedule"] or "--dry-run" in words or planned
+    return (
+        words[0] in QUICK
+        or words[:2] == ["explain", "--schedule"]
+        or "--dry-run" in words
+        or planned
+    )
 
 
 def run(command: str, printed: pytest.CaptureFixture[str]) -> None:

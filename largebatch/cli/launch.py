@@ -26,7 +26,7 @@ Kind = Literal[
     "torchrun", "horovodrun", "mpirun",
 ]  # fmt: skip
 
-KINDS: dict[Kind, str] = {
+KINDS: dict[str, str] = {
     "slurm": "slurm.sh",
     "slurm-servers": "slurm.sh",
     "slurm-horovod": "slurm_horovod.sh",

@@ -91,6 +91,11 @@ _ELSEWHERE = {
 }
 """Commands of other tools, and the command that does the same here."""
 
+
+class UsageError(LargebatchError):
+    """The words of a command have a mistake."""
+
+
 _ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
 """Commands that run on every one of --workers; `train` and those of `lab` start theirs later."""
 
@@ -100,7 +105,7 @@ _WITHOUT_TRAINING = {"batch.global_batch": "execution.device_batch"}
 _INTERRUPTS = Requests()
 """Ctrl-C while no command handles it."""
 
-_SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, CycloptsError)
+_SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
 """Errors that every worker raises and only worker 0 prints."""
 
 _LONGEST_MESSAGE = 1900  # in characters: what it quotes may be of any length
@@ -116,14 +121,14 @@ def make_app() -> App:
         help="Train image classifiers with very large mini-batches, then polish them.",
         version=__version__,
         help_format="plaintext",
-        default_parameter=Parameter(negative=(), show_default=_shown),
+        default_parameter=Parameter(negative=(), show_default=shown),
     )
     for name, place in COMMANDS.items():
         app.command(f"largebatch.cli.{place}", name=name)
     return app
 
 
-def _shown(default: object) -> object:
+def shown(default: object) -> object:
     """Return a default as help shows it; None to show none."""
     return None if default in (None, False, ()) else default
 
@@ -153,13 +158,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], int]:
     """Return a call of the command that words name, and the number of workers to run it on.
 
-    Raises CycloptsError for words that are no command.
+    Raises UsageError for words that are not a command.
     """
     app = make_app()
     if words[:1] in (["--help"], ["-h"]):
         for name in COMMANDS:
             _ = app[name]  # imported, for its description
-    command, bound, _ = app.parse_args(_with_values(words), exit_on_error=False, print_error=False)
+    try:
+        command, bound, _ = app.parse_args(
+            _with_values(words), exit_on_error=False, print_error=False
+        )
+    except CycloptsError as error:
+        raise UsageError(_describe(error, words)) from None
     workers = 1
     if words and words[0] in _ON_WORKERS:
         workers = getattr(bound.arguments.get("options"), "workers", 1)
@@ -218,11 +228,8 @@ def _call(words: Sequence[str]) -> int:
     rank = own_rank()
     try:
         return _on_workers(words)
-    except CycloptsError as error:
-        _show_refusal(error, _describe(error, words), rank)
-        return USER
     except LargebatchError as error:
-        _show_refusal(error, str(error), rank)
+        _show_refusal(error, rank)
         return USER
     except KeyboardInterrupt as stop:
         if rank == 0:
@@ -239,13 +246,13 @@ def _call(words: Sequence[str]) -> int:
         return STOPPED
 
 
-def _show_refusal(error: Exception, message: str, rank: int) -> None:
+def _show_refusal(error: LargebatchError, rank: int) -> None:
     if rank == 0:
-        _show(message)
+        _show(str(error))
     elif isinstance(error, _SAME_ON_ALL_WORKERS):
         time.sleep(_HEAD_START)
     else:
-        _show(f"worker {rank}: {message}")
+        _show(f"worker {rank}: {error}")
 
 
 def _show(message: str) -> None:
@@ -313,15 +320,16 @@ def _hint(option: str, words: Sequence[str], error: UnknownOptionError) -> str:
     arguments = [each for each in error.argument_collection if each.parse]
     known = [name for each in arguments for name in each.names if name.startswith("--")]
     trains = any(each.name in {"RECIPE", "RECIPES"} for each in arguments)
-    hint = _key_hint(option.lstrip("-"), value, known, trains=trains)
+    valued = [name for each in arguments if each.token_count()[0] for name in each.names]
+    hint = _key_hint(option.lstrip("-"), value, valued, trains=trains)
     otherwise = f"`largebatch {' '.join(error.command_chain or ())} --help` lists them"
     return hint or f"; {nearest(option, known, otherwise=otherwise, most=1, cutoff=0.72)}"
 
 
-def _key_hint(word: str, value: str, known: Sequence[str], *, trains: bool) -> str | None:
+def _key_hint(word: str, value: str, valued: Sequence[str], *, trains: bool) -> str | None:
     """Return the option for the key of a recipe that a word stands for; None if there is none.
 
-    Only a command that reads a recipe can set any of its keys.
+    Only a command that reads a recipe can set any of its keys; `valued` are its options.
     """
     from largebatch.recipe.problems import meant_key, meant_words
     from largebatch.recipe.recipe import Recipe
@@ -329,8 +337,8 @@ def _key_hint(word: str, value: str, known: Sequence[str], *, trains: bool) -> s
     key = meant_key(word, Recipe)
     if key is None:
         return None
-    if trains and "--set" in known:
+    if trains and "--set" in valued:
         return f": write {meant_words(key, value or 'VALUE', Recipe)}"
     keys = {key, _WITHOUT_TRAINING.get(key, key)}
-    own = next((one for one in known if meant_key(one.lstrip("-"), Recipe) in keys), None)
+    own = next((one for one in valued if meant_key(one.lstrip("-"), Recipe) in keys), None)
     return own and f": write {own} {shlex.quote(value or 'VALUE')}"

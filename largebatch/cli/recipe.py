@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cyclopts import App
 
+from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
 from largebatch.formatting import aligned, plural
 from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
@@ -128,8 +129,11 @@ def _draw_schedules(
             raise RecipeError(f"{path}: {error}") from None
     figure = out or Path("learning-rates.png")
     write_rates_of(figure, drawn, by=by)
-    rows = [_COLUMNS, *(_row(rates, by) for rates in drawn)]
-    print(printable(aligned(rows, right=range(2, len(_COLUMNS)))))
+    if len(drawn) == 1:
+        print_rows(drawn[0].course.facts(), width=9)
+    else:
+        rows = [_COLUMNS, *(_row(rates, by) for rates in drawn)]
+        print(printable(aligned(rows, right=range(2, len(_COLUMNS)))))
     for remark in remarks(drawn):
         print(remark)
     print(printable(f"drawn: {figure}"))

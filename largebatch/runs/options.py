@@ -14,12 +14,14 @@ from inspect import Parameter as Argument
 from inspect import signature
 from pathlib import Path
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Concatenate,
     Literal,
     ParamSpec,
     Self,
     TypeVar,
+    cast,
     get_type_hints,
 )
 
@@ -71,7 +73,7 @@ def _updates(_: object, tokens: Sequence[Token]) -> tuple[int, int]:
 
 def _positive(_: object, value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"expected a number above 0, got {value:g}")
+        raise ValueError("Expected a number above 0.")
 
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
@@ -89,11 +91,26 @@ Seconds = Annotated[float, Parameter(converter=_seconds, metavar="TIME")]
 Given = Parameter(name="*")
 """Of a dataclass of options: each field is an option of the command."""
 
-Overrides = Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")]
+Overrides = Annotated[Sequence[str], Parameter(name="--set", metavar="KEY=VALUE")]
 """Changes to a recipe."""
 
-Imports = Annotated[tuple[str, ...], Parameter(name="--import", metavar="MODULE")]
+Imports = Annotated[Sequence[str], Parameter(name="--import", metavar="MODULE")]
 """The user's own modules."""
+
+if TYPE_CHECKING:
+
+    class _Path:
+        """A Path, for which mypy accepts a str too in the call that creates the options."""
+
+        def __get__(self, options: object, kind: type) -> Path: ...
+        def __set__(self, options: object, value: Path | str) -> None: ...
+
+    class _OptionalPath:
+        def __get__(self, options: object, kind: type) -> Path | None: ...
+        def __set__(self, options: object, value: Path | str | None) -> None: ...
+
+else:
+    _Path, _OptionalPath = Folder, Annotated[Path | None, Parameter(metavar="DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +164,7 @@ class Changes:
 class Machine(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    data: _OptionalPath = cast("_OptionalPath", None)
     """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
 
     dataset: Annotated[str | None, Parameter(metavar="M:F")] = None
@@ -163,7 +180,7 @@ class Machine(Changes, Workers):
 class Options(Machine):
     """All options of a run."""
 
-    out: Folder = NEW_FOLDER
+    out: _Path = cast("_Path", NEW_FOLDER)
     """Run folder."""
 
     resume: Annotated[Resume, Parameter(metavar="yes|auto", show_choices=False)] = False
@@ -186,7 +203,7 @@ class Options(Machine):
     ] = None
     """Write trace.json of these updates, counted from 1, and a table of it in the report."""
 
-    allow: Annotated[tuple[str, ...], Parameter(metavar="KEY")] = ()
+    allow: Annotated[Sequence[str], Parameter(metavar="KEY")] = ()
     """Key that may differ from the resumed run, such as schedule.peak_lr; may be repeated."""
 
     report: Annotated[bool, Parameter(parse=False)] = True

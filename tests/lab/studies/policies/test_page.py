@@ -349,7 +349,10 @@ def test_the_page_is_written_as_a_study_ends_and_again_of_its_database(
 ) -> None:
     fill(tmp_path, {"fall": Policy(reached=[6], top1=[0.91])}, targets=[0.9])  # one of one seed
     page = tmp_path / "study.html"
-    assert main(["lab", "study", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)]) == DONE
+    assert (
+        main(["lab", "study", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)])
+        == DONE
+    )
     assert capsys.readouterr().out.splitlines()[-1] == f"page: {page}"
     text = page.read_text(encoding="utf-8")
     assert "Updates to 90 %" in text

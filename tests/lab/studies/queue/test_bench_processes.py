@@ -116,7 +116,10 @@ def test_a_dry_run_prints_the_runs_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_study(tmp_path, robustness_seeds=1)
-    assert main(["lab", "study", "bench", str(path), "--dry-run", "--out", str(tmp_path / "out")]) == DONE
+    assert (
+        main(["lab", "study", "bench", str(path), "--dry-run", "--out", str(tmp_path / "out")])
+        == DONE
+    )
     first, second, total = capsys.readouterr().out.splitlines()
     assert first == (
         "digits/fall: 3 trials of 12 updates around peak_lr 0.5, then 6 runs of 12 updates"

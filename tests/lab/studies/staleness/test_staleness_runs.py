@@ -17,8 +17,8 @@ from matplotlib.patches import Rectangle
 from short_staleness import STUDY, write_study
 
 from largebatch import run
-from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import DONE, USER, main
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.studies.staleness import run as carrying
 from largebatch.lab.studies.staleness.page import PAGE
