@@ -43,8 +43,7 @@ def batch(
     place = _cluster(cluster, price)
     loaded = load_recipe(recipe, options.changes)
     from largebatch.data.datasets.own import import_own
-    from largebatch.lab.measure.batch import advise
-    from largebatch.lab.measure.batch_parts import Question
+    from largebatch.lab.measure.batch import Question, advise
 
     if worker_rank() is not None:
         raise LargebatchError("batch starts its workers itself: give --workers N, no launcher")
@@ -83,7 +82,7 @@ def _cluster(name: str | None, price: float | None) -> "Cluster | None":
 
 def _show(advice: "Advice", out: Path, data: Path | None) -> None:
     """Print the advice, and write its recipe, chart and numbers into a folder."""
-    from largebatch.lab.measure.batch_chart import advised, describe, draft, write_advice
+    from largebatch.lab.measure.batch import advised, describe, draft, write_advice
 
     for line in describe(advice):
         print(wrapped(line))

@@ -105,8 +105,13 @@ def range_(  # noqa: PLR0913 -- its options
         out: Folder to write.
     """
     loaded = load_recipe(recipe, options.changes)
-    from largebatch.lab.measure.lr_range import CHART, choose_range, read_range, train_range
-    from largebatch.lab.measure.lr_range_chart import describe
+    from largebatch.lab.measure.lr_range import (
+        CHART,
+        choose_range,
+        describe,
+        read_range,
+        train_range,
+    )
 
     rates = choose_range(loaded, low=low, high=high, steps=steps, seeds=seeds)
     of_test = options.options(out=chosen_folder(out, loaded.name)).without_changes()

@@ -21,7 +21,6 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
-    cast,
     get_type_hints,
 )
 
@@ -105,12 +104,8 @@ if TYPE_CHECKING:
         def __get__(self, options: object, kind: type) -> Path: ...
         def __set__(self, options: object, value: Path | str) -> None: ...
 
-    class _OptionalPath:
-        def __get__(self, options: object, kind: type) -> Path | None: ...
-        def __set__(self, options: object, value: Path | str | None) -> None: ...
-
 else:
-    _Path, _OptionalPath = Folder, Annotated[Path | None, Parameter(metavar="DIR")]
+    _Path = Folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +159,7 @@ class Changes:
 class Machine(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: _OptionalPath = cast("_OptionalPath", None)
+    data: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
 
     dataset: Annotated[str | None, Parameter(metavar="M:F")] = None
@@ -180,7 +175,7 @@ class Machine(Changes, Workers):
 class Options(Machine):
     """All options of a run."""
 
-    out: _Path = cast("_Path", NEW_FOLDER)
+    out: _Path = NEW_FOLDER  # type: ignore[assignment]
     """Run folder."""
 
     resume: Annotated[Resume, Parameter(metavar="yes|auto", show_choices=False)] = False
