@@ -53,6 +53,7 @@ from largebatch.errors import (
 )
 from largebatch.formatting import aligned
 from largebatch.runs.interrupts import Requests
+from largebatch.runs.options import Workers
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 
@@ -155,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], int]:
-    """Return a call of the command that words name, and the number of workers to run it on.
+def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
+    """Return a call of the command that words name, and the local workers to run it on.
 
     Raises UsageError for words that are not a command.
     """
@@ -170,9 +171,9 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], int]:
         )
     except CycloptsError as error:
         raise UsageError(_describe(error, words)) from None
-    workers = 1
+    workers = Workers()
     if words and words[0] in _ON_WORKERS:
-        workers = getattr(bound.arguments.get("options"), "workers", 1)
+        workers = bound.arguments.get("options", workers)
     return partial(command, *bound.args, **bound.kwargs), workers
 
 
@@ -210,16 +211,16 @@ def _on_workers(words: Sequence[str]) -> int:
         _print_overview()
         return DONE
     call, workers = parse(words)
-    if workers == 1:
+    if workers.workers == 1:
         return call() or DONE
     from largebatch.runs.launch import reporting_errors, start_workers
 
     if LAUNCHER in os.environ:  # this process is one of these workers
         with reporting_errors():
             return call() or DONE
-    require_alone(workers)
-    horovod = "--backend=horovod" in words or "horovod" in words[words.index("--backend") + 1 :][:1]
-    start_workers(["-m", "largebatch", *words], workers=workers, horovod=horovod)
+    require_alone(workers.workers)
+    horovod = workers.backend == "horovod"
+    start_workers(["-m", "largebatch", *words], workers=workers.workers, horovod=horovod)
     return DONE
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +68,7 @@ def plan(  # noqa: PLR0913 -- its options
         _plan(loaded, workers, changes.imports)
 
 
-def _plan(recipe: Recipe, workers: int, imports: tuple[str, ...]) -> None:
+def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     if recipe.protocol is not None:
         if workers != 1:
             require_workers(recipe, workers=workers)

@@ -1,5 +1,6 @@
 """The commands that only read recipes: check, explain, recipes. They print."""
 
+import os
 import re
 import shutil
 import textwrap
@@ -163,11 +164,9 @@ def _row(rates: "Rates", by: str) -> tuple[str, ...]:
 
 def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     """Load a recipe from a file or from a run folder."""
-    if path.is_dir():
-        if not (path / RECIPE).exists():
-            raise RecipeError(f"{path}: this folder holds no run: no {RECIPE}")
-        path /= RECIPE
-    return load_recipe(path, overrides)
+    of_run = path / RECIPE
+    exists = os.path.exists(of_run)  # noqa: PTH110 -- False for a name that is too long
+    return load_recipe(of_run if exists else path, overrides)
 
 
 @recipes.default

