@@ -363,7 +363,7 @@ def _base(
 
 
 def _data_of(recipe: Recipe) -> DataSet:
-    images = recipe.images
+    images = recipe.data
     return DataSet(
         samples=images.train_split,
         val_samples=images.val_split,

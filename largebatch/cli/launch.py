@@ -91,7 +91,7 @@ def launch(
             f"--nodes {nodes} with {gpus_per_node} GPUs each"
             f"{f' and {servers} of servers' * bool(servers)}: {error}"
         ) from None
-    if data is None and loaded.reads_folder:
+    if data is None and loaded.data.source == "folder":
         print(
             "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
             file=sys.stderr,

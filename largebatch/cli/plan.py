@@ -1,7 +1,6 @@
 """The command `plan`: the arithmetic of a run, and its time here or on a cluster. It prints."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -130,7 +129,7 @@ def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
     if not plan.sizes:
         return {}
     parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
-    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.images.image_size}"}
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
 
 
 def _epoch(plan: Plan) -> str:
@@ -149,11 +148,6 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
 
     found = estimate(recipe, plan)
     step, run = found.step_seconds, found.run_seconds
-    replica = plan.replica
-    if recipe.polish is not None and recipe.polish.swap is not None and replica is not None:
-        rounds = math.ceil(recipe.polish.swap.replicas / plan.workers)
-        share = plan.device_batch * plan.accumulation
-        run += step * rounds * replica.steps * replica.global_batch / share
     return (
         f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
         f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
@@ -171,12 +165,6 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
         rows["SWA"] = (
             f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
             f"of the last {plan.swa_steps:,} steps"
-        )
-    if polish.swap and plan.replica:
-        rows["SWAP"] = (
-            f"the mean of {polish.swap.replicas:,} replicas, "
-            f"{plan.replica.steps:,} steps of {polish.swap.batch:,} samples each, "
-            f"learning rate from {polish.swap.lr:g} to 0"
         )
     if polish.affine:
         rows["affine"] = (

@@ -8,7 +8,6 @@ from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.task import Task
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import (
     NEW_FOLDER,
@@ -65,7 +64,6 @@ def evaluate(
     /,
     *,
     training: bool = False,
-    test: bool = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> None:
     """Measure a checkpoint, or the newest one of a run.
@@ -73,39 +71,22 @@ def evaluate(
     Args:
         checkpoint: A .safetensors file or a run folder.
         training: Evaluate the training images too, for the loss difference.
-        test: Evaluate the test part of a text too.
     """
     from largebatch.runs.checkpoints import evaluate_checkpoint
 
-    found = evaluate_checkpoint(
-        checkpoint, options.options(out=NEW_FOLDER), training=training, test=test
-    )
+    found = evaluate_checkpoint(checkpoint, options.options(out=NEW_FOLDER), training=training)
     if own_rank() != 0:
         return
-    metrics, task = found.metrics, found.task
-    print(f"{_scores(task, metrics)}  {found.path}, after {found.step:,} updates")
-    if metrics.classes_never_correct is not None:
-        print(_confidence(metrics))
+    metrics = found.metrics
+    print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
     if found.training is not None:
-        print(f"training {task.data}: {_scores(task, found.training)}")
+        print(f"training images: {_scores(found.training)}")
         print(f"validation loss - training loss: {metrics.loss - found.training.loss:+.4f}")
-    if found.test is not None:
-        print(f"test {task.data}: {_scores(task, found.test)}")
 
 
-def _confidence(metrics: "Metrics") -> str:
-    never = metrics.classes_never_correct
-    return (
-        f"confidence of the correct: average {metrics.average_confidence:.4f} (AC), deviation "
-        f"{metrics.confidence_deviation:.4f} (CD), deviation of the classes' averages "
-        f"{metrics.class_confidence_deviation:.4f} (CDAC)"
-        + (f", without {never} classes of which none is correct" if never else "")
-    )
-
-
-def _scores(task: Task, metrics: "Metrics") -> str:
-    scores = (f"{each.name} {each.text(metrics)}{each.unit}" for each in task.metrics)
-    return f"{'  '.join(scores)}  loss {metrics.loss:.4f}  ({metrics.samples} {task.labelled})"
+def _scores(metrics: "Metrics") -> str:
+    scores = f"top-1 {100 * metrics.top1:.2f}%  top-5 {100 * metrics.top5:.2f}%"
+    return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
 
 
 def export(checkpoint: Path, /, *, out: Folder, onnx: bool = False, imports: Imports = ()) -> None:

@@ -16,7 +16,7 @@ from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section, sections_of
-from largebatch.report.figures import draw_rates
+from largebatch.report.rates import draw_rates
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 DELL = "schedule={peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 5}, {epochs: 9}]}}"
