@@ -211,9 +211,10 @@ def test_what_cannot_be_drawn_is_refused(
 
 
 def test_drawing_a_schedule_never_imports_torch(tmp_path: Path) -> None:
+    picture = str(tmp_path / "x.png")
     program = (
         "import sys; from largebatch.cli.main import main; "
-        f"code = main(['explain', '--schedule', 'digits_96', '--out', {str(tmp_path / 'x.png')!r}]);"
+        f"code = main(['explain', '--schedule', 'digits_96', '--out', {picture!r}]);"
         "sys.exit(code or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
