@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from largebatch import accelerator, models
-from largebatch.data.datasets import digits
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index import index
 from largebatch.data.types import Decode, Request, Resources, View
@@ -54,7 +53,6 @@ def examine() -> Iterator[tuple[str, str]]:
         "schedulefree": ("schedulefree", require_schedulefree),
         "Optuna": ("optuna", require_optuna),
         "SimPy": ("simpy", require_simpy),
-        "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():
         yield name, _outcome(package, use)
