@@ -19,8 +19,7 @@ from largebatch.runs.interrupts import answering
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
-    from largebatch.data.index.file import Content
-    from largebatch.data.index.index import Index
+    from largebatch.data.index.index import Content, Index
 
 fraction = partial(number, expected="a part between 0 and 1", most=math.nextafter(1, 0))
 
@@ -30,15 +29,15 @@ TERMINATED = 128 + signal.SIGTERM
 
 NAMES = {
     "fashion-mnist": "its four official .gz files, in the folder SOURCE",
-    "cifar10": "cifar-10-python.tar.gz, which SOURCE is or holds",
-    "mnist": "its four files, packed with gzip or not, in the folder SOURCE",
-    "idx": "four files in the layout of MNIST, packed with gzip or not, in the folder SOURCE",
+    "cifar10": "cifar-10-python.tar.gz, which SOURCE is or contains",
+    "cifar100": "cifar-100-python.tar.gz, which SOURCE is or contains",
+    "mnist": "its four official .gz files, in the folder SOURCE",
     "imagefolder": "class folders in a folder, a zip or a tar; ImageNet's tars",
     "parquet": "Parquet files as the Hugging Face hub lays them out, in the folder SOURCE",
 }
 """Formats that can be imported; listed here so that the parser needs no NumPy."""
 
-OPENING = ("classes", "val_name", "val_fraction", "seed", "label")
+OPENING = ("val_name", "val_fraction", "seed", "label")
 """Options that only some formats have."""
 
 
@@ -77,9 +76,6 @@ def _add_imports(
         parser.add_argument("source", type=Path, metavar="SOURCE")
         parser.set_defaults(drop_bad=False)  # where there is no such option
         _add_output(parser)
-    parsers["idx"].add_argument(
-        "--classes", type=_names, metavar="A,B,...", help="names of the labels 0, 1, ... (0,1,...)"
-    )
     parsers["parquet"].add_argument("--val-name", metavar="NAME", help="split that validates")
     parsers["parquet"].add_argument("--label", metavar="COLUMN", help="if there are several")
     parsers["imagefolder"].add_argument(
@@ -93,13 +89,6 @@ def _add_imports(
         parser.add_argument(
             "--seed", type=int, default=0, metavar="N", help="seed of that part (0)"
         )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if len(set(names)) < len(names) or "" in names:
-        raise argparse.ArgumentTypeError(f"expected different names, such as a,b,c, got {text!r}")
-    return names
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +134,7 @@ def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]"
 
 
 def _left_out(*indexes: "Index") -> str:
-    from largebatch.data.index.ignored import number_of
+    from largebatch.data.index.folder import number_of
 
     bad = sum(len(index.bad) for index in indexes)
     ignored = sum(number_of(index.ignored) for index in indexes)
@@ -178,7 +167,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _describe(content: "Content") -> str:
-    from largebatch.data.index.ignored import describe
+    from largebatch.data.index.folder import describe
 
     split, bad = content.header["split"], content.bad
     where = content.file or "kept nowhere: neither the folder nor the user's cache can be written"

@@ -147,7 +147,6 @@ def whole_boxes(heights: IntArray, widths: IntArray) -> IntArray:
 
 
 def _widest_boxes(heights: IntArray, widths: IntArray, aspect: tuple[float, float]) -> IntArray:
-    """Return the largest central boxes of a permitted aspect ratio."""
     narrowest, widest = aspect
     box_heights = np.minimum(heights, np.rint(widths / narrowest)).astype(np.int64)
     box_widths = np.minimum(widths, np.rint(heights * widest)).astype(np.int64)

@@ -114,7 +114,6 @@ class _Drawing:
         self._thread.start()
 
     def wait(self) -> npt.NDArray[np.uint32]:
-        """Return the order once it is drawn."""
         self._thread.join()
         # It is None if the thread failed, which then raises here, and in a process forked since,
         # which has no threads.

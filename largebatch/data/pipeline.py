@@ -17,12 +17,17 @@ import numpy as np
 from largebatch.data.augment import clean_request, train_request
 from largebatch.data.batches import Pipeline, Split, divide_samples, require_described, samples_at
 from largebatch.data.datasets import digits, own
-from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
+from largebatch.data.decoders import dali, pixel_cache, synthetic, torchvision
 from largebatch.data.decoders.idle import IdleDecoders
 from largebatch.data.decoders.pixel_cache import PixelCache
-from largebatch.data.index.ignored import describe
-from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
-from largebatch.data.index.sharing import share_index
+from largebatch.data.index.folder import describe
+from largebatch.data.index.index import (
+    Index,
+    check_same_classes,
+    index_of,
+    open_content,
+    share_index,
+)
 from largebatch.data.translation import translated
 from largebatch.data.types import Batches, Bytes, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
@@ -258,15 +263,16 @@ def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextM
 def _decode_cached(
     caches: Sequence[PixelCache[Bytes]], resources: Resources, *, keep: Literal["memory", "device"]
 ) -> OpenDecoder:
-    """Return a decoder that crops cached images, in host memory or on the device."""
     device = resources.device
     in_memory = {cache.index.digest: cache for cache in caches}
     # On a CPU device the host's memory is the device's.
     if keep == "memory" or device.type == "cpu":
-        return lambda index, view: cached.open_decoder(in_memory[index.digest], view, resources)
-    uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
+        return lambda index, view: pixel_cache.open_decoder(
+            in_memory[index.digest], view, resources
+        )
+    uploaded = {key: pixel_cache.upload(cache, device) for key, cache in in_memory.items()}
     return lambda index, view: nullcontext(
-        partial(cached.decode_on_device, uploaded[index.digest], view)
+        partial(pixel_cache.decode_on_device, uploaded[index.digest], view)
     )
 
 
@@ -312,7 +318,6 @@ def root_of(data: Data, folder: Path | None) -> Path:
 
 
 def _check(data: Data, train: Index, val: Index) -> None:
-    """Raise DataError if the images do not match the recipe."""
     check_same_classes(train.root, train.classes, val.classes)
     counts = {
         "classes": len(train.classes),

@@ -30,7 +30,6 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
 
 
 def _text(recipe: Keys) -> Iterator[str]:
-    """Yield settings that do not fit the kind of data: images or text."""
     data, model, execution = recipe.data, recipe.model, recipe.execution
     if not isinstance(data, Text):
         if model.name == LANGUAGE_MODEL:
@@ -59,7 +58,6 @@ def _text(recipe: Keys) -> Iterator[str]:
 
 
 def _samples(recipe: Keys) -> Iterator[str]:
-    """Yield numbers of samples that exceed those of the training data."""
     data, polish, trained = recipe.data, recipe.polish, recipe.train_samples
     if data.train_split < 1:
         yield (
@@ -90,7 +88,6 @@ def _samples(recipe: Keys) -> Iterator[str]:
 
 
 def _protocol(recipe: Keys) -> Iterator[str]:
-    """Yield settings that a protocol excludes, and batches that its learners cannot share."""
     protocol, batch = recipe.protocol, recipe.batch
     if protocol is None:
         return
@@ -123,7 +120,6 @@ def _protocol(recipe: Keys) -> Iterator[str]:
 
 
 def _synchronous_settings(recipe: Keys) -> dict[str, bool]:
-    """Return the settings that exist only without a protocol, and True for each that is given."""
     polish, monitored = recipe.polish, set(recipe.monitor) - {"generalization_gap"}
     return {
         f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
@@ -147,7 +143,6 @@ def _plateau(recipe: Keys) -> Iterator[str]:
 
 
 def _polish(recipe: Keys) -> Iterator[str]:
-    """Yield what Final Polishing lacks: BatchNorm, and whole spans in the batches of replicas."""
     polish, span = recipe.polish, recipe.batch.bn_span
     if polish is None:
         return
@@ -162,7 +157,6 @@ def _polish(recipe: Keys) -> Iterator[str]:
 
 
 def _schedule_free(recipe: Keys) -> Iterator[str]:
-    """Yield other averages and decays, which Schedule-Free replaces, and missing statistics."""
     optimizer, polish = recipe.optimizer, recipe.polish
     if not isinstance(optimizer, ScheduleFree):
         return
@@ -203,7 +197,6 @@ def _cache(recipe: Keys) -> Iterator[str]:
 
 
 def _reduction(recipe: Keys) -> Iterator[str]:
-    """Yield types that lose small gradients, and parts that cannot divide every batch."""
     reduction, batch = recipe.reduction, recipe.batch
     if reduction.dtype == "fp16" and recipe.precision != "fp16":
         yield (
@@ -224,7 +217,6 @@ def _reduction(recipe: Keys) -> Iterator[str]:
 
 
 def _monitors(recipe: Keys) -> Iterator[str]:
-    """Yield measurements that the optimizer or the reduction does not offer."""
     if "noise_scale" in recipe.monitor and recipe.reduction.kind == "adasum":
         yield (
             "monitor: noise_scale compares gradients before and after their sum, and "

@@ -11,8 +11,7 @@ from class_folders import write_folder
 
 from largebatch.cli.main import USER
 from largebatch.data.decoders import pixel_cache
-from largebatch.data.index.file import open_mapped
-from largebatch.data.index.index import load_or_read, make
+from largebatch.data.index.index import load_or_read, make, open_mapped
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.storage import Mapped

@@ -8,7 +8,6 @@ photographs (benchmarks/decoder_pixels.py).
 """
 
 import io
-import sys
 import time
 import zipfile
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from largebatch.data.datasets.digits import write_digits
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
-from largebatch.errors import MissingPackageError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -125,11 +123,6 @@ def test_batches_follow_the_order_of_the_requests(decode: Decode, folder: Index)
         assert batch.images.is_contiguous()
         expected = by_hand(folder, request, 128).float()
         assert (batch.images - expected).abs().mean() < 0.01
-
-
-@both_decoders
-def test_no_requests_give_no_batches(decode: Decode, folder: Index) -> None:
-    assert list(run(decode, folder, [])) == []
 
 
 @both_decoders
@@ -247,13 +240,3 @@ def test_an_error_in_the_requests_reaches_the_caller(decode: Decode, folder: Ind
 
     with pytest.raises(ZeroDivisionError):
         list(run(decode, folder, requests()))
-
-
-def test_without_dali_the_error_names_the_install_command_and_the_alternative(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(MissingPackageError) as caught:
-        run(dali.open_decoder, folder, [])
-    assert "pip install nvidia-dali-cuda120" in str(caught.value)
-    assert "--decoder torchvision works without it" in str(caught.value)

@@ -120,15 +120,6 @@ def test_every_sample_occurs_once_per_epoch_and_none_is_dropped(
         assert sorted(samples) == list(range(num_samples))
 
 
-def test_an_epoch_of_15_64_steps_drops_nothing() -> None:
-    """Like ImageNet at a global batch of 81,920."""
-    recipe = a_recipe(train_samples=1564, global_batch=100)
-    assert make_plan(recipe, workers=1).steps_per_epoch == 15.64
-    found = [sample for sample, _, _ in seen(recipe, range(32), workers=4, device_batch=5)]
-    assert sorted(found[:1564]) == sorted(found[1564:3128]) == list(range(1564))
-    assert len(found) == 3200
-
-
 @given(first=st.integers(1, 4), second=st.integers(1, 4), change=st.integers(0, 9))
 def test_changing_the_number_of_workers_halfway_changes_no_batch(
     first: int, second: int, change: int

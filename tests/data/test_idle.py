@@ -103,19 +103,6 @@ def test_an_interrupted_evaluation_does_not_affect_the_next(way: str) -> None:
         assert_same(copies(pipeline.validation()), expected)
 
 
-@every_way
-def test_concurrent_evaluations_have_separate_decoders(way: str) -> None:
-    with closing(opened(way)) as pipeline:
-        expected = copies(pipeline.validation())
-        first: list[Batch] = []
-        second: list[Batch] = []
-        for one, other in zip(pipeline.validation(), pipeline.validation(), strict=True):
-            first += copies([one])
-            second += copies([other])
-        assert_same(first, expected)
-        assert_same(second, expected)
-
-
 def test_the_threads_of_idle_decoders_end_with_the_pipeline() -> None:
     before = threading.active_count()
     pipeline = opened("execution.decoder=torchvision")

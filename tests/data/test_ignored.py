@@ -1,7 +1,6 @@
 """Ignored files among images are counted by kind and named."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from short_runs import a_recipe
 from largebatch import run
 from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import import_data
-from largebatch.data.index.ignored import NESTED, SYSTEMS, list_ignored
+from largebatch.data.index.folder import NESTED, SYSTEMS, list_ignored
 from largebatch.data.index.index import index_of, load_or_read, make, read_folder, refresh
-from largebatch.tracking.events import LOG, REPORT
+from largebatch.tracking.events import LOG
 
 READ = ".bmp .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp"
 
@@ -60,13 +59,6 @@ def test_ignored_files_are_counted_by_kind_and_named(
     assert lines[-1].endswith("4 training and 4 validation images, 9 other files ignored")
 
 
-def test_all_readable_is_printed_if_nothing_is_ignored(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "index", str(root)]) == DONE
-    assert capsys.readouterr().out.rstrip().endswith("4 validation images, all readable")
-
-
 def test_ignored_files_change_neither_the_images_nor_the_digest(root: Path) -> None:
     before = fields(index_of(make(root, "train"), root))
     add_others(root)
@@ -77,48 +69,12 @@ def test_ignored_files_change_neither_the_images_nor_the_digest(root: Path) -> N
     assert fields(load_or_read(root, "train")) == before
 
 
-def test_the_command_counts_files_added_after_the_index_was_built(root: Path) -> None:
-    make(root, "train")
-    times = {path: path.stat().st_mtime_ns for path in (root / "train/cat", root / "train")}
-    add_others(root)
-    for path, time in times.items():
-        os.utime(path, ns=(time, time))
-    content = refresh(root, "train", drop_bad=False, progress=lambda _done, _total: None)
-    assert content.ignored == tuple(list_ignored(root, "train"))
-    assert sum(each.number for each in content.ignored) == 9
-
-
 def test_files_beside_shards_are_counted(root: Path, tmp_path: Path) -> None:
     shards = imported(root, tmp_path / "shards")
     (shards / "train/000000.idx").touch()
     assert [tuple(each) for each in list_ignored(shards, "train")] == [
         ("beside the class folders or shards", 1, ["train/000000.idx"])
     ]
-
-
-def test_a_jpeg_by_its_other_suffixes_is_read(root: Path) -> None:
-    for suffix in ("jfif", "JPE"):
-        path = root / f"train/cat/y.{suffix}"
-        Image.new("RGB", (4, 4)).save(path, format="jpeg")
-    names = ["train/cat/x.jpg", "train/cat/y.JPE", "train/cat/y.jfif"]
-    assert list(load_or_read(root, "train").paths)[1:4] == names
-    assert not list_ignored(root, "train")
-
-
-def test_an_import_counts_the_files_it_leaves_out(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    add_others(root)
-    (root / "train/loose.png").rename(root / "train/loose.txt")
-    words = ["data", "import", "imagefolder", str(root), "--out", str(tmp_path / "out")]
-    assert main(words) == DONE
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        f"{root}: 7 files ignored (read are {READ}):",
-        "  4 .gif: train/cat/0.gif, train/cat/1.gif, train/cat/2.gif, ...",
-        "  1 .heic: train/dog/phone.HEIC",
-    ]
-    assert "6 training and 4 validation images, all readable" in lines[-1]
 
 
 @pytest.mark.parametrize("above", ["", "train"])
@@ -247,17 +203,3 @@ def test_a_run_logs_ignored_files_at_its_start(root: Path, tmp_path: Path) -> No
     (note,) = (record["text"] for record in records if record["event"] == "note")
     assert note.startswith(f"train: 9 files ignored (read are {READ}): 4 .gif: train/cat/0.gif, ")
     assert "; 1 .heic: train/dog/phone.HEIC; " in note
-
-
-def test_names_that_are_not_utf_8_are_escaped_in_the_records(
-    root: Path, tmp_path: Path, draws: None
-) -> None:
-    for split in ("train", "val"):
-        (root / split / "cat").rename(root / split / "cat\udcff")
-    (root / "train/dog/\udcff.gif").touch()
-    records = one_step(root, tmp_path / "run")
-    (note,) = (record["text"] for record in records if record["event"] == "note")
-    assert r"1 .gif: train/dog/\udcff.gif" in note
-    (mistakes,) = (record for record in records if record["event"] == "mistakes")
-    assert r"cat\udcff" in mistakes["classes"]
-    assert (tmp_path / "run" / REPORT).exists()

@@ -1,8 +1,6 @@
 """Malicious archives are refused by name before they use disk or memory."""
 
-import gzip
 import io
-import stat
 import struct
 import tarfile
 import tracemalloc
@@ -17,9 +15,8 @@ from hypothesis import strategies as st
 from importing import contents, imported, png
 from PIL import Image
 
-from largebatch.data.datasets import archives
-from largebatch.data.index.build import MAX_BYTES, BadImageError, measure
 from largebatch.data.index.folder import read_classes
+from largebatch.data.index.headers import MAX_BYTES, BadImageError, measure
 from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
 
@@ -54,59 +51,6 @@ def with_path(name: str) -> bytes:
     return tars.member("pax", text, kind=tarfile.XHDTYPE) + tars.member("x", png(5))
 
 
-def test_a_tar_bomb_is_refused_before_it_fills_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: None
-) -> None:
-    monkeypatch.setattr(archives, "ALWAYS", 2**24)
-    source = tmp_path / "bomb.tar.gz"
-    with gzip.open(source, "wb", compresslevel=1) as file:
-        file.write(TRAIN + VAL)
-        for _ in range(64):
-            file.write(bytes(2**20))
-    assert source.stat().st_size < 10**6
-    message = refused(source, tmp_path / "out")
-    assert f"{source}: " in message
-    assert "decompression bomb" in message
-
-
-def test_a_zip_bomb_is_refused_before_any_of_it_is_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: None
-) -> None:
-    monkeypatch.setattr(archives, "ALWAYS", 2**24)
-    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("it was unpacked"))
-    source = tmp_path / "bomb.zip"
-    with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as file:
-        for split in ("train", "val"):
-            for n in range(16):
-                file.writestr(f"{split}/cat/{n}.png", png(n) + bytes(2**20))
-    message = refused(source, tmp_path / "out")
-    assert f"{source}: " in message
-    assert "decompression bomb" in message
-
-
-def test_images_that_compress_well_are_not_a_bomb(tmp_path: Path) -> None:
-    flat = io.BytesIO()
-    Image.new("RGB", (2048, 1024)).save(flat, format="bmp")
-    source = tmp_path / "flat.zip"
-    with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as file:
-        for split in ("train", "val"):
-            file.writestr(f"{split}/cat/a.bmp", flat.getvalue())
-    assert source.stat().st_size * archives.MAX_RATIO < 2 * len(flat.getvalue())
-    assert contents(imported(source, tmp_path / "out")) == {"cat": [flat.getvalue()]}
-
-
-def test_a_link_of_megabytes_is_not_followed(tmp_path: Path) -> None:
-    source = tmp_path / "all.zip"
-    with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as file:
-        info = zipfile.ZipInfo("train/cat/b.png")
-        info.external_attr = (stat.S_IFLNK | 0o777) << 16
-        info.compress_type = zipfile.ZIP_DEFLATED
-        file.writestr(info, bytes(10 * 2**20))
-    with zipfile.ZipFile(source, "a") as file:
-        file.writestr("val/cat/a.png", png(1))
-    assert "train/cat/b.png is a link of 10,485,760 bytes" in refused(source, tmp_path / "out")
-
-
 @pytest.mark.parametrize("prefix", ["../../", "/", "//", "./.././"])
 @pytest.mark.parametrize("form", ["tar", "zip"])
 def test_a_path_out_of_the_archive_stays_inside(tmp_path: Path, prefix: str, form: str) -> None:
@@ -125,51 +69,10 @@ def test_a_path_out_of_the_archive_stays_inside(tmp_path: Path, prefix: str, for
     assert {path for path in set(tmp_path.rglob("*")) - before if out not in path.parents} == {out}
 
 
-@pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
-def test_a_device_in_a_tar_is_refused_by_name(tmp_path: Path, kind: bytes) -> None:
-    device = tars.member("train/cat/null.png", kind=kind)
-    source = tars.write(tmp_path / "all.tar", TRAIN, VAL, device)
-    assert "train/cat/null.png is a special file" in refused(source, tmp_path / "out")
-
-
-def test_a_link_out_of_an_archive_is_refused_by_name(tmp_path: Path) -> None:
-    link = tars.symbolic("train/cat/b.png", "/etc/passwd")
-    source = tars.write(tmp_path / "all.tar", TRAIN, VAL, link)
-    assert "train/cat/b.png is a link to etc/passwd" in refused(source, tmp_path / "out")
-
-
-def test_deeply_nested_tars_are_refused(tmp_path: Path) -> None:
-    inner = TRAIN + VAL + tars.END
-    for _ in range(1_000):
-        inner = tars.member("a.tar", inner) + tars.END
-    source = tmp_path / "all.tar"
-    source.write_bytes(inner)
-    assert "more than 4 tars are nested" in refused(source, tmp_path / "out")
-
-
-def test_a_nul_in_a_name_does_not_drop_an_image_from_a_zip(tmp_path: Path) -> None:
-    """Python's zipfile ends the name there: of train/c-NUL-t/a.png, a file train/c remains."""
-    source = tmp_path / "all.zip"
-    with zipfile.ZipFile(source, "w") as file:
-        for name in ("train/cat/a.png", "train/c_t/b.png", "val/cat/a.png", "val/c_t/b.png"):
-            file.writestr(name, png(1))
-    source.write_bytes(source.read_bytes().replace(b"/c_t/", b"/c\0t/"))
-    assert r"'train/c\x00t/b.png' is not a valid file name" in refused(source, tmp_path / "out")
-
-
 def test_a_nul_in_a_name_does_not_drop_an_image_from_a_tar(tmp_path: Path) -> None:
     more = [with_path(f"{split}/c\0t/b.png") for split in ("train", "val")]
     source = tars.write(tmp_path / "all.tar", TRAIN, VAL, *more)
-    assert r"'train/c\x00t/b.png' is not a valid file name" in refused(source, tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["c\x1bt", "c\x7ft", "c\tt", "c\u202et", "c\u00a0t"])
-def test_a_class_name_with_escape_sequences_keeps_its_images(tmp_path: Path, name: str) -> None:
-    source = tmp_path / "all.zip"
-    with zipfile.ZipFile(source, "w") as file:
-        for split in ("train", "val"):
-            file.writestr(f"{split}/{name}/a.png", png(1))
-    assert contents(imported(source, tmp_path / "out")) == {name: [png(1)]}
+    assert r"'c\x00t' is not a valid class name" in refused(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("mark", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\0"])
@@ -178,12 +81,6 @@ def test_a_class_name_with_a_line_break_is_refused(tmp_path: Path, mark: str) ->
     (tmp_path / "classes.txt").write_text(f"a{mark}b\nc\n")
     with pytest.raises(DataError, match="expected one unique name per line"):
         read_classes(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["a\nb\n", "a\nb", "a\r\nb\r\n"])
-def test_lines_of_classes_may_have_any_line_ending(tmp_path: Path, text: str) -> None:
-    (tmp_path / "classes.txt").write_bytes(text.encode())
-    assert read_classes(tmp_path) == ("a", "b")
 
 
 def test_an_image_above_the_maximum_length_is_refused_unread() -> None:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -210,12 +209,3 @@ def test_files_of_another_schema_are_refused(
     write(source / "data/train-00000-of-00002.parquet", [image(0)], [0], features=other)
     assert command(source, tmp_path / "out") == USER
     assert "different columns or classes" in capsys.readouterr().err
-
-
-def test_without_pyarrow_the_error_names_the_install_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert command(tmp_path, tmp_path / "out") == USER
-    assert "data import parquet needs pyarrow" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from PIL import Image
 
 from largebatch.cli.main import main
 from largebatch.data.datasets import import_data
-from largebatch.data.datasets.arrays import open_fashion_mnist
+from largebatch.data.datasets.arrays import open_official
 from largebatch.data.datasets.packing import Sample
 from largebatch.data.index.index import Index, read_folder
 from largebatch.errors import DataError
@@ -142,7 +142,7 @@ def test_missing_archives_are_named_with_their_url(
 def test_real_fashion_mnist_is_the_official_one(real_data: Path, tmp_path: Path) -> None:
     """The first test image and its label are those of the files, unpacked by hand."""
     source = real_data / "fashion_mnist"
-    with open_fashion_mnist(source, scratch=tmp_path) as data_set:
+    with open_official(source, name="fashion-mnist", scratch=tmp_path) as data_set:
         assert data_set.sizes == {"train": 60_000, "val": 10_000}
         first = next(iter(data_set.samples("val")))
     assert isinstance(first, Sample)

@@ -42,26 +42,6 @@ def test_classes_and_images_are_in_bytewise_order(root: Path) -> None:
         assert location == (root / name, 0, stat.st_size, stat.st_mtime_ns)
 
 
-def test_paths_are_a_sequence(root: Path) -> None:
-    paths = read_folder(root, "train").paths
-    assert paths[-1] == "train/dog/b.png"
-    assert paths[1:3] == ("train/cat/x.jpg", "train/dog/a.JPEG")
-    with pytest.raises(IndexError):
-        paths[4]
-
-
-def test_other_files_and_hidden_names_are_ignored(root: Path) -> None:
-    (root / "train/cat/x.jpg").touch()
-    before = list(read_folder(root, "train").paths)
-    (root / "train/cat/notes.txt").write_text("no image")
-    (root / "train/cat/._x.jpg").write_bytes(b"left behind by a file manager")
-    (root / "train/readme.jpg").write_bytes(b"not in a class folder")
-    (root / "train/.ipynb_checkpoints").mkdir()
-    (root / "train/cat/folder.jpg").mkdir()
-    write_image(root / "train/cat/inner/deep.png")
-    assert list(read_folder(root, "train").paths) == before
-
-
 def spoil(root: Path) -> dict[str, str]:
     """Add bad images; return the expected reasons."""
     write_image(root / "train/dog/cut.jpg", height=200, width=200)
@@ -115,19 +95,6 @@ def test_reads_of_a_failing_disk_are_retried_and_its_images_are_not_bad(
     with pytest.raises(DataError, match=rf"{path}: cannot be read \(Input/output error\), tried 4"):
         make(root, "train", drop_bad=True)
     assert not list(find_stored(root, "train"))
-
-
-def test_a_message_lists_at_most_ten_images_and_the_error_all(tmp_path: Path) -> None:
-    (tmp_path / "train/a").mkdir(parents=True)
-    for number in range(25):
-        (tmp_path / f"train/a/{number:02d}.jpg").touch()
-    with pytest.raises(BadImagesError, match="25 of 25 images") as caught:
-        read_folder(tmp_path, "train")
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 12
-    assert "09.jpg" in lines[10]
-    assert lines[11] == "  ..."
-    assert len(caught.value.bad) == 25
 
 
 def test_bad_images_are_left_out_only_on_request_and_are_recorded(root: Path) -> None:

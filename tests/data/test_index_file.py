@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from largebatch.data.index.file import Arrays, open_mapped, pack, unpack
+from largebatch.data.index.index import Arrays, open_mapped, pack, unpack
 from largebatch.storage import write_whole
 
 ARRAYS: Arrays = {
@@ -35,21 +35,6 @@ def test_an_array_of_many_chunks_is_checked_to_its_end(tmp_path: Path) -> None:
         opened.write(b"\x01")
     with pytest.raises(ValueError, match="damaged"):
         open_mapped(file)
-
-
-def test_a_file_is_flushed_before_it_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "folder/file"
-    synced = []
-
-    def note(file: int) -> None:
-        synced.append((os.path.samestat(os.fstat(file), path.parent.stat()), path.exists()))
-
-    monkeypatch.setattr(os, "fsync", note)
-    write_whole(path, b"12345")
-    assert synced == [(False, False), (True, True)]  # the file, then the folder with its name
-    assert path.read_bytes() == b"12345"
 
 
 def test_a_failed_write_keeps_the_previous_file(

@@ -67,18 +67,6 @@ def unwanted(done: int, total: int) -> None:
     raise AssertionError(f"{done} of {total} images were read again")
 
 
-def test_an_index_that_cannot_be_read_back_is_stored_in_the_cache(
-    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(path: Path, content: bytes) -> None:
-        write_whole(path, content[:-64] if path.parent == root else content)
-
-    monkeypatch.setattr(module, "write_whole", cut)
-    file = make(root, "train").file
-    assert file is not None
-    assert file.is_relative_to(cache)
-
-
 def test_an_index_that_cannot_be_stored_is_still_used(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

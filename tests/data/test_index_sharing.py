@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from class_folders import fields, write_folder, write_image
+from class_folders import fields, write_folder
 from on_forked_workers import on_forked_workers
 from torch import Tensor
 
-from largebatch.data.index import sharing
-from largebatch.data.index.file import Content
-from largebatch.data.index.index import Index, load_or_read, make, read_folder
-from largebatch.data.index.sharing import share_index
+from largebatch.data.index import index as module
+from largebatch.data.index.index import Content, Index, load_or_read, make, read_folder, share_index
 from largebatch.distributed.serial import Serial
 from largebatch.storage import write_whole
 
@@ -86,8 +84,8 @@ def mapped_files() -> str:
 def test_a_worker_that_finds_the_file_maps_it(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "pack", None)  # nothing is sent
     content = make(root, "train")
+    monkeypatch.setattr(module, "pack", None)  # nothing is sent
     indexes = share(root, content, [0, 1, 0])
     assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
     assert all(index.mtimes is not None for index in indexes)
@@ -100,7 +98,7 @@ def test_files_of_a_copy_of_the_folder_may_have_other_times(
 ) -> None:
     """Worker 1 finds a different file than worker 0, with the same content."""
     number = iter(range(9))
-    monkeypatch.setattr(sharing, "_identity", lambda _: [next(number), 0])
+    monkeypatch.setattr(module, "_identity", lambda _: [next(number), 0])
     indexes = share(root, make(root, "train"), [0, 0])
     assert [index.mtimes is None for index in indexes] == [False, True]
 
@@ -116,21 +114,13 @@ def test_a_machine_without_the_file_gets_the_bytes_once(
         written.append(path)
         write_whole(path, packed)
 
-    monkeypatch.setattr(sharing, "write_whole", count)
+    monkeypatch.setattr(module, "write_whole", count)
     indexes = share(root, content._replace(file=root / "elsewhere"), [0, 0, 1])
     assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
     (place,) = (cache / "largebatch/index").iterdir()
     assert written == [place] * 2  # by worker 0, whose machine has others in general, and by 1
     assert mapped_files().count(str(place)) >= 2
     assert [index.mtimes is None for index in indexes] == [False, True, True]
-
-
-def test_a_sent_index_replaces_the_previous_one(root: Path, cache: Path) -> None:
-    for name in ("c", "d"):
-        write_image(root / f"train/dog/{name}.png")
-        sent = share(root, make(root, "train")._replace(file=None), [0, 1])[1]
-        assert sent.paths[-1] == f"train/dog/{name}.png"
-        assert len(list((cache / "largebatch/index").iterdir())) == 1
 
 
 def test_a_worker_that_finds_a_damaged_file_gets_the_bytes(root: Path, cache: Path) -> None:
@@ -141,13 +131,6 @@ def test_a_worker_that_finds_a_damaged_file_gets_the_bytes(root: Path, cache: Pa
     write_whole(content.file, bytes(damaged))  # worker 0 has the whole one mapped
     indexes = share(root, content, [0, 1])
     assert fields(indexes[1]) == fields(read_folder(root, "train"))
-
-
-def test_a_file_of_another_index_is_not_used(root: Path, cache: Path) -> None:
-    content = make(root, "train")
-    header = {**content.header, "digest": "another"}
-    indexes = share(root, content._replace(header=header), [0, 1])
-    assert {index.digest for index in indexes} == {"another"}
 
 
 def test_without_a_writable_place_the_bytes_are_used(

@@ -1,9 +1,7 @@
 """A user's data set: its items in the recipe's order, boxes and flips."""
 
-import io
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -164,14 +162,6 @@ def test_a_missing_module_is_named(place: Path, capsys: pytest.CaptureFixture[st
     assert "no_such: there is no such module" in capsys.readouterr().err
 
 
-def test_grey_tensors_are_shown_as_grey(place: Path) -> None:
-    (place / "own_grey.py").write_text(
-        BAD + "grey = lambda: (Items((torch.full((1, 8, 9), 7, dtype=torch.uint8), 1)),) * 2"
-    )
-    image, label = open_own("own_grey:grey")[0].read(0)
-    assert (image.mode, image.size, image.getpixel((4, 4)), label) == ("RGB", (9, 8), (7, 7, 7), 1)
-
-
 RAMP = np.arange(0, 256, 15, dtype=np.uint8)[None]  # 0 .. 255
 DEEP = RAMP.astype(np.uint16) * 257
 
@@ -206,27 +196,3 @@ def test_other_pixels_than_8_bits_a_channel_are_refused_as_in_folders(mode: str)
     assert image.mode == mode
     with pytest.raises(DataError, match=f"item 0: its pixels are {mode}, expected"):
         Items("train", [(image, 0)]).read(0)
-
-
-def test_images_may_share_an_open_file() -> None:
-    """Pillow reads an image when its pixels are needed: that must be in the lock."""
-    file = io.BytesIO()
-    Image.new("RGB", (4, 3), (9, 8, 7)).save(file, "PPM")
-
-    class OneFile:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, number: int) -> tuple[Image.Image, int]:
-            return Image.open(file), 5
-
-    class ClosesTheFile:
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            file.close()
-
-    lock: Any = ClosesTheFile()
-    image, label = Items("train", OneFile(), lock).read(0)
-    assert (image.getpixel((3, 2)), label) == ((9, 8, 7), 5)

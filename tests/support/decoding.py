@@ -15,7 +15,7 @@ from PIL import Image
 
 from largebatch.data import types
 from largebatch.data.augment import train_request
-from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
+from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.idle import IdleDecoders
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
@@ -88,7 +88,7 @@ def run_cached(
 ) -> Batches:
     """Decode from cached pixels with two threads; `changes` are to the view."""
     resources = Resources(device, threads=2, batch_size=100)
-    opened = cached.open_decoder(open_cache(index), view(**changes), resources)
+    opened = pixel_cache.open_decoder(open_cache(index), view(**changes), resources)
     return decode_all(opened, requests)
 
 

@@ -7,19 +7,19 @@ every class can be used for validation.
 """
 
 import csv
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
-from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
-from largebatch.data.index.build import BadImageError, measure_bytes
-from largebatch.data.index.folder import EXTENSIONS, is_system, visible
-from largebatch.data.index.ignored import by_kind, describe, kind_of
+from largebatch.data.index.folder import EXTENSIONS, by_kind, describe, is_system, kind_of, visible
+from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
@@ -48,6 +48,44 @@ SOLUTION = "LOC_val_solution.csv"
 """Kaggle's list of the classes of val, beside ILSVRC."""
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Fraction of every class that is used for validation, chosen by names and a seed.
+
+    The order, time and content of the files do not matter: the same names give the same division
+    on every machine, and adding images to one class does not change another.
+    """
+
+    fraction: float
+    seed: int
+
+    def validating(self, class_name: str, names: Sequence[str]) -> set[str]:
+        """Return the validation images of a class: at least one, the names of smallest hashes.
+
+        Raises DataError if none would be left for training.
+        """
+        number = max(1, round(self.fraction * len(names)))
+        if number >= len(names):
+            raise DataError(
+                f"class {class_name} has {len(names)} images, of which {number} would be used for "
+                "validation; expected at least one for training: add images, or lower "
+                "--val-fraction"
+            )
+
+        def key(name: str) -> bytes:
+            text = os.fsencode(f"{self.seed}/{class_name}/{name}")
+            return hashlib.blake2b(text, digest_size=16).digest()
+
+        return set(sorted(names, key=key)[:number])
+
+    def describe(self) -> str:
+        """Return a line that describes the division."""
+        return (
+            f"val: {self.fraction:.4g} of every class, at least one image: the names with the "
+            f"smallest hashes with seed {self.seed}; the same names give the same division"
+        )
+
+
 class _Image(NamedTuple):
     files: Files
     path: str
@@ -69,8 +107,6 @@ Classes = dict[str, list[_Image]]
 
 
 class _Layout(NamedTuple):
-    """Names of the folders and archives of the splits."""
-
     names: tuple[str, ...]
     """Names of the splits: training, then validation unless training is divided."""
 
@@ -189,7 +225,6 @@ def _split_of(archive: Path) -> str:
 
 
 def _wanted(files: Files, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the images, and the other files that are not hidden."""
     shown = [path for path in files.names if is_system(path) or _is_shown(path, names)]
     wanted = [path for path in shown if kind_of(path) in EXTENSIONS]
     if not wanted:
@@ -201,7 +236,6 @@ def _wanted(files: Files, names: Sequence[str]) -> tuple[list[str], list[str]]:
 def _images(
     files: Files, wanted: Sequence[str], layout: _Layout
 ) -> Iterator[tuple[str, str, _Image]]:
-    """Yield split, class and image for every image."""
     around: dict[tuple[str, ...], str] = {}
     bare: list[str] = []
     for name in wanted:
@@ -354,7 +388,6 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
 
 
 def _sort(images: list[_Image], where: str) -> None:
-    """Sort the images of a class bytewise; raise DataError if two have the same name."""
     images.sort(key=lambda image: os.fsencode(image.name))
     for first, second in pairwise(images):
         if first.name == second.name:
@@ -364,7 +397,6 @@ def _sort(images: list[_Image], where: str) -> None:
 
 
 def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Unusable]:
-    """Yield the images of the classes in order."""
     images = [image for members in classes for image in members]
     labels = [label for label, members in enumerate(classes) for _ in members]
     contents = in_parts(lambda row: _read(images[row]), len(images))

@@ -149,7 +149,6 @@ def _twins(content: bytes, origin: object, split: str, trained: dict[bytes, obje
 def _require_every_class(
     classes: Sequence[str], used: Mapping[str, Collection[int]], out: Path
 ) -> None:
-    """Raise DataError unless every class has one of the `used` labels in each split."""
     for split, labels in used.items():
         missing = [name for label, name in enumerate(classes) if label not in labels]
         if missing:

@@ -52,8 +52,6 @@ class _Scale(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A batch in progress."""
-
     jobs: list[Future[None]]
     images: Tensor
     """N x 3 x H x W. On a CPU float32, normalised; otherwise uint8, channels last, because the copy

@@ -90,7 +90,6 @@ def to_pillow(encoded: Encoded) -> Image.Image:
 
 
 def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:
-    """Write the images of these rows of a request into `pixels`."""
     boxes, flips = reading.request.boxes[rows], reading.request.flips[rows]
     images = encoded_images(reading, rows)
     for encoded, box, flip, out in zip(images, boxes, flips, pixels, strict=True):

@@ -54,8 +54,6 @@ class Unusable(NamedTuple):
 
 @dataclass(slots=True)
 class _Parts:
-    """The members of one key."""
-
     key: str
     images: list[tarfile.TarInfo]
     label: str | None = None
@@ -119,7 +117,6 @@ def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
 
 
 def _samples(listed: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
-    """Group consecutive members with the same key."""
     parts: _Parts | None = None
     for member in listed:
         folder, slash, name = member.name.rpartition("/")
@@ -137,7 +134,6 @@ def _samples(listed: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
 
 
 def _add(parts: _Parts, member: tarfile.TarInfo, extension: str, file: int) -> None:
-    """Add a member to a sample if it is an image or a label."""
     image = f".{extension.lower()}" in EXTENSIONS
     if not image and extension != LABEL:
         return

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.data.index.file import Arrays, open_mapped, pack
-from largebatch.data.index.index import Index, Location, places
+from largebatch.data.index.index import Arrays, Index, Location, open_mapped, pack, places
 from largebatch.data.index.shards import CHUNK
 from largebatch.data.types import Bytes
 from largebatch.errors import DataError
@@ -88,7 +87,6 @@ def _checked(arrays: Arrays, number: int, place: Path) -> Bytes:
 
 
 def _read_all(index: Index, progress: Progress) -> tuple[Bytes, dict[int, str]]:
-    """Return the checksum of every image, and the reasons why some cannot be read."""
     checksums = np.zeros((len(index), CHECKSUM_BYTES), dtype=np.uint8)
     unread: dict[int, str] = {}
 
