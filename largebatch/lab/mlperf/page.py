@@ -1,4 +1,4 @@
-"""Draw epochs to the target beside those of MLPerf's reference implementation.
+"""Draw epochs to the target next to those of MLPerf's reference implementation.
 
 Left: every run of the reference against its batch, and the line through the points that bound
 submissions. Right: the reference's distribution at our batch. Numbers come from
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.report.figures import name_axes, name_line
-from largebatch.report.style import COLOURS, INK, MUTED, write_chart
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, write_chart
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -59,7 +58,7 @@ def write_convergence(
     batch: int,
     epochs: Sequence[float],
 ) -> None:
-    """Draw runs at `batch` and their epochs beside the reference, into a PNG file.
+    """Draw runs at `batch` and their epochs next to the reference, into a PNG file.
 
     Raises as write_chart.
     """

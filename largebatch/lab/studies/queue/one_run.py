@@ -8,7 +8,7 @@ ends with the process PARENT, even if that has already ended.
 
 import sys
 
-from largebatch.distributed.watch import leave_with
+from largebatch.distributed.environment import leave_with
 from largebatch.errors import DivergedError, LargebatchError, printable
 from largebatch.lab.studies.queue.trial import PART, carry_out
 from largebatch.runs.launch import DIVERGED, STOPPED, USER

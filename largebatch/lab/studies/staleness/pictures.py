@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.lab.studies.staleness.run import Row
 from largebatch.lab.studies.staleness.speed_up import SpeedUp, lines_of
-from largebatch.report.figures import name_axes
-from largebatch.report.style import COLOURS, INK, MUTED, write_chart
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, write_chart
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
