@@ -149,12 +149,6 @@ def test_the_augmentation_never_changes() -> None:
     ]
 
 
-def test_flips_and_boxes_are_independent() -> None:
-    flips = random_flips(0, range(4_000))
-    tops = random_boxes(0, range(4_000), *same_size(4_000, 375, 500), **INCEPTION)[:, 0]
-    assert abs(np.corrcoef(flips, tops)[0, 1]) < 0.06
-
-
 @given(
     height=st.integers(1, 4000),
     width=st.integers(1, 4000),
@@ -190,15 +184,6 @@ def test_a_training_request_follows_the_order_and_the_sizes_of_its_images() -> N
     assert (request.samples == samples).all()
     assert (request.boxes == random_boxes(3, positions, heights, widths, **INCEPTION)).all()
     assert (request.flips == random_flips(3, positions)).all()
-
-
-def test_a_training_request_without_augmentation_shows_whole_images() -> None:
-    index = index_of([(10, 20), (30, 40)])
-    request = train_request(index, range(2), seed=0, area=None, aspect=(1.0, 1.0), flip=False)
-    assert (request.boxes[:, 2] == index.heights[request.samples]).all()
-    assert (request.boxes[:, 3] == index.widths[request.samples]).all()
-    assert not request.boxes[:, :2].any()
-    assert not request.flips.any()
 
 
 def test_a_clean_request_shows_the_center_or_the_whole_and_never_flips() -> None:

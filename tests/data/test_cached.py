@@ -20,7 +20,6 @@ from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batches, Bytes, Request
-from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 from largebatch.recipe.data import Interpolation
 
@@ -141,15 +140,3 @@ def test_a_device_resizes_a_few_images_at_a_time(
     monkeypatch.setattr(pixel_cache, "AT_ONCE", 40_000)
     for a, b in zip(whole, kept_batches("device", folder, requests), strict=True):
         assert torch.equal(a, b.images)
-
-
-def test_pixels_that_do_not_fit_on_a_device_are_an_error(folder: Index) -> None:
-    class Full:
-        def to(self, _: object) -> Tensor:
-            raise torch.OutOfMemoryError
-
-    images = open_cache(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "from_numpy", lambda _: Full())
-        with pytest.raises(DataError, match="do not fit on cpu; use execution.cache: memory"):
-            pixel_cache.upload(images, CPU)

@@ -7,12 +7,9 @@ DALI repeats the outermost one: a score of steps in the outermost rows and colum
 photographs (benchmarks/decoder_pixels.py).
 """
 
-import io
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -213,23 +210,6 @@ def test_the_next_batches_are_requested_while_one_is_used(decode: Decode, folder
     next(batches)
     assert 2 <= asked <= 5
     batches.close()
-
-
-def test_unused_batches_are_not_decoded(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
-
-    def count(file: io.BytesIO) -> Image.Image:
-        opened.append(file)
-        return Image.open(file)
-
-    monkeypatch.setattr(torchvision, "Image", SimpleNamespace(open=count))
-    batches = run(torchvision.open_decoder, folder, augmented(folder, 40, 3))
-    next(batches)
-    batches.close()
-    number = len(opened)
-    assert 40 <= number < 120
-    time.sleep(0.1)
-    assert len(opened) == number
 
 
 @both_decoders

@@ -24,7 +24,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.contact_sheet import show
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))
@@ -131,22 +130,6 @@ def test_the_held_out_samples_depend_on_the_seed_not_on_the_order_of_training() 
     assert sorted([*trained, *held_out]) == list(range(1437))
     first = Asked(a_recipe(1437, 200)).training(range(20), clean=False)
     assert len(set(first)) == 240  # else one would be missing from the epoch
-
-
-def test_the_contact_sheet_shows_images_that_are_trained_on() -> None:
-    pipeline = worker(a_recipe(20, 12), 0, workers=1, device_batch=2)
-    asked: list[Request] = []
-
-    def note(index: Index, wanted: Iterable[Request]) -> Batches:
-        for request in wanted:
-            if index is pipeline.train_index:
-                asked.append(request)
-            yield from decode(index, iter([request]))
-
-    decode = pipeline.decode
-    show(with_decoder(pipeline, note))
-    assert asked
-    assert not {int(one.samples[0]) for one in asked} & by_hand(1, 20, 12)
 
 
 def a_split_recipe(num_samples: int, *, seed: int = 3, polish: str = "null") -> Recipe:

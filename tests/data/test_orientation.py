@@ -96,11 +96,6 @@ def test_cached_pixels_are_the_displayed_ones(
         assert torch.equal(found.round().to(torch.uint8), torch.from_numpy(expected.copy()))
 
 
-@pytest.mark.parametrize("orientation", [0, 9, 65_535])
-def test_an_invalid_orientation_is_ignored(orientation: int) -> None:
-    assert measure_bytes(turned(orientation)) == (90, 140, 1)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_exif_is_ignored() -> None:
     content = turned(6)

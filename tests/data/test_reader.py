@@ -168,24 +168,6 @@ def test_the_requesting_thread_builds_no_path(
     assert threading.current_thread() not in threads
 
 
-def test_concurrent_reads_do_not_exceed_the_recipes_limit(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, threads = os.preadv, set()
-
-    def note(file: int, buffers: list[memoryview], offset: int) -> int:
-        threads.add(threading.current_thread())
-        return real(file, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", note)
-    monkeypatch.setattr(reading, "THREAD_SECONDS", 1e-9)  # so that all are brought in
-    with reading.open_reader(folder, 3) as reader:
-        for given in reading.read_ahead(whole(folder) * 3, reader):
-            assert len(given.jobs) == 3
-            reader.release(given)
-    assert len(threads) <= 3
-
-
 def overwrite(path: Path, content: bytes) -> None:
     """Change a file's bytes and not its time."""
     path.write_bytes(content)
@@ -198,16 +180,6 @@ def test_bytes_that_are_not_an_image_are_named(decode: Decode, folder: Index, sa
     path = folder.locate(sample).path
     overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: .*cannot decode this image"):
-        list(run(decode, folder, whole(folder)))
-
-
-@both_decoders
-def test_a_shrunken_image_is_named(decode: Decode, folder: Index) -> None:
-    path = folder.locate(8).path
-    smaller = io.BytesIO()
-    Image.fromarray(photograph(50, 70)).save(smaller, "JPEG")
-    overwrite(path, smaller.getvalue().ljust(path.stat().st_size, b"\0"))
-    with pytest.raises(DataError, match=f"{path}: .*(50 x 70.*60 x 80|60, 0..80.*50 x 70)"):
         list(run(decode, folder, whole(folder)))
 
 
@@ -228,3 +200,13 @@ def test_an_image_that_cannot_be_cached_is_named_and_nothing_is_left(
     with pytest.raises(DataError, match=f"{path}: Pillow cannot decode"):
         pixel_cache.open_cache(folder, backend=Serial(torch.device("cpu")), threads=2)
     assert list((tmp_path / "cache/largebatch/pixels").iterdir()) == []
+
+
+@both_decoders
+def test_a_shrunken_image_is_named(decode: Decode, folder: Index) -> None:
+    path = folder.locate(8).path
+    smaller = io.BytesIO()
+    Image.fromarray(photograph(50, 70)).save(smaller, "JPEG")
+    overwrite(path, smaller.getvalue().ljust(path.stat().st_size, b"\0"))
+    with pytest.raises(DataError, match=f"{path}: .*(50 x 70.*60 x 80|60, 0..80.*50 x 70)"):
+        list(run(decode, folder, whole(folder)))

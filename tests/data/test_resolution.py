@@ -21,7 +21,6 @@ from largebatch.models.of_recipe import require_accepted
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.contact_sheet import draw_sheet, show
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
 
@@ -81,16 +80,6 @@ def test_every_update_sees_pillows_pixels_at_its_size(changes: tuple[str, ...]) 
         assert (images - expected)[inner].abs().max() * min(pipeline.data.std) < 2.1 / 255
 
 
-def test_crops_are_the_same_parts_of_the_images_at_every_size() -> None:
-    growing, constant = opened(digits()), opened(digits("data.resolution=[]"))
-    for step in range(6):
-        ours, theirs = (
-            pipeline.training_request(pipeline.plan.positions(step, 0, 0), clean=False)
-            for pipeline in (growing, constant)
-        )
-        np.testing.assert_array_equal(ours.boxes, theirs.boxes)
-
-
 def test_clean_images_have_the_size_of_the_evaluation() -> None:
     pipeline = opened(digits())
     for batches in (
@@ -123,21 +112,3 @@ def test_a_fixed_size_model_is_refused_before_training(tmp_path: Path) -> None:
     vit = digits("model={name: vit_tiny_patch16_224}", "batch.bn_span=null", "polish=null")
     with pytest.raises(RecipeError, match=r"vit_tiny_patch16_224 does not take .* 192 x 192 \("):
         require_accepted(vit, [192, 224])
-
-
-def test_the_contact_sheet_shows_each_pass_at_its_size() -> None:
-    sizes = "[{until: {epochs: 1}, image_size: 16}, {until: {epochs: 2}, image_size: 24}]"
-    recipe = digits("duration={epochs: 4}", f"data.resolution={sizes}", "polish.clean={epochs: 1}")
-    pipeline = opened(recipe)
-    shown = show(pipeline)
-    assert [[image.shape[-1] for image in row] for row in shown.training] == [[16, 24, 32]] * 10
-    position = 1437 + int(
-        np.flatnonzero(
-            pipeline.training_request(range(1437, 2 * 1437), clean=False).samples
-            == pipeline.training_request(range(1), clean=False).samples[0]
-        )[0]
-    )
-    (expected,) = by_pillow(pipeline, range(position, position + 1), 24)
-    seen = [row[1] for row in shown.training]
-    assert any(torch.allclose(image, expected, atol=1e-5) for image in seen)
-    assert draw_sheet(shown, recipe, pipeline.plan).width > 0

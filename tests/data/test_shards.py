@@ -1,7 +1,5 @@
 import io
-import os
 import shutil
-import signal
 import tarfile
 from pathlib import Path
 
@@ -266,27 +264,6 @@ def test_failed_packing_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     pack(folder, tmp_path / "packed")
     with pytest.raises(DataError, match="already exists; remove it"):
         pack(folder, tmp_path / "packed")
-
-
-def test_a_terminated_check_leaves_complete_shards(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    out = tmp_path / "packed"
-    monkeypatch.setattr("largebatch.data.index.index.refresh", stop)
-    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        main(["data", "pack", str(folder), "--out", str(out)])
-    assert capsys.readouterr().out == (
-        f"{out}: written; its images are checked now, or later with: largebatch data index {out}\n"
-    )
-    monkeypatch.undo()
-    assert main(["data", "index", str(out)]) == 0
-    assert "3 classes, 4 training and 4 validation images" in capsys.readouterr().out
 
 
 def test_the_command_packs_and_checks(

@@ -83,16 +83,6 @@ def test_an_image_that_cannot_be_read_is_named(
     assert "val/dog/b.png: cannot be read (Input/output error)" in capsys.readouterr().err
 
 
-def test_checksums_of_another_index_are_refused(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "verify", str(root), "--write"]) == DONE
-    (root / "train/cat/x.jpg").write_bytes((root / "train/dog/a.JPEG").read_bytes())
-    make(root, "train")
-    assert main(["data", "verify", str(root)]) == USER
-    assert "these checksums are of another index" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
 def test_damaged_checksums_are_refused(
     root: Path, capsys: pytest.CaptureFixture[str], length: int
