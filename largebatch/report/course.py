@@ -32,7 +32,7 @@ class Course:
     """NaN in a run without updates, whose model was trained in another."""
 
     values: Mapping[str, FloatArray]
-    """Values of evaluations: top1 in percent, loss and, by its key, the metric of the task; or of
+    """Values of evaluations: top1 in percent and loss; or of
     updates: running medians of loss and learning rate."""
 
     stages: tuple[str, ...]
@@ -110,14 +110,12 @@ def evaluations_of(run: Run) -> Course:
     undone = {stage.name for stage in run.stages if not stage.kept}
     every = zip(run.evaluations, _clock(run)[1], strict=True)
     kept = [(found, seconds) for found, seconds in every if found.stage not in undone]
-    metric = run.task.metric
     return Course(
         step=np.array([found.step for found, _ in kept], dtype=np.float64),
         epoch=np.array([found.epoch for found, _ in kept], dtype=np.float64),
         images=np.array([run.plan.position(found.step) for found, _ in kept], dtype=np.float64),
         seconds=np.array([seconds if run.steps else math.nan for _, seconds in kept]),
         values={
-            metric.key: np.array([metric.shown(found) for found, _ in kept], dtype=np.float64),
             "top1": np.array([100 * found.top1 for found, _ in kept], dtype=np.float64),
             "loss": np.array([found.loss for found, _ in kept], dtype=np.float64),
         },

@@ -49,6 +49,10 @@ RECOVERED = 0.9
 WEAK_CLASS = 1 / 3
 """Fraction of the run's top-1 below which a class is weak."""
 
+FIT = 0.5
+"""Share of the loss of guessing below which the training loss of a good run ends: above what label
+smoothing alone leaves; random crops leave more."""
+
 WEAK_IMAGES = 0.05
 """Fraction of the validation images that weak classes must hold together to stand out, because of
 many classes a few are always hard."""
@@ -113,8 +117,7 @@ def _against(small: Record, run: Record, causes: list[Cause]) -> list[Cause]:
 
 
 def _guess(run: Record) -> str:
-    words = run.run.task.classes if run.run else "classes"
-    return f"(equal probabilities for all {run.classes:,} {words} give {run.chance:.3g})"
+    return f"(equal probabilities for all {run.classes:,} classes give {run.chance:.3g})"
 
 
 def _diverged(run: Record) -> Iterator[Cause]:
@@ -215,7 +218,7 @@ def _statistics(run: Record) -> Iterator[Cause]:
 
 def _never_fits(run: Record) -> bool:
     """Return True if the model fits its training data, and validation data at no evaluation."""
-    limit = run.fit * run.chance
+    limit = FIT * run.chance
     return run.end - run.floor < limit / 2 and bool(np.nanmin(run.val_loss) > limit)
 
 
@@ -288,7 +291,7 @@ def _weak_classes(run: Record) -> Iterator[Cause]:
     if sum(one.size for one in weak) < WEAK_IMAGES * total:
         return
     lowest, *others = weak
-    share = f"{lowest.correct:,} of {lowest.size:,} {run.run.task.labelled} right"
+    share = f"{lowest.correct:,} of {lowest.size:,} images right"
     yield Cause(
         "class lost" if lowest.correct * len(classes) <= lowest.size else "weak classes",
         f"{len(weak)} of {len(classes):,} classes have less than a third of this top-1, the lowest "
@@ -330,7 +333,7 @@ def _gap(run: Record) -> Iterator[Cause]:
     recorded = run.run.last_gap if run.run else None
     end = float(run.val_loss[-1])
     gap = recorded.gap if recorded else end - max(0.0, run.end - run.floor)
-    if run.end - run.floor < run.fit * run.chance and gap > GAP * run.chance:
+    if run.end - run.floor < FIT * run.chance and gap > GAP * run.chance:
         training = recorded.loss if recorded else run.end
         yield Cause(
             "generalisation gap",
@@ -341,7 +344,7 @@ def _gap(run: Record) -> Iterator[Cause]:
 
 
 def _is_underfit(run: Record) -> bool:
-    return run.end - run.floor > run.fit * run.chance
+    return run.end - run.floor > FIT * run.chance
 
 
 def _underfit(run: Record) -> Iterator[Cause]:
@@ -387,10 +390,9 @@ def _waits(run: Record) -> Iterator[Cause]:
         return
     data = shares(run.run).data
     if data >= INPUT_BOUND:
-        task = run.run.task
         yield Cause(
             "input bound",
-            f"updates spent {100 * data:.0f} % of the time waiting for {task.samples}",
-            f"{task.input_settings or 'faster storage'}, or more cores for each worker",
+            f"updates spent {100 * data:.0f} % of the time waiting for images",
+            "execution.cache and execution.decoder, or more cores for each worker",
             harms=False,
         )

@@ -119,25 +119,6 @@ def _draw_curve(axes: "Axes", run: Run) -> None:
     name_axes(axes, y="Top-1, %", x="Epoch")
 
 
-def draw_metric(figure: "Canvas", run: Run) -> None:
-    """Draw the metric of the task over the run, and name its last value."""
-    axes, metric = figure.subplots(), run.task.metric
-    epochs = [found.epoch for found in run.evaluations]
-    values = [metric.shown(found) for found in run.evaluations]
-    stage = run.stages[0]
-    axes.plot(epochs, values, color=MUTED, lw=1)
-    _draw_points(axes, epochs, values, stage, size=6)
-    axes.annotate(
-        f"{values[-1]:.2f}", (epochs[-1], values[-1]), (-9, -1), ha="right", va="center",
-        textcoords="offset points", color=COLOURS[stage.name], weight="bold",
-    )  # fmt: skip
-    axes.xaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_major_formatter("{x:,g}")
-    better = "lower" if metric.lower_is_better else "higher"
-    unit = f", {metric.unit}" if metric.unit else ""
-    name_axes(axes, y=f"{metric.title}{unit}, {better} is better", x="Epoch")
-
-
 def _draw_slopes(axes: "Axes", run: Run) -> None:
     """Draw top-1 after each stage on a scale of its own, every point with its value."""
     values = [100 * stage.after.top1 for stage in run.stages]
@@ -211,7 +192,7 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
         axes.axhline(rate, color=INK, lw=0.8, ls=(0, (5, 4)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     mark_stages(axes, run)
-    name_axes(axes, y=f"{run.task.samples.capitalize()} per second", x="Step")
+    name_axes(axes, y="Images per second", x="Step")
 
 
 def draw_series(axes: "Axes", trace: Trace, values: FloatArray) -> None:

@@ -101,13 +101,11 @@ def pairs(found: Mistakes) -> list[Pair]:
 
 
 class ClassResult(NamedTuple):
-    """A class, how many of its images are right, and how sure the model is of those."""
+    """A class and how many of its images are right."""
 
     name: str
     correct: int
     size: int
-    confidence: float
-    """Their mean confidence; NaN where none is right or in an older log."""
 
 
 def weakest(found: Mistakes) -> list[ClassResult]:
@@ -118,12 +116,9 @@ def weakest(found: Mistakes) -> list[ClassResult]:
 def by_class(found: Mistakes) -> list[ClassResult]:
     """Return all classes that have images, that of the lowest accuracy first."""
     wrong = Counter(found.labels)
-    confidences = found.confidences or (math.nan,) * len(found.classes)
     rows = [
-        ClassResult(name, size - wrong[label], size, confidence)
-        for label, (name, size, confidence) in enumerate(
-            zip(found.classes, found.sizes, confidences, strict=True)
-        )
+        ClassResult(name, size - wrong[label], size)
+        for label, (name, size) in enumerate(zip(found.classes, found.sizes, strict=True))
         if size
     ]
     return sorted(rows, key=lambda row: row.correct / row.size)

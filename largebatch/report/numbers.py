@@ -1,13 +1,11 @@
-"""The first numbers of a report, and its sentences about speed, confidence and waits."""
+"""The first numbers of a report, and its sentences about speed and waits."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.task import Metric
 from largebatch.report.mistakes import compare
 from largebatch.report.run import Run, Stage, images_per_second
 from largebatch.tracking.events import Profile
@@ -34,12 +32,13 @@ def headlines(run: Run) -> tuple[Headline, ...]:
     seconds = run.summary.seconds if run.summary else None
     time, unit = duration(seconds).split(" ") if seconds is not None else (MISSING, "")
     return (
-        *_scores(run),
+        _score(run),
+        _gain(run),
         _speed(run),
         Headline(
             "Global batch",
             f"{plan.global_batch:,}",
-            run.task.samples,
+            "images",
             _division(plan) + _later_batches(plan),
         ),
         Headline(
@@ -73,7 +72,7 @@ def _speed(run: Run) -> Headline:
     together = plural(run.plan.workers, "worker") + " together" * (run.plan.workers > 1)
     bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
     note = f"{together}, input bound" if bound else together
-    return Headline("Training speed", f"{rate:,.0f}", f"{run.task.samples}/s", note)
+    return Headline("Training speed", f"{rate:,.0f}", "images/s", note)
 
 
 def _skipped(run: Run) -> str:
@@ -82,24 +81,13 @@ def _skipped(run: Run) -> str:
     return f", {skipped:,} skipped: gradients not finite" if skipped else ""
 
 
-def _scores(run: Run) -> Iterator[Headline]:
-    """Yield two metrics of the model, or its accuracy and what polishing gained."""
-    if run.task.by_accuracy:
-        yield _score(run, run.task.metric)
-        yield _gain(run)
-    else:
-        for metric in run.task.metrics[:2]:
-            yield _score(run, metric)
-
-
-def _score(run: Run, metric: Metric) -> Headline:
+def _score(run: Run) -> Headline:
     last = run.result
     if last is None:
-        return Headline(metric.title, MISSING, "", "never measured")
+        return Headline("Top-1 accuracy", MISSING, "", "never measured")
     polished = any(stage.kept for stage in run.polishing) and run.finished
     when = "after polishing" if polished else f"after {last.step:,} steps"
-    note = metric.note.format(when=when, labels=f"{last.samples:,} validation {run.task.labelled}")
-    return Headline(metric.title, metric.text(last), metric.unit, note)
+    return Headline("Top-1 accuracy", percent(last.top1), "%", when)
 
 
 def _gain(run: Run) -> Headline:
@@ -123,7 +111,7 @@ def _gain_between(
 ) -> Headline:
     """Describe a change of top-1; one that is `judged` is good if chance does not explain it."""
     change = compare(before.after, after.after, before.mistakes, after.mistakes)
-    evaluated = f"{change.samples:,} validation {run.task.labelled}"
+    evaluated = f"{change.samples:,} validation images"
     images = f"{abs(change.images):,} of {evaluated}"
     if not change.beyond_noise:
         images = f"within the noise of {evaluated}"
@@ -201,38 +189,15 @@ def shares(run: Run) -> Shares:
 def describe_waits(run: Run) -> str:
     """Return a sentence on whether the run was input bound."""
     data, reduction = shares(run)
-    parts = f"{_percent(data)} of the time waiting for {run.task.samples}"
+    parts = f"{_percent(data)} of the time waiting for images"
     if run.plan.workers > 1:
         parts += f" and {_percent(reduction)} waiting for the sums of gradients"
     if data < INPUT_BOUND:
         return f"Not input bound: updates spent {parts}."
-    keys = f"see {run.task.input_settings}, or " if run.task.input_settings else ""
     return (
-        f"Input bound: updates spent {parts}. Without waiting for {run.task.samples}, training "
-        f"would be {1 / max(1 - data, 0.01):.2g} times as fast ({keys}give each worker more cores)."
-    )
-
-
-def describe_confidence(run: Run) -> str | None:
-    """Return a sentence on the confidence of correct predictions; None if not measured."""
-    found = run.result
-    if found is None or not math.isfinite(found.average_confidence):
-        return None
-    mean, deviation, across = (
-        f"{100 * part:.2f}"
-        for part in (
-            found.average_confidence,
-            found.confidence_deviation,
-            found.class_confidence_deviation,
-        )
-    )
-    never = found.classes_never_correct
-    left_out = f", without {never:,} that are never right" if never else ""
-    labelled, classes = run.task.labelled, run.task.classes
-    return (
-        f"The average confidence of correct predictions (AC) is {mean} %. Its standard deviation "
-        f"is {deviation} points over the {labelled} (CD) and {across} points over the averages of "
-        f"the {classes} (CDAC){left_out}."
+        f"Input bound: updates spent {parts}. Without waiting for images, training "
+        f"would be {1 / max(1 - data, 0.01):.2g} times as fast (see execution.cache "
+        "and execution.decoder, or give each worker more cores)."
     )
 
 
@@ -244,7 +209,7 @@ def describe_gap(run: Run) -> str | None:
     gap = signed(found.gap, ".4f")
     return (
         f"The generalization gap is {gap}: the validation loss, {last.loss:.4f}, minus the "
-        f"training loss, {found.loss:.4f}, on {found.samples:,} {run.task.labelled} without "
+        f"training loss, {found.loss:.4f}, on {found.samples:,} images without "
         f"augmentation. Top-1 on these is {percent(found.top1)} %."
     )
 

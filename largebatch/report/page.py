@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from largebatch.formatting import MISSING, duration, percent, points
 from largebatch.report.drift import draw_drift
-from largebatch.report.figures import draw_accuracy, draw_loss, draw_metric, draw_throughput
+from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
 from largebatch.report.mistakes import (
     compare,
     draw_confusion,
@@ -27,7 +27,6 @@ from largebatch.report.mistakes import (
 from largebatch.report.monitors import draw_norm, draw_ratios, draw_system, layers
 from largebatch.report.noise import describe_noise, draw_noise, has_course
 from largebatch.report.numbers import (
-    describe_confidence,
     describe_gap,
     describe_waits,
     headlines,
@@ -50,8 +49,6 @@ _EXPLAINED = {
     "ema": "the EMA of the weights takes their place.",
     "swa": "the mean of the weights at a regular interval over the last part of the schedule takes "
     "their place.",
-    "swap": "several copies are trained on, each alone on small batches in an order of its own; "
-    "their mean takes their place.",
     "affine": "further updates on such clean images move BatchNorm's scales and shifts and the "
     "classifier alone.",
     "statistics": "no weight moves: the means and variances that BatchNorm normalises by are "
@@ -78,11 +75,10 @@ def make_page(run: Run) -> str:
         headlines=headlines(run),
         explained=_EXPLAINED,
         unknown=MISSING,
-        charts=charts_of(run),
+        charts=CHARTS,
         widths=(WIDE, NARROW),
         extra=_extra(run),
         environment=_environment(run),
-        confidence=describe_confidence(run),
         gap=describe_gap(run),
         waits=describe_waits(run) if run.timed else None,
         noise=describe_noise(run) if has_course(run) else None,
@@ -176,7 +172,7 @@ def _rows(number: int, *, each: float = 14) -> float:
 
 def write_charts(run: Run, folder: Path) -> None:
     """Write every chart, and the overview report.png, as PNG files."""
-    for name, chart in charts_of(run).items():
+    for name, chart in CHARTS.items():
         if not chart.content(run):
             (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier part of the run
             continue
@@ -203,7 +199,7 @@ _OVERVIEW = (
     *("accuracy", "throughput", "drift", "ratios", "waits", "noise", "norm", "system"),
     "confusion",
 )
-"""Order of the charts after the loss and the metric of the task; the overview has four."""
+"""Order of the charts after the loss; the overview has four."""
 
 
 def _draw_overview(figure: "Figure", run: Run) -> None:
@@ -216,8 +212,8 @@ def _draw_overview(figure: "Figure", run: Run) -> None:
         x = left + place * (1 - left) / 6
         head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
         head.text(x, 0.2, number.label, color=MUTED, va="top")
-    there = {name: chart for name, chart in charts_of(run).items() if chart.content(run)}
-    order = ["loss", run.task.metric.key, *_OVERVIEW]
+    there = {name: chart for name, chart in CHARTS.items() if chart.content(run)}
+    order = ["loss", *_OVERVIEW]
     charts = [there[name] for name in sorted(there, key=order.index)[:4]]
     if not charts:
         body.add_subplot().set_axis_off()  # the layout needs one
@@ -227,21 +223,12 @@ def _draw_overview(figure: "Figure", run: Run) -> None:
         _draw_titled(body.add_subfigure(quarters[place]), chart, run)
 
 
-def charts_of(run: Run) -> dict[str, Chart]:
-    """Return the charts by name, with that of the metric where accuracy does not judge the run."""
-    metric = run.task.metric
-    if run.task.by_accuracy:
-        return CHARTS
-    own = Chart(metric.title, draw_metric, lambda run: run.evaluations, (340, 340))
-    return {"loss": CHARTS["loss"], metric.key: own} | CHARTS
-
-
 CHARTS = {
     "loss": Chart("Loss and learning rate", draw_loss, lambda run: run.steps, (440, 380)),
     "accuracy": Chart(
         "Accuracy",
         draw_accuracy,
-        lambda run: run.task.by_accuracy and run.evaluations,
+        lambda run: run.evaluations,
         (340, 500),
     ),
     "throughput": Chart("Training speed", draw_throughput, lambda run: run.steps, (240, 220)),

@@ -17,11 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from largebatch.errors import CheckpointError, RecipeError
+from largebatch.errors import CheckpointError
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.keys import TASKS
-from largebatch.recipe.loading import parse_yaml
-from largebatch.recipe.task import IMAGES, Task
 from largebatch.tracking.events import (
     EVENTS,
     LOG,
@@ -186,18 +183,6 @@ class Run:
         """The stages that come after the schedule, those that were discarded too."""
         return tuple(stage for stage in self.stages[1:] if stage.name not in _SCHEDULE)
 
-    @cached_property
-    def task(self) -> Task:
-        """The task of the recipe's data; without a recipe, that of the metrics in the log."""
-        recorded = (
-            task
-            for task in TASKS.values()
-            for metric in task.metrics
-            if metric.is_recorded
-            and any(getattr(found, metric.key) is not None for found in self.evaluations)
-        )
-        return TASKS.get(_source(self.recipe or "")) or next(recorded, IMAGES)
-
     @property
     def drift_kept(self) -> bool:
         """True if the model kept the measured statistics."""
@@ -236,16 +221,6 @@ class Run:
     def timed(self) -> tuple[Step, ...]:
         """The updates of which it is known what they waited for."""
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
-
-
-def _source(recipe: str) -> str:
-    """Return `data.source` of a recipe, which today's types need not accept; empty if unknown."""
-    try:
-        tree = parse_yaml(recipe, source=RECIPE)
-    except RecipeError:
-        return ""
-    data = tree.get("data") if isinstance(tree, dict) else None
-    return str(data.get("source")) if isinstance(data, dict) else ""
 
 
 def _trace(stage: StageName, steps: list[Step]) -> Trace:

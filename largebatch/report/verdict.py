@@ -11,15 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.formatting import percent
-from largebatch.recipe.task import Metric
 from largebatch.report.diagnosis import Cause, find_causes
 from largebatch.report.mistakes import compare
 from largebatch.report.record import Record, record_of
 from largebatch.report.run import FloatArray, Run, median
-from largebatch.tracking.events import Evaluation
-
-CLOSE = 0.01
-"""Relative difference up to which two values of a metric other than accuracy are called close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +35,6 @@ def _finished(run: Run) -> Verdict:
     last = run.last_stage
     if last is None:
         return Verdict("The run finished; its accuracy was not measured.", good=False)
-    if not run.task.by_accuracy:
-        return _finished_by_metric(run, last.after, run.task.metric)
     end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
     one = max(sizes, default=0) / end.samples
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
@@ -70,7 +63,7 @@ def _judged(run: Run, words: str) -> Verdict:
     record = record_of(run)
     oddities = [cause.figure for cause in _causes(record)]
     unknown = [] if record.classes else ["losses against guessing"]
-    if run.final_mistakes is None and run.task.by_accuracy:
+    if run.final_mistakes is None:
         unknown.append("accuracy by class")
     words = f"{_losses(run)}{words}"
     if unknown:
@@ -90,26 +83,6 @@ def _causes(record: Record) -> list[Cause]:
 def _likely(run: Run) -> str:
     """Return a sentence on the most likely cause; empty without one."""
     return next((f" Likely cause: {cause.figure}." for cause in _causes(record_of(run))), "")
-
-
-def _finished_by_metric(run: Run, end: Evaluation, metric: Metric) -> Verdict:
-    """Compare the metric at the end with the best of the run."""
-    kept, value = run.kept_evaluations, metric.value(end)
-    if not math.isfinite(value) or not math.isfinite(end.loss):
-        return Verdict("The run finished, but the final validation loss is not finite.", good=False)
-    choose = min if metric.lower_is_better else max
-    best = choose((found for found in kept if math.isfinite(metric.value(found))), key=metric.value)
-    side, extreme = ("above", "lowest") if metric.lower_is_better else ("below", "highest")
-    words = f"the {extreme} of the run"
-    if metric.is_better(metric.value(best), value):
-        words = f"close to its {extreme}, {metric.text(best)}"
-    if abs(value - metric.value(best)) > CLOSE * abs(metric.value(best)):
-        return Verdict(
-            f"The run finished, but the final {metric.name}, {metric.text(end)}, is {side} the "
-            f"{metric.text(best)} after {best.step:,} steps.",
-            good=False,
-        )
-    return _judged(run, f"the final {metric.name} is {metric.text(end)}, {words}.")
 
 
 def _losses(run: Run) -> str:

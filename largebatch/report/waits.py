@@ -41,7 +41,7 @@ def draw_waits(figure: "Canvas", run: Run) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     title = name_axes(axes, y="Time, %", x="Step")
-    title = name_line(axes, run.task.samples, HIGH, after=title)
+    title = name_line(axes, "images", HIGH, after=title)
     if run.plan.workers > 1:
         title = name_line(axes, "gradients", LOW, after=title)
     name_line(axes, "computing", MUTED, after=title)

@@ -20,7 +20,7 @@ PROGRAM = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from largebatch.runs.build import open_pipeline
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
@@ -34,7 +34,7 @@ def note(*job):
 
 ThreadPoolExecutor.submit = note
 recipe = load_recipe("digits_96", sys.argv[2:])
-pipeline = open_pipeline(recipe, make_plan(recipe, workers=1), Serial(), folder=None)
+pipeline = open_images(recipe, make_plan(recipe, workers=1), Serial(), folder=None)
 opened = {"train": pipeline.training(range(200), clean=False), "val": pipeline.validation()}
 for batches in opened.values():
     next(batches)

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 import re
 from pathlib import Path
 
@@ -75,33 +74,22 @@ def test_the_classes_of_the_lowest_accuracy_come_first(tmp_path: Path) -> None:
     found = Mistakes(
         stage="train", step=1, classes=("a", "b", "absent", "never"), sizes=(4, 10, 0, 2),
         samples=(0, 4, 14, 15), labels=(0, 1, 3, 3), predicted=(1, 0, 0, 0),
-        worst=(), losses=(), confidences=(0.75, 0.8, math.nan, math.nan),
+        worst=(), losses=(),
     )  # fmt: skip
     rows = weakest(found)
-    assert [row[:3] for row in rows] == [("never", 0, 2), ("a", 3, 4), ("b", 9, 10)]
-    assert [row.confidence for row in rows[1:]] == [0.75, 0.8]
-    assert math.isnan(rows[0].confidence)
+    assert rows == [("never", 0, 2), ("a", 3, 4), ("b", 9, 10)]
 
 
-def test_the_page_shows_confidence_and_the_gap_where_they_were_measured(tmp_path: Path) -> None:
+def test_the_page_shows_the_gap_where_it_was_measured(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
-    assert "confidence" not in make_page(read_run(run.write()))
+    assert "generalization gap" not in make_page(read_run(run.write()))
     run.folder = tmp_path / "measured"
-    confidences = [0.9, *[0.5] * 8, math.nan]
-    run.records[-1]["confidences"] = [None if math.isnan(one) else one for one in confidences]
     evaluation = next(one for one in run.records if one["event"] == "evaluation")
-    evaluation |= {"average_confidence": 0.8765, "confidence_deviation": 0.1234}
-    evaluation |= {"class_confidence_deviation": 0.0456, "classes_never_correct": 1}
     loss = evaluation["loss"] - 0.25
     run.add(
         "generalization_gap", stage="train", step=600, samples=1437, top1=0.999, loss=loss, gap=0.25
     )
     page = make_page(read_run(run.write()))
-    assert "correct predictions (AC) is 87.65 %" in page
-    assert "12.34 points over the images (CD)" in page
-    assert "4.56 points over the averages of the classes (CDAC), without 1 that" in page
-    assert '<td data-name="Average confidence">50.00 %</td>' in page
-    assert '<td data-name="Average confidence">–</td>' in page
     assert "The generalization gap is +0.2500: the validation loss" in page
     assert f"training loss, {loss:.4f}, on 1,437 images" in page
     assert "Top-1 on these is 99.90 %" in page

@@ -82,7 +82,7 @@ GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1":
         pytest.param(GOOD + '"loss": "low", "samples": 1}', "loss: Input should be", id="a word"),
         pytest.param(
             GOOD.replace("train", "rest") + '"loss": 0, "samples": 1}',
-            "stage: Input should be 'train', 'clean', 'ema', 'swa', 'swap', 'affine' or 'stat",
+            "stage: Input should be 'train', 'clean', 'ema', 'swa', 'affine' or 'stat",
             id="unknown stage",
         ),
     ],

@@ -31,9 +31,9 @@ def test_averages_are_explained_and_the_drift_of_one_is_that_of_its_statistics(
     run.end("train", 600, 0.95)
     run.end("swa", 0, 0.94)
     run.decide("swa", before=0.97, after=0.96)
-    run.drift(["bn1", "bn2"], stage="swap")
-    run.end("swap", 0, 0.96)
-    run.decide("swap", before=0.97, after=0.98)
+    run.drift(["bn1", "bn2"], stage="affine")
+    run.end("affine", 0, 0.96)
+    run.decide("affine", before=0.97, after=0.98)
     folder = run.write()
     read = read_run(folder)
     assert read.drift_kept
@@ -42,4 +42,3 @@ def test_averages_are_explained_and_the_drift_of_one_is_that_of_its_statistics(
     page = write_report(folder).read_text()
     assert "swa (discarded)" in page
     assert "the mean of the weights at a regular interval" in page
-    assert "several copies are trained on, each alone on small batches" in page

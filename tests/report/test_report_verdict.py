@@ -11,8 +11,6 @@ from fake_runs import FakeRun
 
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
-from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.writing import dump_recipe
 from largebatch.report.page import make_page
 from largebatch.report.record import smoothing_floor
 from largebatch.report.run import read_run
@@ -135,44 +133,6 @@ def test_a_loss_that_is_no_number_stands_out_where_classes_were_not_recorded(
     run.end("train", 600, 0.95)
     found = verdict(read_run(run.write()))
     assert "What stands out: the validation loss was not finite at epoch 1." in found.words
-
-
-@pytest.mark.parametrize(
-    ("losses", "training", "words"),
-    [
-        pytest.param([5.0, 4.7], 8.0, None, id="usual"),
-        pytest.param([math.nan, 4.7], 1.0, "validation loss was not finite at epoch 1", id="NaN"),
-        pytest.param(
-            [93.0, 4.7],
-            1.0,
-            "the validation loss was 93 at epoch 1 (equal probabilities for all 10,000 words give "
-            "9.21)",
-            id="wild",
-        ),
-        pytest.param([9.6, 9.5], 1.0, "the final validation loss is 9.5", id="guessing"),
-        pytest.param([5.0, 4.7], 18.0, "the final training loss is 9.9", id="unfit"),
-        pytest.param([5.0, math.nan], 1.0, "the final validation loss is not finite", id="lost"),
-    ],
-)
-def test_a_language_model_is_examined_too(
-    losses: list[float], training: float, words: str | None, tmp_path: Path
-) -> None:
-    run = FakeRun(tmp_path / "run", clean_steps=0)
-    run.train(0, 600)
-    for record in run.records[1:]:
-        record["loss"] *= training
-    run.evaluate("train", 15, 0.2)
-    run.end("train", 600, 0.2)
-    evaluations = [record for record in run.records if record["event"] == "evaluation"]
-    for record, loss in zip(evaluations, losses, strict=True):
-        lost = math.isnan(loss)
-        perplexity = None if lost else math.exp(loss)
-        record |= {"loss": None if lost else loss, "perplexity": perplexity}
-    run.write()
-    (run.folder / "recipe.yaml").write_text(dump_recipe(load_recipe("ptb_lstm_20")))
-    found = verdict(read_run(run.folder))
-    assert found.good == (words is None)
-    assert words is None or words in found.words
 
 
 @pytest.mark.parametrize(("factor", "stands_out"), [(2.2, False), (3.2, True)])
