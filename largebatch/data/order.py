@@ -69,6 +69,15 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
     return np.concatenate(parts, dtype=np.int64)
 
 
+def samples_at(
+    positions: range, *, seed: int, num_samples: int, trained: IntArray | None
+) -> IntArray:
+    """Return the samples at these positions of the run, from `trained` or, if None, from all."""
+    if trained is None:
+        return sample_ids(positions, seed=seed, num_samples=num_samples)
+    return trained[sample_ids(positions, seed=seed, num_samples=len(trained))]
+
+
 def divide(
     num_samples: int, *, held_out: int, seed: int, stream: Stream = Stream.HELD_OUT
 ) -> tuple[IntArray, IntArray]:

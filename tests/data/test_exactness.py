@@ -20,7 +20,7 @@ from PIL import Image
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, prefetch
 from largebatch.data.index.index import Index
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -45,7 +45,7 @@ def a_recipe(**changes: object) -> Recipe:
     return load_recipe(DIGITS, [*words, *others, "data.crop_area=[0.2, 1]", "data.flip=true"])
 
 
-def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> ImagePipeline:
+def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> Pipeline:
     plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
     return replace(open_images(recipe, plan, CPU, folder=None), rank=rank)
 

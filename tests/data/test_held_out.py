@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from largebatch.data.index.index import Index
 from largebatch.data.order import divide
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -52,7 +52,7 @@ def a_recipe(num_samples: int, held_out: int, *, batch: int = 12, measured: int 
     )
 
 
-def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> ImagePipeline:
+def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> Pipeline:
     plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
     return replace(open_images(recipe, plan, CPU, folder=None), rank=rank)
 

@@ -14,7 +14,7 @@ from short_runs import CLEAN, a_recipe, log
 from largebatch import run
 from largebatch.data.decoders import dali
 from largebatch.data.decoders.reader import Reader
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def opened(*changes: str) -> ImagePipeline:
+def opened(*changes: str) -> Pipeline:
     recipe = load_recipe(DIGITS, list(changes))
     return open_images(
         recipe, make_plan(recipe, workers=1), Serial(torch.device("cpu")), folder=None

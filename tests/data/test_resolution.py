@@ -14,7 +14,7 @@ from decoding import needs_dali
 from PIL import Image
 from torch import Tensor
 
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models.of_recipe import require_accepted
@@ -36,12 +36,12 @@ def digits(*overrides: str) -> Recipe:
     return load_recipe(DIGITS, [*GROWING, "data.crop_area=[0.3, 1]", "data.flip=true", *overrides])
 
 
-def opened(recipe: Recipe, *, workers: int = 1) -> ImagePipeline:
+def opened(recipe: Recipe, *, workers: int = 1) -> Pipeline:
     plan = make_plan(recipe, workers=workers)
     return open_images(recipe, plan, Serial(torch.device("cpu")), folder=None)
 
 
-def by_pillow(pipeline: ImagePipeline, positions: range, size: int) -> Tensor:
+def by_pillow(pipeline: Pipeline, positions: range, size: int) -> Tensor:
     """Crop, resize and mirror the training images at these positions."""
     request = pipeline.training_request(positions, clean=False)
     shown = []
@@ -56,7 +56,7 @@ def by_pillow(pipeline: ImagePipeline, positions: range, size: int) -> Tensor:
     return (torch.stack(shown).permute(0, 3, 1, 2) / 255 - mean) / std
 
 
-def first_of_each(pipeline: ImagePipeline, steps: range) -> Iterator[tuple[int, Tensor]]:
+def first_of_each(pipeline: Pipeline, steps: range) -> Iterator[tuple[int, Tensor]]:
     with closing(pipeline.training(steps, clean=False)) as batches:
         for step, batch in zip(steps, batches, strict=True):
             yield step, batch.images.clone()

@@ -12,10 +12,9 @@ from decoding import needs_dali, png_folder
 from torch import Tensor
 from torch.nn import functional as F
 
-from largebatch.data.augment import random_shifts, train_request
+from largebatch.data.augment import random_shifts, train_request, translate
 from largebatch.data.index.index import load_or_read
 from largebatch.data.pipeline import open_images
-from largebatch.data.translation import translate
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from real_subsets import SAMPLES, write_subset
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(chosen: Recipe, folder: Path) -> ImagePipeline:
+def opened(chosen: Recipe, folder: Path) -> Pipeline:
     plan = make_plan(chosen, workers=1)
     return open_images(chosen, plan, Serial(torch.device("cpu")), folder=folder)
 

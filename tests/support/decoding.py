@@ -16,10 +16,9 @@ from PIL import Image
 from largebatch.data import types
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, pixel_cache, torchvision
-from largebatch.data.decoders.idle import IdleDecoders
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.pipeline import ImagePipeline
+from largebatch.data.pipeline import IdleDecoders, Pipeline
 from largebatch.data.types import Batches, Bytes, Request, Resources, View
 from largebatch.distributed.serial import Serial
 
@@ -101,8 +100,8 @@ def decode_all(
 
 
 def with_decoder(
-    pipeline: ImagePipeline, decode: Callable[[Index, Iterable[Request]], Batches]
-) -> ImagePipeline:
+    pipeline: Pipeline, decode: Callable[[Index, Iterable[Request]], Batches]
+) -> Pipeline:
     """Return a pipeline in which this takes the place of every decoder."""
     return replace(
         pipeline,
