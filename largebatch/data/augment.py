@@ -23,8 +23,7 @@ from largebatch.data.types import Batches, BoolArray, Decode, IntArray, Request
 
 FloatArray = npt.NDArray[np.float64]
 
-ATTEMPTS = 10
-"""Number of random boxes drawn before the central one is used, as in torchvision."""
+ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
 
 def train_request(  # noqa: PLR0913 -- the settings of the augmentation

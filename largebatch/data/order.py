@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from largebatch.data.types import IntArray
 
-WORDS_PER_BLOCK = 4
-"""Number of 64-bit words per value of Philox's counter."""
+WORDS_PER_BLOCK = 4  # number of 64-bit words per value of Philox's counter
 
 
 class Stream(enum.IntEnum):

@@ -94,9 +94,7 @@ class Pipeline:
     seed: int
     plan: Plan
     rank: int
-    evaluated_samples: IntArray
-    """Rows of the validation data that an evaluation measures."""
-
+    evaluated_samples: IntArray  # rows of the validation data that an evaluation measures
     held_out_samples: IntArray
     """Training samples excluded from training and statistics; they decide which stages are kept."""
 
@@ -104,9 +102,7 @@ class Pipeline:
     train_index: Index
     val_index: Index
     open_decoder: OpenDecoder
-    channels_last: bool = False
-    """True if images are stored channels last, like the model's weights."""
-
+    channels_last: bool = False  # True if images are stored channels last, like the model's weights
     idle: IdleDecoders = field(default_factory=IdleDecoders)
     """Decoders of clean images, by split; all evaluations share one."""
 

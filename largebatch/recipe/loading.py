@@ -34,8 +34,7 @@ _LOG = logging.getLogger(__name__)
 MAX_LENGTH = 2**16
 """Bytes of a recipe: twenty times the longest known one. YAML of this length takes seconds."""
 
-MAX_DEPTH = 32
-"""Depth of nested sections; the deepest known key is eight levels below the recipe."""
+MAX_DEPTH = 32  # depth of nested sections; the deepest known key is eight levels below the recipe
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

@@ -37,8 +37,7 @@ LAYOUT = (
 KAGGLE = "ILSVRC/Data/CLS-LOC"
 """Folder of ImageNet's splits as Kaggle packs them; the images of val are in no class folders."""
 
-SOLUTION = "LOC_val_solution.csv"
-"""Kaggle's list of the classes of val, beside ILSVRC."""
+SOLUTION = "LOC_val_solution.csv"  # Kaggle's list of the classes of val, beside ILSVRC
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +79,8 @@ class Division:
 
 class _Image(NamedTuple):
     files: Files
-    path: str
-    """Path in the archive."""
-
-    start: int
-    """Position in the path of the image's name within its class."""
+    path: str  # path in the archive
+    start: int  # position in the path of the image's name within its class
 
     @property
     def name(self) -> str:
@@ -94,19 +90,16 @@ class _Image(NamedTuple):
         return f"{self.files.archive}: {self.path}"
 
 
-Classes = dict[str, list[_Image]]
-"""Images of a split by class name."""
+Classes = dict[str, list[_Image]]  # images of a split by class name
 
-_Placed = Iterator[tuple[str, str, _Image]]
-"""Split, class and image."""
+_Placed = Iterator[tuple[str, str, _Image]]  # split, class and image
 
 
 class _Layout(NamedTuple):
     names: tuple[str, ...]
     """Names of the splits: training, then validation unless training is divided."""
 
-    divided: bool
-    """True if a fraction of the training images is used for validation."""
+    divided: bool  # True if a fraction of the training images is used for validation
 
 
 @contextmanager

@@ -54,9 +54,7 @@ class MapStyle(Protocol):
 class Items:
     """One split of a user's data set."""
 
-    name: str
-    """Name of the split and its function, for messages."""
-
+    name: str  # name of the split and its function, for messages
     dataset: MapStyle
     lock: threading.Lock = field(default_factory=threading.Lock)
 

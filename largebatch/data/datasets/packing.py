@@ -26,9 +26,7 @@ from largebatch.storage import THREADS, Progress, new_folder
 
 TRAIN, VAL = SPLITS = ("train", "val")
 
-PART = 256
-"""Number of samples prepared together, in several threads."""
-
+PART = 256  # number of samples prepared together, in several threads
 STARTS = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",
@@ -47,12 +45,9 @@ class Sample(NamedTuple):
     """One encoded image."""
 
     content: bytes
-    extension: str
-    """Extension of the file name, without a dot."""
-
+    extension: str  # extension of the file name, without a dot
     label: int
-    origin: object = None
-    """What `str` turns into the image's name in its source, if it has one."""
+    origin: object = None  # what `str` turns into the image's name in its source, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +55,11 @@ class DataSet:
     """A data set to be written as shards."""
 
     classes: Sequence[str]
-    sizes: Mapping[str, int]
-    """Number of samples of each split, for the progress."""
-
+    sizes: Mapping[str, int]  # number of samples of each split, for the progress
     samples: Callable[[str], Iterable[Sample | Unusable]]
     """Function that yields the samples of a split in order."""
 
-    remarks: Sequence[str] = ()
-    """Lines to print after the import: ignored files, and the division."""
+    remarks: Sequence[str] = ()  # lines to print after the import: ignored files, and the division
 
 
 def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) -> None:

@@ -25,8 +25,7 @@ from largebatch.optional import require_parquet
 VAL_NAMES = ("val", "valid", "validation", "dev")
 """Names of validation on the hub; `test` is used only if requested."""
 
-ROWS = 256
-"""Number of rows in memory at a time."""
+ROWS = 256  # number of rows in memory at a time
 
 
 class _Columns(NamedTuple):

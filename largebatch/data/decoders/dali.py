@@ -25,9 +25,7 @@ from largebatch.data.types import Batch, Batches, Decode, Request, Resources, Vi
 from largebatch.errors import DataError
 from largebatch.optional import require_dali
 
-AHEAD = 2
-"""Number of batches finished or in progress when one is requested."""
-
+AHEAD = 2  # number of batches finished or in progress when one is requested
 WEBP_WITH_FLAGS, WEBP_FLAGS, WEBP_EXIF = b"WEBPVP8X", 20, np.uint8(8)
 """Bytes 8 to 15 of a WebP with flags, the position of the flags, and that of EXIF, which is cleared
 because DALI fails to find EXIF behind a chunk of odd length; the index holds the orientation."""

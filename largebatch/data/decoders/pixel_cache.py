@@ -66,21 +66,11 @@ from largebatch.storage import (
 
 Pixels = TypeVar("Pixels", Bytes, Tensor)
 
-LIMIT = 16 * 2**30
-"""Maximum number of bytes of pixels of one split."""
-
-FORMAT = 1
-"""Version of the files and of the decoding; files of another version are not used."""
-
-UNUSED_DAYS = 30
-"""Days without use after which a file is removed."""
-
-EACH = 128
-"""Number of images in one thread's task."""
-
-READS = 8
-"""Maximum number of images read at the same time."""
-
+LIMIT = 16 * 2**30  # maximum number of bytes of pixels of one split
+FORMAT = 1  # version of the files and of the decoding; files of another version are not used
+UNUSED_DAYS = 30  # days without use after which a file is removed
+EACH = 128  # number of images in one thread's task
+READS = 8  # maximum number of images read at the same time
 SMALL = 40
 """Maximum side in pixels of images of one size that are resized together: one by one, the threads
 would mostly wait for Python's lock. The weights of all boxes then take 20 MB."""
@@ -95,12 +85,8 @@ class PixelCache(Generic[Pixels]):
 
     index: Index
     pixels: Pixels
-    starts: IntArray
-    """Position of the first byte of each image."""
-
-    alike: Pixels | None
-    """The same bytes as N x H x W x 3; None if images differ in size."""
-
+    starts: IntArray  # position of the first byte of each image
+    alike: Pixels | None  # the same bytes as N x H x W x 3; None if images differ in size
     mapped: Mapped | None = None
     """File that the pixels are mapped from; None if they are on a device."""
 

@@ -16,12 +16,10 @@ from torch import Tensor
 from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, Resources, View
 
-Order = TypeVar("Order")
-"""Description of a batch: a request, alone or with the bytes read for it."""
+Order = TypeVar("Order")  # description of a batch: a request, alone or with the bytes read for it
 
 
-AHEAD = 2
-"""Number of batches filled in while one is used."""
+AHEAD = 2  # number of batches filled in while one is used
 
 
 class Part(NamedTuple):

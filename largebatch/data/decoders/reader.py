@@ -25,9 +25,7 @@ from largebatch.data.index.index import Index, Location, changed
 from largebatch.data.types import Bytes, IntArray, Request
 from largebatch.storage import read_again
 
-FIRST_READS = 8
-"""Maximum number of images read at the same time until read times are known."""
-
+FIRST_READS = 8  # maximum number of images read at the same time until read times are known
 KEPT_OPEN = 4
 """A reader keeps at most 1 / KEPT_OPEN of the process's limit of open files, for shards."""
 
@@ -35,8 +33,7 @@ THREAD_SECONDS = 0.02
 """Seconds of reading in the previous batch per additional thread. One thread is best for cached
 files: several would spend more time waiting for Python's lock than reading."""
 
-SLOW_SECONDS = 60.0
-"""Seconds after which a batch that is still being read is named in the log."""
+SLOW_SECONDS = 60.0  # seconds after which a batch that is still being read is named in the log
 
 _LOG = logging.getLogger(__name__)
 

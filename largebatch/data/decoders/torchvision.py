@@ -20,8 +20,7 @@ from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Requ
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
-AT_A_TIME = 16
-"""Number of images in one thread's task; a task costs about ten microseconds."""
+AT_A_TIME = 16  # number of images in one thread's task; a task costs about ten microseconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,7 @@ older copies of a user's. They are counted."""
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
 
-EXAMPLES = 3
-"""Number of example names per kind of ignored files."""
-
+EXAMPLES = 3  # number of example names per kind of ignored files
 LOOSE = "beside the class folders or shards"
 NESTED = "in subfolders of a class (`largebatch data import imagefolder` reads those)"
 SYSTEMS = "in folders of the system, such as @eaDir and #recycle"
@@ -47,9 +45,7 @@ SYSTEMS = "in folders of the system, such as @eaDir and #recycle"
 class Ignored(NamedTuple):
     """Files of one kind that are not read."""
 
-    kind: str
-    """Suffix such as `.gif`, or the location."""
-
+    kind: str  # suffix such as `.gif`, or the location
     number: int
     examples: list[str]
 

@@ -28,9 +28,7 @@ MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 OTHER_FORMATS = ("BMP", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats, besides JPEG and PNG, that both decoders read."""
 
-MAX_SIDE = 32_768
-"""Maximum side in pixels: hardware decoders have limits of this order."""
-
+MAX_SIDE = 32_768  # maximum side in pixels: hardware decoders have limits of this order
 MAX_BYTES = 2**29
 """Maximum length of an encoded image: twice the bytes of Pillow's maximum number of pixels."""
 
@@ -43,9 +41,7 @@ PNG_DEPTH = 24  # position of the byte of a PNG that holds the bits per channel
 
 ORIENTATION, MOST_ORIENTATION = 274, 8  # EXIF's tag of orientation, and its largest value
 
-TRANSPOSED = (5, 6, 7, 8)
-"""Orientations that exchange height and width."""
-
+TRANSPOSED = (5, 6, 7, 8)  # orientations that exchange height and width
 OTHER_FRAMES = re.compile(rb"\xff([\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf])..\x08(....)", re.DOTALL)
 """Frame headers of lossless, hierarchical and arithmetic JPEGs: marker, height and width."""
 
@@ -59,8 +55,7 @@ class Size(NamedTuple):
 
     height: int
     width: int
-    orientation: int = 1
-    """EXIF orientation of the stored image; 1 is upright."""
+    orientation: int = 1  # EXIF orientation of the stored image; 1 is upright
 
     @property
     def stored(self) -> tuple[int, int]:

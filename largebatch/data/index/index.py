@@ -84,12 +84,8 @@ from largebatch.storage import (
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-FORMAT = 5
-"""Version of the format; files of another version are not used."""
-
-MOST = 20_000
-"""Maximum number of compared files of unchanged folders, unless all are compared."""
-
+FORMAT = 5  # version of the format; files of another version are not used
+MOST = 20_000  # maximum number of compared files of unchanged folders, unless all are compared
 HEADER = "header"
 CHECKSUM = "~crc32"  # of all preceding bytes: safetensors sorts byte arrays last, by name
 
@@ -108,9 +104,7 @@ class Location(NamedTuple):
 class Bad(NamedTuple):
     """An image that cannot be used."""
 
-    path: str
-    """Path from the root; in a shard, the shard's path and the member's name."""
-
+    path: str  # path from the root; in a shard, the shard's path and the member's name
     reason: str
     size: int = 0
     mtime: int = 0
@@ -191,15 +185,9 @@ class Content(NamedTuple):
 class Index:
     """The images of one split in a fixed order. A sample's number is its row."""
 
-    root: Path
-    """Folder of the splits; `paths` are relative to it."""
-
-    classes: tuple[str, ...]
-    """Names of the classes, by label."""
-
-    paths: Sequence[str]
-    """Path of the file of each sample: an image, or a shard of many."""
-
+    root: Path  # folder of the splits; `paths` are relative to it
+    classes: tuple[str, ...]  # names of the classes, by label
+    paths: Sequence[str]  # path of the file of each sample: an image, or a shard of many
     labels: IntArray
     heights: IntArray
     widths: IntArray
@@ -208,24 +196,16 @@ class Index:
     orientations: Bytes | None = None
     """EXIF orientations of the stored images; None if all are upright."""
 
-    num_bytes: IntArray | None = None
-    """Lengths of the encoded images; None for synthetic images."""
-
+    num_bytes: IntArray | None = None  # lengths of the encoded images; None for synthetic images
     offsets: IntArray | None = None
     """Positions of the images in their files; None if each is a whole file."""
 
     mtimes: IntArray | None = None
     """Modification times in nanoseconds; None for shards and synthetic images."""
 
-    bad: tuple[Bad, ...] = ()
-    """Images that cannot be used and were left out."""
-
-    ignored: tuple[Ignored, ...] = ()
-    """Ignored files, by kind, at the time the index was built."""
-
-    digest: str = ""
-    """Digest of the content: indexes with the same digest list the same images."""
-
+    bad: tuple[Bad, ...] = ()  # images that cannot be used and were left out
+    ignored: tuple[Ignored, ...] = ()  # ignored files, by kind, at the time the index was built
+    digest: str = ""  # digest of the content: indexes with the same digest list the same images
     trained: IntArray | None = None
     """Samples that a run may train on, in rising order; None for all."""
 

@@ -18,18 +18,10 @@ from largebatch.errors import DataError
 
 LABEL = "cls"
 
-BLOCK = 512
-"""Block size of a tar file: headers are one block, contents are padded to a multiple."""
-
-END = 2 * BLOCK
-"""Minimum number of zeros at the end of a tar file."""
-
-CHUNK = 2**20
-"""Number of bytes read at a time."""
-
-LABEL_BYTES = 32
-"""Maximum number of bytes of a label."""
-
+BLOCK = 512  # block size of a tar file: headers are one block, contents are padded to a multiple
+END = 2 * BLOCK  # minimum number of zeros at the end of a tar file
+CHUNK = 2**20  # number of bytes read at a time
+LABEL_BYTES = 32  # maximum number of bytes of a label
 REPACK = "create the tar with: tar --dereference --hard-dereference, without --sparse"
 
 
