@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch.errors import CheckpointError
+from largebatch.formatting import MISSING
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import (
     EVENTS,
@@ -43,6 +44,9 @@ from largebatch.tracking.events import (
 
 FloatArray = npt.NDArray[np.float64]
 _E = TypeVar("_E")
+
+INPUT_BOUND = 0.1
+"""Fraction of the time spent waiting for images from which a run is called input bound."""
 
 _SCHEDULE = frozenset({"train", "clean"})
 """The stages whose updates are those of the schedule."""
@@ -248,6 +252,35 @@ def images_per_second(run: Run) -> float | None:
     return None if math.isnan(rate) else rate
 
 
+def short_commit(commit: str | None) -> str:
+    """Return the first digits of a commit, and the mark of changed files.
+
+    >>> short_commit("4f2a9c1d5e6b7a8091827364554637281900abcd+"), short_commit(None)
+    ('4f2a9c1d5e6b+', '–')
+    """
+    return MISSING if commit is None else commit[:12] + "+" * commit.endswith("+")
+
+
+class Shares(NamedTuple):
+    """Parts of the time of updates: these two, and computing the rest."""
+
+    data: float
+    reduction: float
+
+
+def shares(run: Run) -> Shares:
+    """Return the shares over all timed updates without the first, which warms up.
+
+    The run has a timed update.
+    """
+    steps = run.timed[1:] or run.timed
+    whole = sum(step.step_seconds for step in steps)
+    return Shares(
+        sum(step.data_seconds for step in steps) / whole,
+        sum(step.reduction_seconds for step in steps) / whole,
+    )
+
+
 def read_run(folder: Path) -> Run:
     """Read a run folder. Raises CheckpointError naming the file, and the line in a log."""
     log = _read_log(folder / LOG)
@@ -278,8 +311,12 @@ def read_run(folder: Path) -> Run:
     )
 
 
+_REMADE = {"remark", "stage", "update skipped"}
+"""Kinds of notes that a resumed run makes again; the others are events on the machine."""
+
+
 def _read_log(path: Path) -> list[Event]:
-    """Return the events that hold: those that no later event replaces or supersedes."""
+    """Return the valid events: those that no later event replaces or supersedes."""
     if not path.exists():
         raise _no_run(path)
     log: dict[tuple[object, ...], Event] = {}
@@ -287,12 +324,12 @@ def _read_log(path: Path) -> list[Event]:
         if isinstance(event, Start):
             step = event.resume_step
             log = {key: other for key, other in log.items() if not _is_superseded(other, step)}
-        log[type(event), *_place(event, number)] = event
+        log[type(event), *_key(event, number)] = event
     return list(log.values())
 
 
-def _place(event: Event, number: int) -> tuple[object, ...]:
-    """Return what tells an event from others of its kind; of two at one place the later holds."""
+def _key(event: Event, number: int) -> tuple[object, ...]:
+    """Return the key of an event of its kind; the later of two with equal keys wins."""
     match event:
         case Step() | System():
             return (event.step,)
@@ -300,7 +337,7 @@ def _place(event: Event, number: int) -> tuple[object, ...]:
             return event.stage, event.step
         case Decision() | Mistakes() | GeneralizationGap():
             return (event.stage,)
-        case Note():
+        case Note(kind="remark"):
             return event.stage, event.text
         case Drift() | Profile():
             return ()
@@ -312,6 +349,8 @@ def _is_superseded(event: Event, resume_step: int) -> bool:
     """Return True if a run that is resumed after this many updates makes an event again."""
     match event:
         case Start() | Profile() | Finish():
+            return False
+        case Note() if event.kind not in _REMADE:
             return False
         case Step() | System():
             return event.step >= resume_step
