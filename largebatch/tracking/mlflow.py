@@ -14,8 +14,15 @@ from typing import Any
 from largebatch.errors import LONGEST_NAME, TrackerError, clip, reason_of
 from largebatch.optional import require_mlflow
 from largebatch.tracking.events import LOG, Event, Start, Step, Summary, System
-from largebatch.tracking.identity import read_id, write_id
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, artifacts, logged
+from largebatch.tracking.scalars import (
+    Plotted,
+    Scalars,
+    ScalarTracker,
+    artifacts,
+    logged,
+    read_id,
+    write_id,
+)
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults
