@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from largebatch.errors import CheckpointError
-from largebatch.report.comparison import Comparison, compare_runs
-from largebatch.report.comparison_page import make_comparison_page
+from largebatch.report.comparison import Comparison, compare_runs, make_comparison_page
 from largebatch.report.page import make_page, write_charts
 from largebatch.report.run import read_run
 from largebatch.storage import write_whole
@@ -46,7 +45,7 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> tuple[Path, Comp
 
     `out` is the file, a name that ends in .html, or the folder of compare.html. Raises as
     compare_runs, LargebatchError where the page cannot be written, MissingPackageError without
-    Bokeh.
+    matplotlib.
     """
     comparison = compare_runs(run_folders)
     path = out if out.suffix == ".html" else out / COMPARISON

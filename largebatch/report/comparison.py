@@ -1,4 +1,4 @@
-"""What several runs have in common and what they differ in: numbers and words of the comparison.
+"""Several runs side by side: which one is best and how surely, tables, charts and differences.
 
 Accuracies are compared only where the validation data is the same, and a difference is judged by
 the noise of these images, as in the report of one run (`mistakes`).
@@ -9,8 +9,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from largebatch.errors import (
     CheckpointError,
@@ -23,18 +26,46 @@ from largebatch.errors import (
 from largebatch.formatting import duration, percent, plural
 from largebatch.recipe.loading import parse_recipe, parse_yaml
 from largebatch.report.course import Course, evaluations_of, updates_of
+from largebatch.report.figures import needs_log_scale
 from largebatch.report.mistakes import Change, compare
 from largebatch.report.numbers import short_commit
-from largebatch.report.run import Run, Stage, read_run
+from largebatch.report.pages import (
+    Chart,
+    Column,
+    Line,
+    Page,
+    Panel,
+    Section,
+    Series,
+    Table,
+    columns_over,
+    line_chart,
+    series,
+)
+from largebatch.report.run import Run, Stage, images_per_second, read_run
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
 
-_NAMED = 4
-"""Runs that a sentence names at most."""
+_NAMED = 4  # runs that a sentence names at most
+_LABEL = 48  # characters of a run's label
 
-_LABEL = 48
-"""Characters of a run's label."""
+_NOISE = (
+    "Noise is two standard errors of the difference of two runs on these images: by McNemar's "
+    "test if both logs hold every mistake, else as of two independent samples. It does not "
+    "include the spread over seeds, and the best of many runs is best by luck, too."
+)
+_RUNS = (
+    "Top-1 is that of the model as the run left it; a stage may have been discarded since. The "
+    "time to an accuracy is that of the first evaluation that reached it; a mark ≤ means that this "
+    "was the run's first evaluation. The run time is all of worker 0's, with starting, saving and "
+    "updates repeated after a failure."
+)
+_DIFFERENCES = (
+    "The settings of recipe.yaml that differ, and in brackets what the runs were made with. A "
+    "dash: the run has no such key, or its recipe or summary cannot be read."
+)
+_SAME = "No setting differs, and the runs were made with the same software and workers."
 
 
 @dataclass(frozen=True)
@@ -43,16 +74,16 @@ class Compared:
 
     run: Run
     label: str
-    """Its folder's name, with those above it where another run has the same."""
+    """The shortest unique suffix of its folder's path."""
 
     @property
     def status(self) -> str:
-        """How it ended; without a summary it was killed or is under way."""
+        """How it ended; without a summary it was killed or is running."""
         return self.run.summary.status if self.run.summary else "no summary"
 
     @cached_property
     def settings(self) -> dict[str, str] | None:
-        """The recipe by dotted keys, with today's defaults; None where it cannot be read."""
+        """The recipe by dotted keys, with today's defaults; None if it cannot be read."""
         return None if self.run.recipe is None else _read_settings(self.run.recipe)
 
     @cached_property
@@ -67,7 +98,7 @@ class Compared:
 
     @property
     def ended(self) -> tuple[Stage, ...]:
-        """Its stages that have ended; the last one may be under way, with accuracies of its own."""
+        """Its stages that have ended; the last one may still be running."""
         stages = self.run.stages
         if stages and stages[-1].result is None and stages[-1].mistakes is None:
             return stages[:-1]
@@ -78,24 +109,30 @@ class Compared:
         """The highest top-1 in percent; NaN without an evaluation."""
         return max(self.evaluated.values["top1"], default=math.nan)
 
+    @property
+    def top1(self) -> float:
+        """Top-1 of the model as the run left it, a fraction of 1."""
+        assert self.run.result is not None
+        return self.run.result.top1
+
     def seconds_to(self, target: float) -> float:
         """Return the time to the first evaluation with this top-1 in percent; NaN without one."""
         place = self.evaluated.first_at(target)
         return math.nan if place is None else float(self.evaluated.seconds[place])
 
-    def reached_at_once(self, target: float) -> bool:
-        """Return True if the first evaluation had it, so that its time is an upper bound."""
+    def is_upper_bound(self, target: float) -> bool:
+        """Return True if the first evaluation had reached it."""
         return self.evaluated.first_at(target) == 0
 
     def data(self, *, named: bool) -> tuple[str, ...]:
-        """Return what tells its validation data from that of others; `named`: by its classes."""
+        """Return a key of its validation data; `named`: with the names of the classes."""
         known = self.settings or {}
         stage = self.run.last_stage
         samples = stage.after.samples if stage else self.run.plan.val_samples
-        words = [f"{samples:,} validation {self.run.task.labelled}"]
+        words = [f"{samples:,} validation images"]
         if "data.held_out.samples" in known:
             seed = known["data.held_out.seed"]
-            words[0] = f"{samples:,} held-out training {self.run.task.labelled}, seed {seed}"
+            words[0] = f"{samples:,} held-out training images, seed {seed}"
         if "data.classes" in known:
             words.insert(0, f"{known['data.classes']} classes")
         if "data.source" in known:
@@ -114,7 +151,7 @@ class Group:
 
     def points_to_best(self, run: Compared) -> float:
         """Return the difference of top-1 at the end, in percentage points; 0 or less."""
-        return 100 * (_top1(run) - _top1(self.runs[0]))
+        return 100 * (run.top1 - self.runs[0].top1)
 
     def change(self, run: Compared) -> Change:
         """Return how `run` ended compared with the best of the group."""
@@ -140,11 +177,11 @@ class Comparison:
         by_data: dict[tuple[str, ...], list[Compared]] = {}
         for one in measured:
             by_data.setdefault(one.data(named=named), []).append(one)
-        alike = Counter(data[0] for data in by_data)
+        same = Counter(data[0] for data in by_data)
         return tuple(
             Group(
-                f"{data} ({shorten(names, most=3)})" if alike[data] > 1 else data,
-                tuple(sorted(runs, key=_top1, reverse=True)),
+                f"{data} ({shorten(names, most=3)})" if same[data] > 1 else data,
+                tuple(sorted(runs, key=lambda one: one.top1, reverse=True)),
             )
             for (data, *names), runs in by_data.items()
         )
@@ -161,10 +198,10 @@ class Comparison:
 
     @cached_property
     def differences(self) -> dict[str, tuple[str | None, ...]]:
-        """Settings that differ, by key, and the value in each run; then what it was made on.
+        """Settings that differ, by key, and the value in each run; then software and workers.
 
-        None stands where a run has no such key. Where its recipe, or its summary, cannot be read
-        that is so of all keys, and makes none differ.
+        None where a run has no such key. A recipe or summary that cannot be read has None for all
+        of them, and makes none differ.
         """
         known = [one.settings for one in self.runs if one.settings is not None]
         keys = dict.fromkeys(key for settings in known for key in settings)
@@ -185,7 +222,7 @@ class Comparison:
 def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Read the runs in these folders; one that is damaged is noted and left out.
 
-    Raises LargebatchError where a folder is missing or given twice, CheckpointError where no run
+    Raises LargebatchError if a folder is given twice, CheckpointError if one is missing or no run
     can be read.
     """
     resolved = [path.resolve() for path in folders]
@@ -194,10 +231,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         raise LargebatchError(f"{twice[0]}: given twice; a comparison takes each run once")
     missing = [path for path in folders if not path.exists()]
     if missing:
-        raise CheckpointError(
-            f"{missing[0]}: not found; expected the folder of a run (the --out of `largebatch "
-            "train`)"
-        )
+        raise CheckpointError(f"{missing[0]}: not found; expected the folder of a run")
     runs, left_out = [], []
     for path in folders:
         try:
@@ -215,7 +249,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return for each path as few of its last parts as tell it from the others.
+    """Return for each path its shortest unique suffix.
 
     >>> _labels([Path("/a/rate-4/run"), Path("/a/rate-8/run"), Path("/a/best")])
     ['rate-4/run', 'rate-8/run', 'best']
@@ -225,25 +259,16 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     for own in parts:
         lengths = range(1, len(own) + 1)
         alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
-        labels.append(_shorten(printable("/".join(own[-next(alone, 1) :]))))
+        label, half = printable("/".join(own[-next(alone, 1) :])), _LABEL // 2
+        labels.append(label if len(label) <= _LABEL else f"{label[: half - 1]}…{label[-half:]}")
     return [
         label if labels.count(label) == 1 else f"{label} ({place})"
         for place, label in enumerate(labels, start=1)
     ]
 
 
-def _shorten(label: str) -> str:
-    half = _LABEL // 2
-    return label if len(label) <= _LABEL else f"{label[: half - 1]}…{label[-half:]}"
-
-
-def _top1(one: Compared) -> float:
-    assert one.run.result is not None
-    return one.run.result.top1
-
-
 def _read_settings(text: str) -> dict[str, str] | None:
-    """Return a recipe by dotted keys; as it is written where today's types do not take it."""
+    """Return a recipe by dotted keys; as it is written if today's types do not accept it."""
     tree: object
     try:
         tree = parse_recipe(text).model_dump(mode="json")
@@ -281,7 +306,7 @@ def _written(value: object) -> str:
 
 
 def _machine(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what is no setting: how the run was divided, and what it was made with."""
+    """Yield the rows that are not settings: workers and software."""
     yield "workers", f"{run.plan.workers:,}"
     yield "device batch", f"{run.plan.device_batch:,}"
     if run.summary is not None:
@@ -314,25 +339,25 @@ def _best(group: Group) -> str:
     """Describe which run ends with the highest top-1, and which ones its images do not rule out."""
     best, *others = group.runs
     assert best.run.result is not None
-    top1, samples = percent(best.run.result.top1), best.run.result.samples
+    top1, samples = percent(best.top1), best.run.result.samples
     if not others:
         return f"{best.label} ends with top-1 of {top1} %; no other run was evaluated."
     second = others[0]
-    alike = [one for one in others if not group.change(one).beyond_noise]
     if group.points_to_best(second) == 0:
         return f"{best.label} and {second.label} end with the same top-1, {top1} %."
+    close = [one for one in others if not group.change(one).beyond_noise]
     gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1} %, {gap}"
-    noise = f"the noise of the {samples:,} validation {best.run.task.labelled}"
-    if not alike:
+    noise = f"the noise of {samples:,} validation images"
+    if not close:
         return f"{begin}: more than {noise}."
-    return f"{begin}. Its lead is within {noise} over {_named(alike)}."
+    return f"{begin}. Its lead over {_named(close)} is within {noise}."
 
 
 def _fastest(comparison: Comparison) -> Iterator[str]:
-    """Yield which run came first to the highest target that two runs reached.
+    """Yield which run was first at the highest target that two runs reached.
 
-    They have no order where the first evaluation of one had reached it: that is an upper bound.
+    They have no order if the first evaluation of one had reached it: that is an upper bound.
     """
     workers = {one.run.plan.workers for one in comparison.runs}
     for target in reversed(comparison.targets):
@@ -346,7 +371,7 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
             for _, one in sorted(reached, key=lambda each: each[0])[:2]
         )
         words = f"First to reach a top-1 of {target:g} % was {first}, then {second}"
-        if any(one.reached_at_once(target) for _, one in reached):
+        if any(one.is_upper_bound(target) for _, one in reached):
             words = f"Top-1 reached {target:g} % in {first} and in {second}"
         yield f"{words}; {len(reached)} of {plural(len(comparison.runs), 'run')} reached it."
         return
@@ -354,24 +379,24 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
 
 def _time_to(target: float, one: Compared) -> str:
     time = duration(one.seconds_to(target))
-    if one.reached_at_once(target):
+    if one.is_upper_bound(target):
         return f"{one.label} after at most {time} (its first evaluation)"
     return f"{one.label} after {time}"
 
 
 def _seeds(group: Group) -> Iterator[str]:
     """Yield the means over the seeds of runs that differ in nothing else, the highest two."""
-    alike: dict[frozenset[tuple[str, str]], list[Compared]] = {}
+    same: dict[frozenset[tuple[str, str]], list[Compared]] = {}
     for one in group.runs:
         if one.settings is not None and one.status == "finished":
-            same = {item for item in one.settings.items() if item[0] not in {"name", "seed"}}
-            alike.setdefault(frozenset(same), []).append(one)
+            key = {item for item in one.settings.items() if item[0] not in {"name", "seed"}}
+            same.setdefault(frozenset(key), []).append(one)
     means = []
-    for runs in alike.values():
+    for runs in same.values():
         by_seed: dict[str, list[float]] = {}  # one seed on several machines is one seed
         for one in runs:
             assert one.settings is not None
-            by_seed.setdefault(one.settings["seed"], []).append(100 * _top1(one))
+            by_seed.setdefault(one.settings["seed"], []).append(100 * one.top1)
         if len(by_seed) < 2:
             continue
         tops = [statistics.fmean(each) for each in by_seed.values()]
@@ -394,3 +419,203 @@ def _named(runs: Sequence[Compared]) -> str:
     labels = [one.label for one in runs[:_NAMED]]
     more = len(runs) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
+
+
+class Unit(NamedTuple):
+    """The unit of times on the page."""
+
+    name: str
+    seconds: int
+
+
+def make_comparison_page(comparison: Comparison) -> Page:
+    """Return the page of a comparison."""
+    unit = _unit(comparison)
+    looks = {
+        one.label: series(place, one.label, title=printable(str(one.run.path.resolve())))
+        for place, one in enumerate(comparison.runs)
+    }
+    ends = Counter(one.status for one in comparison.runs)
+    names = dict.fromkeys(one.run.name for one in comparison.runs)
+    words = [shorten(list(names), most=4)]
+    words += [group.data for group in comparison.groups[:1] if len(comparison.groups) == 1]
+    words.append(", ".join(f"{count} {status}" for status, count in ends.items()))
+    rows = comparison.differences
+    differing = [
+        Column("Setting", list(rows)),
+        *(
+            Column(one.label, [values[place] for values in rows.values()])
+            for place, one in enumerate(comparison.runs)
+        ),
+    ]
+    return Page(
+        title=f"{plural(len(comparison.runs), 'run')} compared",
+        subtitle=" · ".join(words),
+        findings=list(describe(comparison)),
+        is_sound=len(comparison.groups) == 1,
+        note=_NOISE if any(len(group.runs) > 1 for group in comparison.groups) else "",
+        legend=("Runs", list(looks.values())),
+        sections=[
+            Section(title="Left out", notes=comparison.left_out),
+            Section(title="Runs", parts=[_table(comparison, looks, unit)], notes=[_RUNS]),
+            *(
+                Section(title=chart.title, parts=[chart])
+                for chart in _charts(comparison, looks, unit)
+            ),
+            Section(
+                title="What differs",
+                parts=[Table(name="differences", columns=differing)] if rows else [],
+                notes=[_DIFFERENCES if rows else _SAME],
+            ),
+        ],
+        source=f"{len(comparison.runs)} run folders",
+    )
+
+
+def _unit(comparison: Comparison) -> Unit:
+    """Return the unit that suits the longest time."""
+    lengths = [one.run.summary.seconds for one in comparison.runs if one.run.summary]
+    for one in comparison.runs:
+        lengths += [*one.evaluated.seconds[-1:], *one.updates.seconds[-1:]]
+    longest = max((length for length in lengths if not math.isnan(length)), default=0)
+    units = (Unit("h", 3600), Unit("min", 60))
+    return next((unit for unit in units if longest >= 2 * unit.seconds), Unit("s", 1))
+
+
+def _table(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Table:
+    """Return a row for each run, the most accurate first."""
+    groups = {one.label: group for group in comparison.groups for one in group.runs}
+    ranked = [one for group in comparison.groups for one in group.runs]
+    ranked += [one for one in comparison.runs if one.label not in groups]
+    column = columns_over(ranked)
+
+    def behind(one: Compared) -> float | None:
+        group = groups.get(one.label)
+        return None if group is None else group.points_to_best(one)
+
+    def beyond(one: Compared) -> str | None:
+        group = groups.get(one.label)
+        if group is None or one is group.runs[0]:
+            return None
+        return "yes" if group.change(one).beyond_noise else "no"
+
+    def after(one: Compared, name: str) -> float | None:
+        """Return top-1 after a stage, kept or discarded."""
+        return next((100 * stage.after.top1 for stage in one.ended if stage.name == name), None)
+
+    names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
+    columns = [
+        column("Run", lambda one: one.label, None),
+        column("Top-1, %", lambda one: one.run.result and 100 * one.run.result.top1, ".2f"),
+        column("To the best", behind, ".2f"),
+        column("Beyond noise", beyond, None),
+        *(column(f"After {name}, %", partial(after, name=name), ".2f") for name in names),
+        *(
+            Column(
+                f"{target:g} % in, {unit.name}",
+                [one.seconds_to(target) / unit.seconds for one in ranked],
+                ",.2f",
+                details=["≤" if one.is_upper_bound(target) else "" for one in ranked],
+            )
+            for target in comparison.targets
+        ),
+        column("Steps", lambda one: one.run.num_steps, ",d"),
+        column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), ",.1f"),
+        column("Images/s", lambda one: images_per_second(one.run), ",.0f"),
+        column(
+            f"Run time, {unit.name}",
+            lambda one: one.run.summary and one.run.summary.seconds / unit.seconds,
+            ",.2f",
+        ),
+        column("Batch", lambda one: one.run.plan.global_batch, ",d"),
+        column("Workers", lambda one: one.run.plan.workers, ",d"),
+        column("Status", lambda one: one.status, None),
+        column("Started", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
+    ]
+    return Table(name="runs", columns=columns, series=[looks[one.label] for one in ranked])
+
+
+def _charts(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Iterator[Chart]:
+    """Yield the charts for which any run has numbers; each has all runs."""
+    runs = [(looks[one.label], one) for one in comparison.runs]
+    time = f"Time, {unit.name}"
+
+    def lines(kind: str, value: str, axis: str, *, line: bool, points: bool) -> list[Line]:
+        """Return a line for each run: of its `evaluated` or `updates`, along `axis`."""
+        courses = [(look, getattr(one, kind).thinned()) for look, one in runs]
+        return [
+            Line(series=look, x=course.along(axis, unit.seconds), y=course.values[value],
+                 line=line, points=points)
+            for look, course in courses
+        ]  # fmt: skip
+
+    def panels(y: str, *drawn: tuple[str, str, bool, bool], **look: object) -> list[Panel]:
+        """Return the same lines along epochs and along time."""
+        return [
+            Panel(
+                lines=[
+                    each
+                    for kind, value, line, points in drawn
+                    for each in lines(kind, value, axis, line=line, points=points)
+                ],
+                x=x,
+                y=y,
+                **look,  # type: ignore[arg-type]
+            )
+            for axis, x in (("epoch", "Epoch"), ("seconds", time))
+        ]
+
+    is_evaluated = any(one.evaluated.stages for _, one in runs)
+    is_trained = any(one.updates.stages for _, one in runs)
+    if is_evaluated:
+        yield line_chart(
+            "accuracy",
+            *panels("Top-1, %", ("evaluated", "top1", True, True)),
+            title="Accuracy",
+            caption="Top-1 on the validation images, at every evaluation of what the run kept. "
+            "Time is that of updates, evaluations and stages without updates, each counted once.",
+        )
+    if is_evaluated or is_trained:
+        courses = [course for _, one in runs for course in (one.updates, one.evaluated)]
+        log = needs_log_scale(np.concatenate([course.values["loss"] for course in courses]))
+        yield line_chart(
+            "loss",
+            *panels(
+                "Loss",
+                ("updates", "loss", True, False),
+                ("evaluated", "loss", False, True),
+                log="y" if log else "",
+            ),
+            title="Loss",
+            caption="The running median of the training loss (lines), and the loss on the "
+            "validation images (points). Training losses compare only if augmentation and label "
+            "smoothing are the same.",
+        )
+    if is_trained:
+        yield line_chart(
+            "throughput",
+            panels("Images per second", ("updates", "rate", True, False), from_zero=True)[0],
+            title="Training speed",
+            caption="Training images per second on all workers together, as running median.",
+            height=260,
+        )
+    if any(one.ended[1:] for _, one in runs):
+        yield line_chart(
+            "stages",
+            Panel(
+                lines=[
+                    Line(
+                        series=look,
+                        x=[stage.name for stage in one.ended],
+                        y=[100 * stage.after.top1 for stage in one.ended],
+                        hollow=[not stage.kept for stage in one.ended],
+                        size=6,
+                    )
+                    for look, one in runs
+                ],
+                x="After the stage",
+                y="Top-1, %",
+            ),
+            title="Stages",
+            caption="Top-1 at the end of each stage. A hollow point is a stage that was discarded.",
+        )

@@ -45,6 +45,10 @@ class Course:
         reached = np.flatnonzero(self.values["top1"] >= target - 1e-9)
         return int(reached[0]) if reached.size else None
 
+    def along(self, axis: str, second: float = 1.0) -> FloatArray:
+        """Return the column `epoch`, or `seconds` in units of `second` seconds."""
+        return self.epoch if axis == "epoch" else self.seconds / second
+
     def at(self, places: npt.NDArray[np.intp]) -> "Course":
         """Return these rows."""
         return Course(

@@ -23,11 +23,21 @@ from largebatch.report.run import (
     images_per_second,
     median,
 )
-from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, is_wide, write_chart
+from largebatch.report.style import (
+    COLOURS,
+    INK,
+    MARKERS,
+    MUTED,
+    is_wide,
+    name_axes,
+    name_line,
+    write_chart,
+    write_title,
+)
 from largebatch.schedules.build import Course
 
 if TYPE_CHECKING:
-    from largebatch.report.style import Axes, Canvas, Figure, Text
+    from largebatch.report.style import Axes, Canvas, Figure
 
 POINTS = 500
 """More do not fit side by side in a chart."""
@@ -256,30 +266,6 @@ def _mark_changes(axes: "Axes", plan: Plan, *, first: int, end: int) -> None:
                     text, (step, 1), (3, down), xycoords=axes.get_xaxis_transform(),
                     textcoords="offset points", va="top", color=MUTED, size=8,
                 )  # fmt: skip
-
-
-def write_title(figure: "Canvas", title: str) -> None:
-    """Write the title of a chart above it, at the left margin."""
-    left = MARGIN * figure.dpi / 72 / figure.bbox.width
-    figure.suptitle(title, x=left, ha="left", size=14, weight="bold")
-
-
-def name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
-    """Name the axes where they end, without turning the page."""
-    if x is not None:
-        axes.set_xlabel(f"{x} →", loc="right")
-    return axes.set_title(f"↑ {y}")
-
-
-def name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
-    """Write the name of a line in its colour, behind another text in the title's line.
-
-    The gap grows with that text: a browser may have another font, in which it is wider.
-    """
-    return axes.annotate(
-        name, (1.3, 1), (3, 8), xycoords=(after, "axes fraction"), textcoords="offset points",
-        color=colour, weight="bold",
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from largebatch.report.drift import name_rows
-from largebatch.report.figures import ceiling, draw_series, mark_stages, name_axes, name_line
+from largebatch.report.figures import ceiling, draw_series, mark_stages
 from largebatch.report.run import FloatArray, Run, median
-from largebatch.report.style import COLOURS, MUTED, RULE, is_wide
+from largebatch.report.style import COLOURS, MUTED, RULE, is_wide, name_axes, name_line
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Canvas

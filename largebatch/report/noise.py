@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from largebatch.report.figures import name_axes, name_line
 from largebatch.report.run import Run
-from largebatch.report.style import COLOURS, INK, MUTED
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line
 from largebatch.tracking.events import Step
 from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate
 

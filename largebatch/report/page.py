@@ -15,13 +15,7 @@ from markupsafe import Markup
 
 from largebatch.formatting import MISSING, duration, percent, points
 from largebatch.report.drift import draw_drift
-from largebatch.report.figures import (
-    draw_accuracy,
-    draw_loss,
-    draw_metric,
-    draw_throughput,
-    write_title,
-)
+from largebatch.report.figures import draw_accuracy, draw_loss, draw_metric, draw_throughput
 from largebatch.report.mistakes import (
     compare,
     draw_confusion,
@@ -42,7 +36,7 @@ from largebatch.report.numbers import (
     subtitle,
 )
 from largebatch.report.run import Run
-from largebatch.report.style import DARK, LIGHT, MARGIN, MUTED, make_svg, save_png
+from largebatch.report.style import DARK, LIGHT, MARGIN, MUTED, make_svg, save_png, write_title
 from largebatch.report.verdict import verdict
 from largebatch.report.waits import draw_waits
 from largebatch.tracking.events import OVERVIEW

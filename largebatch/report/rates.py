@@ -13,9 +13,8 @@ import numpy as np
 
 from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.figures import name_axes
 from largebatch.report.run import FloatArray
-from largebatch.report.style import COLOURS, MARGIN, MUTED, write_chart
+from largebatch.report.style import COLOURS, MARGIN, MUTED, name_axes, write_chart
 from largebatch.schedules.build import Course
 
 if TYPE_CHECKING:

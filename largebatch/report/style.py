@@ -162,13 +162,37 @@ def is_wide(figure: "Canvas") -> bool:
     return figure.bbox.width * 72 / figure.dpi >= 480
 
 
+def write_title(figure: "Canvas", title: str) -> None:
+    """Write the title of a chart above it, at the left margin."""
+    left = MARGIN * figure.dpi / 72 / figure.bbox.width
+    figure.suptitle(title, x=left, ha="left", size=14, weight="bold")
+
+
+def name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
+    """Name the axes where they end, without turning the page."""
+    if x is not None:
+        axes.set_xlabel(f"{x} →", loc="right")
+    return axes.set_title(f"↑ {y}")
+
+
+def name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
+    """Write the name of a line in its colour, behind another text in the title's line.
+
+    The gap grows with that text: a browser may have another font, in which it is wider.
+    """
+    return axes.annotate(
+        name, (1.3, 1), (3, 8), xycoords=(after, "axes fraction"), textcoords="offset points",
+        color=colour, weight="bold",
+    )  # fmt: skip
+
+
 def make_svg(
     draw: Callable[["Figure"], None], *, size: tuple[float, float], name: str, label: str
 ) -> str:
     """Return a drawing as an SVG element whose colours are CSS variables.
 
     `name` is its class, and keeps its ids apart from those of other drawings in the page; `label`
-    is what is read out in its place.
+    is what is read out in its place. A gid `series-N` becomes the attribute `data-series` N.
     """
     buffer = io.StringIO()
     with _style({"svg.hashsalt": name}):
@@ -180,6 +204,7 @@ def make_svg(
     svg = buffer.getvalue()
     named = f'<svg role="img" aria-label="{escape(label)}" class="{name}"'
     svg = svg[svg.index("<svg") :].replace("<svg", named, 1)
+    svg = re.sub(r' id="series-(\d+)"', r' data-series="\1"', svg)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"| id="[\w.]+_\d+"', "", svg)
     for colour in _VARIABLES:
         svg = svg.replace(colour, css_variable(colour))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from largebatch.report.figures import name_axes, name_line
 from largebatch.report.run import Run
-from largebatch.report.style import HIGH, LOW, MUTED, RULE
+from largebatch.report.style import HIGH, LOW, MUTED, RULE, name_axes, name_line
 
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas

@@ -11,9 +11,8 @@ from largebatch.lab.planner.forecast import name_times
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
 from largebatch.recipe.writing import dump_commented
-from largebatch.report.figures import name_axes, write_title
 from largebatch.report.noise import MORE_STEPS, samples
-from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, save_png, write_title
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure

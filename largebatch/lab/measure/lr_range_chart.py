@@ -11,8 +11,7 @@ import numpy as np
 from largebatch.lab.measure.lr_range_bounds import WALL, Bound, Curve, RangeTest, momentum_of
 from largebatch.recipe.optimizers import LAMB, LARS, AdamW, Muon
 from largebatch.recipe.schedule import Cycle
-from largebatch.report.figures import name_axes, name_line, write_title
-from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, save_png, write_title
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.report.figures import name_axes, name_line
-from largebatch.report.style import COLOURS, INK, MUTED, write_chart
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, write_chart
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure

@@ -9,8 +9,15 @@ from largebatch.lab.planner.cluster import Cluster
 from largebatch.lab.planner.prediction import Prediction
 from largebatch.lab.planner.scan import Point, batches, best_batches, has_epoch_law
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.figures import name_axes, write_title
-from largebatch.report.style import COLOURS, INK, MUTED, require_png, write_chart
+from largebatch.report.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    name_axes,
+    require_png,
+    write_chart,
+    write_title,
+)
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure

@@ -1,0 +1,427 @@
+"""The builder of all pages: of a run, of runs compared, of a study.
+
+A page is declared as data: sections of tables, charts and notes. It is one file that loads nothing,
+with charts as inline SVG and 60 lines of script that sort tables, filter rows and hide series; a
+page without a sortable table has no script. Text is escaped by the template, pages.html.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from largebatch.formatting import MISSING, aligned
+from largebatch.report.style import (
+    COLOURS,
+    DARK,
+    LIGHT,
+    css_variable,
+    is_wide,
+    make_svg,
+    name_axes,
+)
+from largebatch.storage import write_html
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+    from largebatch.report.style import Axes, Canvas
+
+Row = TypeVar("Row")
+
+WIDE, NARROW = 960, 340
+"""Widths of charts in points, for a desktop and a phone."""
+
+_COLOURS = tuple(COLOURS.values())
+_DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
+"""In widths of the line; with 7 colours, 35 series look different."""
+
+DOTTED = _DASHES[2]
+
+_STRONGEST = 50
+"""Percent of the colour of a cell with strength 1; the number on it stays readable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A run, policy or protocol: one look in all tables and charts, one button of the legend."""
+
+    place: int | None
+    """Its number on the page; None for rows that have a colour and cannot be hidden."""
+
+    label: str
+    colour: str
+    dash: tuple[float, ...] = ()
+    title: str = ""
+    """Tooltip of the legend."""
+
+    @property
+    def variable(self) -> str:
+        """Its colour as a CSS variable."""
+        return css_variable(self.colour)
+
+
+def series(place: int, label: str, *, title: str = "") -> Series:
+    """Return a series in the colours of the pages, the first ones solid, the next ones dashed."""
+    dash = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+    return Series(place, label, _COLOURS[place % len(_COLOURS)], dash, title)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    values: Sequence[Any]
+    form: str | None = None
+    """Format specification of numbers, such as `,.2f`; None: the values are text."""
+
+    unit: str = ""
+    """Text after each number."""
+
+    before: Sequence[str] = ()
+    """Earlier values, in grey before each value; empty strings for none."""
+
+    details: Sequence[str] = ()
+    """Smaller text below each value."""
+
+    strengths: Sequence[float] = ()
+    """Strength of the background colour of each value, 0 to 1."""
+
+    right: bool = False
+    """True to align text to the right, as numbers are."""
+
+    @property
+    def is_number(self) -> bool:
+        """True if the values sort by size."""
+        return self.form is not None
+
+    def cells(self) -> Iterator[dict[str, Any]]:
+        """Yield what a table shows of each value."""
+        for place, value in enumerate(self.values):
+            missing = _is_missing(value)
+            shown = f"{value:{self.form}}{self.unit}" if self.is_number and not missing else value
+            strength = self.strengths[place] if self.strengths else 0.0
+            yield {
+                "text": MISSING if missing else shown,
+                "number": value if self.is_number and not missing else None,
+                "missing": missing,
+                "before": self.before[place] if self.before else "",
+                "detail": self.details[place] if self.details else "",
+                "strength": 0 if math.isnan(strength) else round(_STRONGEST * strength),
+            }
+
+    @property
+    def is_empty(self) -> bool:
+        """True if every value is missing."""
+        return all(map(_is_missing, self.values))
+
+
+def columns_over(
+    rows: Sequence[Row],
+) -> Callable[[str, Callable[[Row], object], str | None], Column]:
+    """Return a function that makes a column: of a title, the value of a row, and its format."""
+
+    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
+        return Column(title, [value(row) for row in rows], form)
+
+    return column
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table whose headers sort it; its first column stays in view."""
+
+    kind: ClassVar = "table"
+    name: str = ""
+    """Its `id` in the page."""
+
+    columns: Sequence[Column]
+    series: Sequence[Series | None] = ()
+    """Series of each row: colours its first cell, and hides the row with it."""
+
+    caption: str = ""
+    sortable: bool = True
+    """False for a short table in a fixed order, which a phone shows as cards."""
+
+    printed: Collection[str] = ()
+    """Titles of the columns that `text` has; all if empty."""
+
+    @property
+    def shown(self) -> list[Column]:
+        """The columns that have a value."""
+        return [one for one in self.columns if not one.is_empty]
+
+    def rows(self) -> Iterator[tuple[Series | None, tuple[dict[str, Any], ...]]]:
+        """Yield the series and the cells of each row."""
+        cells = list(zip(*(column.cells() for column in self.shown), strict=True))
+        return zip(self.series or [None] * len(cells), cells, strict=bool(cells))
+
+    def text(self) -> str:
+        """Return the table as aligned lines for a terminal."""
+        columns = [one for one in self.shown if not self.printed or one.title in self.printed]
+        cells = ([str(cell["text"]) for cell in column.cells()] for column in columns)
+        rows = [[one.title for one in columns], *zip(*cells, strict=True)]
+        return aligned(rows, right=[n for n, one in enumerate(columns) if one.is_number])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A series in a panel: a line, points or both."""
+
+    series: Series
+    x: Sequence[Any]
+    """Numbers, or texts for an axis of categories."""
+
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    """Ends of intervals: bars at points, a band along a line without points."""
+
+    line: bool = True
+    points: bool = True
+    hollow: Sequence[bool] = ()
+    """True for points that are drawn without a filling."""
+
+    size: float = 5
+    """Of the points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Axes with lines."""
+
+    lines: Sequence[Line]
+    x: str
+    y: str
+    """Titles of the axes, with their units."""
+
+    log: Literal["", "x", "y", "xy"] = ""
+    from_zero: bool = False
+    ticks: Sequence[float] = ()
+    """Places of the ticks along x; empty: chosen by their range."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A chart as SVG, drawn for a desktop and for a phone."""
+
+    kind: ClassVar = "chart"
+    name: str
+    """Its `id` in the page."""
+
+    title: str = ""
+    """What is read out in its place, and the title of a PNG file."""
+
+    draw: "Callable[[Canvas], None]"
+    heights: tuple[float, float] = (340, 300)
+    """Heights in points for a desktop and a phone."""
+
+    caption: str = ""
+
+    def svg(self) -> Markup:
+        """Return the chart at both widths."""
+        drawn = (
+            make_svg(
+                self.draw,
+                size=(width, height),
+                name=f"{self.name} {shape}",
+                label=self.title or self.caption,
+            )
+            for width, height, shape in zip(
+                (WIDE, NARROW), self.heights, ("wide", "narrow"), strict=True
+            )
+        )
+        return Markup("".join(drawn))  # noqa: S704 -- matplotlib escapes the text in it
+
+
+def line_chart(
+    name: str, *panels: Panel, title: str = "", caption: str = "", height: float = 320
+) -> Chart:
+    """Return a chart of one panel, or of several side by side, on a phone below each other."""
+
+    def draw(figure: "Canvas") -> None:
+        shape = (1, len(panels)) if is_wide(figure) else (len(panels), 1)
+        for axes, panel in zip(figure.subplots(*shape, squeeze=False).flat, panels, strict=True):
+            draw_panel(axes, panel)
+
+    return Chart(
+        name=name,
+        title=title or panels[0].y,
+        draw=draw,
+        heights=(height, 280 * len(panels)),
+        caption=caption,
+    )
+
+
+def draw_panel(axes: "Axes", panel: Panel) -> None:
+    """Draw the lines of a panel; limits, ticks and titles as in the report of a run."""
+    categories = list(dict.fromkeys(x for one in panel.lines for x in one.x if isinstance(x, str)))
+    for one in panel.lines:
+        if len(one.x):
+            _draw_line(axes, one, [categories.index(x) for x in one.x] if categories else one.x)
+    if "x" in panel.log:
+        axes.set_xscale("log")
+        _set_log_ticks(axes.xaxis, axes.get_xlim())
+    if "y" in panel.log:
+        axes.set_yscale("log")
+        _set_log_ticks(axes.yaxis, axes.get_ylim())
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+    if categories:
+        axes.set_xticks(range(len(categories)), categories)
+        axes.set_xlim(-0.4, len(categories) - 0.6)
+    elif panel.ticks:
+        axes.set_xticks(list(panel.ticks))
+        axes.minorticks_off()
+    if panel.from_zero and any(len(one.y) for one in panel.lines):
+        axes.set_ylim(bottom=0)
+    name_axes(axes, y=panel.y, x=panel.x)
+
+
+def _draw_line(axes: "Axes", one: Line, x: Sequence[Any]) -> None:
+    colour, place = one.series.colour, one.series.place
+    gid = None if place is None else f"series-{place}"  # make_svg turns it into an attribute
+    if one.line:
+        style = (0, one.series.dash) if one.series.dash else "-"
+        axes.plot(x, one.y, color=colour, ls=style, gid=gid)
+    if len(one.low) and one.points:
+        axes.vlines(x, one.low, one.high, color=colour, lw=1.2, gid=gid)
+    elif len(one.low):
+        axes.fill_between(x, one.low, one.high, color=colour, alpha=0.15, lw=0, gid=gid)
+    for hollow in (False, True) if one.points else ():
+        chosen = [n for n in range(len(x)) if bool(len(one.hollow) and one.hollow[n]) == hollow]
+        if chosen:
+            axes.plot(
+                [x[n] for n in chosen], [one.y[n] for n in chosen], color=colour, marker="o",
+                ms=one.size, lw=0, markerfacecolor="none" if hollow else colour,
+                markeredgecolor=colour if hollow else None, gid=gid,
+            )  # fmt: skip
+
+
+def _set_log_ticks(axis: "Axis", limits: tuple[float, float]) -> None:
+    """Label 1, 2 and 5 of each decade if an axis has few decades."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = limits
+    decades = math.log10(high / low) if 0 < low < high else 9
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,)))
+    axis.set_minor_locator(NullLocator())
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values."""
+
+    kind: ClassVar = "facts"
+    rows: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A text that is shown as it is, once it is opened."""
+
+    kind: ClassVar = "code"
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image with its words."""
+
+    url: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Small images side by side."""
+
+    kind: ClassVar = "images"
+    images: Sequence[Image]
+
+
+Part = Table | Chart | Facts | Code | Images | str
+"""A part of a section; a text is a note between other parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading with its parts and, below them, notes; one without either is left out."""
+
+    title: str
+    parts: Sequence[Part] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """One big number."""
+
+    label: str
+    value: str
+    unit: str
+    note: str
+    colour: Literal["", "good", "bad", "grey"] = ""
+    """Colour of a value that is compared; grey: the change may be chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What a page shows, from the top down."""
+
+    title: str
+    subtitle: str = ""
+    findings: Sequence[str] = ()
+    """Sentences that answer the question of the page."""
+
+    is_sound: bool = True
+    """False if the findings have a reservation: too few seeds, runs that diverged."""
+
+    headlines: Sequence[Headline] = ()
+    note: str = ""
+    """How the findings were obtained."""
+
+    legend: tuple[str, Sequence[Series]] = ("", ())
+    """What the series are, such as "Policies", and the series."""
+
+    sections: Sequence[Section]
+    source: str
+    """What the page was written from."""
+
+    def write(self, path: Path) -> Path:
+        """Write the page; return its path.
+
+        Raises LargebatchError if it cannot be written, MissingPackageError without matplotlib.
+        """
+        return write_html(path, self.html())
+
+    def text(self) -> str:
+        """Return the first table and the findings, for a terminal."""
+        table = next(part for part in self._parts() if isinstance(part, Table))
+        return "\n".join([table.text(), *self.findings])
+
+    def html(self) -> str:
+        """Return the page. Raises MissingPackageError without matplotlib."""
+        loader = FileSystemLoader(Path(__file__).parent)
+        templates = Environment(
+            loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+            lstrip_blocks=True,
+        )  # fmt: skip
+        sortable = any(isinstance(part, Table) and part.sortable for part in self._parts())
+        return templates.get_template("pages.html").render(
+            page=self, light=LIGHT, dark=DARK, has_script=sortable
+        )
+
+    def _parts(self) -> Iterator[Part]:
+        return (part for section in self.sections for part in section.parts)

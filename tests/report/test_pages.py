@@ -1,0 +1,141 @@
+"""The builder of pages: tables, charts, legend and script, as a browser would read them."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from html_pages import Parsed
+
+from largebatch.errors import LargebatchError
+from largebatch.report.pages import (
+    Code,
+    Column,
+    Facts,
+    Headline,
+    Line,
+    Page,
+    Panel,
+    Section,
+    Table,
+    columns_over,
+    line_chart,
+    series,
+)
+from largebatch.report.style import DARK, LIGHT
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def made(**page: object) -> Page:
+    """A page of three policies: one without a value, one of a hostile name."""
+    looks = [series(place, label) for place, label in enumerate(("a", "b", HOSTILE))]
+    column = columns_over(looks)
+    table = Table(
+        name="policies",
+        columns=[
+            column("Policy", lambda one: one.label, None),
+            column("Top-1, %", lambda one: [91.5, math.nan, 93.25][one.place or 0], ".2f"),
+            column("Never", lambda _: None, ".2f"),
+            Column("Seeds", [1_000, 2, 3], ",d", details=["x", "", ""], strengths=[1, 0, math.nan]),
+        ],
+        series=looks,
+        printed={"Policy", "Top-1, %"},
+    )
+    x = [0.0, 1.0, 2.0]
+    ends = {"low": [0, 1], "high": [2, 3]}
+    lines = [Line(series=one, x=x, y=[1, 10, 100]) for one in looks]
+    stages = Line(series=looks[0], x=["train", "clean"], y=[1, 2], hollow=[False, True], **ends)  # type: ignore[arg-type]
+    band = Line(series=looks[1], x=x[:2], y=[1, 2], points=False, **ends)  # type: ignore[arg-type]
+    empty = Line(series=looks[2], x=[], y=[])
+    panels = [
+        Panel(lines=lines, x="Epoch", y="Loss", log="y", ticks=x),
+        Panel(lines=[stages, empty], x="Stage", y="Top-1, %"),
+        Panel(lines=[band, empty], x="Epoch", y="Top-1, %", from_zero=True),
+    ]
+    fields = {
+        "title": "Policies",
+        "findings": ["a is best."],
+        "legend": ("Policies", looks),
+        "sections": [
+            Section(title="Table", parts=[table], notes=["Means."]),
+            Section(title="Empty"),
+            Section(title="Chart", parts=[line_chart("loss", *panels, caption="The loss.")]),
+        ],
+        "source": "nothing",
+    }
+    return Page(**(fields | page))  # type: ignore[arg-type]
+
+
+def test_a_page_has_its_tables_without_empty_columns_and_its_series_everywhere() -> None:
+    page = Parsed(made().html())
+    assert page.tables == {
+        "policies": [
+            ["Policy", "Top-1, %", "Seeds"],
+            ["a", "91.50", "1,000x"],
+            ["b", "–", "2"],
+            [HOSTILE, "93.25", "3"],
+        ]
+    }
+    assert page.headings == ["Policies", "Table", "Chart"]
+    assert (
+        page.series_of("tr") == page.series_of("button") == page.series_of("g") == {"0", "1", "2"}
+    )
+    cells = [found for tag, found in page.tags if tag == "td"]
+    assert [one.get("data-number") for one in cells] == ["91.5", "1000", None, "2", "93.25", "3"]
+    assert [one for one in cells if "data-missing" in one] == [cells[2]]
+    assert [one.get("style") for one in cells if "style" in one] == ["--strength: 50%"]
+    assert not [tag for tag, _ in page.tags if tag == "img"]  # of the hostile name
+
+
+def test_charts_have_the_colours_of_both_schemes_and_a_drawing_for_a_phone() -> None:
+    html = made().html()
+    svgs = re.findall(r"<svg role.*?</svg>", html, flags=re.DOTALL)
+    assert [re.search('class="loss (.*?)"', svg)[1] for svg in svgs] == ["wide", "narrow"]  # type: ignore[index]
+    for svg in svgs:
+        assert "var(--train)" in svg
+        assert not [colour for colour in {*LIGHT.values(), *DARK.values()} if colour in svg]
+        ids = re.findall(r'\bid="(.*?)"', svg)
+        assert len(ids) == len(set(ids))
+    assert not {*re.findall(r'\bid="(.*?)"', svgs[0])} & {*re.findall(r'\bid="(.*?)"', svgs[1])}
+
+
+def test_a_page_loads_nothing_and_has_a_script_only_if_it_has_a_table_that_sorts() -> None:
+    with_script = made().html()
+    fixed = Table(columns=[Column("Stage", ["train"]), Column("Top-1", ["98"], before=["97"])],
+                  sortable=False)  # fmt: skip
+    plain = made(
+        legend=("", ()),
+        headlines=[Headline("Top-1", "98.61", "%", "after polishing", "good")],
+        sections=[Section(title="A", parts=[fixed, Facts({"torch": "2"}), Code("r", "<x>"), "n"])],
+    ).html()
+    for html in (with_script, plain):
+        assert "default-src 'none'" in html
+        assert not re.search(r'(src|href)="(?!#|data:)', html)
+    assert ("<script>" in with_script, "<script>" in plain) == (True, False)
+    assert "script-src" not in plain
+    assert Parsed(plain).tables == {"": [["Stage", "Top-1"], ["train", "97 → 98"]]}
+    assert "&lt;x&gt;" in plain
+
+
+def test_the_text_for_a_terminal_has_the_printed_columns_and_the_findings() -> None:
+    assert made().text().splitlines() == [
+        "Policy                        Top-1, %",
+        "a                                91.50",
+        "b                                    –",
+        f"{HOSTILE}     93.25",
+        "a is best.",
+    ]
+
+
+def test_series_look_different_and_repeat_their_colours_with_dashes() -> None:
+    looks = [series(place, str(place)) for place in range(35)]
+    assert len({(one.colour, one.dash) for one in looks}) == 35
+    assert not looks[0].dash
+    assert looks[0].variable == "var(--train)"
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LargebatchError, match="page.html"):
+        made(sections=[]).write(tmp_path / "file" / "page.html")
