@@ -9,9 +9,7 @@ is the traffic of the timed updates alone.
 """
 
 import json
-import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.distributed.environment import LOST, available_cores
+from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
-from largebatch.lab.measure.estimate import estimate
 from largebatch.lab.protocols.split import server_bytes
 from largebatch.lab.studies.metrics import Interval, interval, ratio
 from largebatch.lab.studies.namespaces import (
@@ -42,7 +39,6 @@ from largebatch.lab.studies.namespaces import (
 )
 from largebatch.lab.studies.study import Cell, Compute, Machine, OnHosts, Slot
 from largebatch.lab.studies.trained import circumstances
-from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
@@ -234,22 +230,6 @@ class HostsCell(Cell):
         start = record["start"]
         late = f", {start['late']:.0%} of gradients late" if start["late"] else ""
         return f"{fmean(start['seconds']):.4g} s an update{late}"
-
-    def seconds(self, slot: Slot) -> float:
-        """Estimate a start: its processes, the gradients, and no messages."""
-        begun = time.perf_counter()
-        words = [sys.executable, "-c", "import largebatch.lab.studies.hosts"]
-        subprocess.run(words, check=True)  # noqa: S603 -- our words
-        process = time.perf_counter() - begun
-        turns = math.ceil(self.workers / available_cores())
-        if self.compute is not None:
-            gradient = self.compute.mean(self.samples)
-        else:
-            batch = self.recipe.batch.model_copy(update={"global_batch": self.samples})
-            alone = self.recipe.model_copy(update={"protocol": None, "batch": batch})
-            gradient = estimate(alone, make_plan(alone, workers=1)).step_seconds * turns
-        updates = self.job(slot.seed, Options(out=Path())).stretches[-1]
-        return process * turns + gradient * updates
 
 
 @dataclass(slots=True)

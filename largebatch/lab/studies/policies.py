@@ -156,7 +156,9 @@ def make_page(name: str, cells: Sequence[CellResults], *, targets: Iterable[floa
         sections=[
             Section(title="Policies", parts=[_table(inside, chosen, looks)], notes=[_TABLE]),
             *(
-                Section(title=f"Charts: {some[0].configuration}", parts=_charts(some, chosen, looks))
+                Section(
+                    title=f"Charts: {some[0].configuration}", parts=_charts(some, chosen, looks)
+                )
                 for some in inside
             ),
         ],

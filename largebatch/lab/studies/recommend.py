@@ -555,6 +555,7 @@ def shape_for(found: Suggestion, groups: Sequence[Group]) -> Shape | None:
     words = (
         f"policy: the shape of {cell.variant}, which has the highest top-1 of "
         f"{plural(len(nearest.cells), 'policy', 'policies')} in {nearest.described}"
-        + f"; within its noise: {level}" * bool(level)
+        + f"; within its noise: {level}"
+        * bool(level)
     )
     return Shape(scaled(longer, found.peak_lr / recipe.schedule.peak_lr).schedule, words)

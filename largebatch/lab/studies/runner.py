@@ -78,7 +78,10 @@ class Runs:
         return sum(len(cell.slots) for cell in self.cells)
 
     def claim(self, left: Sequence[tuple[Cell, Slot]]) -> Task | None:
-        """Claim a free run; None if there is none now. Seeds wait for the search of their cell."""
+        """Claim a free run of those left; None if there is none now.
+
+        Seeds wait for the search of their cell.
+        """
         searching = {cell.name for cell, slot in left if slot.trial}
         for cell, slot in left:
             if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
@@ -147,10 +150,8 @@ def _carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
     with _beating(runs.store), pool.stopping():
         while True:
             left = runs.left
-            free = [run for run in left if run not in pool.running]
-            while not pool.is_full and (task := runs.claim(free)) is not None:
+            while not pool.is_full and (task := runs.claim(left)) is not None:
                 pool.start(task)
-                free.remove((task.cell, task.slot))
             finished = pool.finished(POLL_SECONDS if left else 0.0)
             for task, record in finished:
                 if record is None:
@@ -164,11 +165,11 @@ def _carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
                     f"{runs.number - number}/{runs.number}  {task.cell.name} {task.slot.name}: "
                     f"{task.cell.describe(record)}; {timedelta(seconds=round(pace * number))} left"
                 )
-            if pool.error is not None and not pool.running:
+            if pool.error is not None and not pool.is_running:
                 raise pool.error
-            if pool.is_stopping and not pool.running:
+            if pool.is_stopping and not pool.is_running:
                 return False
-            if not runs.left and not pool.running:
+            if not runs.left and not pool.is_running:
                 return True
 
 
@@ -185,9 +186,9 @@ class _Pool:
         self.error: Exception | None = None
 
     @property
-    def running(self) -> list[tuple[Cell, Slot]]:
-        """Runs in processes."""
-        return [(task.cell, task.slot) for _, task, _ in self._processes.values()]
+    def is_running(self) -> bool:
+        """True while a process makes a run."""
+        return bool(self._processes)
 
     @property
     def is_stopping(self) -> bool:
@@ -243,12 +244,10 @@ class _Pool:
 
     def finished(self, seconds: float) -> list[tuple[Task, Json | None]]:
         """Return the runs that ended within some seconds, each with its record if it has one."""
-        if not self._in_processes:
-            if not self._done and seconds and not self.is_stopping:
-                time.sleep(seconds)
-        elif not self._processes:
+        if not (self._done or self._processes or self.is_stopping):
             time.sleep(seconds)
-        for connection in wait(list(self._processes), timeout=seconds):
+        under_way = list(self._processes)
+        for connection in wait(under_way, timeout=seconds) if under_way else []:
             assert isinstance(connection, Connection)
             process, task, _ = self._processes.pop(connection)
             self._done.append((task, self._result(connection, process, task)))
@@ -351,24 +350,6 @@ def share_out(devices: Sequence[str], jobs: int) -> list[str]:
     ]
 
 
-def describe_left(runs: Runs, *, jobs: int) -> str:
-    """Describe the runs that are left, and estimate their time on this machine.
-
-    The estimate is measured now on a few samples, once for each cell and kind of run; trials that
-    are stopped early take less.
-    """
-    lines, seconds, known = [], 0.0, dict[tuple[str, bool], float]()
-    for cell, slot in runs.left:
-        key = cell.name, bool(slot.trial)
-        if key not in known:
-            known[key] = cell.seconds(slot)
-        seconds += known[key]
-        lines.append(f"{cell.name} {slot.name}")
-    total = timedelta(seconds=round(seconds / jobs))
-    lines.append(f"{len(lines)} of {runs.number} runs are left; about {total} on this machine")
-    return "\n".join(lines)
-
-
 def study(
     file: Path,
     *,
@@ -385,10 +366,14 @@ def study(
     simulated. `report` gets every line. Returns False after a request to stop.
     """
     given = load_study(file)
-    runs = open_runs(given, Path(file).parent, out=out or Path("runs") / given.name, machine=machine)
+    runs = open_runs(
+        given, Path(file).parent, out=out or Path("runs") / given.name, machine=machine
+    )
     left = [cell for cell, _ in runs.left]
     if dry_run:
-        report(describe_left(runs, jobs=jobs))
+        for cell, slot in runs.left:
+            report(f"{cell.name} {slot.name}")
+        report(f"{len(left)} of {runs.number} runs are left")
         return True
     if not page and left:
         machine.require_data(list(runs.cells), left=left)

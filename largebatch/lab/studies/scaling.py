@@ -210,7 +210,9 @@ def findings(rows: Sequence[ScalingRow]) -> Iterator[str]:
                 f"{row.cell.configuration}, {row.kind}, {row.cell.workers} workers: "
                 f"{inside.mean:.0f}% of the ideal in one host, {row.efficiency.mean:.0f}% on hosts."
             )
-    every = {f"{row.cell.name} seed {seed}": one for row in rows for seed, one in row.starts.items()}
+    every = {
+        f"{row.cell.name} seed {seed}": one for row in rows for seed, one in row.starts.items()
+    }
     unequal = {name: words for name, one in every.items() if (words := unequal_rates(one))}
     updates = [len(one.rates[0]) for one in every.values() if len(one.rates) > 1]
     yield from (f"RATES DIFFER: {name}: {words}." for name, words in unequal.items())

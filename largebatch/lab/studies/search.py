@@ -40,7 +40,9 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def first_values(search: Search, own: Mapping[str, float], ranges: Ranges) -> list[dict[str, float]]:
+def first_values(
+    search: Search, own: Mapping[str, float], ranges: Ranges
+) -> list[dict[str, float]]:
     """Return the fixed values of the first trials, given the recipe's own.
 
     The rate varies first, or the first key if the rate is not searched; the others stay.
@@ -136,7 +138,9 @@ class GoodValues:
     """Number of good trials, and of all."""
 
 
-def good_values(search: Search, trials: Sequence["Result"], seeds: Sequence["Result"]) -> GoodValues:
+def good_values(
+    search: Search, trials: Sequence["Result"], seeds: Sequence["Result"]
+) -> GoodValues:
     """Return the range of values within the noise of the best trial.
 
     The noise of a trial has two parts, of the held-out images (binomial) and of the seed (the

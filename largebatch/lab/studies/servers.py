@@ -563,7 +563,9 @@ def make_page(
     recipes = list(dict.fromkeys(row.cell.configuration for row in both))
     started = {row.cell.configuration for row in rows if row.cell.layout == ALONE}
     lacking = [name for name in recipes if name not in started]
-    sections = [Section(title="Layouts", parts=[_table(rows, looks)], notes=[_TABLE])] if rows else []
+    sections = (
+        [Section(title="Layouts", parts=[_table(rows, looks)], notes=[_TABLE])] if rows else []
+    )
     for recipe in recipes:
         own = [row for row in rows if row.cell.configuration == recipe]
         points = {

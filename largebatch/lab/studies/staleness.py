@@ -9,7 +9,6 @@ trains any number of learners.
 
 import json
 import math
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.lab.measure.estimate import estimate
 from largebatch.lab.protocols.arrivals import Arrivals
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
@@ -71,9 +69,6 @@ from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.training.trainer import Trainer
-
-PARTS = 60
-"""Parts of a stage whose training losses are recorded."""
 
 _NOTE = (
     "The gradients are real, the learners and their times are simulated. Means over seeds with "
@@ -172,16 +167,6 @@ class StalenessCell(Cell):
             f"{reached}, mean tau {record['tau_mean']:.2f}, simulated "
             f"{record['simulated_seconds']:,.4g} s"
         )
-
-    def seconds(self, slot: Slot) -> float:
-        """Estimate the gradients of a run from a few samples trained on now."""
-        del slot
-        alone = self.recipe.model_copy(update={"protocol": None})
-        number = make_plan(alone, workers=1).steps * self.rule.gradients
-        batch = alone.batch.model_copy(update={"global_batch": self.mu})
-        one = alone.model_copy(update={"batch": batch})
-        plan = make_plan(one, workers=1)
-        return number * min(estimate(one, plan).step_seconds for _ in range(3))
 
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
@@ -290,12 +275,11 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "loss": last.get("loss"),
         "diverged": diverged,
         "stages": learners.stages,
-        "course": learners.course,
         **learners.simulated,
         "computing_seconds": time.perf_counter() - begun,
         **circumstances(),
     }
-    return cast(Json, json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
+    return cast("Json", json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
 
 
 def staleness_of(arrivals: Arrivals, *, sigma: int) -> Json:
@@ -329,9 +313,6 @@ class _Learners:
     reducer: Reducer
     spans: Spans
     stages: list[Json] = field(default_factory=list)
-    course: list[dict[str, float]] = field(default_factory=list)
-    """Updates and simulated seconds so far, and the mean training loss since the entry before."""
-
     simulations: list[Simulation] = field(default_factory=list)
     buffers: dict[int, list[Tensor]] = field(default_factory=dict)
     """The running statistics of every learner that has computed anything."""
@@ -373,27 +354,13 @@ class _Learners:
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
         with closing(self.trainer.pipeline.at(positions, clean=stage == "clean")) as batches:
             part = Part(server, range(len(weights)), arrivals)
-            losses: list[float] = []
             for _, applied in replay([part], weights, self._gradient(weights, batches)):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is not finite")
                 if self.was_asked_to_stop():
                     raise InterruptedStudyError
-                losses += [arrival.loss for arrival in applied.arrivals]
-                if (applied.update + 1 - steps.start) % math.ceil(len(steps) / PARTS) == 0:
-                    self._note(applied.update + 1, losses)
         self._average_statistics()
         self._evaluate(stage)
-
-    def _note(self, updates: int, losses: list[float]) -> None:
-        before, found = sum(len(each.ends) for each in self.simulations[:-1]), self.simulations[-1]
-        seconds = sum(float(each.ends[-1]) for each in self.simulations[:-1])
-        self.course.append({
-            "updates": updates,
-            "seconds": seconds + float(found.ends[updates - before - 1]),
-            "loss": statistics.fmean(losses),
-        })  # fmt: skip
-        losses.clear()
 
     def _gradient(
         self, weights: Sequence[nn.Parameter], batches: Iterator[Batch]
@@ -547,18 +514,17 @@ def findings(rows: Sequence[StalenessRow]) -> Iterator[str]:
         )
         fastest = min(inside, key=lambda row: row.seconds)
         point = fastest.cell.mu, fastest.cell.learners
-        for row in inside:
-            if not row.cell.sigma and (row.cell.mu, row.cell.learners) == point:
-                if row is not fastest:
-                    points = difference(fastest.by_seed, row.by_seed).scaled(100)
-                    yield (
-                        f"The fastest, {_where(fastest)}, takes {fastest.seconds / row.seconds:.2f} "
-                        f"times as long as hardsync. Its top-1 is {_top1(fastest)}; minus "
-                        f"hardsync's, {points.with_ends('+.2f', ' points')}."
-                    )
+        waiting = [row for row in inside if (row.cell.mu, row.cell.learners) == point
+                   and not row.cell.sigma and row is not fastest]  # fmt: skip
+        for row in waiting:
+            points = difference(fastest.by_seed, row.by_seed).scaled(100)
+            yield (
+                f"The fastest, {_where(fastest)}, takes {fastest.seconds / row.seconds:.2f} times "
+                f"as long as hardsync. Its top-1 is {_top1(fastest)}; minus hardsync's, "
+                f"{points.with_ends('+.2f', ' points')}."
+            )
         if diverged := [row for row in inside if row.diverged]:
-            names = "; ".join(map(_where, diverged))
-            yield f"Runs diverged, which counts as chance, of {names}."
+            yield f"Runs diverged, which counts as chance, of {'; '.join(map(_where, diverged))}."
 
 
 def _where(row: StalenessRow) -> str:
@@ -640,7 +606,6 @@ def _seconds(cell: StalenessCell, *, model_bytes: float, gradients: int, seed: i
     cluster = cell.cluster.model_copy(update={"model_bytes": model_bytes})
     found = simulate(rule, cluster, servers=1, updates=updates, seed=seed)
     return float(found.ends[-1]) / (updates * rule.gradients * cell.mu)
-
 
 
 def make_page(name: str, rows: Sequence[StalenessRow], found: Sequence[SpeedUp] = ()) -> Page:

@@ -90,7 +90,7 @@ class Store:
         """Claim a run; return False if it is recorded or another process is making it."""
         path = self.path(cell, slot)
         claims = _claims(path)
-        if path.exists() or (claims and not self._is_gone(claims[-1])):
+        if path in self._held or path.exists() or (claims and not self._is_gone(claims[-1])):
             return False
         number = 1 + (int(claims[-1].name.rpartition("-")[2]) if claims else 0)
         own = path.with_name(f"{path.stem}.claim-{number:06}")
@@ -137,8 +137,6 @@ class Store:
 
         Ages are measured on the clock of this process; those of machines need not agree.
         """
-        if claim in self._held.values():
-            return False
         try:
             beat = claim.stat().st_mtime_ns
             owner = json.loads(claim.read_bytes() or b"null")
@@ -146,9 +144,9 @@ class Store:
             return False
         except ValueError:
             owner = None
-        if isinstance(owner, dict) and owner.get("machine") == _own_name()["machine"]:
-            if owner.get("process") == os.getpid() or not _exists(owner.get("process")):
-                return True
+        is_here = isinstance(owner, dict) and owner.get("machine") == _own_name()["machine"]
+        if is_here and (owner["process"] == os.getpid() or not _exists(owner["process"])):
+            return True
         now = self._clock()
         seen, since = self._seen.get(claim, (None, now))
         if seen != beat:

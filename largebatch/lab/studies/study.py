@@ -645,10 +645,6 @@ class Cell:
         """Describe the record of a run on a line."""
         raise NotImplementedError
 
-    def seconds(self, slot: Slot) -> float:
-        """Estimate the seconds of a run on this machine."""
-        raise NotImplementedError
-
 
 def load_study(name: str | Path) -> Study:
     """Read and validate a study file, or the installed study of this name.

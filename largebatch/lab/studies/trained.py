@@ -299,9 +299,7 @@ class TrainedCell(Cell):
         recipe = validate_tree(Recipe, tree, source=self.name)
         return scaled(recipe, values[RATE] / self.own(RATE)) if RATE in values else recipe
 
-    def seed_recipe(
-        self, values: Mapping[str, float], *, seed: int, scale: float = 1.0
-    ) -> Recipe:
+    def seed_recipe(self, values: Mapping[str, float], *, seed: int, scale: float = 1.0) -> Recipe:
         """Return the recipe of one seed on all training images, at a multiple of the rate."""
         rate = values.get(RATE, self.own(RATE)) * scale
         return self.at({**values, RATE: rate}).model_copy(update={"seed": seed})
@@ -326,9 +324,7 @@ class TrainedCell(Cell):
         if not search.prune:
             return recipe
         plan = make_plan(recipe, workers=self.workers)
-        tree["evaluation"] = {
-            "every_epochs": max(1, plan.steps // RUNGS) / plan.steps_per_epoch
-        }
+        tree["evaluation"] = {"every_epochs": max(1, plan.steps // RUNGS) / plan.steps_per_epoch}
         return validate_tree(Recipe, tree, source=self.name)
 
     def recipe_of(self, slot: Slot, values: Mapping[str, float]) -> Recipe:
@@ -394,7 +390,7 @@ class TrainedCell(Cell):
             recipe, folder, {**options, "workers": self.workers}, stops=stops,
             stop_early=stop_early, watches=self.own_process,
         )  # fmt: skip
-        return {"values": dict(values), "scale": slot.scale, **record}
+        return {**record, "values": dict(values), "scale": slot.scale}
 
     def describe(self, record: Json) -> str:
         """Describe how a run ended, and its values."""
@@ -405,13 +401,6 @@ class TrainedCell(Cell):
             ended += f", stopped after {record['pruned_after']:,} updates"
         values = (f"{key.rpartition('.')[2]} {value:g}" for key, value in record["values"].items())
         return ", ".join([ended, *values])
-
-    def seconds(self, slot: Slot) -> float:
-        """Estimate forward, backward and update of a run from a few samples trained on now."""
-        from largebatch.lab.measure.estimate import estimate
-
-        recipe = self.recipe_of(slot, {})
-        return estimate(recipe, make_plan(recipe, workers=1)).run_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -564,7 +553,7 @@ def train(
     record = {**circumstances(), **times, **_measured(read), **reached}
     record |= {"seed": recipe.seed, "folder": str(folder.resolve())}
     record["updates"] = make_plan(recipe, workers=1).updates
-    return cast(Json, json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
+    return cast("Json", json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
 
 
 def _evaluations(folder: Path) -> dict[int, Evaluation]:

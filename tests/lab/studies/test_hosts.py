@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import StudyError, WorkerFailedError
-from largebatch.lab.studies.hosts import measure
-from largebatch.lab.studies.hosts.compute import Compute, PacedCriterion
-from largebatch.lab.studies.hosts.measure import Placement
-from largebatch.lab.studies.hosts.starts import put_together
+from largebatch.lab.studies.hosts import PacedCriterion, Placement, put_together, raise_cause
+from largebatch.lab.studies.study import Compute
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,7 @@ def test_the_failure_that_another_one_did_not_cause_is_raised(
     for rank in range(len(codes)):
         (tmp_path / f"output-{rank}").write_text(f"at first\nof {rank}\n")
     with pytest.raises(error, match=message):
-        measure.raise_cause(codes, tmp_path)
+        raise_cause(codes, tmp_path)
 
 
 def test_what_starts_and_ends_a_stretch_falls_out_of_the_counters() -> None:

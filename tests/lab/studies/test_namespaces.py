@@ -12,8 +12,8 @@ import pytest
 from on_hosts import needs_hosts
 
 from largebatch.errors import BackendError
-from largebatch.lab.studies.hosts import namespaces
-from largebatch.lab.studies.hosts.namespaces import (
+from largebatch.lab.studies import namespaces
+from largebatch.lab.studies.namespaces import (
     Command,
     addresses,
     read_counters,
@@ -49,7 +49,7 @@ MARK = "LARGEBATCH_TEST_MARK"
 STARTS_AND_WAITS = """
 import signal, sys
 from pathlib import Path
-from largebatch.lab.studies.hosts.namespaces import Command, addresses, run_on_hosts
+from largebatch.lab.studies.namespaces import Command, addresses, run_on_hosts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script has put aside
 folder = Path(sys.argv[1])
 words = ["sh", "-c", f"echo up > {folder}/up-$(hostname); sleep 600"]
