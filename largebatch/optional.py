@@ -38,7 +38,7 @@ def require_torchvision() -> ModuleType:
     """Import torchvision, even if its compiled operators do not match the installed torch.
 
     Call this before importing anything that needs it, such as timm. torchvision built against a
-    CUDA torch cannot load its extension beside a CPU-only torch, and `import torchvision` then
+    CUDA torch cannot load its extension with a CPU-only torch, and `import torchvision` then
     fails over two detection operators that nothing here calls. Declaring their schemas makes the
     Python part work; nothing is declared if torchvision imports normally.
     """

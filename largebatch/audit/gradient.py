@@ -417,7 +417,7 @@ class _Comparison:
         )
 
     def _of_micros(self, limit: float) -> tuple[str, str] | None:
-        """Return why micro-batches of an update do not count alike, and the remedy."""
+        """Return why micro-batches of an update have different weights, and the remedy."""
         number, size = self.shares.micros, self.ranks.size
         if self._fit(self.reference.last, size, transform=self._clip).residual <= limit:
             text = f"only the last of {number} micro-batches counts"
@@ -441,7 +441,7 @@ class _Comparison:
         clip = next((it for it in self.update.clips if it.norm is None), None)
         if clip is None:
             text = f"hooks change each worker's own gradient before the average: {_likeness(exact)}"
-            remedy = "change gradients after they are averaged, on all workers alike"
+            remedy = "change gradients after they are averaged, in the same way on all workers"
             return fault("gradient direction", text, remedy, exact.cosine)
         text = f"each worker clips values of its own gradient to {clip.most:g}, before the average"
         remedy = "call clip_grad_value_ after the gradients are averaged"

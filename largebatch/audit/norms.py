@@ -121,7 +121,7 @@ def tracked(model: nn.Module) -> list[int]:
 
 
 def distance_of_statistics(model: nn.Module, ranks: Ranks) -> tuple[float, float]:
-    """Return how far the workers' running statistics are apart; every worker calls this.
+    """Return the largest distance of the workers' running statistics; every worker calls this.
 
     The first number is that of means in standard deviations, the second that of ln(variance): the
     largest over workers and layers of the root mean square over channels.
@@ -150,7 +150,7 @@ def check_statistics(
         return []
     shift, ratio = (max(it) for it in zip(*distances, strict=True))
     factor = math.exp(ratio)
-    text = f"workers' running means are up to {three_digits(shift)} standard deviations apart, " + (
+    text = f"workers' running means differ by up to {three_digits(shift)} standard deviations, " + (
         f"variances a factor {factor:.3g}" if factor > _EQUAL else "variances equal to 1 %"
     )
     level: Level = "fine"

@@ -132,7 +132,7 @@ def _one_epoch(loader: Any, places: Numbers, size: int) -> Epoch:  # noqa: ANN40
             raise NoNumbersError("the sampler draws no whole numbers") from None
         total += len(drawn[-1])
         if total > 2 * size + len(drawn[-1]):
-            raise NoNumbersError(f"the sampler draws {total:,} of {size:,} samples and goes on")
+            raise NoNumbersError(f"the sampler draws {total:,} of {size:,} samples without an end")
     samples = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
     sizes = np.array([len(batch) for batch in drawn], dtype=np.int64)
     return Epoch(places[samples], sizes)

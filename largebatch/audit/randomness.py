@@ -25,7 +25,7 @@ from largebatch.formatting import plural
 from largebatch.models.wrappers import device_of, local_model, mode
 
 _DRAWS = 32
-"""Number of draws of one sample on a worker. Of 4e9 pairs of workers, one flips 32 times alike."""
+"""Draws of one sample on a worker: of 4e9 pairs of workers, one has 32 equal flips."""
 
 _WORKERS = 4
 """Largest number of loader processes that draw; each takes a second to start where it spawns."""
@@ -104,7 +104,7 @@ def _compare(ranks: Sequence[Draws]) -> Finding:
             text=f"{number} of {number} draws of a sample are equal on {shared + 1} of "
             f"{len(ranks)} workers: their noise does not average out in a gradient",
             remedy="seed by worker, after the model is built: torch.manual_seed(seed + rank), and "
-            "random's and NumPy's generators alike",
+            "random's and NumPy's generators equally",
             figure=float(shared + 1),
         )
     workers = [rank[0] for rank in ranks if len(rank[0]) > 1 and (rank[0] == rank[0][0]).all()]

@@ -73,7 +73,7 @@ def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> li
             lambda: _compare(subject, measured, attempts, counts),
             remedy=remedy,
         )
-    except StoppedError as stopped:  # the other findings on these updates stand
+    except StoppedError as stopped:  # the other findings on these updates are kept
         return [stopped.finding()]
 
 

@@ -53,7 +53,7 @@ class Readings:
     by_draw: int
     """Number of those that a worker repeats itself, before its last batch, which may be padded."""
 
-    alike: bool
+    equal: bool
     """True if all of several workers read the same samples in the same order."""
 
     global_batch: int
@@ -144,7 +144,7 @@ def count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noq
         twice=int((times - expected).clamp(min=0).sum()),
         never=int((expected - times).clamp(min=0).sum()),
         by_draw=max(rank["by draw"] for rank in everyone),
-        alike=same and ranks.size > 1 and all(it["read"] == first["read"] for it in everyone),
+        equal=same and ranks.size > 1 and all(it["read"] == first["read"] for it in everyone),
         global_batch=sum(rank["largest"] for rank in everyone),
         batches=tuple(rank["batches"] for rank in everyone),
         everything=same and ranks.size > 1 and all(rank["all"] for rank in everyone),
@@ -214,14 +214,14 @@ def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
         + ", of data sets that differ between workers" * readings.own_data
     )
     kind = type(sampler).__name__
-    if not readings.alike and _draws_by_design(sampler, readings):
+    if not readings.equal and _draws_by_design(sampler, readings):
         return Finding(
             check="samples",
             level="note",
             text=f"{text}, as {kind} draws them",
             remedy="nothing if this is wanted; then an epoch is not one pass over the data",
         )
-    if readings.everything or readings.alike:
+    if readings.everything or readings.equal:
         what = "all" if readings.everything else f"the same draws of {kind} from"
         return Finding(
             check="samples",
@@ -324,8 +324,8 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
     if number == 0 or ranks.size == 1:
         remedy = "give the audit a DataLoader whose data set has a length"
         return Finding(check="samples", level="unknown", text=problem, remedy=remedy)
-    alike = Counter(tuple(own[:number]) for own in everyone)
-    most = max(alike.values())
+    equal = Counter(tuple(own[:number]) for own in everyone)
+    most = max(equal.values())
     words = plural(number, "batch", "batches")
     base = torch_loader(subject.loader)
     again = max(len(own) - len(set(own)) for own in everyone)

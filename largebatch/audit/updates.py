@@ -87,7 +87,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     found += norms.check_momentum(subject.inner, before, recorder.passes, micros=micros)
     found += check_rates(subject, recorder.updates, ranks)
     is_trained = max(before, default=0) > norms.WARM
-    try:  # the other findings on these updates stand
+    try:  # the other findings on these updates are kept
         other = updates.functions()
         found = [it for it in found if not other or it.check != "gradient direction"] + other
         found += norms.check_statistics(subject.inner, distances, updates.losses)
@@ -354,7 +354,7 @@ class _Updates:
                 return [_update_of_others(len(recorder.parameters), recorder.elsewhere)]
             return [_no_update(self._subject.steps * _MOST_CALLS)]
         text = f"{len(recorder.updates)} updates were made and {recorder.skipped} skipped"
-        remedy = "a GradScaler skips some at first; if it goes on, gradients are infinite or NaN"
+        remedy = "a GradScaler skips some at first; if it continues, gradients are infinite or NaN"
         figure = float(recorder.skipped)
         return [Finding(check="precision", level="note", text=text, remedy=remedy, figure=figure)]
 

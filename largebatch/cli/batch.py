@@ -56,8 +56,7 @@ def _batch(args: argparse.Namespace) -> int:
     cluster = _cluster(args)
     recipe = load_recipe(args.recipe, args.set)
     from largebatch.data.datasets.own import import_own
-    from largebatch.lab.measure.batch import advise
-    from largebatch.lab.measure.batch_parts import Question
+    from largebatch.lab.measure.batch import Question, advise
     from largebatch.runs.folder import default_folder
 
     if worker_rank() is not None:
@@ -99,7 +98,7 @@ def _cluster(args: argparse.Namespace) -> "Cluster | None":
 
 def _show(advice: "Advice", out: Path, data: Path | None) -> None:
     """Print the advice, and write its recipe, chart and numbers into a folder."""
-    from largebatch.lab.measure.batch_chart import advised, describe, draft, write_advice
+    from largebatch.lab.measure.batch import advised, describe, draft, write_advice
 
     for line in describe(advice):
         print(wrapped(line))

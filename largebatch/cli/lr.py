@@ -124,8 +124,13 @@ def _recipe(path: Path, overrides: list[str]) -> Recipe:
 
 def _range(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
-    from largebatch.lab.measure.lr_range import CHART, choose_range, read_range, train_range
-    from largebatch.lab.measure.lr_range_chart import describe
+    from largebatch.lab.measure.lr_range import (
+        CHART,
+        choose_range,
+        describe,
+        read_range,
+        train_range,
+    )
     from largebatch.runs.folder import default_folder
 
     rates = choose_range(

@@ -4,14 +4,12 @@ Implementations do not inherit from these protocols; mypy checks them where obje
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from largebatch import accelerator
-from largebatch.distributed.watch import Rescue
 from largebatch.errors import BackendError
 
 
@@ -69,14 +67,8 @@ class Backend(Group, Protocol):
         there. A group must be used by one thread only; another thread creates its own.
         """
 
-    def busy(self) -> AbstractContextManager[None]:
-        """Keep the other workers waiting during this block, even longer than --timeout."""
-
     def started(self) -> None:
         """Mark the end of the first update: from here on, wait for at most --timeout."""
-
-    def before_leaving(self, rescue: Rescue | None) -> None:
-        """Set the function called before the process exits because another worker is lost."""
 
     def barrier(self) -> None:
         """Wait until every worker has called this."""

@@ -14,11 +14,11 @@ from largebatch.distributed.environment import (
     BackendName,
     join_slurm,
     launched,
+    leave_with,
 )
 from largebatch.distributed.horovod import RunningHorovod, open_horovod
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch, TorchDistributed
-from largebatch.distributed.watch import leave_with
 from largebatch.errors import BackendError
 
 
@@ -32,9 +32,9 @@ def connect(
     """Connect to the other workers. `auto` is torch under torchrun or --workers, else horovod.
 
     A process group of torch.distributed, or Horovod, that this process has already initialised is
-    used as it is and stays open. Otherwise a worker exits if it waits for another one longer than
-    `timeout` seconds (with `starting`, STARTING times as long until `started` is called), and soon
-    after its parent process has ended. `splits` allows groups of workers.
+    used as it is and stays open. Otherwise an operation fails that waits for another worker longer
+    than `timeout` seconds (with `starting`, STARTING times as long until `started` is called), and
+    a worker exits soon after its parent process has ended. `splits` allows groups of workers.
 
     Raises BackendError or MissingPackageError; the message says how to start the workers.
     """

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,11 @@ LAUNCHER = "LARGEBATCH_LAUNCHER"
 _STARTED = "LARGEBATCH_STARTED"
 """Environment variable with the start of the command, in seconds since 1970."""
 
-LOST, ABSENT = 3, 4
-"""Exit codes of a worker that lost another worker, and of one whose wait timed out."""
+LOST = 3
+"""Exit code of a worker that lost another worker."""
+
+DROPPED = "dropped"
+"""Prefix, in the store of the workers, of those without whom the others continue."""
 
 TIMEOUT_SECONDS = 300.0
 """Seconds that an operation waits for a silent worker; the default of --timeout."""
@@ -48,7 +52,7 @@ _SLURM_SCRIPTS = 2**32 - 16
 """Smallest SLURM step number of batch scripts and shells."""
 
 GRACE_SECONDS = 5.0
-"""Seconds for workers to explain a lost connection, or to exit after a crash."""
+"""Seconds for workers to report a difference, or to exit after a crash."""
 
 
 class Launched(NamedTuple):
@@ -275,6 +279,17 @@ def configure_libraries() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def leave_with(parent: int) -> None:
+    """Exit this process soon after its parent process has ended."""
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def loopback() -> str:

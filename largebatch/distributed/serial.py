@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import own_part, pick_device
-from largebatch.distributed.watch import Watched
 
 
 class Done:
@@ -17,7 +16,7 @@ class Done:
         """Return immediately."""
 
 
-class Serial(Watched):
+class Serial:
     """A Backend with one worker and no communication library."""
 
     name = "serial"
@@ -47,6 +46,9 @@ class Serial(Watched):
 
     def barrier(self) -> None:
         """Return immediately."""
+
+    def started(self) -> None:
+        """Do nothing: no other worker is waited for."""
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

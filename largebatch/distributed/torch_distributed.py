@@ -1,86 +1,62 @@
 """torch.distributed: NCCL on GPUs, Gloo elsewhere.
 
 The workers are started by `--workers`, torchrun or a scheduler, and described by RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Worker 0, or the launcher, serves the
+store at that address through which they find each other.
+
+A worker that is lost or silent ends the others by the timeout of their process group: Gloo raises
+an error where it is waited for, and NCCL's own watchdog ends the process.
 """
 
+import ipaddress
+import logging
 import os
-import re
+import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its stubs
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # its stubs
+from torch.distributed.distributed_c10d import Store, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
-from largebatch.distributed.agreement import shape
-from largebatch.distributed.backend import identify, on_cpu, own_part, pick_device
-from largebatch.distributed.dropped import DroppedWorkers
-from largebatch.distributed.environment import STARTING, TIMEOUT_SECONDS, number, use_loopback
-from largebatch.distributed.meeting import open_store, require_one_type
-from largebatch.distributed.notes import StoreNotes
-from largebatch.distributed.watch import Watch, Watched
-from largebatch.errors import BackendError, PeerLostError, PeerSilentError
+from largebatch.distributed.agreement import require_same
+from largebatch.distributed.backend import identify, on_cpu, own_part, pick_device, remedy
+from largebatch.distributed.environment import (
+    GRACE_SECONDS,
+    STARTING,
+    TIMEOUT_SECONDS,
+    number,
+    use_loopback,
+)
+from largebatch.errors import BackendError, MismatchError, PeerLostError, PeerSilentError
 
-_NCCL = re.compile(r"\bNCCL\b|\bnccl[A-Z]\w+Error", re.IGNORECASE)
-"""Pattern of NCCL's errors, which are raised by any call that waits for the device."""
-
-_GONE = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
-"""Pattern of a library's error for a lost peer."""
-
-_CONNECTION = re.compile(f"{_GONE.pattern}|{_NCCL.pattern}", re.IGNORECASE)
-"""_GONE or _NCCL: Gloo reports the loss of a peer as a plain RuntimeError."""
-
-_TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
-"""Pattern of a library's error for a silent peer."""
-
-_LOCAL = re.compile("nccl(SystemError|UnhandledCudaError|InvalidUsage|InvalidArgument)")
-"""Pattern of NCCL's errors of this worker; a lost connection is a system error too."""
+_LOG = logging.getLogger(__name__)
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gather into one tensor; the name changed in torch 2.13."""
-
-_SUCCESS = 0
-"""Value of success in torch's WorkResult."""
-
-_LATER = timedelta(minutes=1)
-"""Additional wait of the libraries after the watch, because they cannot name the worker."""
 
 
 class _Pending:
     """An operation in progress."""
 
-    def __init__(
-        self, work: dist.Work, worker: int, has_failed: Callable[[dist.Work], bool]
-    ) -> None:
-        self._work, self._worker, self._has_failed = work, worker, has_failed
+    def __init__(self, work: dist.Work, worker: int) -> None:
+        self._work, self._worker = work, worker
 
     def wait(self) -> None:
         """Block until the result is available."""
         with lost_peers_named(self._worker):
-            if self._has_failed(self._work):  # waiting would let the device continue without it
-                raise dist.DistBackendError("NCCL reported an error in this operation")
             self._work.wait()
 
 
-def _has_failed(work: dist.Work) -> bool:
-    """Return True if NCCL reported an error in an operation, which then counts as completed."""
-    with suppress(RuntimeError):  # other libraries have no such result
-        result = work.get_future_result()  # type: ignore[attr-defined]  # torch's stubs
-        return bool(result.done() and result.value() != _SUCCESS)
-    return False
-
-
 class TorchGroup:
-    """A group of workers, over a process group of torch.distributed; None is the default one.
+    """A group of workers, over a process group of torch.distributed; None is the default one."""
 
-    `watch` monitors its operations, if given.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, watch: Watch | None = None) -> None:
-        self._watch = watch
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._worker = dist.get_rank()  # global rank, for error messages
         self._use(group)
 
@@ -89,46 +65,26 @@ class TorchGroup:
         self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        # Gloo's operations raise their errors in `wait`.
-        raises = dist.get_backend(group) == "gloo"
-        self._has_failed = (lambda _: False) if raises else _has_failed
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
         """Start to sum `tensor` over the group, in place."""
-        return self._start(
-            f"all_reduce {shape(tensor)}",
-            lambda: dist.all_reduce(tensor, group=self._group, async_op=True),
-        )
+        return self._start(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
         gathered = tensor.new_empty((self.world_size, tensor.numel()))
         sent = tensor.reshape(1, -1).contiguous()
-        self._start(
-            f"all_gather {shape(tensor)}",
-            lambda: _all_gather(gathered, sent, group=self._group, async_op=True),
-        ).wait()
+        self._start(lambda: _all_gather(gathered, sent, group=self._group, async_op=True)).wait()
         return gathered.view(self.world_size, *tensor.shape)
 
-    def _start(self, name: str, begin: Callable[[], dist.Work | None]) -> _Pending:
-        """Start an operation that the watch monitors until it is complete."""
-        works: list[dist.Work] = []
-        has_failed = self._has_failed
-        if self._watch is not None:  # before the start, which may already wait
-            self._watch.begin(
-                name,
-                self._members,
-                lambda: bool(works) and works[0].is_completed() and not has_failed(works[0]),
-                lambda: bool(works) and has_failed(works[0]),
-            )
-        with lost_peers_named(self._worker):
+    def _start(self, begin: Callable[[], dist.Work | None]) -> _Pending:
+        with lost_peers_named(self._worker, by=dist.DistError):  # others are wrong arguments
             work = begin()
         assert work is not None
-        works.append(work)
-        return _Pending(work, self._worker, has_failed)
+        return _Pending(work, self._worker)
 
 
-class RunningTorch(Watched, TorchGroup):
+class RunningTorch(TorchGroup):
     """A Backend over the default process group of torch.distributed, which `close` leaves open.
 
     Its tensors are on `device` if the group has a library for that type of device, else on a device
@@ -136,12 +92,11 @@ class RunningTorch(Watched, TorchGroup):
     """
 
     name = "torch"
-    _timeout: timedelta | None = None
     _limit: timedelta | None = None
-    """Time limits of an operation and of the library; None is the library's default."""
+    """Timeout of an operation; None is the library's default."""
 
-    def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
-        super().__init__(None, watch)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None)
         self.local_rank = number("LOCAL_RANK", self.rank)
         self.local_size = number("LOCAL_WORLD_SIZE", self.world_size)
         libraries = dist.get_backend_config().split(",")  # as in cpu:gloo,cuda:nccl
@@ -150,10 +105,7 @@ class RunningTorch(Watched, TorchGroup):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` with worker 0's, in place."""
-        name = f"broadcast {shape(tensor)}"
-        self._start(
-            name, lambda: dist.broadcast(tensor, src=0, group=self._group, async_op=True)
-        ).wait()
+        self._start(lambda: dist.broadcast(tensor, src=0, group=self._group, async_op=True)).wait()
 
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
         """Create process groups of the parts and return this worker's."""
@@ -165,7 +117,7 @@ class RunningTorch(Watched, TorchGroup):
             else:
                 group = self._new_group(own, parts)
         assert isinstance(group, dist.ProcessGroup)
-        return TorchGroup(group, self._watch)
+        return TorchGroup(group)
 
     def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:
         """Create all groups, in the same order on every worker; return its own."""
@@ -178,25 +130,30 @@ class RunningTorch(Watched, TorchGroup):
         """Create a Gloo group for each pair of ranks; return those of this worker.
 
         Every worker creates all of them, in this order. A pair may occur twice, once reversed.
-        The watch does not monitor their operations, so their timeout is that of the watch.
         """
         made: dict[tuple[int, int], dist.ProcessGroup] = {}
         with lost_peers_named(self._worker), _by_members_alone():
             for pair in pairs:
-                group = dist.new_group(sorted(pair), timeout=self._timeout, backend="gloo")
+                group = dist.new_group(sorted(pair), timeout=self._pair_limit, backend="gloo")
                 if self.rank in pair:
                     assert isinstance(group, dist.ProcessGroup)
                     made[pair] = group
         return made
+
+    @property
+    def _pair_limit(self) -> timedelta | None:
+        return self._limit
 
     def barrier(self) -> None:
         """Wait for every worker; unlike `wait` of a sum, this blocks the host on accelerators."""
         index = self.device.index
         devices = None if self.device.type == "cpu" or index is None else [index]
         self._start(
-            "barrier",
-            lambda: dist.barrier(group=self._group, async_op=True, device_ids=devices),
+            lambda: dist.barrier(group=self._group, async_op=True, device_ids=devices)
         ).wait()
+
+    def started(self) -> None:
+        """Do nothing: the code that opened the group chose its timeout."""
 
     def close(self) -> None:
         """Do nothing: the code that opened the group closes it."""
@@ -205,8 +162,8 @@ class RunningTorch(Watched, TorchGroup):
 class TorchDistributed(RunningTorch):
     """A Backend over the default process group, which it opens and closes.
 
-    The process exits if another worker has not joined an operation after `timeout` seconds; with
-    `starting`, STARTING times as long until `started` is called.
+    An operation that another worker has not joined after `timeout` seconds fails; with `starting`,
+    after STARTING times as long until `started` is called.
     """
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS, *, starting: bool = False) -> None:
@@ -226,31 +183,34 @@ class TorchDistributed(RunningTorch):
         if alone:
             use_loopback()
         library = _library_for(device)
-        # NCCL's watchdog thread could end this process before the state is saved.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        self._limit = timedelta(seconds=timeout * STARTING if starting else timeout) + _LATER
-        self._timeout = timedelta(seconds=timeout)
+        self.timeout = timedelta(seconds=timeout)
+        self._limit = self.timeout * (STARTING if starting else 1)
         with lost_peers_named(rank):
             store, rank, world_size = open_store(self._limit, alone=alone)
             # torchrun's store survives a restart, with the addresses of the previous workers.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            notes = StoreNotes(PrefixStore(attempt, store.clone()), rank=rank, workers=world_size)
-            self._dropped = DroppedWorkers(store.clone(), attempt=attempt)
+            self.store = PrefixStore(attempt, store.clone())
+            """A connection of this object to the store of all workers."""
+
             store = PrefixStore(attempt, store)
-            watch = Watch(notes, rank=rank, timeout=timeout, starting=starting)
-            with watch.during("the group of all workers", range(world_size)):
-                require_one_type(
-                    store, device.type, rank=rank, world_size=world_size, unit=identify(device)
-                )
-                dist.init_process_group(
-                    library,
-                    store=store,
-                    rank=rank,
-                    world_size=world_size,
-                    timeout=self._limit,
-                    device_id=None if device.type == "cpu" else device,
-                )
-        super().__init__(device, watch)
+            require_one_type(
+                store, device.type, rank=rank, world_size=world_size, unit=identify(device)
+            )
+            dist.init_process_group(
+                library,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=self._limit,
+                device_id=None if device.type == "cpu" else device,
+            )
+        self._groups: list[TorchGroup] = [self]
+        super().__init__(device)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
+        """Create process groups of the parts and return this worker's."""
+        self._groups.append(super().split(parts))
+        return self._groups[-1]
 
     def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:  # noqa: ARG002
         """Create only this worker's group, for any number of parts.
@@ -260,42 +220,35 @@ class TorchDistributed(RunningTorch):
         """
         return dist.new_group(own, timeout=self._limit, use_local_synchronization=True)
 
-    def drop(self, worker: int) -> None:
-        """Note that the run goes on without a worker, from the next `agree_on_dropped` on."""
-        with lost_peers_named(self._worker):
-            self._dropped.add(worker)
+    @property
+    def _pair_limit(self) -> timedelta:
+        """Timeout of links, which are used only while all wait for gradients or updates."""
+        return self.timeout
 
-    def is_dropped(self, worker: int) -> bool:
-        """Return True if the run goes on without a worker; False if the store is out of reach."""
-        with suppress(dist.DistError):
-            return self._dropped.include(worker)
-        return False
+    def started(self) -> None:
+        """Reduce the timeout of all groups to `timeout`, after the first update."""
+        if self._limit == self.timeout:
+            return
+        self._limit = self.timeout
+        if dist.get_backend() in {"gloo", "nccl"}:  # torch changes that of no other library
+            for group in self._groups:
+                _set_pg_timeout(self._limit, group._group)
 
-    def agree_on_dropped(self, of: Collection[int], *, witnesses: Sequence[int]) -> set[int]:
-        """Return which of these workers were dropped, and continue with a group without them.
+    def leave_out(self, workers: Collection[int]) -> None:
+        """Continue without some workers, which can do nothing more; all others call this alike.
 
-        Every remaining worker calls this alike; the `witnesses`, who drop workers, when they will
-        drop no more. A worker that was dropped gets the set too, and can do nothing more. The rank
-        of a worker is then its place among those left. Worker 0 cannot be dropped.
+        The rank of a worker is then its place among those left. Worker 0 cannot be left out.
         """
-        assert self._timeout is not None
-        with lost_peers_named(self._worker):
-            own, limit = self._worker, self._timeout + _LATER
-            dropped = self._dropped.agree(of, own=own, witnesses=witnesses, limit=limit)
-            if dropped and own not in dropped:
-                left = [member for member in self._members if member not in dropped]
-                # Its members alone connect to each other; all would meet only at this barrier.
-                os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
-                with _by_members_alone():
-                    group = dist.new_group(left, timeout=limit)
-                assert isinstance(group, dist.ProcessGroup)
-                self._use(group)
-        return dropped
+        left = [member for member in self._members if member not in workers]
+        # Its members alone connect to each other; all would meet only at this barrier.
+        os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
+        with lost_peers_named(self._worker), _by_members_alone():
+            group = dist.new_group(left, timeout=self._limit)
+        assert isinstance(group, dist.ProcessGroup)
+        self._use(group)
 
     def close(self) -> None:
         """Destroy the process groups."""
-        assert self._watch is not None
-        self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -343,32 +296,102 @@ def _current_device(kind: str) -> torch.device:
 
 
 @contextmanager
-def lost_peers_named(worker: int, *, reads: bool = False) -> Iterator[None]:
-    """Convert the RuntimeError of a lost peer to PeerLostError.
-
-    `reads` is True if the block does more than send and receive: then only errors that name NCCL
-    are treated as a lost peer.
-    """
+def lost_peers_named(worker: int, *, by: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+    """Convert an error of the library, which cannot reach another worker, to PeerLostError."""
     try:
         yield
-    except RuntimeError as error:
-        raise _lost(worker, error, words=_NCCL if reads else _CONNECTION) from error
+    except by as error:  # Gloo's are plain RuntimeErrors
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        silent = "timed out" in reason.lower() or "timeout" in reason.lower()
+        kind = PeerSilentError if silent else PeerLostError
+        raise kind(f"worker {worker} lost contact with another worker ({reason})") from error
 
 
-def _lost(
-    rank: int, error: RuntimeError, *, words: re.Pattern[str]
-) -> PeerLostError | BackendError:
-    """Return the matching error; raise `error` itself if it is not one of the library."""
-    text = str(error).strip()
-    if not isinstance(error, dist.DistError) and not words.search(text):
-        raise error
-    first, _, rest = text.partition("\n")
-    last = rest.partition("Last error:")[2].strip()  # NCCL's cause
-    reason = " ".join((last or first).split()) or type(error).__name__
-    if _LOCAL.search(text) and last and not _GONE.search(last):
-        return BackendError(
-            f"worker {rank}: the communication library failed here ({reason}); with "
-            "NCCL_DEBUG=INFO in the environment NCCL prints more"
-        )
-    kind = PeerSilentError if _TIMEOUT.search(reason) else PeerLostError
-    return kind(f"worker {rank} lost contact with another worker ({reason})")
+def open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
+    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and world size.
+
+    Unless torchrun serves the store, worker 0 does: on that address only, or on all interfaces if
+    the address is not this host's. `alone` is True if all workers are on this host: then on the
+    loopback interface, whatever the address.
+    """
+    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+    listener = None
+    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if serves and alone:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if serves and rank == 0:
+        listener = listen_on(os.environ["MASTER_ADDR"], number("MASTER_PORT", 0), alone=alone)
+    if listener is None:
+        joined: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
+        return joined
+    address, port = listener.getsockname()[:2]
+    file = listener.detach()
+    store = TCPStore(
+        address, port, world_size, is_master=True, timeout=limit, master_listen_fd=file
+    )
+    return store, rank, world_size
+
+
+def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
+    """Return a socket that listens on one address of this host; log a warning if none can.
+
+    An address may belong to another machine that forwards connections. With several hosts, a
+    host's own name may resolve to its loopback interface (Debian's 127.0.1.1): then another address
+    of that name is used, if there is one.
+    """
+    places = []
+    with suppress(OSError):
+        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, place in places:
+        if alone or not ipaddress.ip_address(place[0]).is_loopback:
+            with suppress(OSError):
+                return socket.create_server((str(place[0]), int(place[1])), family=family)
+    if not alone:
+        names = ", ".join(dict.fromkeys(str(place[0]) for *_, place in places)) or "unknown"
+        _LOG.warning(
+            "MASTER_ADDR %s (%s) is not an address on which this host can listen for others: the "
+            "workers' store is open on all interfaces", address, names,
+        )  # fmt: skip
+    return None
+
+
+def require_one_type(
+    store: Store, own: str, *, rank: int, world_size: int, unit: str | None = None
+) -> None:
+    """Raise MismatchError on every worker unless all compute on the same type of device.
+
+    Also raised if two workers use the same `unit`, a device's unique name, if it has one. This must
+    precede the creation of the process group: NCCL and Gloo would wait for each other. The last
+    worker to arrive compares, so that the others make only a few requests for any world size.
+    """
+    store.set(f"device/{rank}", own)
+    store.add(f"on/{own}", 1)
+    if unit is not None:
+        other = store.compare_set(f"unit/{unit}", "", str(rank)).decode()
+        if other != str(rank):
+            store.set("shared", f"{other} and {rank} share {unit}")
+    if store.add("arrived", 1) == world_size:
+        same = store.add(f"on/{own}", 0) == world_size
+        difference = "" if same else _difference(store, world_size)
+        if unit is not None and same and store.check(["shared"]):
+            difference = f"workers {store.get('shared').decode()}; {remedy()}"
+        store.set("difference", difference)
+    difference = store.get("difference").decode()
+    if not difference:
+        return
+    if store.add("informed", 1) == world_size:
+        store.set("all informed", "")
+    if rank == 0:  # its process may serve the store
+        with suppress(dist.DistStoreError):
+            store.wait(["all informed"], timedelta(seconds=GRACE_SECONDS))
+    raise MismatchError(difference)
+
+
+def _difference(store: Store, world_size: int) -> str:
+    """Return a message that lists the workers of each type of device."""
+    types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
+    try:
+        require_same([{"device": kind.decode()} for kind in types])
+    except MismatchError as error:
+        return str(error)
+    raise AssertionError("the types are the same")

@@ -263,11 +263,11 @@ class Spans:
         dtypes = {layer.running_mean.dtype for layer in self._layers}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         sizes = [2 * layer.num_features for layer in self._layers]
-        apart = _ALIGNMENT // dtype.itemsize
-        counters = apart * len(sizes)
+        stride = _ALIGNMENT // dtype.itemsize
+        counters = stride * len(sizes)
         self._kept = torch.zeros(counters + sum(sizes), dtype=dtype, device=backend.device)
         in_graphs, self._moments = self._kept.split([counters, sum(sizes)])
-        self._in_graphs = in_graphs[::apart]
+        self._in_graphs = in_graphs[::stride]
         self._sums = self._moments.new_zeros(sum(sizes) + len(sizes))
         """Buffer of the all-reduce: sums of moments, and the number of spans per layer."""
 
@@ -307,7 +307,7 @@ class Spans:
         if not self._layers:
             return
         counts = tuple(layer.num_spans for layer in self._layers)
-        if counts != self._counts:  # rare: steps are alike
+        if counts != self._counts:  # rare: steps are equal
             self._counts = counts
             self._spans = torch.tensor(counts, dtype=self._sums.dtype).to(self._sums.device)
         spans = self._spans

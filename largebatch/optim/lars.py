@@ -211,7 +211,7 @@ class LARS(Optimizer):
                 target.copy_(source)
         for group, rule, every_kind in zip(self.param_groups, rules, others, strict=False):
             for (device, _), lists in every_kind.items():
-                grads = _alike(lists.grads, lists.weights)
+                grads = _as_models(lists.grads, lists.weights)
                 if scale is not None:
                     torch._foreach_div_(grads, scale.to(device))
                 skipped = found_inf if found_inf is None else found_inf.to(device).clamp(max=1)
@@ -329,12 +329,12 @@ class _Tabled:
         self.parameters = parameters
         pairs = list(zip(parameters, weights, strict=True))
         rounded = [it if it.stride() == exact.stride() else exact for it, exact in pairs]
-        self._grads = _alike(grads, rounded)
+        self._grads = _as_models(grads, rounded)
         self.copies = [pair for pair, own in zip(pairs, rounded, strict=True) if own is not pair[0]]
         """Parameters in another layout, and what is copied to them after the update."""
 
-        alike = all(_is_same(ours, given) for ours, given in zip(self._grads, grads, strict=True))
-        self.is_lasting = alike and not self.copies
+        same = all(_is_same(ours, given) for ours, given in zip(self._grads, grads, strict=True))
+        self.is_lasting = same and not self.copies
         """True if the table holds for later steps, with the same addresses."""
 
         groups = [number for number, _, lists in parts for _ in lists.weights]
@@ -395,13 +395,13 @@ def _fitted(tensor: Tensor, model: Tensor) -> Tensor:
     return torch.empty_like(model)
 
 
-def _alike(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
+def _as_models(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in the type and layout of the models; copy those that differ."""
-    alike = [_fitted(tensor, model) for tensor, model in zip(tensors, models, strict=True)]
-    pairs = [it for it in zip(alike, tensors, strict=True) if not _is_same(*it)]
+    fitted = [_fitted(tensor, model) for tensor, model in zip(tensors, models, strict=True)]
+    pairs = [it for it in zip(fitted, tensors, strict=True) if not _is_same(*it)]
     if pairs:
         torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
-    return alike
+    return fitted
 
 
 def _kernel(device: torch.device, kernels: Kernels) -> Update:

@@ -127,7 +127,7 @@ class Muon(Optimizer):
         ]
         costs = [math.prod(_sides(weight)) * min(_sides(weight)) for weight in weights]
         share = own_share(costs, rank=self._workers.rank, workers=self._workers.world_size)
-        for places in _alike(share, weights):
+        for places in _of_equal_shapes(share, weights):
             directions = [self._direction(weights[place], group) for place in places]
             matrices = directions[0] if len(places) == 1 else torch.stack(directions)
             orthogonal = zeropower_via_newtonschulz(
@@ -174,7 +174,7 @@ def own_share(costs: Sequence[int], *, rank: int, workers: int) -> list[int]:
     return share
 
 
-def _alike(places: Sequence[int], weights: Sequence[Tensor]) -> Iterable[list[int]]:
+def _of_equal_shapes(places: Sequence[int], weights: Sequence[Tensor]) -> Iterable[list[int]]:
     """Divide places into those of weights that are orthogonalised together.
 
     On a GPU these are matrices of equal shapes: small ones are bound by launches. A CPU multiplies

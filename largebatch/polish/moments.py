@@ -29,7 +29,7 @@ _FAR = 8.0
 the variance by more than 1e-6, if batches differ as much as samples do."""
 
 _TOGETHER = 32
-"""Batches that are merged at once on a GPU, because launching the kernels of a merge takes longer
+"""Batches that are merged together on a GPU, because launching the kernels of a merge takes longer
 than running them."""
 
 _LOSSY = 1e4

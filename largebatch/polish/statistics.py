@@ -464,7 +464,7 @@ class _Watch(TorchFunctionMode):
     """Measures what torch's functions normalise, and normalises it as in training or evaluation.
 
     As in training, a function gets the batch's moments as running statistics: the same numbers,
-    measured once instead of twice. On a GPU several spans are processed at once, which is still
+    measured once instead of twice. On a GPU several spans are processed together, which is still
     faster. There these tensors are merged into the sums later, so nothing may write to them. With
     gradients inside the forward pass, which depend on the moments, the function measures them
     again, and so it does in recomputation (activation checkpointing), which counts nothing.
@@ -569,7 +569,7 @@ class _Watch(TorchFunctionMode):
                 kinds = ", ".join(type(it).__name__ for it in given)
                 raise ValueError(
                     f"{describe_layer(owner.name)} takes ({kinds}), so it is not known which "
-                    "values count, for example beside a mask; leave it out with `skip`"
+                    "values count, for example with a mask; leave it out with `skip`"
                 )
             (values,) = given
             again, calls, version = in_backward(), owner.calls, _version(values)

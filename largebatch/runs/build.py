@@ -73,18 +73,16 @@ def open_pipeline(
 
 
 @contextmanager
-def join(
-    options: Options, facts: Facts, *, starting: bool = False, splits: bool = False
-) -> Iterator[Backend]:
+def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Backend]:
     """Connect to the other workers; possible once in a process, because their address serves once.
 
-    `starting` and `splits` are passed to connect. The backend is closed only on success: after an
+    `splits` is passed to connect. The backend is closed only on success: after an
     error the other workers may be gone. Raises MismatchError on every worker unless all have the
     same options, packages and `facts`.
     """
     for name in options.imports:
         import_own(name)
-    backend = connect(options.backend, timeout=options.timeout, starting=starting, splits=splits)
+    backend = connect(options.backend, timeout=options.timeout, starting=True, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, available_cores() // backend.local_size)
@@ -116,7 +114,6 @@ def open_trainer(
             join(
                 options,
                 {**facts, **recipe.model_dump(mode="json")},
-                starting=not measuring,
                 splits=may_split(recipe, workers=world_size()),
             )
         )
@@ -129,12 +126,11 @@ def open_trainer(
         model = build_model(recipe, backend.device)
         if not measuring:
             prepare_training(model, recipe, plan, backend.device)
-        with backend.busy():  # the first worker that reads a folder may take long for all of them
-            pipeline = open_pipeline(
-                recipe, plan, backend, folder=options.data, dataset=options.dataset
-            )
-            if backend.rank == 0 and not measuring:  # worker 0 sends its weights to the others
-                _init_from_images(model, pipeline)
+        pipeline = open_pipeline(
+            recipe, plan, backend, folder=options.data, dataset=options.dataset
+        )
+        if backend.rank == 0 and not measuring:  # worker 0 sends its weights to the others
+            _init_from_images(model, pipeline)
         share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
         here = anywhere(recipe) if measuring else recipe
         keeps_gradients = here.protocol is not None  # each worker its own, for the servers

@@ -90,8 +90,7 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
         return None
     found = None
     if backend.rank == 0:
-        with backend.busy():
-            found = _newest(folder, may_begin=resume == "auto")
+        found = _newest(folder, may_begin=resume == "auto")
     content = broadcast_bytes(found.content if found else None, backend)
     return parse_checkpoint(content, source=str(folder)) if content else None
 

@@ -7,6 +7,7 @@ signal, handles SIGHUP in a run under nohup, and listens on all interfaces.
 Workers meet at a store in this process, which listens on the loopback interface only.
 """
 
+import json
 import logging
 import os
 import signal
@@ -21,25 +22,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch.distributed.dropped import DroppedWorkers
 from largebatch.distributed.environment import (
-    ABSENT,
+    DROPPED,
     LAUNCHER,
     LOST,
     configure_libraries,
+    leave_with,
     loopback,
 )
-from largebatch.distributed.watch import leave_with, report
 from largebatch.errors import (
     DivergedError,
     LargebatchError,
     PeerLostError,
     WorkerFailedError,
+    shorten,
 )
 from largebatch.optional import require_horovod
 from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard, show_cursor
@@ -50,10 +51,11 @@ LEAVE_SECONDS = 10
 
 CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
 """Exit codes of a worker that reported an error, an error that the user can fix, a divergence, or
-Ctrl-C before it could save; besides LOST and ABSENT."""
+Ctrl-C before it could save; besides LOST."""
 
-_ECHOES = {ABSENT: 1, LOST: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
-"""Exit codes caused by another worker's failure or a request to stop, most informative first."""
+_ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
+"""Exit codes caused by another worker's failure or a request to stop, most informative first; NCCL
+aborts a process that has lost another one."""
 
 
 def start_workers(
@@ -85,7 +87,7 @@ def start_workers(
             },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             optional=optional,
-            dropped=DroppedWorkers(store),
+            store=store,
         )
         try:
             group.start()
@@ -177,11 +179,12 @@ class _Workers(SubprocessContext):
         self,
         *,
         optional: Collection[int],
-        dropped: DroppedWorkers,
+        store: TCPStore,
         **arguments: Any,  # noqa: ANN401 -- torch's own
     ) -> None:
         super().__init__(**arguments)
-        self._optional, self._dropped = set(optional), dropped
+        self._optional = set(optional)
+        self._dropped = PrefixStore(DROPPED, PrefixStore("0", store))  # of the first attempt
         self._unexplained: dict[int, float] = {}
         """Optional workers that failed, and the time until which the others may note it."""
 
@@ -219,7 +222,7 @@ class _Workers(SubprocessContext):
             code = process.poll()
             if code in {None, 0, USER, DIVERGED}:  # an error that the user can fix ends all
                 continue
-            if self._dropped.include(rank):
+            if self._dropped.check([str(rank)]):
                 running.discard(rank)
                 failure = ProcessFailure(rank, process.pid, code, self.error_files[rank])
                 show_cursor()
@@ -230,18 +233,18 @@ class _Workers(SubprocessContext):
         others = [rank for rank in running if rank not in self._unexplained]
         if waits and all(self.subprocess_handlers[rank].proc.poll() is None for rank in others):
             return None
-        if running and running <= self._optional and all(map(self._dropped.include, running)):
+        if running and running <= self._optional and self._dropped.check([*map(str, running)]):
             for rank in running:  # suspended, and no worker waits for it
                 self.subprocess_handlers[rank].proc.kill()
             running.clear()
         found: RunProcsResult | None = super()._poll()
         return found
 
-    def close(self, death_sig: signal.Signals | None = None, timeout: int = LEAVE_SECONDS) -> None:
-        """End the running workers by SIGTERM, and kill them after `timeout` seconds."""
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+        """End the running workers by SIGTERM; kill them after `timeout`, or LEAVE_SECONDS."""
         if self.ended is None:
             self.ended = set(self._failures)
-        super().close(death_sig, timeout)
+        super().close(death_sig, timeout or LEAVE_SECONDS)
         show_cursor()
 
 
@@ -250,19 +253,27 @@ def _cause(
 ) -> Exception:
     """Return the first failure that no other one caused; else the most informative one.
 
-    A killed worker that is not among the `ended` ones did not exit on SIGTERM.
+    A killed worker that is not among the `ended` ones did not exit on SIGTERM: others may have
+    waited for it.
     """
-
-    def echo(rank: int) -> int:
-        code = failures[rank].exitcode
-        if code == -signal.SIGKILL and ended is not None and rank not in ended:
-            return len(_ECHOES)
-        return _ECHOES.get(code, 0)
-
-    rank = min(failures, key=echo)
+    silent = [
+        rank
+        for rank, failure in failures.items()
+        if failure.exitcode == -signal.SIGKILL and ended is not None and rank not in ended
+    ]
+    rank = min(
+        failures,
+        key=lambda rank: (
+            len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
+        ),
+    )
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
         return LargebatchError("stopped before the workers could save")
+    if failure.exitcode in {LOST, -signal.SIGABRT} and silent:
+        names = shorten([str(each) for each in sorted(silent)])
+        message = f"{_describe(failure)}; did not respond and was killed: worker {names}"
+        return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
     kinds = {USER: LargebatchError, DIVERGED: DivergedError}
     if not Path(failure.error_file).exists():
         kinds = {}
@@ -323,7 +334,15 @@ def reporting_errors() -> Iterator[None]:
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:
         return
-    report(message)
+    _report(message)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _report(message: str) -> None:
+    """Write a message for the launcher to the file that it named."""
+    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
+    part.replace(path)

@@ -151,8 +151,7 @@ def _count(folder: Path, backend: Backend) -> tuple[int, int, int]:
     """
     numbers = None
     if backend.rank == 0:
-        with backend.busy():
-            train, val = (open_content(folder, split) for split in ("train", "val"))
+        train, val = (open_content(folder, split) for split in ("train", "val"))
         images = [len(content.arrays["labels"]) for content in (train, val)]
         numbers = json.dumps([len(train.header["classes"]), *images]).encode()
     classes, of_train, of_val = json.loads(broadcast_bytes(numbers, backend))

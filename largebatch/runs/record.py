@@ -5,27 +5,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 from types import MappingProxyType
 
 from largebatch.data.pipeline import ImagePipeline
-from largebatch.distributed.torch_distributed import lost_peers_named
-from largebatch.errors import (
-    CheckpointError,
-    DataError,
-    DivergedError,
-    LargebatchError,
-    LogError,
-    PeerLostError,
-)
+from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.compiled import failures_named
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
-from largebatch.training.checkpoint import idle_stream
-from largebatch.training.saving import finish_saving, save_alone
+from largebatch.training.saving import finish_saving
 from largebatch.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
@@ -50,57 +40,23 @@ def record(
         opened = open_folder(trainer, folder, resume=resume, ids=ids)
     with opened as trackers:
         trainer.trackers.extend(trackers)
-        with trainer.backend.busy():
-            trainer.begin()
-        leaving = Lock()
-
-        def rescue(still: Callable[[], bool]) -> bool:
-            """Save while the main thread is held; return False if that thread already saves."""
-            if not leaving.acquire(blocking=False):
-                return False
-            trainer.step_log.lock.acquire()  # never released: the main thread stops if it returns
-            with suppress(CheckpointError):
-                if trainer.step_log.is_training:
-                    _save_what_is_sound(trainer, PeerLostError(), still)
-                else:
-                    finish_saving(trainer)
-                _finish(trainer, folder, "failed", draws=False)
-            return True
-
-        trainer.backend.before_leaving(rescue)
+        trainer.begin()
         try:
-            with lost_peers_named(trainer.backend.rank, reads=True), failures_named():
+            with failures_named():
                 complete = work()
                 finish_saving(trainer)
-            trainer.backend.before_leaving(None)
         except BaseException as error:
-            leaving.acquire()
             status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            diverged = str(error) if isinstance(error, DivergedError) else None
             with suppress(CheckpointError):  # the first error is the one to fix
-                _save_what_is_sound(trainer, error)
+                finish_saving(trainer)
             with suppress(CheckpointError):
-                diverged = str(error) if isinstance(error, DivergedError) else None
                 _finish(trainer, folder, status, draws=draws, diverged=diverged)
             raise
         if complete:
             return _finish(trainer, folder, "finished", draws=draws)
         status = "interrupted" if trainer.step_log.stopped else "paused"
         return _finish(trainer, folder, status, draws=draws)
-
-
-def _save_what_is_sound(
-    trainer: Trainer, error: BaseException, still: Callable[[], bool] = lambda: True
-) -> None:
-    """Save the state after an error between two updates, on worker 0 alone.
-
-    After an error of the log nothing is saved: a run resumed from there would lack a record.
-    """
-    sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
-    if sound and not isinstance(error, LogError):
-        with suppress(LargebatchError, PeerLostError), idle_stream(trainer.backend.device):
-            if trainer.step_log.settle():  # else the log would lack records before the checkpoint
-                save_alone(trainer, still)
-    finish_saving(trainer)
 
 
 def _finish(
@@ -113,8 +69,7 @@ def _finish(
         try:
             summary.write(folder / SUMMARY)
             if draws and not trainer.step_log.stopped:  # a stopped run has no time for it
-                with trainer.backend.busy():
-                    _draw(trainer, folder)
+                _draw(trainer, folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
         trainer.emit(Finish(time=now(), summary=summary))

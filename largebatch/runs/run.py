@@ -263,6 +263,5 @@ def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
     if trainer.backend.rank:
         return trainer
     resume_clock = trainer.step_log.resume_clock
-    busy = trainer.backend.busy
-    profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock, busy)
+    profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock)
     return replace(trainer, profiler=profiler)

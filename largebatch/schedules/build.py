@@ -19,7 +19,7 @@ from largebatch.schedules import cycles, functions
 from largebatch.schedules.functions import Policy, Schedule
 
 FEW = 8
-"""Number of stretches of equal learning rates up to which they are listed."""
+"""Number of segments of equal learning rates up to which they are listed."""
 
 
 def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
@@ -32,13 +32,13 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
     """
     warmup_steps = plan.steps_in(section.warmup) if section.warmup else 0
     steps = math.ceil(plan.position(plan.steps) / plan.global_batch)
-    stretch = _Stretch(
+    segment = _Segment(
         key="schedule.decay",
         before=warmup_steps,
         steps=steps + section.first_step - warmup_steps,
         steps_in=plan.steps_in,
     )
-    after = _build(section.decay, section.peak_lr, stretch)
+    after = _build(section.decay, section.peak_lr, segment)
     if warmup_steps and section.start_lr >= after(0):
         raise RecipeError(
             f"schedule.start_lr ({section.start_lr:g}) must be below the rate at which "
@@ -62,7 +62,7 @@ def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
+class _Segment:
     """The steps of a policy, and its key in the recipe."""
 
     key: str
@@ -104,36 +104,36 @@ class _Stretch:
 
 
 def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
-    decay: schedule.Simple | schedule.Piecewise, peak: float, stretch: _Stretch
+    decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
 ) -> Policy:
     match decay:
         case schedule.Constant():
             return functions.constant(peak=peak)
         case schedule.StepDecay(every=every, gamma=gamma):
-            stairs = stretch.length("every", every, limit=stretch.steps - 1)
+            stairs = segment.length("every", every, limit=segment.steps - 1)
             return functions.step(peak=peak, steps=stairs, gamma=gamma)
         case schedule.MultiStepDecay(at=at, gamma=gamma):
-            return functions.multistep(peak=peak, boundaries=stretch.points(at), gamma=gamma)
+            return functions.multistep(peak=peak, boundaries=segment.points(at), gamma=gamma)
         case schedule.Exponential(gamma=gamma, begin="low"):
-            return functions.exponential_rise(peak=peak, gamma=gamma, steps=stretch.steps - 1)
+            return functions.exponential_rise(peak=peak, gamma=gamma, steps=segment.steps - 1)
         case schedule.Exponential(gamma=gamma):
             return functions.exponential(peak=peak, gamma=gamma)
         case schedule.Sigmoid(half_at=half_at, gamma=gamma):
-            half = stretch.length("half_at", half_at, limit=stretch.steps - 1)
+            half = segment.length("half_at", half_at, limit=segment.steps - 1)
             return functions.sigmoid(peak=peak, steps=half, gamma=gamma)
         case schedule.Inverse(gamma=gamma, power=power):
             return functions.inverse(peak=peak, gamma=gamma, power=power)
         case schedule.Polynomial(power=power, end_lr=end):
-            fall = stretch.fall(decay)
+            fall = segment.fall(decay)
             return functions.polynomial(peak=peak, steps=fall, power=power, end=end)
         case schedule.Cosine(end_lr=end):
-            return functions.cosine(peak=peak, steps=stretch.fall(decay), end=end)
+            return functions.cosine(peak=peak, steps=segment.fall(decay), end=end)
         case schedule.Spline(points=points, end_lr=end):
-            return functions.spline(peak=peak, steps=stretch.fall(decay), points=points, end=end)
+            return functions.spline(peak=peak, steps=segment.fall(decay), points=points, end=end)
         case schedule.Cycle():
-            return _build_cycles(decay, peak, stretch)
+            return _build_cycles(decay, peak, segment)
         case schedule.Piecewise(pieces=pieces):
-            return _join(pieces, stretch)
+            return _join(pieces, segment)
         case _:
             assert_never(decay)
 
@@ -152,14 +152,14 @@ _CYCLES: dict[type[schedule.Cycle], Callable[..., Policy]] = {
 }
 
 
-def _build_cycles(decay: schedule.Cycle, peak: float, stretch: _Stretch) -> Policy:
+def _build_cycles(decay: schedule.Cycle, peak: float, segment: _Segment) -> Policy:
     match decay:
         case schedule.Restarts(every=every):
-            steps = stretch.length("every", every, limit=stretch.steps - 1)
+            steps = segment.length("every", every, limit=segment.steps - 1)
         case schedule.WholeCycle(cycle=cycle):
-            steps = stretch.length("cycle", cycle, limit=2 * (stretch.steps - 1))
+            steps = segment.length("cycle", cycle, limit=2 * (segment.steps - 1))
         case schedule.HalfCycle():
-            steps = stretch.rise(decay)
+            steps = segment.rise(decay)
         case _:
             raise AssertionError(decay)
     lengths = {"kind", "low_lr", "every", "cycle", "half_cycle"}
@@ -169,23 +169,23 @@ def _build_cycles(decay: schedule.Cycle, peak: float, stretch: _Stretch) -> Poli
     return _CYCLES[type(decay)](peak=peak, low=decay.low_lr, steps=steps, **others)
 
 
-def _join(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> Policy:
-    boundaries = _boundaries(pieces, stretch)
+def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
+    boundaries = _boundaries(pieces, segment)
     parts = []
-    for place, (start, end) in enumerate(pairwise([0, *boundaries, stretch.steps])):
-        key = f"{stretch.key}.pieces.{place}"
-        latest = stretch.steps - (len(boundaries) - place)
+    for place, (start, end) in enumerate(pairwise([0, *boundaries, segment.steps])):
+        key = f"{segment.key}.pieces.{place}"
+        latest = segment.steps - (len(boundaries) - place)
         if not start < end <= latest:
             raise RecipeError(
                 f"{key}.length: the piece would go from step {start} to {end} of the "
-                f"{stretch.steps} after the warm-up; every piece, the last one too, needs a step"
+                f"{segment.steps} after the warm-up; every piece, the last one too, needs a step"
             )
-        part = replace(stretch, key=f"{key}.decay", before=0, steps=end - start)
+        part = replace(segment, key=f"{key}.decay", before=0, steps=end - start)
         parts.append(_build(pieces[place].decay, pieces[place].peak_lr, part))
     return functions.piecewise(parts, boundaries=boundaries)
 
 
-def _boundaries(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> list[int]:
+def _boundaries(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> list[int]:
     """Return the first step of each later piece; lengths are added before they are rounded."""
     boundaries = []
     epochs, steps = 0.0, 0
@@ -194,7 +194,7 @@ def _boundaries(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> list[i
         epochs += piece.length.epochs or 0.0
         steps += piece.length.steps or 0
         boundaries.append(
-            steps + (stretch.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0)
+            steps + (segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0)
         )
     return boundaries
 
@@ -219,7 +219,7 @@ class Course:
 
     @property
     def stretches(self) -> tuple[int, ...]:
-        """The first step of every stretch of equal rates after the warm-up; none if too many."""
+        """The first step of every segment of equal rates after the warm-up; none if too many."""
         later = range(self.begin + 1, len(self.rates))
         changes = [step for step in later if self.rates[step] != self.rates[step - 1]]
         return (self.begin, *changes) if len(changes) < FEW else ()
@@ -252,7 +252,7 @@ class Course:
         return f"{self.rates[step]:.6g} at step {step:,} (epoch {self._epoch(step)})"
 
     def epoch(self, step: int) -> float:
-        """Return how many passes over the training data lie before a step."""
+        """Return how many passes over the training data come before a step."""
         return self.plan.epoch(step)
 
     def _epoch(self, step: int) -> str:

@@ -183,7 +183,7 @@ def spline(
     falls = all(later <= earlier for earlier, later in itertools.pairwise(rates))
     if not falls or not all(earlier < later for earlier, later in itertools.pairwise(places)):
         raise ValueError(
-            f"points must lie between 0 and 1, one after the other, and fall from the peak to the "
+            f"points must be between 0 and 1, in increasing order, and fall from the peak to the "
             f"end, got {list(points)}"
         )
     # Importing it takes as long as everything else that a plan needs.

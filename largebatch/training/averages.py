@@ -37,10 +37,6 @@ class _Average:
         """Count the model after the update of a step; `follow` then averages it."""
         self._average.n_averaged += int(self._includes(step))
 
-    def take_back(self, step: int) -> None:
-        """Undo the count of a step whose update the device has not made."""
-        self._average.n_averaged -= int(self._includes(step))
-
     @torch.no_grad()
     def follow(self, step: int, skipped: Tensor | None) -> None:
         """Average the model after the update of a step; copy it the first time.
@@ -83,7 +79,7 @@ class EMA(_Average):
 
     def forget(self, step: int) -> None:
         """Take the last update, which was skipped, out of the count; call before the next one."""
-        self.take_back(step)
+        self._average.n_averaged -= int(self._includes(step))
 
     def _includes(self, step: int) -> bool:  # noqa: ARG002 -- SWA's needs it
         return True

@@ -13,9 +13,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -354,17 +352,6 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
     if isinstance(value, list | tuple):
         return [copy_state(each) for each in value]
     return value
-
-
-def idle_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that uses an idle stream, because others may wait for a lost worker.
-
-    Reads in it see what the device had computed before it began to wait.
-    """
-    if device.type == "cpu":
-        return nullcontext()
-    streams = (torch.Stream(device) for _ in count())  # torch's own, by turns
-    return next(stream for stream in streams if stream.query())
 
 
 def _require_types(state: Mapping[str, Any]) -> None:

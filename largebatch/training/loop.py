@@ -50,10 +50,6 @@ class Stopwatch:
         else:
             self._seconds.append(time.perf_counter())
 
-    def has_ended(self) -> bool:
-        """Return True if the device has completed the last block; nothing waits for it."""
-        return all(event.query() for event in self._events[-1:])
-
     def seconds(self) -> float:
         """Return the sum in seconds; on a GPU all events must have completed."""
         seconds = (end - begin for begin, end in _pairs(self._seconds))

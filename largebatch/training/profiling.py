@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,6 @@ class Profiler:
     emit: Callable[[Event], None]
     resume_clock: Callable[[], None]
     """Called after the profiler's own work, which is no part of an update."""
-
-    busy: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context in which other workers wait: a trace may have gigabytes."""
 
     done: bool = False
 
@@ -73,8 +70,7 @@ class Profiler:
         running.stop()
         if running.made == running.before:
             return
-        with self.busy():
-            running.profile.export_chrome_trace(str(self.trace))
+        running.profile.export_chrome_trace(str(self.trace))
         operations = sorted(_operations(running.profile), key=_time, reverse=True)
         self.emit(
             Profile(

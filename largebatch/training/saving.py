@@ -42,14 +42,6 @@ def save(trainer: Trainer) -> None:
     """
     if trainer.recipe.execution.compare_every is not None:
         compare_weights(trainer)
-    save_alone(trainer)
-
-
-def save_alone(trainer: Trainer, still: Callable[[], bool] = lambda: True) -> None:
-    """Save without comparing weights; no other worker is needed.
-
-    Nothing is written unless `still` is true of the state when it is copied.
-    """
     trainer.step_log.note_saved()
     if trainer.backend.rank == 0:
         checkpoint = Checkpoint.of(
@@ -61,15 +53,12 @@ def save_alone(trainer: Trainer, still: Callable[[], bool] = lambda: True) -> No
             versions=versions(),
             trackers=read_ids(trainer.checkpoints.parent),
         )
-        if still():
-            with trainer.backend.busy():
-                _write(trainer, lambda: trainer.writer.write(checkpoint))
+        _write(trainer, lambda: trainer.writer.write(checkpoint))
 
 
 def finish_saving(trainer: Trainer) -> None:
     """Wait until the last checkpoint is on the disk; raises as `save` does."""
-    with trainer.backend.busy():
-        _write(trainer, trainer.writer.wait)
+    _write(trainer, trainer.writer.wait)
 
 
 def _write(trainer: Trainer, write: Callable[[], None]) -> None:

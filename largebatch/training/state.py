@@ -92,12 +92,6 @@ class Progress:
         self.images += images
         self.train_seconds += seconds
 
-    def take_back(self, step: int, *, images: int, seconds: float) -> None:
-        """Undo the count of a step."""
-        self.step = step
-        self.images -= images
-        self.train_seconds -= seconds
-
     def note(self, found: Metrics, metric: Metric) -> None:
         """Record an evaluation of the current state."""
         value = metric.value(found)
@@ -175,13 +169,6 @@ class TrainState:
         """Result of the stage that produced the current model."""
         return next((stage for stage in reversed(self.stages) if stage.kept), None)
 
-    @property
-    def counts_on_host(self) -> bool:
-        """True if the optimizer counts updates on the host, ahead of an accelerator."""
-        optimizer = self.updater.optimizer
-        counted = any(_counts(group) for group in optimizer.param_groups)
-        return counted or any("step" in entry for entry in optimizer.state.values())  # AdamW's
-
     def use(self, updater: Updater) -> None:
         """Use another updater from now on."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
@@ -201,12 +188,6 @@ class TrainState:
         """
         if self.average is not None:
             self.average.follow(step, skipped)
-
-    def take_back(self, step: int, *, images: int, seconds: float) -> None:
-        """Undo the count of a step whose update the device has not made."""
-        self.progress.take_back(step, images=images, seconds=seconds)
-        if self.average is not None:
-            self.average.take_back(step)
 
     def count_skipped(self) -> None:
         """Count the last update as skipped."""

@@ -5,10 +5,8 @@ the workers, and emits the record of the update before. `flush` emits the last o
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,8 +15,7 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.environment import GRACE_SECONDS
-from largebatch.errors import DivergedError, PeerLostError
+from largebatch.errors import DivergedError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
@@ -106,18 +103,9 @@ class StepLog:
         in_fp16 = state.scaler.is_enabled()
         self._divergence = DivergenceCheck(recipe, plan, in_fp16=in_fp16, emit=emit)
         self._pending: _Pending | None = None
-        self._unrecorded: list[tuple[Update, int, float]] = []
-        """Counted updates without a record, with their images and seconds."""
-
         self._stream = accelerator.stream(backend.device)
-        self._recorded: torch.Event | None = None
-        """The end on the device of the last update that has a record."""
-
-        self.lock = threading.RLock()
-        """Held while counts and records change; the thread of a rescue holds it until the end."""
-
         self.is_training = False
-        """True while updates are made, so that the weights are always those of the last update."""
+        """True from an update until something other than updates is done."""
 
         self._begun = time.perf_counter()
         self.stopped = False
@@ -152,9 +140,7 @@ class StepLog:
         self._begun += seconds
         images = self._plan.batch_at(update.step)
         self._read_own()
-        with self.lock:  # before the device is asked for more, which may hold the host
-            self._state.count(update.step, images=images, seconds=seconds)
-            self._unrecorded.append((update, images, seconds))
+        self._state.count(update.step, images=images, seconds=seconds)
         self._state.follow(update.step, update.skipped)
         sums = self.values_to_sum(update)
         own_values = self._measure(update)
@@ -173,7 +159,6 @@ class StepLog:
         try:
             self._record()
         except DivergedError:
-            self._unrecorded.clear()
             work.wait()  # the run may go on without this stage: no operation may be pending
             self._pending = following
             self._read_own()
@@ -250,43 +235,32 @@ class StepLog:
         try:
             self._record()
         finally:
-            with self.lock:
-                self.is_training = False
+            self.is_training = False
 
     def _record(self) -> None:
         """Read the values of the update counted last, and emit its record."""
         if self._pending is not None:
             self._read_own()
-            sums = self._summed(self._pending)
-            with self.lock:
-                self._emit_record(sums)
+            with accelerator.on(self._stream):
+                self._pending.wait()
+                sums = self._pending.sums.tolist()  # sync: with the update before
+            self._emit_record(sums)
 
     def _read_own(self) -> None:
-        if self._pending is not None and self._pending.own is None:
-            values = self._own_values(self._pending)
-            with self.lock:
-                self._take_own(values)
-
-    def _own_values(self, pending: _Pending) -> list[float]:
+        """Set `own` of the update counted last, and count it if it was skipped."""
+        pending = self._pending
+        if pending is None or pending.own is not None:
+            return
         with accelerator.on(self._stream):  # not behind the update that was queued since
             if self._stream is not None and pending.made is not None:
                 self._stream.wait_event(pending.made)
-            return pending.own_values.tolist()  # sync: with the update before, on a CPU with this
-
-    def _summed(self, pending: _Pending) -> list[float]:
-        with accelerator.on(self._stream):
-            pending.wait()
-            return pending.sums.tolist()  # sync: with the same
-
-    def _take_own(self, values: list[float]) -> None:
-        """Set `own` of the update counted last, and count it if it was skipped."""
-        assert self._pending is not None
+            values = pending.own_values.tolist()  # sync: with the update before, on a CPU with this
         own = _Own(values)
-        if self._pending.update.skipped is not None:
+        if pending.update.skipped is not None:
             own = _Own(values[3:], bool(values[0]), *values[1:3])
         if own.skipped:
             self._state.count_skipped()
-        self._pending = self._pending._replace(own=own)
+        self._pending = pending._replace(own=own)
 
     def _emit_record(self, sums: list[float]) -> None:
         pending, self._pending = self._pending, None
@@ -308,8 +282,6 @@ class StepLog:
             noise = self._noise.add(step.step, *total.squares, loss_scale=own.scaled_by)
             step = replace(step, **noise)
         self._emit(replace(step, **self._monitors.fields(own.monitored, skipped=own.skipped)))
-        del self._unrecorded[0]
-        self._recorded = pending.made
         if total.system:
             columns = {n: tuple(total.system[p :: len(SYSTEM)]) for p, n in enumerate(SYSTEM)}
             self._emit(System(stage=step.stage, step=step.step, **columns))  # type: ignore[arg-type]  # all columns
@@ -318,41 +290,6 @@ class StepLog:
         except DivergedError:
             self.is_training = False
             raise
-
-    def settle(self) -> bool:
-        """Go back to the last update with a record, after a worker was lost.
-
-        The device may be no further, because its next update waits for the lost worker. Returns
-        False if the weights belong to an update without a record, or if counters on the host cannot
-        be taken back. Raises as `flush`.
-        """
-        pending = self._pending
-        values: list[list[float]] = []
-
-        def read() -> None:
-            with suppress(PeerLostError, RuntimeError):
-                if pending is not None:
-                    values.append(self._own_values(pending))
-                    values.append(self._summed(pending))
-
-        reading = threading.Thread(target=read, daemon=True)
-        reading.start()
-        reading.join(GRACE_SECONDS)  # a sum may never come
-        with self.lock:
-            own, sums, *_ = *values, None, None
-            if pending is not None and pending.own is None and own is not None:
-                self._take_own(own)
-            if sums is not None:
-                self._emit_record(sums)
-            self._pending = None
-            while self._unrecorded:
-                update, images, seconds = self._unrecorded.pop()
-                if update.reduction.has_ended() or self._state.counts_on_host:
-                    return False
-                self._state.take_back(update.step, images=images, seconds=seconds)
-        if self._recorded is not None:
-            self._recorded.synchronize()  # sync: its gradients were summed before its loss
-        return True
 
 
 def _copied(values: Sequence[float], *, to: Tensor) -> Tensor:

@@ -20,14 +20,15 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
     with closing(trainer.updates(trainer, name, steps, end)) as updates:
         for _ in updates:
             before, done = done, trainer.state.progress.step
-            if saving.comparison_is_due(trainer, since=before):
-                saving.compare_weights(trainer)
             evaluates = done < steps.stop and _passes(trainer.plan, before, done)
+            saves = evaluates or saving.save_is_due(trainer, since=before)  # compares them too
+            if saving.comparison_is_due(trainer, since=before) and not saves:
+                saving.compare_weights(trainer)
             if evaluates:
                 step_log.flush()
                 metric = trainer.recipe.task.metric
                 trainer.state.progress.note(trainer.evaluate(name), metric)
-            if evaluates or saving.save_is_due(trainer, since=before):
+            if saves:
                 step_log.flush()
                 saving.save(trainer)
             if step_log.stopped or done >= end:

@@ -25,9 +25,8 @@ from largebatch import run
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.links import open_links
-from largebatch.distributed.meeting import require_one_type
 from largebatch.distributed.network import REPEATS, measure_network
-from largebatch.distributed.torch_distributed import TorchDistributed
+from largebatch.distributed.torch_distributed import TorchDistributed, require_one_type
 from largebatch.errors import BackendError, MismatchError
 
 

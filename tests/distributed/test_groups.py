@@ -11,15 +11,13 @@ from pathlib import Path
 import group_work
 import pytest
 import torch
-import torch.distributed as dist
 from on_forked_workers import on_forked_workers
 
 import largebatch
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
-from largebatch.distributed.torch_distributed import lost_peers_named
-from largebatch.errors import BackendError, PeerLostError, RecipeError
+from largebatch.errors import RecipeError
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
@@ -136,27 +134,3 @@ def test_plan_prints_the_gradient_groups(
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if line.startswith("gradient groups  "))
     assert groups in row
-
-
-SHARED_MEMORY = """NCCL error in: NCCLUtils.cpp:93, unhandled system error, NCCL version 2.27.5
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
-Last error:
-Error while creating shared memory segment /dev/shm/nccl-x, error: No space left on device (28)"""
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "said"),
-    [
-        (SHARED_MEMORY, BackendError, "worker 1: .* failed here .*No space left on device"),
-        (
-            SHARED_MEMORY.partition("Error while")[0] + "socketProgress: Connection closed by peer",
-            PeerLostError,
-            "worker 1 lost contact .*Connection closed by peer",
-        ),
-        (SHARED_MEMORY.partition("Last error")[0], PeerLostError, "unhandled system error"),
-    ],
-    ids=["of this worker", "a lost connection", "no cause named"],
-)
-def test_the_cause_named_by_nccl_is_reported(text: str, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said), lost_peers_named(1):
-        raise dist.DistBackendError(text)

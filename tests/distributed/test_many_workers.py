@@ -7,9 +7,7 @@ workers, for all of them do the same at the same time.
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +19,8 @@ from torch import nn
 from largebatch import load_recipe, run
 from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.connection import connect
-from largebatch.distributed.dropped import DroppedWorkers
-from largebatch.distributed.meeting import require_one_type
-from largebatch.distributed.notes import StoreNotes
-from largebatch.errors import SHOWN, MismatchError
+from largebatch.distributed.torch_distributed import require_one_type
+from largebatch.errors import MismatchError
 
 WORKERS = (8, 64, 512, 2048, 16_384)
 """Numbers of workers."""
@@ -59,7 +55,7 @@ class Asked(NamedTuple):
 
 def asked(counts: Counts) -> Asked:
     return Asked(
-        counts.store.requests - counts.store.beats,
+        counts.store.requests,
         counts.groups,
         Counter(counts.collectives),
         counts.received,
@@ -176,68 +172,3 @@ def test_a_worker_combines_by_adasum_in_one_group_for_each_doubling(workers: int
         Adasum(model, backend, parts=workers, accumulation=1).close()
         backend.close()
     assert counts.groups == math.log2(workers)
-
-
-def waiting(workers: int, *, without: Sequence[int]) -> tuple[CountingStore, StoreNotes]:
-    """Return a store in which all but some workers are waiting, and one worker's notes."""
-    store = CountingStore()
-    notes = [StoreNotes(store, rank=rank, workers=workers) for rank in range(workers)]
-    for rank in set(range(workers)) - set(without):
-        notes[rank].wait()
-    return store, notes[workers // 3]
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("absent", ["none", "last", "a host", "one of each host"])
-def test_a_timeout_takes_logarithmically_many_requests(workers: int, absent: str) -> None:
-    places = {
-        "none": [],
-        "last": [workers - 1],
-        "a host": list(range(8, 16)),
-        "one of each host": list(range(0, workers, 8)),
-    }
-    expected = [place for place in places[absent] if place < workers]
-    store, notes = waiting(workers, without=expected)
-    before, each = store.requests, math.ceil(math.log(workers, 8)) + 1
-    assert notes.absent(range(workers)) == expected[: SHOWN + 1]
-    assert not notes.are_busy(expected)
-    notes.speaks()
-    assert store.requests - before <= 8 * each * (min(len(expected), SHOWN + 1) + 1)
-    before = store.requests
-    notes.wait()
-    notes.resume()
-    notes.beat()
-    assert store.requests - before == 2 * each + 1
-
-
-def test_only_members_are_searched_for_absent_workers() -> None:
-    _, notes = waiting(512, without=[3, 4, 70, 500])
-    assert notes.absent([3, 5, 70, 400]) == [3, 70]
-    assert notes.absent([1, 2]) == []
-    assert notes.absent(range(64, 128)) == [70]
-
-
-def test_a_worker_that_stopped_waiting_is_absent() -> None:
-    store, _ = waiting(64, without=[9])
-    left = StoreNotes(store, rank=30, workers=64)
-    left.resume()
-    assert left.absent(range(64)) == [9, 30]
-
-
-def test_only_one_worker_prints_the_error() -> None:
-    store = CountingStore()
-    notes = [StoreNotes(store, rank=rank, workers=8) for rank in range(8)]
-    assert [each.speaks() for each in notes] == [True, *[False] * 7]
-    assert notes[0].speaks()
-
-
-@pytest.mark.parametrize("workers", [8, 2048])
-def test_workers_agree_on_the_dropped_ones_with_a_few_requests(workers: int) -> None:
-    store = CountingStore()
-    dropped = DroppedWorkers(store)
-    dropped.add(3)
-    dropped.add(5)
-    before = store.requests
-    found = dropped.agree(range(4), own=0, witnesses=[0], limit=timedelta(seconds=1))
-    assert found == {3}
-    assert store.requests - before <= 4

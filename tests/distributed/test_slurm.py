@@ -21,7 +21,7 @@ from largebatch.distributed.environment import (
     launched_size,
     noting_start,
 )
-from largebatch.distributed.meeting import listen_on
+from largebatch.distributed.torch_distributed import listen_on
 
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
 

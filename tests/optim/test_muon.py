@@ -12,18 +12,15 @@ from on_forked_workers import on_forked_workers
 from short_runs import DIGITS
 from threads import Thread, on_threads
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import SGD
 
 from largebatch import load_recipe
 from largebatch.distributed.backend import Group
-from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import build
 from largebatch.optim.muon import Muon, own_share
 from largebatch.runs.optimizer_of_recipe import build_optimizer, hidden_matrices
-from largebatch.training.state import TrainState, Updater
 
 SHAPES = ((16, 8), (8, 8), (8, 4, 3, 3), (4, 40), (5, 4), (24, 20), (12, 2, 3, 3))
 SERIAL = Serial(torch.device("cpu"))
@@ -291,23 +288,6 @@ def test_every_weight_has_one_optimizer_and_its_own_rate() -> None:
     assert [group["lr_ratio"] for group in groups] == [1.0, 0.5, 2.5, 0.5]
     weights = [weight for group in groups for weight in group["params"]]
     assert len(weights) == len(set(weights)) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize(("others", "counts"), [("sgd, lr: 0.1", False), ("adamw", True)])
-def test_the_updates_of_adamw_are_counted_on_the_host(*, others: str, counts: bool) -> None:
-    """So a worker that is ahead of its GPU cannot save the state before."""
-    recipe = load_recipe(DIGITS, (f"optimizer={{kind: muon, others: {{kind: {others}}}}}",))
-    model = build("lenet5", num_classes=10)
-    optimizer = build_optimizer(recipe, model, SERIAL)
-    for weight in model.parameters():
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    with Reducer(model.named_parameters(), SERIAL) as reducer:
-        updater = Updater(optimizer, lambda _: 0.1, reducer)
-        state = TrainState(
-            model=model, updater=updater, scaler=GradScaler("cpu", enabled=False), average=None
-        )
-        assert state.counts_on_host == counts
 
 
 def test_a_model_without_matrices_is_refused() -> None:

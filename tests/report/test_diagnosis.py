@@ -1,16 +1,16 @@
 """The causes that are found in recorded runs, in columns made for one rule each, and in pairs."""
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import fake_runs
 import numpy as np
 import pytest
-from documents import ROOT
 from fake_runs import FakeRun
 
+from benchmarks.studies.diagnosis.cases import CASES, Case
+from benchmarks.studies.diagnosis.diagnosis import unpack
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.report.diagnosis import Cause, find_causes
@@ -20,10 +20,6 @@ from largebatch.report.record import RISE, Record, read_edge, record_of
 from largebatch.report.repair import repair
 from largebatch.report.run import read_run
 from largebatch.report.verdict import verdict
-
-sys.path.append(str(ROOT / "benchmarks"))
-from diagnosis import unpack
-from diagnosis_runs import CASES, Case
 
 
 @pytest.fixture(scope="module")

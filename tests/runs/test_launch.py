@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from listening import listeners
 from on_workers import on_workers
 
 from largebatch.distributed.connection import connect
-from largebatch.distributed.dropped import DroppedWorkers
 from largebatch.distributed.environment import LAUNCHER, launched_rank
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import (
@@ -197,7 +197,8 @@ def test_an_optional_worker_may_fail_if_the_run_goes_on_without_it(
     how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One that is still suspended when all others have ended is ended."""
-    monkeypatch.setattr(DroppedWorkers, "include", lambda _, worker: worker == 1)
+    notes = SimpleNamespace(check=lambda keys: set(keys) <= {"1"})
+    monkeypatch.setattr("largebatch.runs.launch.PrefixStore", lambda *_: notes)
     start_workers(["-S", "-c", BY_RANK, how, "1"], workers=3, optional=[1, 2])
     killed = "largebatch: worker 1 exited without reporting: killed by SIGKILL; the others go on"
     assert capfd.readouterr().err.count(killed) == (how == "SIGKILL")
@@ -210,7 +211,8 @@ def test_a_lost_worker_ends_the_others_unless_they_go_on(
     optional: list[int], *, noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
-    monkeypatch.setattr(DroppedWorkers, "include", lambda *_: noted)
+    notes = SimpleNamespace(check=lambda _: noted)
+    monkeypatch.setattr("largebatch.runs.launch.PrefixStore", lambda *_: notes)
     with pytest.raises(WorkerFailedError, match="worker 1 exited .*: killed by SIGKILL"):
         start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3, optional=optional)
 

@@ -31,8 +31,6 @@ class CountingStore(Store):
         super().__init__()
         self.content = {key: str(value).encode() for key, value in content.items()}
         self.requests = self.keys = self.bytes = 0
-        self.beats = 0
-        """Requests that record that a worker is busy; their number depends on time."""
 
     def _note(self, *sent: str | bytes, keys: int = 1) -> None:
         self.requests += 1
@@ -53,7 +51,6 @@ class CountingStore(Store):
     def add(self, key: str, number: int) -> int:
         """Add to a number."""
         total = int(self.content.get(key, b"0")) + number
-        self.beats += key.endswith("busy") and number > 0
         self.content[key] = str(total).encode()
         self._note(key, self.content[key])
         return total

@@ -127,19 +127,6 @@ def test_averages_are_bit_for_bit_those_of_pytorch(steps: int) -> None:
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-def test_what_is_taken_back_was_never_counted() -> None:
-    model = a_model()
-    averages: list[EMA | SWA] = [EMA(model, decay=0.7), SWA(model, after=range(2, 9, 2))]
-    for average, counts in zip(averages, ([3, 2, 1], [1, 1, 0]), strict=True):
-        for step in range(3):
-            follow(average, step)
-        found = [average.num_models]
-        for step in (2, 1):
-            average.take_back(step)
-            found.append(average.num_models)
-        assert found == counts
-
-
 def test_an_average_longer_than_the_schedule_is_refused() -> None:
     recipe = load_recipe(DIGITS, ["polish.ema=0.999", "duration={epochs: 60}"])
     with pytest.raises(RecipeError, match=r"polish.ema \(0.999\) reaches back over 1,000 updates"):

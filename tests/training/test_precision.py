@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import BackendName
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DivergedError, PeerLostError
+from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.models.of_recipe import build_model
 from largebatch.tracking.events import Note, Step, System
@@ -205,15 +205,3 @@ def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
     with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
         log.add("train", skipped_update(1, loss_scale=0.5))
     assert (state.progress.skipped, len(events)) == (2, 2)
-
-
-def test_nothing_is_saved_after_an_update_whose_sum_was_never_begun() -> None:
-    class Lost(Serial):
-        def all_reduce(self, tensor: Tensor) -> NoReturn:
-            raise PeerLostError("worker 1 is gone")
-
-    log, state, events = a_log(Lost(CPU.device))
-    with pytest.raises(PeerLostError):
-        log.add("train", skipped_update(0, loss_scale=8.0))
-    assert not log.settle()
-    assert (state.progress.step, events) == (1, [])

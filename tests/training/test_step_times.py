@@ -1,6 +1,5 @@
 """What an update waited for, by clocks that only move where these tests let them."""
 
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,8 +18,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans
 from largebatch.tracking.events import Note, Step, System
-from largebatch.training import loop, step_log
-from largebatch.training.averages import EMA
+from largebatch.training import loop
 from largebatch.training.loop import Stopwatch, Update, train
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
@@ -105,97 +103,6 @@ def test_the_long_wait_at_the_start_ends_with_the_first_record(
     for update in updates_that_wait(Clock(monkeypatch), accumulation=1):
         log.add("train", update)
     assert records == [1, 2]
-
-
-class Lost(Serial):
-    """A worker whose second sum is never there."""
-
-    sums = 0
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 -- a stub of Work
-        self.sums += 1
-        if self.sums == 1:
-            return super().all_reduce(tensor)
-
-        def wait() -> None:
-            raise RuntimeError("NCCL communicator was aborted on rank 0.")
-
-        return SimpleNamespace(wait=wait)
-
-
-@pytest.mark.parametrize(
-    ("ended", "counted", "goes_on", "step"),
-    [(False, False, True, 1), (True, False, False, 2), (False, True, False, 2)],
-    ids=["the device waits before the update", "it has made it", "counted on the host"],
-)
-def test_an_update_without_a_record_is_taken_back_where_the_device_has_not_made_it(
-    ended: bool, counted: bool, goes_on: bool, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TrainState, "counts_on_host", counted)
-    log, state = a_log(Lost(CPU.device))
-    first, second = updates_that_wait(Clock(monkeypatch), accumulation=1)
-    log.resume_clock()
-    log.add("train", first)
-    with pytest.raises(RuntimeError, match="NCCL"):
-        log.add("train", second)
-    assert log.is_training
-    monkeypatch.setattr(Stopwatch, "has_ended", lambda _: ended)
-    assert log.settle() == goes_on
-    assert (state.progress.step, state.progress.images) == (step, 8 * step)
-    log.flush()  # as before an evaluation, which may change the weights
-    assert not log.is_training
-
-
-def in_background(log: StepLog, update: Update) -> threading.Thread:
-    """Add an update in a thread, which stands for the main one, until that is held."""
-    thread = threading.Thread(target=log.add, args=("train", update), daemon=True)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    return thread
-
-
-def test_a_thread_that_is_held_no_more_changes_nothing_beside_a_rescue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its silent peer comes back when what to save has been settled."""
-    back = threading.Event()
-
-    class Silent(Lost):
-        def all_reduce(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 -- as above
-            super().all_reduce(tensor)
-            return SimpleNamespace(wait=back.wait if self.sums == 2 else lambda: None)
-
-    monkeypatch.setattr(step_log, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(TrainState, "counts_on_host", False)
-    monkeypatch.setattr(Stopwatch, "has_ended", lambda _: False)
-    events: list[Step | System | Note] = []
-    log, state = a_log(Silent(CPU.device), emit=events.append)
-    first, second = updates_that_wait(Clock(monkeypatch), accumulation=1)
-    log.add("train", first)
-    main = in_background(log, second)
-    log.lock.acquire()  # until the end, as a rescue does
-    assert log.settle()
-    back.set()
-    main.join(0.2)
-    assert main.is_alive()
-    assert (state.progress.step, len(events)) == (1, 1)
-
-
-def test_an_update_that_the_average_cannot_follow_is_taken_back_from_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The host is held when it asks for that: by an allocation, say."""
-    monkeypatch.setattr(TrainState, "counts_on_host", False)
-    monkeypatch.setattr(Stopwatch, "has_ended", lambda _: False)
-    log, state = a_log(CPU)
-    state.average = EMA(state.model, decay=0.5)
-    first, second = updates_that_wait(Clock(monkeypatch), accumulation=1)
-    log.add("train", first)
-    monkeypatch.setattr(EMA, "follow", lambda *_: threading.Event().wait())
-    in_background(log, second)
-    assert log.settle()
-    assert (state.progress.step, state.progress.images, state.average.num_models) == (1, 8, 1)
 
 
 def test_a_log_that_stops_a_run_says_that_no_updates_are_made(

@@ -5,28 +5,50 @@ the critical batch, which takes 20 % more than E_min (arXiv:1812.06162, arXiv:24
 tests at two batches give the learning rate between them; the planner gives the times, on this
 machine as measured or on a cluster.
 
-`batch_parts` divides the time over these measurements.
+Each measurement has its share of the time that is left. What it can do follows from this time and
+the newest measured time of an update: a machine that other programs slow down measures less, in the
+same time.
 """
 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
 
 from largebatch import accelerator
 from largebatch.errors import LargebatchError, PlanError, RecipeError
-from largebatch.lab.measure.batch_parts import THEORY, Edges, Measuring, Question
+from largebatch.formatting import aligned, duration, plural, signed, three_digits
+from largebatch.lab.measure.calibrate import ROUNDS, cluster_of, measure
 from largebatch.lab.measure.critical_batch import at_constant_rate
 from largebatch.lab.measure.estimate import Estimate, estimate
+from largebatch.lab.measure.lr_range import (
+    RangeTest,
+    choose_range,
+    range_recipe,
+    read_range,
+    train_range,
+)
 from largebatch.lab.planner.cluster import Cluster
+from largebatch.lab.planner.forecast import name_times
 from largebatch.lab.planner.prediction import FIXED_BYTES, predict
 from largebatch.lab.planner.suggest import EpochLaw
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
-from largebatch.report.noise import MORE_STEPS
+from largebatch.recipe.writing import dump_commented
+from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over, samples
+from largebatch.report.run import read_run
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, save_png, write_title
+from largebatch.runs.interrupts import InterruptedStudyError
+from largebatch.runs.options import Options
+from largebatch.runs.run import run
 from largebatch.tracking.noise_scale import NoiseScale
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Axes, Figure
 
 CLOSE = 1.05
 """Ratio of two times from which another batch is worth its epochs."""
@@ -39,6 +61,190 @@ FAR = 4.0
 
 SQUARE_ROOT = 0.5
 """Exponent of the learning rate by batch where no edge was found."""
+
+
+SHARES = {"times": 0.15, "noise": 0.5, "edges": 0.35}
+"""Parts of the time: of a step by device batch, the noise scale, and the range tests."""
+
+FIRST = 0.25
+"""Part of the noise scale's updates from whose time the number of the others follows."""
+
+THEORY = 2.0
+"""Factor by which runs may differ from the noise scale, either way. An assumption: the theory
+weighs directions by their curvature, the measurement weighs all equally (arXiv:1812.06162, section
+2.2), and a short run is only the beginning of the long one, in which the scale grows."""
+
+SEEDS = 3
+"""Seeds of each range test, if the time suffices."""
+
+Edges = tuple[tuple[int, RangeTest], ...]
+"""Range tests by batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked: a recipe, its images, a time, and a machine."""
+
+    recipe: Recipe
+    options: Options
+    """`out` is the folder of the runs."""
+
+    minutes: float
+    workers: int = 1
+    cluster: Cluster | None = None
+    """Where the recipe is to run; None: this machine, which is measured."""
+
+    @property
+    def here(self) -> int:
+        """Number of workers that measure on this machine."""
+        return self.workers if self.cluster is None else 1
+
+
+@dataclass(slots=True)
+class Measuring:
+    """The measurements of one question, in turn."""
+
+    question: Question
+    remarks: list[str] = field(default_factory=list)
+    end: float = field(init=False)
+    """Time at which the minutes are over, by `monotonic`."""
+
+    seconds: float = field(init=False, default=math.nan)
+    """Newest measured time of an update in the recipe's batch."""
+
+    def __post_init__(self) -> None:
+        self.end = monotonic() + 60 * self.question.minutes
+
+    def share(self, part: str) -> float:
+        """Return the seconds of a part: its share of what is left for it and for later ones."""
+        names = list(SHARES)
+        later = sum(SHARES[name] for name in names[names.index(part) :])
+        return max(0.0, self.end - monotonic()) * SHARES[part] / later
+
+    def cluster(self, step: Estimate) -> Cluster:
+        """Measure this machine; raise LargebatchError where its share of the time is too short."""
+        question, recipe = self.question, self.question.recipe
+        update = step.step_seconds * question.here / make_plan(recipe, workers=1).accumulation
+        passes = 1.75 * (ROUNDS + 1)  # of a quarter, a half and all of a device batch
+        self.require("times", passes * update, "the time of a step by device batch")
+        options = question.options
+        found = measure(
+            recipe, data=options.data, dataset=options.dataset, workers=question.workers
+        )
+        return cluster_of(found, name="this machine")
+
+    def require(self, part: str, needed: float, what: str) -> None:
+        """Raise LargebatchError if a part needs more than its share, in seconds."""
+        available = self.share(part)
+        if needed > available:
+            raise LargebatchError(
+                f"--minutes {self.question.minutes:g}: {what} takes {duration(needed)} and has "
+                f"{duration(available)}; give --minutes {self.enough(part, needed)} or more"
+            )
+
+    def enough(self, part: str, needed: float) -> int:
+        """Return the minutes in which a part would have the seconds that it needs."""
+        missing = (needed - self.share(part)) / SHARES[part]
+        return math.ceil(self.question.minutes + missing / 60)
+
+    def noise(self) -> NoiseScale:
+        """Train at a constant rate and measure the noise scale."""
+        recipe = self.question.recipe
+        self.require("noise", LEAST * self.seconds, f"the noise scale of {LEAST} updates")
+        end = monotonic() + self.share("noise")
+        planned = make_plan(recipe, workers=self.question.here).steps
+        most = max(planned, LEAST)
+        number = min(most, int(self.share("noise") / self.seconds))
+        batch, rate = recipe.batch.global_batch, recipe.schedule.peak_lr
+        epochs = number * batch / recipe.train_samples
+        short = at_constant_rate(recipe, batch, rate, epochs=epochs)
+        first = max(LEAST, int(FIRST * number))
+        self.train(short, first, made=0)
+        others = min(most - first, int((end - monotonic()) / self.seconds))
+        if others > 0:
+            self.train(short, first + others, made=first)
+        record = read_run(self.question.options.out / "noise")
+        return self.judge(over(record, measured(record)), planned=planned)
+
+    def train(self, recipe: Recipe, steps: int, *, made: int) -> None:
+        """Train until a number of updates in all, of which some are made, and time the new ones."""
+        options, start = self.question.options, monotonic()
+        summary = run(
+            recipe,
+            workers=self.question.here,
+            out=options.out / "noise",
+            **options.machine,
+            resume="auto" if made else False,
+            max_steps=steps,
+            report=False,
+        )
+        if summary.status == "interrupted":
+            raise InterruptedStudyError(f"saved in {options.out}")
+        self.seconds = (monotonic() - start) / (steps - made)
+
+    def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
+        """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""
+        updates, more = plural(noise.updates, "update"), math.ceil(4 * self.question.minutes)
+        if noise.value == 0 and math.isfinite(noise.high):
+            raise LargebatchError(
+                f"over {updates} the noise of the gradient is too small to be seen: the noise "
+                f"scale is at most {samples(noise.high)}; give a smaller batch, --set "
+                f"batch.global_batch=B, or --minutes {more}"
+            )
+        if not noise.value > 0:
+            raise LargebatchError(
+                f"over {updates} the gradient does not exceed its noise, so no batch can be "
+                f"chosen; give --minutes {more}"
+            )
+        wide = noise.high / noise.low if noise.low else math.inf
+        if wide > THEORY and noise.updates < planned:
+            self.remarks.append(
+                f"the noise scale is wide: {updates} leave a factor of {wide:.2g} between its "
+                f"ends; --minutes {more} make four times the updates, and leave about "
+                f"{math.sqrt(wide):.2g}"
+            )
+        if noise.updates < min(BOUNDED, planned):
+            self.remarks.append(
+                f"{updates} show the very beginning of a run, where the noise scale is lower than "
+                f"later; {BOUNDED} or more are advised"
+            )
+        return noise
+
+    def edges(self, batches: tuple[int, int]) -> Edges:
+        """Run range tests at two batches, seed by seed; none where they take too long.
+
+        A remark names the seeds that are missing.
+        """
+        recipe = self.question.recipe
+        rates = choose_range(recipe, low=None, high=None, steps=None, seeds=1)
+        try:
+            range_recipe(recipe, rates, seed=recipe.seed)
+        except LargebatchError as error:
+            self.remarks.append(f"no edges of the learning rate: {error}")
+            return ()
+        needed = rates.steps * sum(batches) / recipe.batch.global_batch * self.seconds
+        seeds = 0
+        found: Edges = ()
+        while seeds < SEEDS and needed <= self.share("edges"):
+            start, seeds = monotonic(), seeds + 1
+            found = tuple((size, self.test(at_batch(recipe, size), seeds)) for size in batches)
+            needed = monotonic() - start
+        if seeds < SEEDS:
+            enough = self.enough("edges", needed)
+            self.remarks.append(
+                f"{plural(seeds, 'seed')} of each range test, at batches of {batches[0]:,} and "
+                f"{batches[1]:,}: --minutes {enough} would have {seeds + 1}, and a surer rate"
+            )
+        return found
+
+    def test(self, recipe: Recipe, seeds: int) -> RangeTest:
+        """Run the range test of a recipe in a folder of its own, where earlier seeds are kept."""
+        question = self.question
+        rates = choose_range(recipe, low=None, high=None, steps=None, seeds=seeds)
+        folder = question.options.out / f"range-{recipe.batch.global_batch}"
+        options = replace(question.options, out=folder)
+        train_range(recipe, options, rates, workers=question.here, report=False)
+        return read_range(recipe, folder, rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +314,7 @@ class Advice:
     def step_seconds(self) -> dict[int, float]:
         """Seconds of a step of one worker by device batch; empty if none was measured.
 
-        They lie on the line through the times that were measured.
+        They are on the line through the times that were measured.
         """
         found = self.cluster.measured
         if found is None:
@@ -123,7 +329,7 @@ def exponent(edges: Sequence[tuple[int, float | None]]) -> float:
     """Return the exponent of a power law through two edges; SQUARE_ROOT where one is missing.
 
     The best rate is proportional to 1 / (1 + B_noise / B) (arXiv:1812.06162, equation 2.6), whose
-    exponent lies between 0 and 1; edges outside of that are noise.
+    exponent is between 0 and 1; edges outside of that are noise.
 
     >>> exponent([(64, 0.1), (256, 0.2)]), exponent([(64, 0.1), (256, None)])
     (0.5, 0.5)
@@ -191,7 +397,6 @@ def _require_fitting(question: Question) -> None:
 
 
 def _require_writable(out: Path) -> None:
-    """Raise LargebatchError if the folder exists or cannot be made."""
     try:
         out.mkdir(parents=True)
         out.rmdir()
@@ -245,7 +450,6 @@ def _left_out(rows: Sequence[Row], refused: Mapping[int, str]) -> Iterator[str]:
 
 
 def _ends(noise: NoiseScale) -> tuple[float, float]:
-    """Return the ends of the noise scale, THEORY included."""
     return noise.low / THEORY, noise.high * THEORY
 
 
@@ -291,3 +495,174 @@ def largest_device_batch(step: Estimate, device_batch: int, question: Question) 
         available = host / question.here
     fixed = step.memory_bytes - step.bytes_per_sample * device_batch
     return max(0, int((available - fixed) / max(1, step.bytes_per_sample)))
+
+
+def describe(advice: Advice) -> Iterator[str]:
+    """Yield the critical batch, the table of batches, the step, memory, the rate, and remarks."""
+    value, low, high = advice.critical
+    noise, smallest = advice.noise, advice.rows[0].batch
+    yield (
+        f"critical batch: {samples(value)} ({samples(low)} to {samples(high)}), which takes "
+        f"{MORE_STEPS:.0%} more epochs than small batches: a fifth of the noise scale, "
+        f"{samples(noise.value)} (95 %: {samples(noise.low)} to {samples(noise.high)}, of "
+        f"{plural(noise.updates, 'update')}); the interval has a factor of {THEORY:g} more, by "
+        "which runs may differ from the noise scale"
+    )
+    larger = f"; the smallest of this table, {smallest:,}, is larger" if advice.all_above else ""
+    yield (
+        f"efficient: batches up to {samples(value)}{larger}; one of {samples(noise.value)} takes "
+        "twice the epochs of a small one"
+    )
+    yield from _table(advice).split("\n")
+    steps = [f"{1000 * each:.3g} ms for {size:,}" for size, each in advice.step_seconds.items()]
+    if steps:
+        yield (
+            f"step of one worker on {advice.cluster.name} by device batch: {', '.join(steps)}, on "
+            "the line through measured times"
+        )
+    if advice.most is not None:
+        yield (
+            f"memory: a device batch of up to {advice.most:,} samples a worker, estimated from the "
+            "activations of a few; larger batches take several device batches an update"
+        )
+    yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}, {_rate_source(advice)}"
+    yield from advice.remarks
+    yield from _recommended(advice)
+
+
+def _recommended(advice: Advice) -> Iterator[str]:
+    chosen, first = advice.chosen, advice.rows[0]
+    smallest = f"{first.batch:,}, the smallest of this table, which is above the critical batch"
+    why = "the recipe's own," if advice.keeps else "the smallest batch"
+    shortest = "the shortest time up to the critical batch"
+    limit = f"the time of {smallest}" if advice.all_above else shortest
+    reason = f"{chosen.batch:,}, {why} within {CLOSE - 1:.0%} of {limit}"
+    if advice.all_above and chosen == first:
+        reason = smallest
+    yield f"recommended: {reason}, for {chosen.epochs:.3g} epochs"
+    if set(advice.bounds) != {chosen.batch}:
+        low, high = advice.bounds
+        yield (
+            f"the interval does not decide: at its lower end {low:,} would be recommended, at its "
+            f"upper end {high:,}"
+        )
+
+
+def _table(advice: Advice) -> str:
+    """Return a table of the batches; each change is from the batch before, half as large."""
+    priced = ["cost"] if any(row.cost is not None for row in advice.rows) else []
+    rows = [["batch", "epochs", "interval", "time", *priced, "doubling", "", ""]]
+    for before, row in zip([None, *advice.rows[:-1]], advice.rows, strict=True):
+        cost = [] if row.cost is None else [three_digits(row.cost)]
+        changes = ["", ""] if before is None else _changes(before, row)
+        ends = f"{three_digits(row.low)} to {three_digits(row.high)}"
+        mark = "<- recommended" if row == advice.chosen else ""
+        numbers = (f"{row.batch:,}", f"{row.epochs:.3g}", ends, duration(row.seconds))
+        rows.append([*numbers, *cost, *changes, mark])
+    return aligned(rows, right=range(len(rows[0]) - 1))
+
+
+def _changes(before: Row, row: Row) -> list[str]:
+    """Return what a doubling changes: epochs, and time, which the cost is proportional to."""
+    pairs = {"epochs": (before.epochs, row.epochs), "time": (before.seconds, row.seconds)}
+    return [
+        f"{signed(100 * (new / old - 1), '.0f')} % {name}" for name, (old, new) in pairs.items()
+    ]
+
+
+def _rate_rule(advice: Advice) -> str:
+    recipe, batch = advice.recipe, advice.recipe.batch.global_batch
+    if advice.keeps:
+        return "the recipe's"
+    ratio = f"({advice.chosen.batch} / {batch})"
+    return f"the recipe's {recipe.schedule.peak_lr:g} x {ratio}^{advice.exponent:.2g}"
+
+
+def _rate_source(advice: Advice) -> str:
+    known = [(size, test.upper.value) for size, test in advice.edges if test.upper]
+    found = " and ".join(f"{three_digits(rate)} at {size:,}" for size, rate in known)
+    if advice.keeps:
+        return f"with upper edges of range tests: {found}" if found else "no edge was found"
+    if len(known) < 2:
+        return "the square-root rule: no two edges were found"
+    bounded = "" if 0 < advice.exponent < 1 else "; bounded to 0 to 1, as in theory"
+    return f"between the upper edges of range tests, {found}{bounded}"
+
+
+def write_advice(path: Path, advice: Advice) -> None:
+    """Draw time and epochs by batch into a PNG file, with the recommended batch marked."""
+
+    def draw(figure: "Figure") -> None:
+        where = f"{advice.cluster.name}, {plural(advice.workers, 'worker')}"
+        write_title(figure, f"{advice.recipe.name} on {where}")
+        by_time, by_epochs = figure.subplots(1, 2)
+        _draw_time(by_time, advice)
+        _draw_epochs(by_epochs, advice)
+
+    save_png(path, draw, size=(960, 400), pixels=1920)
+
+
+def _draw_time(axes: "Axes", advice: Advice) -> None:
+    times = [row.seconds for row in advice.rows]
+    axes.plot(
+        [row.batch for row in advice.rows], times, color=COLOURS["train"], marker="o", ms=5
+    )  # fmt: skip
+    axes.set_yscale("log")
+    _mark(axes, advice, advice.chosen.seconds)
+    name_axes(axes, y="Time of the run", x="Batch")
+    name_times(axes, times)
+    axes.set_ylim(bottom=min(times) / 1.6)
+
+
+def _draw_epochs(axes: "Axes", advice: Advice) -> None:
+    batches, epochs = [row.batch for row in advice.rows], [row.epochs for row in advice.rows]
+    colour = COLOURS["clean"]
+    axes.fill_between(
+        batches, [row.low for row in advice.rows], [row.high for row in advice.rows],
+        color=colour, alpha=0.15, lw=0,
+    )  # fmt: skip
+    axes.plot(batches, epochs, color=colour, marker="o", ms=5)
+    axes.set_ylim(0, 1.08 * max(epochs))  # the band may be cut, the points may not
+    axes.axvline(advice.critical[0], color=MUTED, lw=0.8, ls=(0, (4, 3)))
+    _mark(axes, advice, advice.chosen.epochs)
+    name_axes(axes, y="Epochs to the same loss; dashed: critical batch", x="Batch")
+
+
+def _mark(axes: "Axes", advice: Advice, height: float) -> None:
+    axes.set_xscale("log", base=2)
+    shown = [row.batch for row in advice.rows][:: 1 + len(advice.rows) // 8]
+    axes.set_xticks(shown, [f"{size:,}" for size in shown])
+    axes.minorticks_off()
+    axes.plot(advice.chosen.batch, height, color=INK, marker="D", ms=8, zorder=3)
+    axes.annotate(
+        f"recommended: {advice.chosen.batch:,}", (advice.chosen.batch, height), (0, -14),
+        textcoords="offset points", color=INK, weight="bold", va="top",
+        ha="left" if advice.chosen == advice.rows[0] else "center",
+    )  # fmt: skip
+
+
+def advised(advice: Advice) -> Recipe:
+    """Return the recipe in the recommended batch, with its epochs and its learning rate."""
+    chosen, recipe = advice.chosen, advice.recipe
+    if not advice.keeps:
+        recipe = at_batch(recipe, chosen.batch, epochs=chosen.epochs, rate=advice.rate)
+    return recipe.model_copy(update={"name": f"{recipe.name[:80]}-{chosen.batch}"})
+
+
+def draft(advice: Advice) -> str:
+    """Return the text of the recommended recipe, with the source next to each changed number."""
+    recipe, before = advised(advice), advice.recipe
+    value, low, high = advice.critical
+    interval = f"{samples(low)} to {samples(high)}"
+    comments = {
+        "duration": f"E (1 + B / {samples(advice.noise.value)}), from that of {before.name}",
+        "batch.global_batch": f"the critical batch is {samples(value)} ({interval})",
+        "schedule.peak_lr": _rate_rule(advice),
+    }
+    other = "its own batch" if advice.keeps else f"another than {before.batch.global_batch:,}"
+    header = (
+        f"{recipe.name}: written by `largebatch batch` from {before.name}, with the same shares of",
+        f"the run, in {other}.",
+        "Where to begin, not a result. Measured: not yet.",
+    )
+    return dump_commented(recipe, comments, header=header)

@@ -2,7 +2,7 @@
 
 One worker alone measures forward and backward at three device batches, the update, and the rate
 of the input pipeline; two workers measure all-reduces of four sizes. The measurements alternate
-round by round, so that a slow phase of the machine affects all alike. A worker has one CPU core,
+round by round, so that a slow phase of the machine affects all equally. A worker has one CPU core,
 as in a run with as many workers as cores. Its time on a CPU is processor time, without waits for
 other programs; an all-reduce consists of waiting, so its shortest time counts. On CPUs more
 workers than cores then make updates together (largebatch.lab.measure.oversubscription).
@@ -269,7 +269,7 @@ def _clock(backend: Backend) -> Callable[[], float]:
     return time.process_time if backend.device.type == "cpu" else time.perf_counter
 
 
-class _Beside(Serial):
+class _Shared(Serial):
     """A worker that leaves their share of the CPU cores to other workers of its machine."""
 
     def __init__(self, device: torch.device, local_size: int) -> None:
@@ -285,9 +285,9 @@ def _reading(
     The worker has its share of the CPU cores with a worker on every device. Raises
     LargebatchError if the run is too short to be timed.
     """
-    beside = _Beside(backend.device, _places(backend.device.type))
+    shared = _Shared(backend.device, _places(backend.device.type))
     pipeline, seen, clock = (
-        open_pipeline(recipe, plan, beside, folder=data, dataset=dataset),
+        open_pipeline(recipe, plan, shared, folder=data, dataset=dataset),
         0,
         _clock(backend),
     )

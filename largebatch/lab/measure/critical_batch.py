@@ -205,7 +205,7 @@ class _Study:
         steps = None
         if below.size:
             first = int(below[0])
-            back = 0.0  # the crossing lies between two updates
+            back = 0.0  # the crossing is between two updates
             if first:
                 back = (target - losses[first]) / (losses[first - 1] - losses[first])
             steps = float(first + 1 - back + (self.window(batch) - 1) / 2)
@@ -266,7 +266,7 @@ def measure_critical(
             "--epochs"
         )
     records = [study.train(sizes[0], factor, epochs) for factor in FACTORS]
-    # A run that went on for the target of an earlier call counts as far as it first went.
+    # A run that continued to the target of an earlier call counts as far as it first went.
     ends = [study.losses(record.steps[:first], sizes[0])[-1:] for record in records]
     target, reference = min(
         ((end.item() if end.size else math.inf), place) for place, end in enumerate(ends)
@@ -346,6 +346,6 @@ def _undetermined(best: Sequence[Trial], *, is_above: bool) -> str:
         else ("hardly fall", "below", "smaller")
     )
     return (
-        f"the steps of these batches ({counts}) {how}: the critical batch lies far {where} them; "
+        f"the steps of these batches ({counts}) {how}: the critical batch is far {where} them; "
         f"give {give} ones too"
     )

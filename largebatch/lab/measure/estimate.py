@@ -38,7 +38,7 @@ class Estimate(NamedTuple):
     global batch at the largest image size."""
 
     run_seconds: float
-    """Seconds of all updates of the run, measured alike."""
+    """Seconds of all updates of the run, measured in the same way."""
 
     memory_bytes: int
     """Bytes of weights, gradients, optimizer state, averages and activations."""

@@ -1,6 +1,6 @@
 """A first recipe for a folder of images: a survey of the folder, settings, and the time of a run.
 
-Every number is measured from the images or follows from one by a rule, which the recipe has beside
+Every number is measured from the images or follows from one by a rule, which the recipe has next to
 it. The recipe is a start and not a result: a file to edit.
 """
 
@@ -113,11 +113,11 @@ def image_sizes(index: Index) -> tuple[int, int | None]:
 
 
 def draft(found: Survey, *, name: str) -> str:
-    """Return the text of a complete recipe, with the rule beside each choice."""
+    """Return the text of a complete recipe, with the rule next to each choice."""
     classes, number = len(found.train.classes), len(found.train)
     header = (
         f"{name}: {classes} classes, {number:,} training and {len(found.val):,} validation images.",
-        "Written by `largebatch init`: where to begin, not a result. The rules beside the numbers",
+        "Written by `largebatch init`: where to begin, not a result. The rules next to the numbers",
         "are what it followed. Measured: not yet.",
     )
     recipe = validate_tree(Recipe, _tree(found, name), source=name)

@@ -1,31 +1,46 @@
 """The learning-rate range test: runs of a recipe whose rate rises, and bounds from their losses.
 
 Smith's test (arXiv:1506.01186, section 3.3; arXiv:1708.07120) with exponentially rising rates as
-in fastai. Each run keeps the recipe's optimizer, global batch, BatchNorm span and data and
-changes only the schedule, so the losses do not depend on workers and micro-batches.
+in fastai. Each run keeps the recipe's optimizer, global batch, BatchNorm span and data and changes
+only the schedule, so the losses do not depend on workers and micro-batches.
+
+Steps are evenly spaced in the logarithm of the rate. Losses are smoothed by a straight line fitted
+around every step with tricube weights (Cleveland 1979); unlike the exponential moving average of
+other finders it does not lag behind the rate.
+
+A test passes every rate within a few steps. So the loss turns only after the stability limit:
+whatever shrank at lower rates must grow back first. On a quadratic without gradient noise this
+takes until the rate is `overshoot` times the limit, for any number of steps; with noise and
+smoothing, less. So the limit is between the rate where the loss turns and that rate over
+`overshoot`, and the upper bound is their geometric mean.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import ValidationError
 
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
-from largebatch.lab.measure.lr_range_bounds import Curve, RangeTest, momentum_of
-from largebatch.lab.measure.lr_range_chart import content, write_range
 from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.optimizers import ScheduleFree
+from largebatch.recipe.optimizers import LAMB, LARS, SGD, AdamW, Muon, ScheduleFree
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.run import Run, read_run
+from largebatch.report.run import FloatArray, Run, read_run
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, save_png, write_title
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
 from largebatch.tracking.events import LOG, write_json
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Axes, Figure
 
 CHART, RESULT = "range.png", "range.json"
 
@@ -40,6 +55,258 @@ LEAST_STEPS = 20
 MEMORIES = 2.0
 """Least updates per decade of rates, in units of momentum's 1 / (1 - m). With fewer, the loss
 follows rates that are long past, and its lowest point is far from any limit."""
+
+
+WINDOW = 1 / 12
+"""Fraction of the steps on each side of a step that its line is fitted to."""
+
+CLEAR = 0.1
+"""Fraction of the total fall from which the loss counts as falling."""
+
+NOISE = 3.0
+"""Number of standard errors of the smoothed loss that exceeds noise."""
+
+WALL = 1.5
+"""Upper limit on losses, as a multiple of the first losses; also replaces NaN."""
+
+APART = 2.0
+"""Ratio between seeds' bounds from which the bound is badly determined."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One range test: the rate and training loss of every update, for one seed."""
+
+    seed: int
+    rates: FloatArray
+    losses: FloatArray
+    """Training losses; NaN from the first loss that is not finite."""
+
+    @property
+    def diverged(self) -> float | None:
+        """Rate at the first loss that is not finite; None if all are finite."""
+        bad = np.flatnonzero(~np.isfinite(self.losses))
+        return float(self.rates[bad[0]]) if bad.size else None
+
+    @property
+    def _edge(self) -> int:
+        """Number of steps that count as the start."""
+        return max(3, round(WINDOW * len(self.rates)))
+
+    @cached_property
+    def _cut(self) -> FloatArray:
+        wall = WALL * float(np.nanmedian(self.losses[: self._edge]))
+        return np.minimum(np.where(np.isfinite(self.losses), self.losses, wall), wall)
+
+    @cached_property
+    def smooth(self) -> FloatArray:
+        """Smoothed loss."""
+        return self._fits[0]
+
+    @cached_property
+    def slope(self) -> FloatArray:
+        """Slope of the smoothed loss per step."""
+        return self._fits[1]
+
+    @cached_property
+    def _fits(self) -> tuple[FloatArray, FloatArray]:
+        losses, reach = self._cut, self._edge
+        away = np.arange(-reach, reach + 1)
+        near = np.arange(len(losses))[:, np.newaxis] + away
+        inside = (near >= 0) & (near < len(losses))
+        weights = _tricube(reach) * inside
+        values = losses[near.clip(0, len(losses) - 1)]
+        w, wx, wxx = (np.sum(weights * away**power, axis=1) for power in (0, 1, 2))
+        wy, wxy = (np.sum(weights * away**power * values, axis=1) for power in (0, 1))
+        spread = w * wxx - wx**2
+        return (wxx * wy - wx * wxy) / spread, (w * wxy - wx * wy) / spread
+
+    @property
+    def _whole(self) -> slice:
+        """Steps whose line is fitted on both sides; the others are much less certain."""
+        return slice(self._edge, len(self.rates) - self._edge)
+
+    @cached_property
+    def place(self) -> int:
+        """Step of the lowest smoothed loss."""
+        return self._edge + int(np.argmin(self.smooth[self._whole]))
+
+    @property
+    def start(self) -> float:
+        """Loss before it falls."""
+        return float(self.smooth[self._edge])
+
+    @property
+    def error(self) -> float:
+        """Standard error of the smoothed loss, from the residuals while it falls."""
+        falling = slice(0, max(self.place, 2 * self._edge))
+        weights = _tricube(self._edge)
+        weights /= weights.sum()
+        squares, own = float((weights**2).sum()), float(weights.max())
+        spread = float(np.sqrt(np.mean((self._cut - self.smooth)[falling] ** 2)))
+        return spread * math.sqrt(squares / (1 - 2 * own + squares))
+
+    @property
+    def fall(self) -> float:
+        """Total fall of the smoothed loss."""
+        return self.start - float(self.smooth[self.place])
+
+    @property
+    def falls(self) -> bool:
+        """True if the loss falls by more than noise."""
+        return self.fall > 2 * NOISE * self.error
+
+    @property
+    def clear(self) -> float:
+        """Smallest change of the smoothed loss that counts."""
+        return max(CLEAR * self.fall, NOISE * self.error)
+
+    @property
+    def falls_at_once(self) -> bool:
+        """True if the loss falls already at the start."""
+        return self.falls and float(self.smooth[0]) - self.start > self.clear
+
+    @property
+    def rises(self) -> bool:
+        """True if the loss rises again, as clearly as it fell."""
+        return bool(self.smooth[self.place :].max() > self.smooth[self.place] + self.clear)
+
+    @property
+    def lower(self) -> float | None:
+        """First rate at which the loss is clearly below its start; None if it never falls."""
+        if not self.falls:
+            return None
+        above = np.flatnonzero(self.smooth[: self.place + 1] > self.start - self.clear)
+        return float(self.rates[above[-1] + 1 if above.size else 0])
+
+    @property
+    def steepest(self) -> float | None:
+        """Rate at which the loss falls fastest; None if it never falls."""
+        if not self.falls:
+            return None
+        return float(self.rates[int(np.argmin(self.slope[: self.place + 1]))])
+
+    @property
+    def turn(self) -> float | None:
+        """Rate of the lowest smoothed loss; None if it never falls or does not rise again."""
+        return float(self.rates[self.place]) if self.falls and self.rises else None
+
+
+def _tricube(reach: int) -> FloatArray:
+    away = np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
+    return np.asarray((1 - away**3) ** 3, dtype=np.float64)
+
+
+def momentum_of(recipe: Recipe) -> float:
+    """Return the momentum of a recipe's optimizer; for LAMB and AdamW, beta1."""
+    optimizer = recipe.optimizer
+    return optimizer.beta1 if isinstance(optimizer, LAMB | AdamW) else optimizer.momentum
+
+
+def overshoot(momentum: float, *, nesterov: bool = False) -> float:
+    """Return how far beyond the stability limit the loss of a range test may still fall.
+
+    On a quadratic, gradient descent with momentum m at rate r multiplies a direction of
+    curvature h in every step by the larger root of z^2 - (1 + m - r h) z + m = 0 (Polyak 1964);
+    what shrank at rates below the limit has grown back at this multiple of the limit.
+
+    >>> [round(overshoot(momentum), 1) for momentum in (0.0, 0.5, 0.9)]
+    [6.3, 3.2, 1.6]
+    """
+    rates = np.geomspace(1e-5, 1e3, 200_001)
+    limit = 2 * (1 + momentum) / (1 + 2 * momentum if nesterov else 1)
+    shrink = 1 - rates if nesterov else np.ones_like(rates)
+    middle = (1 + momentum) * shrink if nesterov else 1 + momentum - rates
+    root = np.sqrt((middle**2 - 4 * momentum * shrink).astype(complex))
+    largest = np.maximum(np.abs(middle + root), np.abs(middle - root)) / 2
+    grown = np.cumsum(np.log(np.maximum(largest, 1e-12)))
+    back = rates[(grown > 0) & (rates > limit)]
+    return float(back[0] / limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A rate over several seeds: geometric mean, lowest and highest."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def certain(self) -> bool:
+        """True if the seeds agree."""
+        return self.high <= APART * self.low
+
+    def over(self, factor: float) -> "Bound":
+        """Return the rate divided by a factor."""
+        return Bound(self.value / factor, self.low / factor, self.high / factor)
+
+
+def bound(rates: Sequence[float | None]) -> Bound | None:
+    """Combine the rates of several seeds; None if one of them has none.
+
+    >>> bound([1.0, 4.0]), bound([1.0, None])
+    (Bound(value=2.0, low=1.0, high=4.0), None)
+    """
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < len(rates):
+        return None
+    return Bound(math.exp(math.fsum(map(math.log, known)) / len(known)), min(known), max(known))
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """Range test of a recipe over one or more seeds."""
+
+    recipe: Recipe
+    curves: tuple[Curve, ...]
+
+    @cached_property
+    def overshoot(self) -> float:
+        """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
+        optimizer = self.recipe.optimizer
+        nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
+        return overshoot(momentum_of(self.recipe), nesterov=nesterov)
+
+    @property
+    def low(self) -> float:
+        """First rate."""
+        return float(self.curves[0].rates[0])
+
+    @property
+    def high(self) -> float:
+        """Last rate."""
+        return float(self.curves[0].rates[-1])
+
+    @property
+    def lower(self) -> Bound | None:
+        """Rate at which the loss starts to fall."""
+        return bound([curve.lower for curve in self.curves])
+
+    @property
+    def steepest(self) -> Bound | None:
+        """Rate at which the loss falls fastest."""
+        return bound([curve.steepest for curve in self.curves])
+
+    @property
+    def turn(self) -> Bound | None:
+        """Rate at which the loss is lowest and turns."""
+        return bound([curve.turn for curve in self.curves])
+
+    @property
+    def upper(self) -> Bound | None:
+        """Upper bound: the geometric mean of `turn` and `turn / overshoot`."""
+        return None if self.turn is None else self.turn.over(math.sqrt(self.overshoot))
+
+    @property
+    def peak_is(self) -> Literal["below", "inside", "above"] | None:
+        """Position of the recipe's peak_lr; None if the bound on its side is unknown."""
+        peak, lower, upper = self.recipe.schedule.peak_lr, self.lower, self.upper
+        if lower is not None and peak < lower.value:
+            return "below"
+        if upper is not None and peak > upper.value:
+            return "above"
+        return "inside" if lower is not None and upper is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +436,6 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int, *, repo
 
 
 def _is_done(folder: Path, recipe: Recipe) -> bool:
-    """Return True if the run has ended; raise LargebatchError if it is of another recipe."""
     if not (folder / LOG).exists():
         return False
     record = read_run(folder)
@@ -198,5 +464,179 @@ def _curve(recipe: Recipe, folder: Path, rates: Range) -> Curve:
     for step in record.steps:
         losses[step.step] = step.loss
     if not math.isfinite(losses[0]):
-        raise LargebatchError(f"{folder}: the first loss is no number, before any rate had effect")
+        raise LargebatchError(f"{folder}: the first loss is not a number")
     return Curve(recipe.seed, np.geomspace(rates.low, rates.high, rates.steps), losses)
+
+
+def describe(test: RangeTest) -> list[str]:
+    """Return the result as sentences: bounds, what is uncertain, and what a rate means here."""
+    return [*_found(test), *_uncertain(test), *_setting(test)]
+
+
+def _found(test: RangeTest) -> Iterator[str]:
+    lower, steepest, turn, upper = test.lower, test.steepest, test.turn, test.upper
+    if lower is None or steepest is None:
+        return
+    seeds = f"In {len(test.curves)} seeds t" if len(test.curves) > 1 else "T"
+    yield (
+        f"{seeds}he loss begins to fall at a rate of {_interval(lower)}, falls fastest at "
+        f"{_interval(steepest)}" + (f" and turns at {_interval(turn)}." if turn else ".")
+    )
+    if upper is None or turn is None:
+        return
+    if upper.value <= lower.value:
+        yield "It turns so soon that no range is left between bounds: try more --steps."
+        return
+    yield (
+        f"Suggested bounds: {rate(lower.value)} to {rate(upper.value)}, also as low_lr and peak_lr "
+        "of a cyclic policy. The upper one is the mean of the rate at which the loss turns and of "
+        f"that over {test.overshoot:.2g}: with momentum {momentum_of(test.recipe):g} a quadratic "
+        f"turns at 1 to {test.overshoot:.2g} times the limit."
+    )
+
+
+def _uncertain(test: RangeTest) -> Iterator[str]:
+    """Yield which end of the range to widen, and which bounds are uncertain."""
+    still = [curve for curve in test.curves if not curve.falls]
+    if still:
+        only_rises = all(curve.rises or curve.diverged is not None for curve in still)
+        side = "it only rises: give a lower --low" if only_rises else "give a higher --high"
+        yield (
+            f"In {len(still)} of {len(test.curves)} seeds the loss does not fall by more than its "
+            f"noise between {rate(test.low)} and {rate(test.high)}; {side}, or more --steps."
+        )
+        return
+    if any(curve.falls_at_once for curve in test.curves):
+        yield "It falls from the lowest rate on: a lower --low would show where that begins."
+    if flat := sum(not curve.rises for curve in test.curves):
+        yield (
+            f"In {flat} of {len(test.curves)} seeds it does not rise again up to "
+            f"{rate(test.high)}, so there is no upper bound: give a higher --high."
+        )
+    for name, limit in {"lower": test.lower, "upper": test.upper}.items():
+        if limit is not None and not limit.certain:
+            yield (
+                f"The seeds differ by a factor of {limit.high / limit.low:.1f} about the {name} "
+                "bound: more --steps determine it better."
+            )
+    if len(test.curves) == 1:
+        yield "One seed does not show how certain that is: --seeds 3 does."
+
+
+def _setting(test: RangeTest) -> Iterator[str]:
+    """Yield where the recipe's own rate is, and what a rate means for its optimizer."""
+    recipe, optimizer = test.recipe, test.recipe.optimizer
+    if test.peak_is is not None:
+        yield f"peak_lr of the recipe, {rate(recipe.schedule.peak_lr)}, is {test.peak_is} bounds."
+    if isinstance(optimizer, LARS):
+        text = "With LARS rate x eta is the length of a step relative to the weights"
+        if test.upper is not None:
+            text += f": {test.upper.value * optimizer.eta:.2g} at the upper bound"
+        yield text + ", so the range is elsewhere than that of SGD."
+        if optimizer.convention == "fujitsu":
+            yield (
+                f"Convention fujitsu scales weight decay by the peak rate, which is {test.high:g} "
+                "here: with another --high the losses differ a little."
+            )
+    if isinstance(optimizer, LAMB | AdamW | Muon):
+        yield (
+            f"With {type(optimizer).__name__} a rate is the length of a step, whatever the "
+            "gradient: the range is elsewhere than that of SGD."
+        )
+    begin = recipe.model.weights or "fresh weights, after a warm-up higher rates may work too"
+    yield f"The test begins with {begin}."
+
+
+def _interval(limit: Bound) -> str:
+    low, high = rate(limit.low), rate(limit.high)
+    return rate(limit.value) + (f" ({low} to {high})" if low != high else "")
+
+
+def rate(value: float) -> str:
+    """Format a rate in two digits.
+
+    >>> rate(0.04567), rate(123.4), rate(1.0)
+    ('0.046', '120', '1')
+    """
+    return f"{float(f'{value:.2g}'):g}"
+
+
+def content(test: RangeTest) -> dict[str, Any]:
+    """Return the result for JSON; losses after a divergence are null."""
+    bounds = {name: getattr(test, name) for name in ("lower", "steepest", "turn", "upper")}
+    return {
+        "recipe": test.recipe.name,
+        "optimizer": test.recipe.optimizer.kind,
+        "low": test.low,
+        "high": test.high,
+        "steps": len(test.curves[0].rates),
+        **{name: limit and asdict(limit) for name, limit in bounds.items()},
+        "overshoot": test.overshoot,
+        "peak_lr": test.recipe.schedule.peak_lr,
+        "peak_is": test.peak_is,
+        "reason": describe(test),
+        "curves": [_columns(curve) for curve in test.curves],
+    }
+
+
+def _columns(curve: Curve) -> dict[str, Any]:
+    names = ("seed", "falls", "rises", "lower", "steepest", "turn", "diverged")
+    columns = ("rates", "losses", "smooth")
+    return {name: getattr(curve, name) for name in names} | {
+        name: getattr(curve, name).tolist() for name in columns
+    }
+
+
+def write_range(path: Path, test: RangeTest) -> None:
+    """Write the chart of a range test to a PNG file.
+
+    Raises OSError if it cannot be written, MissingPackageError without matplotlib.
+    """
+    save_png(path, partial(_draw, test=test), size=(800, 400), pixels=1200)
+
+
+def _draw(figure: "Figure", test: RangeTest) -> None:
+    write_title(figure, test.recipe.name)
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    colour = COLOURS["train"]
+    starts = [curve.start for curve in test.curves]
+    lows = [float(np.nanmin(curve.losses)) for curve in test.curves]
+    top = WALL * max(starts)
+    for curve in test.curves:
+        axes.plot(curve.rates, curve.losses, color=colour, lw=0.8, alpha=0.3)
+        shown = curve.smooth < top
+        axes.plot(curve.rates[shown], curve.smooth[shown], color=colour)
+    span = max(starts) - min(lows)
+    axes.set_ylim(min(lows) - 0.4 * span, max(starts) + 0.35 * span)  # the marks are below
+    axes.set_xlim(test.low, test.high)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")
+    title = name_axes(axes, y="Training loss", x="Learning rate")
+    title = name_line(axes, f"{len(test.curves)} seeds, smoothed", colour, after=title)
+    _draw_bounds(axes, test)
+    peak = test.recipe.schedule.peak_lr
+    if test.low <= peak <= test.high:
+        axes.axvline(peak, color=INK, lw=0.8, ls=(0, (5, 4)))
+        name_line(axes, f"dashed: peak_lr {rate(peak)}", INK, after=title)
+
+
+def _draw_bounds(axes: "Axes", test: RangeTest) -> None:
+    lower, upper, colour = test.lower, test.upper, COLOURS["statistics"]
+    if lower is not None and upper is not None and lower.value < upper.value:
+        axes.axvspan(lower.value, upper.value, color=colour, alpha=0.1, lw=0)
+    marks = {"lower": lower, "steepest": test.steepest, "upper": upper, "turn": test.turn}
+    for place, (name, found) in enumerate(marks.items()):
+        if found is None:
+            continue
+        height = 0.05 + 0.06 * place  # one above the other: intervals may overlap
+        transform = axes.get_xaxis_transform()
+        shade = MUTED if name == "turn" else colour
+        axes.plot([found.low, found.high], [height] * 2, color=shade, lw=1, transform=transform)
+        axes.plot([found.value], [height], color=shade, marker="o", ms=6, transform=transform)
+        left = found.low > 10 * test.low  # else there is no room
+        axes.annotate(
+            f"{name} {rate(found.value)}", (found.low if left else found.high, height),
+            (-8 if left else 8, 0), xycoords=transform, textcoords="offset points",
+            ha="right" if left else "left", va="center", color=shade, size=10,
+        )  # fmt: skip

@@ -1,7 +1,7 @@
 """Rehearse one worker of a job on a machine without its GPUs.
 
 The worker's objects are built as in a run, on fake tensors, which have shapes and no memory, and
-the training loop makes one update. The backend stands for all other workers and records the
+the training loop makes one update. The backend represents all other workers and records the
 messages.
 """
 
@@ -19,7 +19,6 @@ from largebatch.data.batches import divide_samples, samples_at
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Work, own_part
 from largebatch.distributed.serial import Done
-from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.lab.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
@@ -55,7 +54,7 @@ class Message(NamedTuple):
     """Bytes that this worker contributes."""
 
 
-class Rehearsed(Watched):
+class Rehearsed:
     """A Backend of one real worker that records its messages; the other workers are simulated."""
 
     name = "torch"
@@ -86,8 +85,11 @@ class Rehearsed(Watched):
         group.messages = self.messages
         return group
 
+    def started(self) -> None:
+        """Do nothing: nothing is waited for."""
+
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -216,7 +218,7 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
 
 
 def _passes(plan: Plan) -> int:
-    """Return the number of micro-batches to compute: two, which are alike, or Adasum's parts."""
+    """Return the number of micro-batches to compute: two, which are equal, or Adasum's parts."""
     return max(min(plan.accumulation, 2), plan.parts // plan.workers)
 
 

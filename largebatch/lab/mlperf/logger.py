@@ -162,7 +162,7 @@ class MLPerf(Clock):
 
 
 class _File(logging.FileHandler):
-    """Append each line at once and raise errors of writing."""
+    """Append each line immediately and raise errors of writing."""
 
     def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802 -- logging's
         raise  # noqa: PLE0704 -- called while that error is handled

@@ -1,4 +1,4 @@
-"""Draw epochs to the target beside those of MLPerf's reference implementation.
+"""Draw epochs to the target next to those of MLPerf's reference implementation.
 
 Left: every run of the reference against its batch, and the line through the points that bound
 submissions. Right: the reference's distribution at our batch. Numbers come from
@@ -58,7 +58,7 @@ def write_convergence(
     batch: int,
     epochs: Sequence[float],
 ) -> None:
-    """Draw runs at `batch` and their epochs beside the reference, into a PNG file.
+    """Draw runs at `batch` and their epochs next to the reference, into a PNG file.
 
     Raises as write_chart.
     """

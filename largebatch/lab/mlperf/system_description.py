@@ -94,7 +94,7 @@ def problems(path: Path) -> list[str]:
     """Return the package's failures for a description, and its leftover marks.
 
     Raises LogError if it is no JSON object, and TypeError, as the checker does, for a value that
-    is no text.
+    is not text.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -102,7 +102,7 @@ def problems(path: Path) -> list[str]:
             raise ValueError(f"expected an object, found {clip(json.dumps(content), 80)}")  # noqa: TRY004 -- of a file
         reasons = _reasons(path)
     except (OSError, ValueError) as error:
-        raise LogError(f"{path}: is no system description in JSON: {error}") from None
+        raise LogError(f"{path}: is not a system description in JSON: {error}") from None
     left = [field for field, text in content.items() if str(text).startswith(MARK)]
     return [*reasons, *([f"to be filled in: {', '.join(left)}"] if left else [])]
 
@@ -122,7 +122,7 @@ def _mark(field: str) -> str:
 
 
 def _summary(folder: Path) -> Summary | None:
-    """Return the summary of a run; None if there is none, as beside result_*.txt."""
+    """Return the summary of a run; None if there is none, as with result_*.txt."""
     with suppress(OSError, ValidationError):
         return TypeAdapter(Summary).validate_json((folder / SUMMARY).read_bytes())
     return None

@@ -36,7 +36,7 @@ CACHED_BYTES = 2**34
 
 
 def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) -> tuple[str, ...]:
-    """Name the settings in which a run lies beyond the published ones.
+    """Name the settings in which a run exceeds the published ones.
 
     `needed` are the images a second that each GPU needs.
     """

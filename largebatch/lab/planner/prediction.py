@@ -94,7 +94,7 @@ class Prediction:
     """A way to shorten the largest part that is not computing."""
 
     read_bytes_per_second: float
-    """Bytes that all workers read, if images are decoded each time and reading is no limit."""
+    """Bytes that all workers read, if images are decoded each time and reading is not the limit."""
 
     cores_per_worker: float
     """CPU cores that decoding needs."""

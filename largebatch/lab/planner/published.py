@@ -142,12 +142,12 @@ def _cluster(row: dict[str, str], gpus_per_node: int, *, nodes: int = 1) -> Clus
     def likeness(one: Cluster) -> tuple[bool, bool, int, bool]:
         assert one.gpu is not None
         letters = zip(one.gpu.name.upper().replace("-", ""), found, strict=False)
-        alike = len(list(takewhile(lambda pair: pair[0] == pair[1], letters)))
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], letters)))
         form = _FORMS.search(found)
         place = named.startswith(one.name.partition("-")[0])
-        fits = alike >= len("V100") and (form is None or form.group() in one.gpu.name)
+        fits = common >= len("V100") and (form is None or form.group() in one.gpu.name)
         linked = nodes == 1 or one.network_gigabytes_per_second is not None
-        return fits, linked, alike + 3 * place, one.gpus_per_node == gpus_per_node
+        return fits, linked, common + 3 * place, one.gpus_per_node == gpus_per_node
 
     best = max(installed_clusters().values(), key=likeness)
     if not likeness(best)[0]:

@@ -59,7 +59,7 @@ class Cluster(Section):
     """Bytes on each server; empty: equal parts of model_bytes."""
 
     sharing: Literal["queue", "fair"] = "queue"
-    """How messages share a link: one after the other, or all at once at fair rates, as TCP
+    """How messages share a link: one after the other, or all at the same time at fair rates, as TCP
     connections do. Fair rates take longer to simulate."""
 
     @model_validator(mode="after")

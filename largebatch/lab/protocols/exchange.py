@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,9 @@ from torch.optim import Optimizer
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.links import Link, open_links
-from largebatch.distributed.torch_distributed import TorchDistributed
+from largebatch.distributed.torch_distributed import TorchDistributed, lost_peers_named
 from largebatch.errors import PeerLostError
+from largebatch.lab.protocols.dropped import DroppedWorkers
 from largebatch.lab.protocols.learner import Gradient, Shard, learn
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.lab.protocols.server import (
@@ -39,6 +41,9 @@ from largebatch.lab.protocols.service import (
 from largebatch.lab.protocols.state import LostLearner
 from largebatch.recipe.protocols import Protocol
 from largebatch.schedules.functions import Schedule
+
+_LATER = timedelta(minutes=1)
+"""Additional wait for the servers, which themselves wait for a learner that is silent."""
 
 
 class Layout(NamedTuple):
@@ -86,8 +91,8 @@ class Exchange:
     layout: Layout
     links: Mapping[tuple[int, int], Link] = field(repr=False)
     optional: Collection[int] = ()
-    """Learners without which the run continues if they fail. If there are any, the backend is
-    TorchDistributed, and no server is in their processes."""
+    """Learners without which the run continues if they fail and the backend is TorchDistributed; no
+    server is in their processes."""
 
     lost: set[int] = field(default_factory=set)
     """Learners lost so far; the ranks of the others are those of a backend without them."""
@@ -99,8 +104,7 @@ class Exchange:
     def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
         """Connect every learner to every server."""
         layout = Layout.of(protocol)
-        optional = protocol.optional_learners if isinstance(backend, TorchDistributed) else ()
-        return cls(backend, layout, open_links(backend, layout.pairs), optional)
+        return cls(backend, layout, open_links(backend, layout.pairs), protocol.optional_learners)
 
     @property
     def worker(self) -> int:
@@ -139,6 +143,7 @@ class Exchange:
         Raises PeerLostError if a required worker is lost, or if the others continue without this
         one.
         """
+        optional = self.optional if self._dropped is not None else ()
         self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
         worker = self.worker
         parts = divide([weight.nbytes for weight in weights], len(self.layout.servers))
@@ -146,7 +151,7 @@ class Exchange:
             server: Service(
                 ParameterServer(*_copied(weights, optimizer, part), schedule, rule, clock=clock),
                 mini_batches if number == 0 else None,
-                optional=self.optional,
+                optional=optional,
                 on_loss=self._note,
             )
             for number, (server, part) in enumerate(zip(self.layout.servers, parts, strict=True))
@@ -170,16 +175,17 @@ class Exchange:
             return LocalServer(services[server], self.worker)
         return RemoteServer(self.links[self.worker, server])
 
-    @property
-    def _elastic(self) -> TorchDistributed | None:
-        """The backend if learners may be lost, else None."""
+    @cached_property
+    def _dropped(self) -> DroppedWorkers | None:
+        """Notes of the learners that the others continue without; None if all are required."""
         if self.optional and isinstance(self.backend, TorchDistributed):
-            return self.backend
+            return DroppedWorkers(self.backend.store)
         return None
 
     def _note(self, loss: LostLearner) -> None:
-        assert self._elastic is not None
-        self._elastic.drop(loss.learner)
+        assert self._dropped is not None
+        with lost_peers_named(self.worker):
+            self._dropped.add(loss.learner)
 
     @contextmanager
     def _refused_if_lost(self) -> Iterator[None]:
@@ -187,19 +193,23 @@ class Exchange:
         try:
             yield
         except PeerLostError as error:
-            if self._elastic is not None and self._elastic.is_dropped(self.worker):
+            if self._dropped is not None and self._dropped.include(self.worker):
                 raise PeerLostError(_refusal(self.worker)) from error
             raise
 
     def _leave_the_lost(self) -> None:
         """Continue with this worker and the others that remain."""
-        if self._elastic is None:
+        if self._dropped is None:
             return
-        worker = self.worker
-        left = set(self.optional) - self.lost
-        lost = self._elastic.agree_on_dropped(left, witnesses=self.layout.servers)
+        assert isinstance(self.backend, TorchDistributed)
+        worker, left = self.worker, set(self.optional) - self.lost
+        limit = self.backend.timeout + _LATER
+        with lost_peers_named(worker):
+            lost = self._dropped.agree(left, own=worker, witnesses=self.layout.servers, limit=limit)
         if worker in lost:
             raise PeerLostError(_refusal(worker))
+        if lost:
+            self.backend.leave_out(lost)
         self.lost.update(lost)
 
     @contextmanager
@@ -285,7 +295,7 @@ class Exchange:
 def _refusal(worker: int) -> str:
     return (
         f"worker {worker}, a learner, did nothing for the whole of --timeout, and was given up; to "
-        "have it back, stop the run and go on with --resume"
+        "have it back, stop the run and resume with --resume"
     )
 
 

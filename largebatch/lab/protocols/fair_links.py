@@ -1,4 +1,4 @@
-"""Links that all their messages share at once, as TCP connections do, on simpy's events.
+"""Links that all their messages share at the same time, as TCP connections do, on simpy's events.
 
 Rates are max-min fair (Bertsekas and Gallager, Data Networks, section 6.5.2): the end of a link
 with the least for each of its messages fixes their rates, then the next one among the rest.
@@ -48,7 +48,7 @@ class FairLinks:
         """Number of times that the rates were set or are about to be; older events do nothing."""
 
     def send(self, ends: Sequence[End], size: float, arrive: Arrive) -> None:
-        """Send a message over the ends of links; without any it arrives at once."""
+        """Send a message over the ends of links; without any it arrives immediately."""
         if not ends or not size:
             arrive(self._env.now)
             return

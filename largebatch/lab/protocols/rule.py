@@ -68,7 +68,7 @@ class Rule:
         )
 
     def factor(self, staleness: int) -> float:
-        """Return the factor of a gradient by its staleness, beside `rate`; 1 without staleness.
+        """Return a gradient's factor by its staleness, in addition to `rate`; 1 without.
 
         Staleness-aware SGD: arXiv:1511.05950.
         """

@@ -5,11 +5,11 @@ server, by the same rule as the servers of a run, on simpy's events. Gradients d
 so the weights of a simulated run are a second step: `replay` computes them from the simulated order
 of arrivals.
 
-The messages are those of `learner`: a pull asks the first server, then all others at once; a push
-goes to all at once; both wait for the answers. A link carries one message after the other at its
-bandwidth, or all at once at fair rates. A message arrives when both ends have transferred it, so
-the link of a server, which all learners share, saturates first. The latencies of both links are
-added.
+The messages are those of `learner`: a pull asks the first server, then all others concurrently; a
+push goes to all concurrently; both wait for the answers. A link carries one message after the other
+at its bandwidth, or all at the same time at fair rates. A message arrives when both ends have
+transferred it, so the link of a server, which all learners share, saturates first. The latencies of
+both links are added.
 
 A server copies weights and makes updates one after the other, in the order of requests. It adds the
 gradients of an update when the last of them has arrived.

@@ -50,11 +50,11 @@ class ProtocolUpdates:
         self, trainer: Trainer, name: StageName, steps: range, end: int
     ) -> Generator[None, None, None]:
         """Make these updates of a stage, up to `end`."""
-        stretch = _Stretch(trainer, name, self.exchange, self.state)
+        segment = _Segment(trainer, name, self.exchange, self.state)
         if trainer.backend.rank == 0:
-            stretch.forget(steps.start)
+            segment.forget(steps.start)
         while (start := trainer.state.progress.step) < end and not trainer.step_log.stopped:
-            stretch.run(range(start, _next_rest(trainer, start, end=end, last=steps.stop)))
+            segment.run(range(start, _next_rest(trainer, start, end=end, last=steps.stop)))
             yield
 
 
@@ -98,7 +98,7 @@ def _begin(trainer: Trainer) -> int:
     return trainer.plan.steps_in(section.begin)
 
 
-class _Stretch:
+class _Segment:
     """The updates between two rests."""
 
     def __init__(
@@ -308,8 +308,7 @@ def _describe(lost: LostLearner) -> str:
     if lost.mini_batch is not None:
         had = f"its last mini-batch, {lost.mini_batch}, was handed out again"
     return (
-        f"learner {lost.learner} {how} after {lost.update} updates: the others go on without it, "
-        f"and {had}"
+        f"learner {lost.learner} {how} after {lost.update} updates; the others continue, and {had}"
     )
 
 

@@ -36,10 +36,10 @@ def take(images: Tensor, other: Tensor | None = None) -> bool:
     """Return True if the kernels normalise N x C x ... images, and add `other`, if any."""
     if images.device.type not in DEVICES or images.dtype not in _TYPES or not images.numel():
         return False
-    if not _lies_in_rows(images) or max(len(images), images.shape[1] // 16) > _MOST:
+    if not _is_in_rows(images) or max(len(images), images.shape[1] // 16) > _MOST:
         return False
     if other is not None and not (
-        other.dtype == images.dtype and other.shape == images.shape and _lies_in_rows(other)
+        other.dtype == images.dtype and other.shape == images.shape and _is_in_rows(other)
     ):
         return False
     return works(images.device)
@@ -59,8 +59,8 @@ def works(device: torch.device) -> bool:
     return _WORK[device]
 
 
-def _lies_in_rows(images: Tensor) -> bool:
-    """Return True if images lie in memory as rows x channels, as in channels_last."""
+def _is_in_rows(images: Tensor) -> bool:
+    """Return True if images are in memory as rows x channels, as in channels_last."""
     return images.movedim(1, -1).is_contiguous()
 
 

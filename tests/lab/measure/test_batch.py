@@ -15,10 +15,18 @@ from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure import batch as module
-from largebatch.lab.measure import batch_parts as parts
-from largebatch.lab.measure.batch import Row, advise, compare, exponent, recommend
-from largebatch.lab.measure.batch_chart import _draw_epochs, describe, draft
-from largebatch.lab.measure.batch_parts import Question
+from largebatch.lab.measure import batch as parts
+from largebatch.lab.measure.batch import (
+    Question,
+    Row,
+    _draw_epochs,
+    advise,
+    compare,
+    describe,
+    draft,
+    exponent,
+    recommend,
+)
 from largebatch.lab.measure.calibrate import cluster_of
 from largebatch.lab.measure.estimate import Estimate
 from largebatch.lab.planner.cluster import Measured, load_cluster
@@ -202,9 +210,9 @@ def test_the_advice_says_what_is_wide_and_what_more_minutes_narrow(tmp_path: Pat
     wide, early = measuring.remarks
     assert "50 updates leave a factor of 7.5 between its ends; --minutes 4 make" in wide
     assert "50 updates show the very beginning of a run" in early
-    with pytest.raises(LargebatchError, match="does not stand out of its noise.*give --minutes 4"):
+    with pytest.raises(LargebatchError, match="does not exceed its noise.*give --minutes 4"):
         measuring.judge(noise(math.nan, 40, math.inf), planned=1000)
-    with pytest.raises(LargebatchError, match="does not stand out of its noise"):
+    with pytest.raises(LargebatchError, match="does not exceed its noise"):
         measuring.judge(noise(0, 0, math.inf), planned=1000)
     with pytest.raises(LargebatchError, match="noise of the gradient is too small.*at most 31.4;"):
         measuring.judge(noise(0, 0, 31.4), planned=1000)

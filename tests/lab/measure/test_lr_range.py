@@ -10,8 +10,16 @@ from scipy.special import spence
 from short_runs import DIGITS
 
 from largebatch import load_recipe
-from largebatch.lab.measure.lr_range_bounds import APART, Curve, RangeTest, bound, overshoot
-from largebatch.lab.measure.lr_range_chart import content, describe, write_range
+from largebatch.lab.measure.lr_range import (
+    APART,
+    Curve,
+    RangeTest,
+    bound,
+    content,
+    describe,
+    overshoot,
+    write_range,
+)
 from largebatch.optim import LARS
 from largebatch.report.run import FloatArray
 
@@ -171,7 +179,7 @@ def test_a_side_that_the_range_does_not_reach_is_named() -> None:
     text = " ".join(describe(test))
     assert test.lower is not None
     assert test.upper is None
-    assert "does not rise again up to 0.02, so that there is no upper bound: give a higher" in text
+    assert "give a higher --high" in text
     late = np.geomspace(0.01, 10, 60)
     test = ranged(Curve(0, late, sigmoid(late, center=0.01, fall=1, wall=5)))
     assert "It falls from the lowest rate on: a lower --low" in " ".join(describe(test))
@@ -193,20 +201,12 @@ def test_losses_that_are_no_numbers_are_a_wall_and_not_an_error() -> None:
     assert rates[55] < curve.turn < rates[70]
 
 
-@pytest.mark.parametrize(
-    ("peak", "where", "words"),
-    [
-        (1e-4, "below", "lies below: at such a rate"),
-        (0.05, "inside", "lies within the bounds"),
-        (5.0, "above", "lies above: its warm-up must make that possible"),
-    ],
-)
-def test_the_recipes_rate_is_put_before_the_bounds(peak: float, where: str, words: str) -> None:
+@pytest.mark.parametrize(("peak", "where"), [(1e-4, "below"), (0.05, "inside"), (5.0, "above")])
+def test_the_recipes_rate_is_compared_with_the_bounds(peak: float, where: str) -> None:
     rates = np.geomspace(1e-4, 10, 100)
     curve = Curve(0, rates, sigmoid(rates, center=0.01, fall=1, wall=5))
     test = ranged(curve, changes=(f"schedule.peak_lr={peak}", "schedule.decay.end_lr=0"))
     assert test.peak_is == where
-    assert words in " ".join(describe(test))
 
 
 def test_seeds_that_disagree_are_named_and_their_interval_is_kept(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_seeds_that_disagree_are_named_and_their_interval_is_kept(tmp_path: Path
     assert bound([0.003, 0.01, 0.03]).value == pytest.approx(0.0096549, rel=1e-4)  # type: ignore[union-attr]
     text = " ".join(describe(test))
     assert "In 3 seeds the loss begins to fall at a rate of" in text
-    assert "about the lower bound: more --steps determine it better" in text
+    assert "about the lower bound" in text
     assert content(test)["lower"]["low"] == test.lower.low
     write_range(tmp_path / "range.png", test)
     assert (tmp_path / "range.png").stat().st_size > 10_000
@@ -238,12 +238,3 @@ def test_bounds_without_a_range_between_them_are_not_suggested() -> None:
     text = " ".join(describe(test))
     assert "no range is left between bounds" in text
     assert "Suggested bounds" not in text
-
-
-def test_a_cyclic_recipe_is_compared_with_smiths_bounds() -> None:
-    rates = np.geomspace(1e-4, 10, 100)
-    curve = Curve(0, rates, sigmoid(rates, center=0.01, fall=1, wall=5))
-    cycle = "schedule.decay={kind: tri, low_lr: 0.05, half_cycle: {epochs: 2}}"
-    text = " ".join(describe(ranged(curve, changes=(cycle, "schedule.warmup=null"))))
-    assert "; tri of this recipe has 0.05 and 0.5." in text
-    assert "One seed does not show how certain that is" in text

@@ -256,5 +256,5 @@ def test_a_first_loss_that_is_no_number_is_an_error(
         path=tmp_path, recipe=text, steps=[SimpleNamespace(step=0, loss=math.nan)]
     )
     monkeypatch.setattr(lr_range, "read_run", lambda _: record)
-    with pytest.raises(LargebatchError, match="the first loss is no number"):
+    with pytest.raises(LargebatchError, match="the first loss is not a number"):
         read_range(recipe, tmp_path, rates)

@@ -15,7 +15,7 @@ from largebatch import load_recipe, run
 from largebatch.errors import CheckpointError, RecipeError
 from largebatch.lab.protocols.exchange import Record
 from largebatch.lab.protocols.split import server_bytes
-from largebatch.lab.protocols.stage import _Stretch, require_tensors
+from largebatch.lab.protocols.stage import _Segment, require_tensors
 from largebatch.models import affine_parameters, build
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
@@ -211,14 +211,14 @@ def test_updates_that_cannot_be_recorded_are_undone(
 
             patch.setattr(StepLog, "add_record", adding)
         else:
-            write = _Stretch._write
+            write = _Segment._write
 
-            def writing(stretch: _Stretch, record: Record) -> None:
+            def writing(segment: _Segment, record: Record) -> None:
                 if record.end == 4:
                     raise cannot
-                write(stretch, record)
+                write(segment, record)
 
-            patch.setattr(_Stretch, "_write", writing)
+            patch.setattr(_Segment, "_write", writing)
         with pytest.raises(CheckpointError, match="No space left"):
             run(recipe(single, *short), out=tmp_path / "run")
     assert content(tmp_path / "run")["progress"]["step"] == 2

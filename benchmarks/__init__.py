@@ -1,0 +1,1 @@
+"""Measurements: today's code beside its peers, and the frozen studies."""

@@ -1,0 +1,77 @@
+"""Silent and lost workers: the group's timeout ends the others, and the launcher names them."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from on_forked_workers import on_forked_workers
+from on_workers import on_workers
+
+from largebatch.distributed.connection import connect
+from largebatch.distributed.environment import STARTING
+from largebatch.errors import PeerLostError, PeerSilentError, WorkerFailedError
+
+TIMEOUT = 1.0
+
+
+def wait_for_a_silent_worker(part: bool) -> float:
+    """Return the seconds that a worker waits after the first update; it waits longer before."""
+    backend = connect("torch", timeout=TIMEOUT, starting=True)
+    group = backend.split([[0, 1]]) if part else backend
+    late = STARTING / 2 * TIMEOUT
+    if backend.rank == 1:
+        time.sleep(late)
+    group.all_reduce(torch.ones(3)).wait()
+    backend.started()
+    began = time.monotonic()
+    if backend.rank == 1:
+        time.sleep(late)
+        return 0.0
+    with pytest.raises(PeerSilentError):
+        group.all_reduce(torch.ones(3)).wait()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all workers", "a part of them"])
+def test_the_timeout_is_long_until_the_first_update_and_short_after(*, part: bool) -> None:
+    waited = on_forked_workers(wait_for_a_silent_worker, part, workers=2)
+    assert isinstance(waited, float)
+    assert TIMEOUT / 2 < waited < STARTING / 2 * TIMEOUT
+
+
+def lose_one() -> str:
+    backend = connect("torch", timeout=60)
+    backend.all_reduce(torch.ones(3)).wait()
+    if backend.rank == 1:
+        os._exit(0)
+    with pytest.raises(PeerLostError) as caught:
+        backend.all_reduce(torch.ones(3)).wait()
+    assert not isinstance(caught.value, PeerSilentError)
+    return str(caught.value)
+
+
+def test_a_worker_that_exited_is_noticed_immediately() -> None:
+    assert str(on_forked_workers(lose_one, workers=2)).startswith("worker 0 lost contact")
+
+
+def suspend_one(library: str) -> None:
+    """Run two sums; in between, worker 1 is suspended while the others wait for it."""
+    backend = connect("horovod" if library == "horovod" else "torch", timeout=3)
+    backend.all_reduce(torch.ones(5)).wait()
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    backend.all_reduce(torch.ones(7)).wait()
+
+
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize("library", ["torch", pytest.param("horovod", marks=pytest.mark.long)])
+def test_the_launcher_names_the_worker_that_did_not_respond(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "horovod":
+        pytest.importorskip("horovod.torch", reason="horovod is not installed")
+    monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 1)
+    with pytest.raises(WorkerFailedError, match="did not respond and was killed: worker 1"):
+        on_workers(suspend_one, library, workers=3, horovod=library == "horovod")
