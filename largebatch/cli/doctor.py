@@ -20,7 +20,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.network import bandwidth, measure_network
 from largebatch.errors import LargebatchError
 from largebatch.formatting import aligned, plural
-from largebatch.lab.studies.hosts.namespaces import lacking
+from largebatch.lab.studies.namespaces import lacking
 from largebatch.models.compiled import require_compiler
 from largebatch.optional import (
     require_mlflow,

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli import bench, recommend
 from largebatch.cli.arguments import (
     add_command,
     add_execution,
@@ -64,9 +63,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add_workers(ranged, dest="workers")
     add_machine(ranged)
     ranged.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
-
-    bench.add_commands(command)
-    recommend.add_commands(command)
 
 
 def _show(args: argparse.Namespace) -> int:

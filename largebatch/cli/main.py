@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from largebatch import __version__
 from largebatch.cli import (
     batch,
-    bench,
     data,
     diagnose,
     init,
@@ -35,7 +34,6 @@ from largebatch.cli import (
     rehearse,
     study,
     suggest,
-    sweep,
     train,
 )
 from largebatch.cli.arguments import (
@@ -330,17 +328,14 @@ def make_parser() -> argparse.ArgumentParser:
     add_imports(exported)
 
     for module in (
-        polish, recipe, init, suggest, batch, noise, diagnose, referee, sweep, launch, rehearse,
+        polish, recipe, init, suggest, batch, noise, diagnose, referee, launch, rehearse,
     ):  # fmt: skip
         module.add_commands(command)
 
-    bench.add_settings_commands(command)
-
     data.add_commands(commands.add_parser("data", help="prepare and look at data sets"))
     lr.add_commands(commands.add_parser("lr", help="compare, draw and measure learning rates"))
-    study.add_commands(
-        commands.add_parser("study", help="measure the cost of stale gradients and of hosts")
-    )
+    lab = commands.add_parser("lab", help="answer questions with many runs")
+    study.add_commands(partial(add_command, lab.add_subparsers(metavar="COMMAND")))
 
     report = command(
         "report", _report, "draw the report of a run, or compare several runs in one page"

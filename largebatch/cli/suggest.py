@@ -9,8 +9,7 @@ from largebatch.cli.arguments import Command, count
 from largebatch.cli.data import show_index
 from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_planned
-from largebatch.cli.recommend import add_storage, default_storages, read_groups
-from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
+from largebatch.errors import LargebatchError, StudyError, printable
 from largebatch.lab.planner.draft import draft, suggested_name, words
 from largebatch.lab.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
 from largebatch.recipe.loading import load_recipe, parse_recipe
@@ -18,7 +17,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import recipe_name
 
 if TYPE_CHECKING:
-    from largebatch.lab.studies.policies.shape import Shape
+    from largebatch.lab.studies.recommend import Shape
 
 NUMBERS = {
     "--samples": "training images, if not ImageNet's; then also:",
@@ -43,7 +42,10 @@ def add_commands(command: Command) -> None:
     added.add_argument("--epochs", type=count, metavar="E", help="(what the epoch law takes)")
     for option, text in NUMBERS.items():
         added.add_argument(option, type=count, metavar="N", help=text)
-    add_storage(added)
+    added.add_argument(
+        "--study", type=Path, action="append", default=[], metavar="DIR",
+        help="folder of a study of policies; may be repeated (every runs/*)",
+    )  # fmt: skip
     added.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<name>.yaml)")
 
 
@@ -57,7 +59,7 @@ def _suggest(args: argparse.Namespace) -> int:
     model = args.model or (base.model.name if base else "resnet50")
     found = suggest(args.batch, data=data, model=model, epochs=args.epochs)
     out = args.out or Path(f"{suggested_name(found)}.yaml")
-    shape = _measured(found, args.storage)
+    shape = _measured(found, args.study)
     text = draft(found, schedule=shape.schedule if shape else None, base=base)
     write_planned(out, text)
     for line in words(found, has_warmup=shape is None or shape.schedule is None, base=base):
@@ -68,24 +70,20 @@ def _suggest(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
-    """Return the schedule measured for such a recipe; None if there is none.
+def _measured(found: Suggestion, folders: list[Path]) -> "Shape | None":
+    """Return the schedule measured for such a recipe; None if there is none."""
+    from largebatch.lab.studies.recommend import read_groups, shape_for
 
-    An unnamed database that cannot be read is skipped with a message.
-    """
-    if not storages and not default_storages():
-        return None
     try:
-        groups = read_groups(storages)
-    except (MissingPackageError, StudyError) as error:
-        if storages:
+        groups = read_groups(folders)
+    except StudyError as error:
+        if folders:
             raise
-        print(wrapped(f"no measured policies: {error}"))
+        if any(Path("runs").glob("*/*/*/cell.json")):
+            print(wrapped(f"no measured policies: {error}"))
         return None
-    from largebatch.lab.studies.policies.shape import shape_for
-
     shape = shape_for(found, groups)
-    if shape is None and storages:
+    if shape is None and folders:
         print(wrapped(f"no measured policies: none is of {found.model} on these images"))
     return shape
 

@@ -1,4 +1,4 @@
-"""The command `sweep`: print a W&B sweep over keys of a recipe. It prints."""
+"""The command `lab sweep`: print a W&B sweep over keys of a recipe. It prints."""
 
 import argparse
 from collections import Counter
@@ -18,7 +18,7 @@ METHODS = ("bayes", "random", "grid")
 
 
 def add_commands(command: Command) -> None:
-    """Add the command `sweep`."""
+    """Add the command `lab sweep`."""
     sweep = command("sweep", _sweep, "print a W&B sweeps file for a recipe")
     add_recipe(sweep)
     sweep.add_argument(

@@ -288,7 +288,7 @@ def test_resume_needs_to_know_which_run_and_out_is_a_folder(
         "export run --out model.onnx",
         "noise digits_96 --out noise.png",
         "data pack data --out shards.json",
-        "study staleness rudra --out trade-off.png",
+        "lab study rudra --out trade-off.png",
     ],
 )
 def test_a_file_s_name_makes_no_folder(
@@ -430,7 +430,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         "check",
         "explain",
         "suggest",
-        "sweep",
+        "lab",
         "lr",
         "data",
         "report",

@@ -265,8 +265,8 @@ def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
 
 def measure(job: Job) -> Json:
     """Train, and return the result of this worker."""
-    with open_trainer(job.recipe, job.options, {"command": "study"}) as trainer:
-        paced = None
+    with open_trainer(job.recipe, job.options, {"command": "study"}) as opened:
+        trainer, paced = opened, None
         if job.compute is not None:
             seed, rank = job.recipe.seed, trainer.backend.rank
             times = job.compute.times(job.samples, seed=seed, worker=rank)

@@ -35,8 +35,7 @@ def make_page(study: Study, folder: Path, runs: Runs) -> Page:
                 for cell in learners
                 if cell.name in records
             ]
-            found = staleness.speed_ups(study, folder)
-            return staleness.make_page(study.name, rows, found)
+            return staleness.make_page(study.name, rows, staleness.speed_ups(study, folder))
         case "servers":
             layouts = cast("list[servers.ServersCell]", list(runs.cells))
             started = servers.rows_of(layouts, records)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from largebatch.formatting import plural
+from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.metrics import ENOUGH_SEEDS, Cost, Costs, Interval, costs
 from largebatch.lab.studies.recommend import rank, sentences
 from largebatch.lab.studies.trained import CellResults, Result
@@ -131,7 +132,7 @@ def choose_targets(cells: Iterable[CellResults]) -> tuple[float, ...]:
 
 
 def make_page(name: str, cells: Sequence[CellResults], *, targets: Iterable[float] = ()) -> Page:
-    """Return the page of the cells; without `targets` (fractions) they are chosen by the results."""
+    """Return the page of the cells; `targets` are fractions, by default chosen by the results."""
     names = list(dict.fromkeys(cell.configuration for cell in cells))
     order = {cell.variant: place for place, cell in reversed(list(enumerate(cells)))}
     cells = sorted(
@@ -256,10 +257,10 @@ def _charts(
     """Return accuracy against cost, schedules, the search, and robustness of one recipe."""
     some = [cell for cell in cells if cell.top1 is not None]
     name = cells[0].configuration
-    charts = []
+    charts: list[Chart] = []
     for axis in (Axis("updates", target) for target in (*targets[:1], None)):
-        lines = [_interval_line(looks[cell.variant], [cost_of(cell, axis)], [cell.top1])
-                 for cell in some if math.isfinite(cost_of(cell, axis))]  # fmt: skip
+        lines = [interval_line(looks[cell.variant], [cost_of(cell, axis)], [cell.top1.scaled(100)])
+                 for cell in some if cell.top1 and math.isfinite(cost_of(cell, axis))]  # fmt: skip
         caption = "Mean of each policy with its interval of 95 %."
         panel = Panel(lines=lines, x=axis.title, y="Top-1, %")
         charts.append(line_chart(f"cost-{name}-{len(charts)}", panel, caption=caption))
@@ -277,7 +278,11 @@ def _charts(
         caption = "Trials of the search; hollow: stopped early."
         charts.append(line_chart(f"search-{name}-{key}", panel, caption=caption))
     scales = [
-        _interval_line(looks[cell.variant], list(it.by_scale), list(it.by_scale.values()))
+        interval_line(
+            looks[cell.variant],
+            list(it.by_scale),
+            [mean.scaled(100) for mean in it.by_scale.values()],
+        )
         for cell in cells
         if (it := cell.robustness) is not None
     ]
@@ -285,15 +290,6 @@ def _charts(
         panel = Panel(lines=scales, x="Times the rate found", y="Top-1, %", log="x")
         charts.append(line_chart(f"scales-{name}", panel))
     return charts
-
-
-def _interval_line(look: Series, x: list[float], means: Sequence[Interval | None]) -> Line:
-    known = [mean.scaled(100) for mean in means if mean is not None]
-    ends = [mean.ends for mean in known]
-    return Line(
-        series=look, x=x, y=[mean.mean for mean in known], low=[one["low"] for one in ends],
-        high=[one["high"] for one in ends],
-    )  # fmt: skip
 
 
 def _trials_line(look: Series, cell: CellResults, key: str) -> Line:

@@ -144,12 +144,12 @@ def rank(
 
 def _scored(cell: CellResults, by: Criterion, target: float | None) -> Ranked:
     reached = {} if target is None else {one.seed: one.cost(target) for one in cell.seeds}
-    scores: Mapping[int, float | None] = {
+    every: dict[Criterion, Mapping[int, float | None]] = {
         "cost": {seed: one.updates if one else None for seed, one in reached.items()},
         "accuracy": {one.seed: one.top1 for one in cell.seeds},
         "robustness": cell.areas,
-    }[by]
-    return Ranked(results=cell, reached=reached, scores=scores)
+    }
+    return Ranked(results=cell, reached=reached, scores=every[by])
 
 
 def _order(by: Criterion) -> Callable[[Ranked], tuple[float, float, float]]:

@@ -350,7 +350,7 @@ def share_out(devices: Sequence[str], jobs: int) -> list[str]:
     ]
 
 
-def study(
+def study(  # noqa: PLR0913 -- the options of the command
     file: Path,
     *,
     out: Path | None = None,

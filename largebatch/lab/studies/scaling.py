@@ -16,6 +16,7 @@ from largebatch.errors import LargebatchError, PlanError
 from largebatch.lab.planner.model import Load, step_seconds
 from largebatch.lab.planner.model import Machine as Predicted
 from largebatch.lab.studies.hosts import HostsCell, HostsRow, Json, Placement, Start, starts_of
+from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.study import Inside, Study, named_error, recipe_of
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -240,19 +241,18 @@ def make_page(study: Study, rows: Sequence[ScalingRow]) -> Page:
         for recipe in recipes:
             lines = []
             for place in PLACES:
-                own = [row for row in rows if row.kind == kind and row.efficiency is not None
-                       and row.cell.configuration == recipe and row.cell.place == place]  # fmt: skip
+                case = kind, recipe, place
+                own = [
+                    row
+                    for row in rows
+                    if (row.kind, row.cell.configuration, row.cell.place) == case and row.alone
+                ]
                 x = [row.cell.workers for row in own]
-                found = [row.efficiency for row in own if row.efficiency is not None]
-                y = [one.mean for one in found]
-                ends = [one.ends for one in found]
-                lines.append(
-                    Line(series=looks[place], x=x, y=y, low=[one["low"] for one in ends],
-                         high=[one["high"] for one in ends])
-                )  # fmt: skip
+                means = [row.efficiency for row in own if row.efficiency is not None]
+                lines.append(interval_line(looks[place], x, means))
                 predicted = [
-                    mean * row.seconds.mean / row.predicted if row.predicted else 0.0
-                    for mean, row in zip(y, own, strict=True)
+                    mean.mean * row.seconds.mean / row.predicted if row.predicted else 0.0
+                    for mean, row in zip(means, own, strict=True)
                 ]
                 lines.append(Line(series=looks["planner"], x=x, y=predicted, points=False))
             panel = Panel(lines=lines, x="Workers", y="Efficiency, %", from_zero=True)

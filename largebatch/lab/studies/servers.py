@@ -37,6 +37,7 @@ from largebatch.lab.protocols.rule import Rule
 from largebatch.lab.protocols.simulator import simulate
 from largebatch.lab.protocols.split import server_bytes
 from largebatch.lab.studies.hosts import HostsCell, HostsRow, Json, Placement, Start, starts_of
+from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.metrics import Interval, ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.study import (
@@ -624,15 +625,13 @@ def _lines(
         if sweep == "workers" and own and min(row.cell.workers for row in own) > 1:
             own += [row for row in rows if row.cell.layout == ALONE and row.speed_up is not None]
         own.sort(key=lambda row: value_of(row, sweep))
-        means = [row.speed_up for row in own if row.speed_up is not None]
-        ends = [mean.ends for mean in means]
         if layout != ALONE:
-            yield Line(
-                series=look, x=[value_of(row, sweep) for row in own],
-                y=[mean.mean for mean in means], line=line, points=points,
-                low=[one["low"] for one in ends] if points else (),
-                high=[one["high"] for one in ends] if points else (),
-            )  # fmt: skip
+            x = [value_of(row, sweep) for row in own]
+            means = [row.speed_up for row in own if row.speed_up is not None]
+            if points:
+                yield interval_line(look, x, means, line=line)
+            else:
+                yield Line(series=look, x=x, y=[mean.mean for mean in means], points=False)
 
 
 def _speed_columns(rows: Sequence[ServersRow]) -> list[Column]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from largebatch.errors import shorten
 from largebatch.formatting import MISSING, plural
+from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.metrics import (
     CONFIDENCE,
     ENOUGH_SEEDS,
@@ -95,6 +96,8 @@ MEASURES: dict[Metric, Measure] = {
     "peak_memory_bytes": Measure("Peak memory", "MB", 1e-6, 0, "the least memory"),
     "read_bytes": Measure("Read from disk", "MB", 1e-6, 1, "the fewest bytes read"),
 }
+
+_DRAWN: tuple[Metric, ...] = ("top1", "train_seconds")
 
 CORRELATED: dict[str, Callable[[Result], float]] = {
     "Top-1": lambda run: run.top1,
@@ -559,18 +562,17 @@ def _matrix(findings: Findings, metric: Metric) -> Table:
     largest = max((1 - one.share for row in matrix for one in row), default=0.0) or 1.0
     settings = [row[0].setting or MISSING for row in matrix]
     columns = [Column("Best setting of", [row[0].best_of for row in matrix], details=settings)]
-    for cells in zip(*matrix, strict=True):
-        columns.append(
-            Column(
-                f"used on {cells[0].used_on}",
-                [one.value and measure.factor * one.value.mean for one in cells],
-                f",.{measure.digits}f",
-                unit=f" {measure.unit}",
-                details=[describe_gap(one, measure) for one in cells],
-                strengths=[0.0 if one.value is None else (1 - one.share) / largest
-                           for one in cells],
-            )
-        )  # fmt: skip
+    columns += [
+        Column(
+            f"used on {cells[0].used_on}",
+            [one.value and measure.factor * one.value.mean for one in cells],
+            f",.{measure.digits}f",
+            unit=f" {measure.unit}",
+            details=[describe_gap(one, measure) for one in cells],
+            strengths=[0.0 if one.value is None else (1 - one.share) / largest for one in cells],
+        )
+        for cells in zip(*matrix, strict=True)
+    ]
     caption = f"{measure.title} of each recipe with the setting that has {measure.best} for another"
     return Table(name=f"transfer-{metric}", columns=columns, caption=caption)
 
@@ -578,29 +580,25 @@ def _matrix(findings: Findings, metric: Metric) -> Table:
 def _chart(findings: Findings, looks: Mapping[str, Series], key: str) -> Chart:
     """Return accuracy and training time of every cell along a key."""
     is_number = key in findings.numeric_keys
-    panels = []
-    for metric in ("top1", "train_seconds"):
-        measure, lines = MEASURES[metric], []
-        for recipe in findings.recipes:
-            found = [
-                (at(one, key) if is_number else _word(one, key), mean.scaled(measure.factor))
-                for one in findings.of(recipe)
-                if (mean := one.mean(lambda run, metric=metric: value_of(run, metric))) is not None
-            ]
-            ends = [mean.ends for _, mean in found]
-            lines.append(
-                Line(
-                    series=looks[recipe], x=[x for x, _ in found], y=[y.mean for _, y in found],
-                    low=[one["low"] for one in ends], high=[one["high"] for one in ends],
-                    line=False,
-                )
-            )  # fmt: skip
-        panels.append(
-            Panel(
-                lines=lines, x=key, y=f"{measure.title}, {measure.unit}",
-                log="x" if is_number else "", from_zero=measure.is_cost,
-            )
-        )  # fmt: skip
+
+    def line(recipe: str, metric: Metric) -> Line:
+        means = {
+            at(cell, key) if is_number else _word(cell, key): mean.scaled(MEASURES[metric].factor)
+            for cell in findings.of(recipe)
+            if (mean := cell.mean(lambda run: value_of(run, metric))) is not None
+        }
+        return interval_line(looks[recipe], list(means), list(means.values()), line=False)
+
+    panels = [
+        Panel(
+            lines=[line(recipe, metric) for recipe in findings.recipes],
+            x=key,
+            y=f"{MEASURES[metric].title}, {MEASURES[metric].unit}",
+            log="x" if is_number else "",
+            from_zero=MEASURES[metric].is_cost,
+        )
+        for metric in _DRAWN
+    ]
     return line_chart(f"along-{key}", *panels)
 
 

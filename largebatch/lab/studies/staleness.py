@@ -34,6 +34,7 @@ from largebatch.lab.protocols.replay import Part, replay
 from largebatch.lab.protocols.rule import Rule
 from largebatch.lab.protocols.server import ParameterServer
 from largebatch.lab.protocols.simulator import Simulation, simulate
+from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.metrics import Interval, difference, interval, ratio
 from largebatch.lab.studies.study import (
     Cell,
@@ -672,13 +673,9 @@ def _trade_off(
 ) -> Chart:
     """Return the error of every cell by simulated time, and the lines of equal mu x lambda."""
     lines = [
-        Line(
-            series=looks[row.cell.protocol], x=[row.seconds], y=[error.mean],
-            low=[error.ends["low"]], high=[error.ends["high"]], line=False,
-        )
+        interval_line(looks[row.cell.protocol], [row.seconds], [row.error.scaled(100)], line=False)
         for row in rows
-        for error in [row.error.scaled(100)]
-    ]  # fmt: skip
+    ]
     for (protocol, _), joined in diagonals(rows).items():
         ends = sorted((row.seconds, 100 * row.error.mean) for row in joined)
         x, y = zip(*ends, strict=True)
@@ -704,14 +701,8 @@ def _speed_up_section(found: Sequence[SpeedUp], looks: Mapping[str, Series]) -> 
         lines = []
         for protocol in dict.fromkeys(one.protocol for one in found):
             own = [one for one in found if (one.panel, one.protocol) == (panel, protocol)]
-            means = [one.over_alone for one in own]
-            lines.append(
-                Line(
-                    series=looks[protocol], x=[one.cell.learners for one in own],
-                    y=[mean.mean for mean in means], low=[mean.ends["low"] for mean in means],
-                    high=[mean.ends["high"] for mean in means],
-                )
-            )  # fmt: skip
+            x = [one.cell.learners for one in own]
+            lines.append(interval_line(looks[protocol], x, [one.over_alone for one in own]))
         axes = Panel(lines=lines, x="Learners (lambda)", y="Speed-up", from_zero=True)
         charts.append(line_chart(f"speed-up-{place}", axes, title=f"Speed-up: {panel}"))
     table = Table(name="speed-up", columns=columns, series=shown)

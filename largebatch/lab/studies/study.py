@@ -432,14 +432,14 @@ class Study(Section):
         if len(given) != 1:
             kinds = ", ".join(get_args(Kind))
             raise ValueError(f"expected one of {kinds}; found {', '.join(given) or 'none'}")
-        for key, kinds in _BELONG.items():
-            if key in self.model_fields_set and self.kind not in kinds:
-                raise ValueError(f"{key}: is for studies of {' and '.join(kinds)}")
+        for key, owners in _BELONG.items():
+            if key in self.model_fields_set and self.kind not in owners:
+                raise ValueError(f"{key}: is for studies of {' and '.join(owners)}")
         return self
 
     @model_validator(mode="after")
     def _require_distinct_names(self) -> Self:
-        variants = {
+        variants: dict[str, dict[str, Any]] = {
             "policies": self.policies or {},
             "settings": {key: one.model_dump() for key, one in (self.settings or {}).items()},
         }
@@ -450,7 +450,7 @@ class Study(Section):
                     raise ValueError(
                         f"{section}.{one} and {section}.{other} are equal: remove one of them"
                     )
-        for section, names in {"recipes": self.recipes, **variants}.items():
+        for section, names in {**variants, "recipes": dict(self.recipes)}.items():
             for one, other in combinations(names, 2):
                 if one.casefold() == other.casefold():
                     raise ValueError(
