@@ -5,7 +5,7 @@
 The 100 full-size ImageNet JPEGs, at 224 pixels, in the random crops of several epochs and in the
 centre crop of validation. Both decoders are given the same boxes. Both decode to the same bits; the
 filters of their resizing differ, most where one hangs over the edge of the box. So the outermost
-rows and columns are apart from the rest. Writes
+rows and columns are counted separately. Writes
 benchmarks/results/decoder_pixels_<hardware>_<date>.json.
 """
 
@@ -52,18 +52,18 @@ def compare(
     inside[1:-1, 1:-1] = True
     found: dict[str, list[torch.Tensor]] = {"inside": [], "outermost": []}
     for theirs, ours in zip(*both, strict=True):
-        apart = (theirs.images - ours.images).abs()
+        difference = (theirs.images - ours.images).abs()
         for place, pixels in zip(found, (inside, ~inside), strict=True):
-            found[place].append(apart[:, :, pixels].flatten())
+            found[place].append(difference[:, :, pixels].flatten())
     return {place: summary(torch.cat(parts)) for place, parts in found.items()}
 
 
-def summary(apart: torch.Tensor) -> dict[str, float]:
+def summary(difference: torch.Tensor) -> dict[str, float]:
     return {
-        "largest": apart.max().item(),
-        "mean": apart.double().mean().item(),
-        "share above one level": (apart > 1 + ROUNDING).double().mean().item(),
-        "n": apart.numel(),
+        "largest": difference.max().item(),
+        "mean": difference.double().mean().item(),
+        "share above one level": (difference > 1 + ROUNDING).double().mean().item(),
+        "n": difference.numel(),
     }
 
 

@@ -113,9 +113,6 @@ class Record:
     floor: float = 0.0
     """The training loss that label smoothing alone leaves, in nats."""
 
-    fit: float = 0.5
-    """Share of the loss of guessing below which the training loss of a good run ends."""
-
     batch: int | None = None
     warmup: int | None = None
     """Updates of the warm-up; None: until the highest rate."""
@@ -309,7 +306,6 @@ def record_of(run: Run) -> Record:
         val_samples=kept[-1].samples if kept else None,
         classes=classes,
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
-        fit=run.task.fit,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         run=run,

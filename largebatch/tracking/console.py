@@ -1,16 +1,18 @@
 """Progress on a terminal: a live bar, or plain lines without a terminal."""
 
+import math
 import os
 import sys
 import time
+from collections import deque
 from datetime import timedelta
+from statistics import fmean
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from largebatch.formatting import three_digits
-from largebatch.recipe.task import IMAGES, Task
 from largebatch.tracking.events import (
     Decision,
     Evaluation,
@@ -25,6 +27,9 @@ from largebatch.tracking.events import (
 
 LINE_SECONDS = 5.0
 """Seconds between lines on training, without a terminal."""
+
+TIMED_UPDATES = 100
+"""Updates whose mean length predicts the time left: that of one update may be far off."""
 
 
 class _Screen(RichConsole):
@@ -42,17 +47,15 @@ class Console:
     `started` is the start of the command, in seconds since 1970.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, *, started: float | None = None, task: Task = IMAGES
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, *, started: float | None = None) -> None:
         self._started = started
-        self._task = task
         self._console = _Screen(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._bar_task: Any = None
         self._steps = 0
         self._resumed = False
         self._last_line = -LINE_SECONDS
+        self._recent: deque[float] = deque(maxlen=TIMED_UPDATES)
 
     def record(self, event: Event) -> None:
         """Show one event."""
@@ -63,12 +66,12 @@ class Console:
                 self._show_step(event)
             case Evaluation():
                 self._console.print(
-                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  {self._task.line(event)}  "
-                    f"val loss {event.loss:.4f}"
+                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
+                    f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  val loss {event.loss:.4f}"
                 )
             case GeneralizationGap():
                 self._console.print(
-                    f"{event.stage:>10}  training {self._task.data}  top-1 {event.top1:7.2%}  "
+                    f"{event.stage:>10}  training images  top-1 {event.top1:7.2%}  "
                     f"loss {event.loss:.4f}  generalization gap {event.gap:+.4f}"
                 )
             case Note():
@@ -77,7 +80,7 @@ class Console:
                 self._console.print(
                     f"{event.stage:>10}  {'kept' if event.kept else 'rolled back'}: top-1 "
                     f"{event.before:.2%} -> {event.after:.2%} on {event.samples:,} "
-                    f"training {self._task.samples} held out"
+                    f"training images held out"
                 )
             case Finish():
                 self._finish(event.summary)
@@ -145,6 +148,7 @@ class Console:
 
     def _show_step(self, event: Step) -> None:
         done = event.step + 1
+        self._recent.append(event.step_seconds)
         numbers = (
             f"loss {event.loss:.4f}  lr {event.lr:.4g}  "
             f"{three_digits(event.images_per_second)} samples/s"
@@ -155,7 +159,8 @@ class Console:
             )
         elif time.monotonic() - self._last_line >= LINE_SECONDS or done == self._steps:
             self._last_line = time.monotonic()
-            left = timedelta(seconds=round((self._steps - done) * event.step_seconds))
+            seconds = (self._steps - done) * fmean(self._recent)
+            left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
             self._console.print(
                 f"{event.stage:>10}  step {done}/{self._steps}  {numbers}  {left} left"
             )

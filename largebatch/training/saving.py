@@ -67,7 +67,7 @@ def _write(trainer: Trainer, write: Callable[[], None]) -> None:
     except CheckpointError as error:
         if trainer.recipe.execution.checkpoints.on_error == "stop":
             raise
-        trainer.note(trainer.stage, str(error))
+        trainer.note(trainer.stage, str(error), kind="checkpoint")
         write()
 
 
@@ -82,12 +82,8 @@ def compare_weights(trainer: Trainer) -> None:
 def restore(trainer: Trainer, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
     """Load the state of a checkpoint.
 
-    Raises CheckpointError, which begins with `source`, if the checkpoint is of another run, or of a
-    text whose vocabulary numbers words differently.
+    Raises CheckpointError, which begins with `source`, if the checkpoint is of another run.
     """
-    saved = checkpoint.origin.get("data")
-    labels = saved if isinstance(saved, dict) else {}
-    trainer.pipeline.require_same_labels(labels, source=source)
     if checkpoint.progress.step > trainer.plan.steps:
         trainer.state.use(trainer.build_affine())
     with require_fit(source):
@@ -120,7 +116,9 @@ def return_to_checkpoint(trainer: Trainer, *, after: str) -> bool:
         set_aside_damaged(trainer.checkpoints, step=checkpoint.progress.step)
     if checkpoint is None or len(checkpoint.stages) != len(trainer.state.stages):
         return False
-    trainer.note(trainer.stage, f"rolled back to step {checkpoint.progress.step}: {after}")
+    to = checkpoint.progress.step
+    text = f"rolled back to step {to}: {after}"
+    trainer.note(trainer.stage, text, kind="rolled back", to=to)
     if checkpoint.progress.step == trainer.plan.steps:  # the affine stage starts again
         checkpoint = _without_optimizer(trainer, checkpoint)
     restore(trainer, checkpoint)

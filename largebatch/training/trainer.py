@@ -24,8 +24,16 @@ from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
-from largebatch.schedules.plateau import Reading
-from largebatch.tracking.events import Evaluation, Event, Note, StageName, Start, Tracker, now
+from largebatch.tracking.events import (
+    Evaluation,
+    Event,
+    Note,
+    NoteKind,
+    StageName,
+    Start,
+    Tracker,
+    now,
+)
 from largebatch.training.checkpoint import Writer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loss import Criterion
@@ -55,9 +63,6 @@ class Trainer:
     state: TrainState
     build_affine: Callable[[], Updater]
     """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
-
-    build_replica: Callable[[], Updater]
-    """Returns the updater of a replica of the swap stage, which this worker trains alone."""
 
     trackers: list[Tracker]
     """Trackers of the run; empty on all workers but the first."""
@@ -98,24 +103,18 @@ class Trainer:
 
         If the optimizer averages weights, evaluate their average, with statistics of its own.
         """
-        expected = self.recipe.data.val_labels
+        expected = self.recipe.data.val_split
         return self._evaluate(self.pipeline.validation(), expected=expected, each=each)
 
     def measure_training(self) -> Metrics:
         """Evaluate the current model on all training images, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
-        expected = samples.samples * self.recipe.data.sample().num_labels
-        return self._evaluate(samples, expected=expected)
+        return self._evaluate(samples, expected=samples.samples)
 
     def measure_held_out(self) -> Metrics:
         """Evaluate the current model on the training samples that are held out."""
-        samples = len(self.pipeline.held_out_samples)
-        expected = samples * self.recipe.data.sample().num_labels
+        expected = len(self.pipeline.held_out_samples)
         return self._evaluate(self.pipeline.held_out(), expected=expected)
-
-    def measure_test(self) -> Metrics:
-        """Evaluate the current model on the test data; raise DataError if there is none."""
-        return self._evaluate(self.pipeline.test())
 
     def _evaluate(
         self,
@@ -166,32 +165,29 @@ class Trainer:
         begun = time.perf_counter()
         gc.collect()  # here, because it never does so by itself: see process.py
         metrics = self.measure(each)
-        progress = self.state.progress
-        step = progress.step
-        if stage in {"train", "clean"}:  # whose updates follow the schedule
-            progress.readings.append(Reading(step, metrics.loss, metrics.top1))
+        step = self.state.progress.step
         self.emit(
             Evaluation(
                 stage=stage,
                 step=step,
                 epoch=self.plan.epoch(step),
                 seconds=time.perf_counter() - begun,
-                **{name: value for name, value in asdict(metrics).items() if name != "by_class"},
-                **self.recipe.task.recorded(metrics),
+                **asdict(metrics),
             )
         )
         return metrics
 
-    def note(self, stage: StageName, text: str) -> None:
+    def note(
+        self, stage: StageName, text: str, *, kind: NoteKind = "remark", **numbers: float
+    ) -> None:
         """Emit a note."""
-        self.emit(Note(stage=stage, step=self.state.progress.step, text=text))
+        step = self.state.progress.step
+        self.emit(Note(kind=kind, stage=stage, step=step, text=text, numbers=numbers))
 
     @property
     def stage(self) -> StageName:
         """Name of the current stage, by the number of updates done."""
         step = self.state.progress.step
-        if self.state.replicas is not None:
-            return "swap"
         if step > self.plan.steps:
             return "affine"
         return "clean" if step > self.plan.train_steps else "train"

@@ -113,27 +113,11 @@ def test_nothing_in_a_checkpoint_is_code(tmp_path: Path) -> None:
     assert not content.startswith(b"PK")
 
 
-@pytest.mark.parametrize(
-    ("named", "best"),
-    [
-        pytest.param({"best_top1": 0.9, "best_perplexity": None}, 0.9, id="accuracy"),
-        pytest.param({"best_top1": None, "best_perplexity": 80.0}, 80.0, id="perplexity"),
-        pytest.param({"best_top1": None, "best_perplexity": None}, None, id="not evaluated"),
-        pytest.param({"best": 0.8}, 0.8, id="today's"),
-    ],
-)
-def test_the_best_value_of_an_older_checkpoint_is_read(
-    named: dict[str, float | None], best: float | None
-) -> None:
-    progress = Progress.read({"step": 20, "best_step": 12, **named})
-    assert (progress.step, progress.best, progress.best_step) == (20, best, 12)
-
-
 def test_the_newest_stay_and_the_best_and_every_tenth(tmp_path: Path) -> None:
     writer = Writer(tmp_path, Retention(last=2, every=10))
     (tmp_path / "notes.txt").write_text("not ours")
     for step in (5, 10, 12, 15, 17):
-        best = {"best_top1": 0.9, "best_step": 12} if step >= 12 else {}
+        best = {"best": 0.9, "best_step": 12} if step >= 12 else {}
         state = checkpoint(step).state
         progress = {**state["progress"], **best}
         writer.write(Checkpoint.of(RECIPE, {**state, "progress": progress}))

@@ -63,10 +63,6 @@ class Measurement:
     top1: float
     top5: float
     loss: Measured
-    average_confidence: Measured = math.nan
-    confidence_deviation: Measured = math.nan
-    class_confidence_deviation: Measured = math.nan
-    classes_never_correct: int | None = None
 
 
 def measurements(run: Run) -> list[Measurement]:

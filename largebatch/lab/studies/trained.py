@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ from largebatch.errors import (
     WorkerFailedError,
     nearest,
 )
+from largebatch.lab.studies.confidence import measure_confidence
 from largebatch.lab.studies.metrics import (
     Cost,
     Interval,
@@ -72,17 +72,18 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
 from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
+from largebatch.runs.options import Options
 from largebatch.runs.run import run
 from largebatch.schedules.build import build_schedule
 from largebatch.tracking.environment import source_commit, versions
-from largebatch.tracking.events import Evaluation, Measured, Mistakes, Summary, System
+from largebatch.tracking.events import Evaluation, Measured, Summary, System
 
 _SHAPE = "schedule.decay."
 """Beginning of the keys of shapes; kinds of decays have different ones."""
 
-_METRICS = (
-    *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
-    *("class_confidence_deviation", "classes_never_correct"),
+_CONFIDENCES = (
+    *("average_confidence", "confidence_deviation", "class_confidence_deviation"),
+    "classes_never_correct",
 )
 
 Json = dict[str, Any]
@@ -123,15 +124,6 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Classes:
-    """Metrics by class at the last evaluation, in the order of labels."""
-
-    names: tuple[str, ...]
-    samples: tuple[int, ...]
-    correct: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """Record of one run; accuracies are fractions."""
 
@@ -164,7 +156,6 @@ class Result:
     """Updates after which a trial was stopped early; None if it was not."""
 
     evaluations: tuple[Measurement, ...] = ()
-    classes: Classes | None = None
     seconds: Measured = math.nan
     """Seconds of the whole run."""
 
@@ -405,7 +396,24 @@ class TrainedCell(Cell):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyCell(TrainedCell):
-    """One recipe with one policy."""
+    """One recipe with one policy, whose seeds also have LRBench's metrics of confidence."""
+
+    def carry_out(
+        self,
+        slot: Slot,
+        values: Mapping[str, float],
+        *,
+        folder: Path,
+        machine: Machine,
+        trials: list[Json],
+    ) -> Json:
+        """Train one run as TrainedCell, and evaluate its confidence unless it diverged."""
+        record = super().carry_out(slot, values, folder=folder, machine=machine, trials=trials)
+        if slot.trial or slot.scale != 1 or record.get("diverged"):
+            return record
+        options = machine.options(self.configuration, self.recipe)
+        found = asdict(measure_confidence(folder, Options(out=folder, **options)))
+        return {**record, **{name: found[name] for name in _CONFIDENCES}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -578,23 +586,13 @@ def circumstances() -> Json:
 
 
 def _measured(read: Run) -> Json:
-    mistakes, gap = read.final_mistakes, read.last_gap
+    gap = read.last_gap
     return {
         "evaluations": measurements(read),
-        "classes": _classes(mistakes) if mistakes else None,
         "loss_difference": gap and gap.gap,
         "workers": read.plan.workers,
         "usage": asdict(usage_of(read)),
         **_from_summary(read.summary),
-    }
-
-
-def _classes(mistakes: Mistakes) -> Json:
-    wrong = Counter(mistakes.labels)
-    return {
-        "names": mistakes.classes,
-        "samples": mistakes.sizes,
-        "correct": [size - wrong[label] for label, size in enumerate(mistakes.sizes)],
     }
 
 
@@ -607,7 +605,7 @@ def _from_summary(summary: Summary | None) -> Json:
 
 
 def _end(evaluation: Evaluation) -> Json:
-    return {name: getattr(evaluation, name, None) for name in _METRICS}
+    return {name: getattr(evaluation, name) for name in ("top1", "top5", "loss")}
 
 
 def _chance(recipe: Recipe) -> Json:

@@ -24,6 +24,7 @@ from short_studies import POLICIES, STALENESS, VARIED, a_record, cells_in, write
 
 from largebatch.errors import DivergedError, LargebatchError, StudyError
 from largebatch.lab.studies import trained
+from largebatch.lab.studies.confidence import Confidence
 from largebatch.lab.studies.metrics import measurements
 from largebatch.lab.studies.runner import Runs, carry_out, open_runs, study
 from largebatch.lab.studies.search import should_prune
@@ -42,6 +43,10 @@ from largebatch.runs.interrupts import InterruptedStudyError, stop_requests
 from largebatch.runs.run import run
 from largebatch.tracking.events import Evaluation
 
+CONFIDENCE = Confidence(
+    average_confidence=0.9, confidence_deviation=0.1, class_confidence_deviation=0.05,
+    classes_never_correct=0, samples=(360,), correct=(300,), averages=(0.9,),
+)  # fmt: skip
 BEST = {"fall": 0.8, "flat": 0.1}
 """The rate that suits each policy, in the made-up world."""
 
@@ -112,6 +117,7 @@ def results(runs: Runs) -> dict[str, CellResults]:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     monkeypatch.setattr(trained, "train", world.train)
+    monkeypatch.setattr(trained, "measure_confidence", lambda *_: CONFIDENCE)
     return world
 
 
@@ -278,9 +284,8 @@ def test_a_seed_is_the_run_that_train_makes(tmp_path: Path) -> None:
     assert [one.step for one in trial.evaluations] == [3, 6, 9, 12]
     folder = read_run(Path(seed.folder))
     assert seed.evaluations == tuple(measurements(folder))
-    assert seed.classes is not None
-    assert sum(seed.classes.samples) == 360
-    assert sum(seed.classes.correct) == pytest.approx(360 * seed.top1)
+    assert 0 < seed.average_confidence < 1
+    assert 0 < seed.confidence_deviation < 1
     assert (found.finished, found.values) == (True, {RATE: 0.5})
     correct = trial.top1 * 300
     assert correct == pytest.approx(round(correct))  # of the held-out images, and not of 360
