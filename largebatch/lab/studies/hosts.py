@@ -37,7 +37,7 @@ from largebatch.lab.studies.namespaces import (
     read_counters,
     run_on_hosts,
 )
-from largebatch.lab.studies.study import Cell, Compute, Machine, OnHosts, Slot
+from largebatch.lab.studies.study import Cell, Compute, OnHosts, Task
 from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_trainer
@@ -205,25 +205,21 @@ class HostsCell(Cell):
             updates=self.on_hosts.updates,
         )
 
-    def carry_out(
-        self,
-        slot: Slot,
-        values: Mapping[str, float],
-        *,
-        folder: Path,
-        machine: Machine,
-        trials: list[Json],
-    ) -> Json:
+    def carry_out(self, task: Task) -> Json:
         """Start the workers once, and record what they measure."""
-        del values, trials, folder
         backend = self.placement.backend if self.workers > 1 else "auto"
-        own = {**machine.options(self.configuration, self.recipe), "backend": backend}
+        own = {**task.options, "backend": backend}
         load = os.getloadavg()[0]
         workers = measure_on_hosts(
-            self.job(slot.seed, Options(out=Path(), report=False, **own)), self.placement
+            self.job(task.slot.seed, Options(out=Path(), report=False, **own)), self.placement
         )
         result = put_together(workers, self.placement, updates=self.on_hosts.updates)
-        return {"seed": slot.seed, "start": asdict(result), "load_before": load, **circumstances()}
+        return {
+            "seed": task.slot.seed,
+            "start": asdict(result),
+            "load_before": load,
+            **circumstances(),
+        }
 
     def describe(self, record: Json) -> str:
         """Describe the time of an update."""

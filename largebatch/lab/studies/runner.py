@@ -19,12 +19,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import NamedTuple
 
 from largebatch.distributed.environment import available_cores, worker_rank
 from largebatch.errors import BackendError, LargebatchError, WorkerFailedError
 from largebatch.lab.studies.store import Json, Store
-from largebatch.lab.studies.study import Cell, Machine, Slot, Study, load_study
+from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Task, load_study
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 
 BEAT_SECONDS = 15.0
@@ -33,23 +32,6 @@ POLL_SECONDS = 1.0
 
 Report = Callable[[str], None]
 """Called with a line after every run."""
-
-
-class Task(NamedTuple):
-    """A claimed run."""
-
-    cell: Cell
-    slot: Slot
-    values: Json
-    trials: list[Json]
-    folder: Path
-    machine: Machine
-
-    def carry_out(self) -> Json:
-        """Make the run; return its record."""
-        return self.cell.carry_out(
-            self.slot, self.values, folder=self.folder, machine=self.machine, trials=self.trials
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +75,9 @@ class Runs:
         trials = [record for record in found if record is not None]
         values = self.store.values(cell, slot, lambda: cell.values(trials, slot))
         folder = self.store.path(cell, slot).with_suffix("")
-        return Task(cell, slot, values, trials, folder, self.machine)
+        return Task(
+            cell=cell, slot=slot, values=values, trials=trials, folder=folder, machine=self.machine
+        )
 
 
 def open_runs(study: Study, folder: Path, *, out: Path, machine: Machine) -> Runs:
@@ -226,7 +210,7 @@ class _Pool:
         """Make a run here, or start its process."""
         if not self._in_processes:
             try:
-                self._done.append((task, task.carry_out()))
+                self._done.append((task, task.cell.carry_out(task)))
             except (InterruptedStudyError, KeyboardInterrupt):
                 self._requests.add()
                 self._done.append((task, None))
@@ -284,7 +268,7 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        connection.send(("record", task.carry_out()))
+        connection.send(("record", task.cell.carry_out(task)))
     except (InterruptedStudyError, KeyboardInterrupt):
         connection.send(("stopped", ""))
     except LargebatchError as error:

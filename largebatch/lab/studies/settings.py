@@ -351,45 +351,33 @@ def correlations(findings: Findings, recipe: str) -> dict[tuple[str, str], Corre
 
 
 def describe(findings: Findings, metrics: Sequence[Metric]) -> Iterator[str]:
-    """Yield the findings: spread, the fastest setting, transfer, correlations, disturbances."""
+    """Yield the findings: spread of accuracies, the fastest setting, losses by transfer."""
     for recipe in findings.recipes:
         ranked = sorted(
-            ((top1, one.variant) for one in findings.of(recipe) if (top1 := one.top1) is not None),
-            key=lambda each: each[0].mean,
+            ((top1.mean, one.variant) for one in findings.of(recipe) if (top1 := one.top1)),
         )
         (low, worst), (high, best) = ranked[0], ranked[-1]
+        text = f"{recipe}: top-1 from {100 * low:.2f} % ({worst}) to {100 * high:.2f} % ({best})"
         times = findings.values(recipe, "train_seconds")
         fastest = best_setting(times, higher=False)
-        timed = ""
         if fastest is not None:
             seconds = interval(times[fastest].values()).text(",.1f", " s")
-            level = shorten(_as_fast(times, fastest), most=_NAMED)
-            timed = f"; the shortest training has {fastest}, {seconds}" + (
-                f" (within its noise: {level})" * bool(level)
-            )
-        yield (
-            f"{recipe}: top-1 from {100 * low.mean:.2f} % ({worst}) to {100 * high.mean:.2f} % "
-            f"({best}){timed}."
-        )
-    if len(findings.recipes) > 1 and len(findings.settings) > 1:
-        for metric in metrics:
-            yield from _describe_transfer(findings, metric)
-    for recipe in findings.recipes:
-        every = correlations(findings, recipe)
-        sure = {frozenset(pair): (pair, one) for pair, one in every.items() if one.is_sure}
-        shown = [
-            f"{one.lower()} with {other.lower()} {found.rho:+.2f} ({found.low:+.2f} to "
-            f"{found.high:+.2f})"
-            for (one, other), found in sorted(sure.values(), key=lambda each: -abs(each[1].rho))
+            level = shorten(as_fast(times, fastest), most=_NAMED)
+            text += f"; the shortest training has {fastest}, {seconds}"
+            text += f" (within its noise: {level})" * bool(level)
+        yield f"{text}."
+    for metric in metrics if len(findings.recipes) > 1 and len(findings.settings) > 1 else ():
+        measure, matrix = MEASURES[metric], findings.matrix(metric)
+        best_of = [f"{row[0].setting or MISSING} on {row[0].best_of}" for row in matrix]
+        losses = [
+            f"on {one.used_on} that of {one.best_of} is {describe_gap(one, measure)}"
+            for one in lost(matrix, higher=not measure.is_cost)
         ]
-        if every:
-            number = max(found.number for found in every.values())
-            words = shorten(shown, most=3, between="; ") if shown else "none excludes 0"
-            yield f"{recipe}: rank correlations over {number} settings: {words}."
+        yield f"{measure.best.capitalize()}: {'; '.join([*best_of, *losses])}."
     yield from _describe_runs(findings)
 
 
-def _as_fast(times: Mapping[str, Mapping[int, float]], fastest: str) -> list[str]:
+def as_fast(times: Mapping[str, Mapping[int, float]], fastest: str) -> list[str]:
     """Return the other settings whose times, by pairs of seeds, are not surely longer."""
     own = times[fastest]
     others = {
@@ -401,29 +389,6 @@ def _as_fast(times: Mapping[str, Mapping[int, float]], fastest: str) -> list[str
         name: gap(each, own, higher=False, together=len(others)) for name, each in others.items()
     }
     return [name for name, each in gaps.items() if each is None or each.low <= 1]
-
-
-def _describe_transfer(findings: Findings, metric: Metric) -> Iterator[str]:
-    measure, matrix = MEASURES[metric], findings.matrix(metric)
-    best = {row[0].best_of: row[0].setting for row in matrix}
-    if None in best.values():
-        missing = [name for name, setting in best.items() if setting is None]
-        yield f"{measure.title}: no setting of {shorten(missing)} has it for every seed."
-        return
-    if len(set(best.values())) == 1:
-        yield f"{next(iter(best.values()))} has {measure.best} on all {len(best)} recipes."
-        return
-    each = shorten([f"{setting} on {name}" for name, setting in best.items()], most=_NAMED)
-    worse = lost(matrix, higher=not measure.is_cost)
-    losses = [
-        f"on {one.used_on} that of {one.best_of} is {describe_gap(one, measure)}" for one in worse
-    ]
-    few = any(one.gap is None or one.gap.number < ENOUGH_SEEDS for row in matrix for one in row)
-    end = "; ".join(losses[:_NAMED]) or (
-        f"fewer than {ENOUGH_SEEDS} seeds, too few to compare" if few else
-        "used on the other recipes they are within the noise of the best"
-    )  # fmt: skip
-    yield f"{measure.best.capitalize()}: {each}; {end}."
 
 
 def describe_gap(one: Transfer, measure: Measure) -> str:

@@ -39,10 +39,9 @@ from largebatch.lab.studies.metrics import Interval, difference, interval, ratio
 from largebatch.lab.studies.study import (
     Cell,
     Grid,
-    Machine,
     Modulation,
-    Slot,
     Study,
+    Task,
     named_error,
     recipe_of,
 )
@@ -145,19 +144,9 @@ class StalenessCell(Cell):
         cluster = json.loads(self.cluster.model_dump_json())  # keys become strings
         return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
-    def carry_out(
-        self,
-        slot: Slot,
-        values: Mapping[str, float],
-        *,
-        folder: Path,
-        machine: Machine,
-        trials: list[Json],
-    ) -> Json:
+    def carry_out(self, task: Task) -> Json:
         """Train with one seed, in its stages."""
-        del values, trials
-        options = machine.options(self.configuration, self.recipe)
-        return train(self, seed=slot.seed, options=Options(out=folder, **options))
+        return train(self, seed=task.slot.seed, options=Options(out=task.folder, **task.options))
 
     def describe(self, record: Json) -> str:
         """Describe accuracy, staleness and simulated time of a run."""

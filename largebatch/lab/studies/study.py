@@ -629,21 +629,36 @@ class Cell:
         del trials, slot
         return {}
 
-    def carry_out(
-        self,
-        slot: Slot,
-        values: Mapping[str, float],
-        *,
-        folder: Path,
-        machine: Machine,
-        trials: list[dict[str, Any]],
-    ) -> dict[str, Any]:
+    def carry_out(self, task: "Task") -> dict[str, Any]:
         """Make one run in its folder and return its record, as JSON."""
         raise NotImplementedError
 
     def describe(self, record: dict[str, Any]) -> str:
         """Describe the record of a run on a line."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A claimed run."""
+
+    cell: Cell
+    slot: Slot
+    values: Mapping[str, float]
+    """Values of searched keys."""
+
+    trials: list[dict[str, Any]]
+    """Records of finished trials of the cell."""
+
+    folder: Path
+    """Its run folder."""
+
+    machine: Machine
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Machine options of the run."""
+        return self.machine.options(self.cell.configuration, self.cell.recipe)
 
 
 def load_study(name: str | Path) -> Study:

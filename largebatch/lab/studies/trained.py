@@ -57,11 +57,11 @@ from largebatch.lab.studies.store import CellRecords
 from largebatch.lab.studies.study import (
     RATE,
     Cell,
-    Machine,
     Search,
     Setting,
     Slot,
     Study,
+    Task,
     named_error,
     recipe_of,
 )
@@ -345,23 +345,15 @@ class TrainedCell(Cell):
             return {key: rounded(value) for key, value in first[slot.trial - 1].items()}
         return drawn_values(self.search, self.ranges, found, number=slot.trial)
 
-    def carry_out(
-        self,
-        slot: Slot,
-        values: Mapping[str, float],
-        *,
-        folder: Path,
-        machine: Machine,
-        trials: list[Json],
-    ) -> Json:
+    def carry_out(self, task: Task) -> Json:
         """Train one run in its folder, or resume there; stop a trial that is not promising."""
-        recipe = self.recipe_of(slot, values)
-        search = self.search
+        slot, search = task.slot, self.search
+        recipe = self.recipe_of(slot, task.values)
         stops: list[int] = []
         if slot.trial and search is not None and search.prune:
             stops = rungs(make_plan(recipe, workers=self.workers))
         so_far: list[float] = []
-        others = [read_result(record, source=self.name) for record in trials]
+        others = [read_result(record, source=self.name) for record in task.trials]
 
         def stop_early(step: int, evaluation: Evaluation) -> bool:
             assert search is not None
@@ -374,14 +366,14 @@ class TrainedCell(Cell):
             ]
             return should_prune(so_far, known)
 
-        options = machine.options(self.configuration, recipe)
+        options = {**task.options, "workers": self.workers}
         if self.backend != "auto":
             options["backend"] = self.backend
         record = train(
-            recipe, folder, {**options, "workers": self.workers}, stops=stops,
-            stop_early=stop_early, watches=self.own_process,
+            recipe, task.folder, options, stops=stops, stop_early=stop_early,
+            watches=self.own_process,
         )  # fmt: skip
-        return {**record, "values": dict(values), "scale": slot.scale}
+        return {**record, "values": dict(task.values), "scale": slot.scale}
 
     def describe(self, record: Json) -> str:
         """Describe how a run ended, and its values."""
@@ -398,21 +390,13 @@ class TrainedCell(Cell):
 class PolicyCell(TrainedCell):
     """One recipe with one policy, whose seeds also have LRBench's metrics of confidence."""
 
-    def carry_out(
-        self,
-        slot: Slot,
-        values: Mapping[str, float],
-        *,
-        folder: Path,
-        machine: Machine,
-        trials: list[Json],
-    ) -> Json:
+    def carry_out(self, task: Task) -> Json:
         """Train one run as TrainedCell, and evaluate its confidence unless it diverged."""
-        record = super().carry_out(slot, values, folder=folder, machine=machine, trials=trials)
-        if slot.trial or slot.scale != 1 or record.get("diverged"):
+        record = super().carry_out(task)
+        if task.slot.trial or task.slot.scale != 1 or record.get("diverged"):
             return record
-        options = machine.options(self.configuration, self.recipe)
-        found = asdict(measure_confidence(folder, Options(out=folder, **options)))
+        options = Options(out=task.folder, **task.options)
+        found = asdict(measure_confidence(task.folder, options))
         return {**record, **{name: found[name] for name in _CONFIDENCES}}
 
 
