@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -205,6 +205,9 @@ class _Pool:
         for process, _, _ in self._processes.values():
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
+                if number == signal.SIGKILL:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)  # its workers, too
 
     def start(self, task: Task) -> None:
         """Make a run here, or start its process."""
