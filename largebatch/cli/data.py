@@ -232,8 +232,8 @@ def _show(args: argparse.Namespace) -> int:
     from largebatch.report.contact_sheet import write_sheet
 
     with _progress("reading") as progress:
-        remarks = write_sheet(path, recipe, folder=args.data, progress=progress)
-    print(printable("\n".join([*remarks, f"sheet: {path}"])))
+        write_sheet(path, recipe, folder=args.data, progress=progress)
+    print(printable(f"sheet: {path}"))
     return 0
 
 

@@ -238,12 +238,12 @@ def _explain(args: argparse.Namespace) -> int:
         return 0
     if args.key != "schedule":
         raise LargebatchError(f"`explain {args.key}` takes no recipe, only `explain schedule` does")
-    from largebatch.report.rates import write_rates
+    from largebatch.report.rates import Rates, write_rates_of
 
     recipe = load_recipe(args.recipe, args.set)
     course = follow(recipe.schedule, plan_updates(recipe))
     figure = args.out or Path(f"{recipe.name}-schedule.png")
-    write_rates(figure, course, name=recipe.name)
+    write_rates_of(figure, [Rates(recipe.name, recipe, course)], by="epoch")
     print_rows({**course.facts(), "drawn": figure}, width=9)
     return 0
 
