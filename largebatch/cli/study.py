@@ -1,39 +1,28 @@
 """The commands `lab study` and `lab recommend`. They print."""
 
-import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from largebatch.cli import sweep
-from largebatch.cli.arguments import (
-    INTERRUPTED,
-    Command,
-    accuracy,
-    add_backend,
-    add_imports,
-    count,
-    out_folder,
-    seconds,
-)
-from largebatch.cli.printing import wrapped
+from cyclopts import Parameter
+
+from largebatch.cli.printing import INTERRUPTED, wrapped
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import LargebatchError, printable
-
-BY = ("cost", "accuracy", "robustness")
+from largebatch.runs.options import Count, Folder, Imports, Number, Seconds
 
 
 def study(  # noqa: PLR0913 -- its options
     file: Path,
+    /,
     *,
-    out: Path | None = None,
-    jobs: int = 1,
-    data: Sequence[str] = (),
-    dataset: str | None = None,
-    imports: Sequence[str] = (),
+    out: Folder | None = None,
+    jobs: Count = 1,
+    data: Annotated[tuple[str, ...], Parameter(metavar="[RECIPE=]DIR")] = (),
+    dataset: Annotated[str | None, Parameter(metavar="M:F")] = None,
+    imports: Imports = (),
     backend: BackendName = "auto",
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: Seconds = TIMEOUT_SECONDS,
     dry_run: bool = False,
     page: bool = False,
 ) -> int:
@@ -77,15 +66,14 @@ def study(  # noqa: PLR0913 -- its options
 
 
 def recommend(  # noqa: PLR0913 -- its options
-    folders: Sequence[Path] = (),
-    *,
+    *folders: Path,
     dataset: str | None = None,
     model: str | None = None,
-    batch: int | None = None,
+    batch: Count | None = None,
     optimizer: str | None = None,
-    target: float | None = None,
+    target: Number | None = None,
     by: Literal["cost", "accuracy", "robustness"] = "cost",
-    as_json: bool = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
     """Print the best learning-rate policy that studies measured.
 
@@ -127,36 +115,3 @@ def recommend(  # noqa: PLR0913 -- its options
         if answer.first is not None:
             print(printable(rankings.schedule_yaml(answer.first.results)), end="")
     return 0
-
-
-def add_commands(command: Command) -> None:
-    """Add the commands `study`, `recommend` and `sweep`."""
-    added = command("study", lambda args: study(**_options(args)), "carry out a study")
-    added.add_argument("file", type=Path, metavar="STUDY", help="a YAML file, or an installed one")
-    added.add_argument("--out", type=out_folder, metavar="DIR", help="records (runs/<name>)")
-    added.add_argument("--jobs", type=count, default=1, metavar="N", help="runs at a time")
-    added.add_argument(
-        "--data", action="append", default=[], metavar="[RECIPE=]DIR", help="DIR/{train,val}"
-    )
-    added.add_argument("--dataset", metavar="M:F", help="instead: what function F of M returns")
-    add_imports(added)
-    add_backend(added)
-    added.add_argument("--timeout", type=seconds, default=TIMEOUT_SECONDS, metavar="TIME",
-                       help="how long to wait for a worker that does nothing (5m)")  # fmt: skip
-    added.add_argument("--dry-run", action="store_true", help="print the runs that are left")
-    added.add_argument("--page", action="store_true", help="start nothing, draw what is recorded")
-    text = "print the best policy that studies measured"
-    found = command("recommend", lambda args: recommend(**_options(args)), text)
-    found.add_argument("folders", type=Path, nargs="*", metavar="DIR", help="folders of studies")
-    found.add_argument("--dataset", metavar="NAME", help="start of the name of recipe or study")
-    found.add_argument("--model", metavar="NAME", help="as in the recipe: lenet5")
-    found.add_argument("--batch", type=count, metavar="B", help="global batch")
-    found.add_argument("--optimizer", metavar="KIND", help="as in the recipe: sgd")
-    found.add_argument("--target", type=accuracy, metavar="TOP1", help="accuracy, such as 0.90")
-    found.add_argument("--by", choices=BY, default=BY[0], help=f"what decides ({BY[0]})")
-    found.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
-    sweep.add_commands(command)
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if name != "call"}

@@ -11,7 +11,7 @@ from largebatch.recipe.loading import load_recipe
 
 QUICK = Policy(reached=[4, 5, 6], top1=[0.91, 0.92, 0.93])
 SLOW = Policy(reached=[9, 10, 11], top1=[0.95, 0.96, 0.96])
-SUGGEST = ["suggest", "--batch", "96", "--samples", "1437", "--val-samples", "360"]
+SUGGEST = ["lab", "suggest", "--batch", "96", "--samples", "1437", "--val-samples", "360"]
 SUGGEST += ["--classes", "10", "--image-size", "16", "--model", "lenet5", "--epochs", "4"]
 
 

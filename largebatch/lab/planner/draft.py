@@ -288,7 +288,7 @@ def draft(
         comments["optimizer.eta"] = "MLPerf's, as eps"
         comments["schedule"] = "its shape was measured, its peak is from the points and for LARS"
     header = (
-        f"{name}: written by `largebatch suggest`.",
+        f"{name}: written by `largebatch lab suggest`.",
         f"After: {_source(found)}.",
         "Where to begin, not a result. Measured here: not yet.",
     )
