@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from largebatch.lab.planner.cluster import GENERATIONS
 from largebatch.lab.planner.model import Constants
 from largebatch.lab.planner.published import Published, predicted_seconds, published_runs
-from largebatch.optional import require_scipy
 
 COVERAGE = 0.9
 """Probability that an interval holds the time."""
@@ -101,7 +100,8 @@ def fit(
     prior: Mapping[str, tuple[float, float]] = PRIOR,
 ) -> Fit:
     """Return the constants that fit the runs best; the search starts at another fit's."""
-    least_squares = require_scipy("scipy.optimize").least_squares
+    from scipy.optimize import least_squares
+
     centre, width = np.array([(math.log(size), width) for size, width in prior.values()]).T
     found = least_squares(
         lambda logs: np.concatenate([_residuals(runs, logs), (logs - centre) / width]),
