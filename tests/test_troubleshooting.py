@@ -203,8 +203,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def ended_with(command: str) -> LargebatchError:
     """Return the error that a command ends with."""
-    call, _ = parse(shlex.split(command))
     try:
+        call, _ = parse(shlex.split(command))
         call()
     except LargebatchError as error:
         return error

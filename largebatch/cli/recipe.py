@@ -20,7 +20,7 @@ from largebatch.recipe.installed import by_data_set, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.recipe import Recipe, require_backend
-from largebatch.runs.options import Overrides
+from largebatch.runs.options import Overrides, RecipeFile
 from largebatch.schedules.build import build_schedule, follow
 from largebatch.tracking.events import RECIPE
 
@@ -38,7 +38,7 @@ recipes = App(name="recipes", help="List the installed recipes, or copy one to e
 
 
 def check(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *recipes: Path,
     overrides: Overrides = (),
@@ -47,9 +47,7 @@ def check(
     """Validate recipes without running them.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         recipes: Further ones.
-        overrides: Override a key of the recipes; may be repeated.
         mlperf_closed: List the rules of MLPerf's closed division that they break.
     """
     problems, broken = [], False
@@ -101,7 +99,6 @@ def explain(
         names: A key, such as optimizer.eta; with --schedule recipes, or run folders.
         schedule: Draw the learning rates of recipes in one figure, and print a table.
         by: Axis of the figure.
-        overrides: Override a key of the drawn recipes; may be repeated.
         out: Figure, a PNG (learning-rates.png).
     """
     if schedule:

@@ -1,8 +1,6 @@
 """The command `explain --schedule`: rates of several recipes in a table and in one figure."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -141,12 +139,3 @@ def test_what_cannot_be_drawn_is_one_line(
     assert message in found.err
     assert not found.out
     assert not list(tmp_path.iterdir())
-
-
-def test_rates_are_drawn_without_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from largebatch.cli.main import main; "
-        f"main(['lr', 'show', 'digits_96', '--out', {str(tmp_path / 'a.png')!r}]); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
