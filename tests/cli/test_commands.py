@@ -98,7 +98,7 @@ def test_the_command_line_run_and_the_workers_share_one_declaration() -> None:
     names = [field.name for field in fields(Options)]
     assert list(signature(run).parameters) == ["recipe", *names]
     options = Options(
-        out="runs/x", data="images", imports=["mine"], allow=["data.index"], resume="auto",
+        out="runs/x", data=Path("images"), imports=["mine"], allow=["data.index"], resume="auto",
         max_steps=7, timeout=300.0, time_limit=5400.0, profile=(3, 5), overrides=["seed=2"],
         device_batch=48, workers=4, restarts=2, min_workers=3,
     )  # fmt: skip
