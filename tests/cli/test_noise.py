@@ -181,8 +181,8 @@ def test_the_same_command_again_has_the_same_result(
 @pytest.mark.parametrize(
     ("least", "noise", "words"),
     [
-        (1e-4, 1e8, "fall as fast as the batch grows: the critical batch lies far above them"),
-        (400, 1e-4, "hardly fall: the critical batch lies far below them"),
+        (1e-4, 1e8, "far above"),
+        (400, 1e-4, "far below"),
     ],
 )
 def test_batches_on_one_side_of_the_critical_one_have_no_interval(
