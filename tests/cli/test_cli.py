@@ -318,18 +318,6 @@ def test_plan_has_printed_all_but_its_last_row_before_it_imports_torch() -> None
     assert done.stdout.splitlines()[-1].split()[0] == "evaluations"
 
 
-def test_explain_answers_and_corrects(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "batch.bn_span"]) == DONE
-    assert "Samples that share BatchNorm statistics" in capsys.readouterr().out
-    assert main(["explain", "batch.span"]) == USER
-    assert "did you mean 'batch.bn_span" in capsys.readouterr().err
-
-
-def test_data_index_counts_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "index", str(images(tmp_path))]) == DONE
-    assert "2 classes, 4 training and 2 validation images, all readable" in capsys.readouterr().out
-
-
 def test_doctor_prints_what_works_and_how_to_install_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,14 +331,3 @@ def test_doctor_prints_what_works_and_how_to_install_the_rest(
     assert "absent" in lines["W&B"]
     assert "pip install wandb" in lines["W&B"]
     assert lines["hosts"].split()[1] == ("absent" if lacking() else "works")
-
-
-@pytest.mark.parametrize("lacks", [True, False])
-def test_doctor_names_a_torchvision_that_was_built_for_another_torch(
-    lacks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("largebatch.optional.torchvision_lacks_operators", lambda: lacks)
-    monkeypatch.setattr("largebatch.models.build", lambda *_, **__: 1 / 0)
-    assert main(["doctor"]) == DONE
-    (line,) = (each for each in capsys.readouterr().out.splitlines() if "torchvision" in each)
-    assert ("built for another torch" in line) == lacks

@@ -73,13 +73,6 @@ def test_what_was_counted_is_printed_and_each_assumption_is_a_comment(
     assert (recipe.data.classes, recipe.data.train_samples, recipe.data.val_samples) == (3, 24, 6)
 
 
-def test_what_does_not_transfer_to_another_optimizer_is_marked(folder: Path) -> None:
-    assert main(["init", str(folder), "--out", "mine.yaml"]) == DONE
-    lines = Path("mine.yaml").read_text().splitlines()
-    marked = [line.split(":")[0].strip() for line in lines if "# for SGD" in line]
-    assert marked == ["weight_decay", "peak_lr", "warmup"]
-
-
 def test_mean_and_deviation_are_those_of_the_pixels(folder: Path) -> None:
     found = initial.survey(*(load_or_read(folder, split) for split in ("train", "val")))
     images = [np.asarray(Image.open(path)) / 255 for path in folder.glob("train/*/*.png")]

@@ -170,14 +170,6 @@ def test_runs_that_follow_the_law_have_its_critical_batch(
     assert saved["measured"] == result.measured
 
 
-def test_the_same_command_again_has_the_same_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lawful(monkeypatch, least=40, noise=300, best=4.0)
-    first, again = (list(measured(tmp_path, [16, 32, 64, 128, 256, 512])) for _ in range(2))
-    assert first == again
-
-
 @pytest.mark.parametrize(
     ("least", "noise", "words"),
     [
