@@ -28,7 +28,6 @@ from largebatch.distributed.horovod import open_horovod
 from largebatch.distributed.torch_distributed import lost_peers_named, require_one_type
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.lab.protocols.exchange import _refusal
-from largebatch.lab.studies.queue.database import Queue, open_storage
 from largebatch.polish import polish
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.launch import _cause
@@ -96,9 +95,9 @@ polish --model resnet18 --weights other.safetensors --data images --out p.safete
 polish --model resnet18 --weights notes.pth --data images --out p.pth
 train digits_96 --backend serial --workers 2
 train digits_96_softsync --workers 2
-lr bench settings.yaml
-lr bench late.yaml
-lr recommend --dataset digits --model lenet5 --target 0.9
+lab study settings.yaml
+lab study late.yaml
+lab recommend --dataset digits --model lenet5 --target 0.9
 train digits_96 --restarts 2
 train digits_96 --backend torch
 doctor --network
@@ -292,17 +291,6 @@ def horovod_for_another_torch() -> None:
         open_horovod()
 
 
-def a_database_that_is_none() -> None:
-    with open_storage("sqlite:///notes.pth"):
-        pass
-
-
-def two_studies_of_a_name() -> None:
-    with open_storage("sqlite:///study.db") as storage:
-        for held_out in (200, 300):
-            Queue(storage, "digits/lenet5/cosine/search", {"held_out": held_out}, [])
-
-
 def a_learner_that_was_given_up() -> None:
     raise PeerLostError(_refusal(1))
 
@@ -328,8 +316,6 @@ CALLS: list[Callable[[], None]] = [
     a_worker_that_was_killed,
     a_learner_that_was_given_up,
     a_worker_that_hangs,
-    a_database_that_is_none,
-    two_studies_of_a_name,
     horovod_for_another_torch,
 ]
 
