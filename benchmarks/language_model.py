@@ -28,7 +28,6 @@ from largebatch.models.lstm import LSTM
 from largebatch.recipe.text import Text
 from largebatch.report.run import read_run
 from largebatch.runs.checkpoints import find_checkpoint
-from largebatch.training.checkpoint import load_checkpoint
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "ptb" / "ptb_lstm_20.yaml"
 ROWS = 20
@@ -56,7 +55,7 @@ def main() -> None:
 
 def measure(folder: Path, corpus: Corpus) -> dict[str, Any]:
     """Return the summary of a run, its evaluations and the perplexities of its last weights."""
-    checkpoint = load_checkpoint(find_checkpoint(folder))
+    checkpoint = find_checkpoint(folder)[1]
     arguments: Any = checkpoint.recipe.model.arguments
     model = LSTM(len(corpus.vocabulary), **arguments)
     model.load_state_dict(checkpoint.state["model"])

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol, Self
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -71,15 +71,6 @@ class Progress:
     def __post_init__(self) -> None:
         """Convert the lists of a checkpoint to tuples."""
         self.readings = [Reading(*reading) for reading in self.readings]
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the progress of a checkpoint; older ones name the best value by its metric."""
-        old = {key for key in saved if key.startswith("best_")} - {"best_step"}
-        fields: dict[str, Any] = {key: saved[key] for key in saved if key not in old}
-        for key in old:
-            fields["best"] = saved[key] if saved[key] is not None else fields.get("best")
-        return cls(**fields)
 
     @property
     def updates(self) -> int:
@@ -268,7 +259,7 @@ class TrainState:
                 f"scaler: the loss scale must be above 0 and finite, got {scaler['scale']}"
             )
         self.scaler.load_state_dict(scaler)
-        self.progress = Progress.read(state["progress"])
+        self.progress = Progress(**state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
