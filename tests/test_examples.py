@@ -205,7 +205,6 @@ def test_an_audit_of_distributed_data_parallel_finds_what_its_page_shows() -> No
     page = (EXAMPLES.parent / "audit.md").read_text(encoding="utf-8")
     shown = page.split("```text\n")[1].split("```")[0]
     assert rows(shown) == rows(printed)
-    assert shown.splitlines()[0] in printed
 
 
 def test_the_page_on_audits_has_the_command_of_each_program() -> None:
@@ -257,7 +256,7 @@ def code_of(block: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "start"), [("averaged-weights.md", "averaged_"), ("audit.md", "audit_")]
+    ("page", "start"), [("final-polishing.md", "averaged_"), ("audit.md", "audit_")]
 )
 def test_the_lines_of_a_page_are_those_of_its_programs(page: str, start: str) -> None:
     text = (EXAMPLES.parent / page).read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """The package really prints every message of docs/troubleshooting.md."""
 
 import contextlib
-import inspect
 import io
 import re
 import shlex
@@ -21,7 +20,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch import accelerator, errors
+from largebatch import accelerator
 from largebatch.cli.main import DONE, _with_resume, main, make_parser
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
@@ -356,20 +355,3 @@ def is_of(entry: str, error: Exception) -> bool:
 def test_every_message_of_the_page_is_produced(entry: str, found: dict[str, Exception]) -> None:
     assert len(entry.replace("...", "").split()) >= 2, "anything would match"
     assert any(is_of(entry, error) for error in found.values())
-
-
-def test_every_produced_message_is_on_the_page(
-    found: dict[str, Exception],
-) -> None:
-    for words, error in found.items():
-        assert any(is_of(entry, error) for entry in ENTRIES), (words, str(error))
-
-
-def test_every_kind_of_error_has_an_entry(found: dict[str, Exception]) -> None:
-    kinds = {
-        kind
-        for _, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, LargebatchError)
-    }
-    assert len(kinds) >= 12
-    assert kinds <= {type(error) for error in found.values()}

@@ -47,11 +47,9 @@ def _diagnose(args: argparse.Namespace) -> int:
         )
     if args.out is not None and args.out.exists():
         raise LargebatchError(f"{args.out}: exists already; choose another file with --out")
-    from largebatch.report.diagnosis import find_causes
+    from largebatch.report.diagnosis import find_causes, order, verdict
     from largebatch.report.logs import find_log, is_of_run, read_record
-    from largebatch.report.pair import order
     from largebatch.report.record import read_edge
-    from largebatch.report.verdict import verdict
 
     if args.classes is not None and all(is_of_run(find_log(path)) for path in args.runs):
         raise LargebatchError("--classes: a run folder has its number of classes; leave it out")
@@ -121,7 +119,7 @@ def _print_causes(run: "Record", causes: list["Cause"]) -> None:
 
 def _write(out: Path, run: "Record", causes: list["Cause"], small: "Record | None") -> None:
     """Write the repaired recipe and print what was changed."""
-    from largebatch.report.repair import repair
+    from largebatch.report.diagnosis import repair
 
     found = repair(run, causes, small)
     write_planned(out, found.text)

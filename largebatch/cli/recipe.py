@@ -250,7 +250,7 @@ def _explain(args: argparse.Namespace) -> int:
         return 0
     if args.key != "schedule":
         raise LargebatchError(f"`explain {args.key}` takes no recipe, only `explain schedule` does")
-    from largebatch.report.figures import write_rates
+    from largebatch.report.rates import write_rates
 
     recipe = load_recipe(args.recipe, args.set)
     course = follow(recipe.schedule, plan_updates(recipe))

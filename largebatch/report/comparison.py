@@ -25,10 +25,8 @@ from largebatch.errors import (
 )
 from largebatch.formatting import duration, percent, plural
 from largebatch.recipe.loading import parse_recipe, parse_yaml
-from largebatch.report.course import Course, evaluations_of, updates_of
-from largebatch.report.figures import needs_log_scale
+from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.mistakes import Change, compare
-from largebatch.report.numbers import short_commit
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -42,7 +40,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.run import Run, Stage, images_per_second, read_run
+from largebatch.report.run import Run, Stage, images_per_second, read_run, short_commit
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""

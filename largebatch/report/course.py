@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from largebatch.report.figures import thin
-from largebatch.report.run import FloatArray, Run
+from largebatch.report.run import FloatArray, Run, median
 
-POINTS = 2_000
-"""Evaluations that a curve shows at most."""
+EVALUATIONS = 2_000  # of one run in a chart that compares runs, at most
+POINTS = 500  # more updates cannot be told apart in a chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,8 @@ class Course:
     """NaN in a run without updates, whose model was trained in another."""
 
     values: Mapping[str, FloatArray]
-    """Values of evaluations: top1 in percent, loss and, by its key, the metric of the task; or of
-    updates: running medians of loss and learning rate."""
+    """Values of evaluations: top1 in percent and loss; or of updates: running medians of loss and
+    images per second (rate)."""
 
     stages: tuple[str, ...]
 
@@ -63,7 +62,9 @@ class Course:
     def thinned(self) -> "Course":
         """Return the first row, the last one, and of those between as many as a chart shows."""
         rows = len(self.stages)
-        return self.at(np.unique(np.linspace(0, rows - 1, min(rows, POINTS)).round().astype(int)))
+        return self.at(
+            np.unique(np.linspace(0, rows - 1, min(rows, EVALUATIONS)).round().astype(int))
+        )
 
 
 def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
@@ -110,14 +111,12 @@ def evaluations_of(run: Run) -> Course:
     undone = {stage.name for stage in run.stages if not stage.kept}
     every = zip(run.evaluations, _clock(run)[1], strict=True)
     kept = [(found, seconds) for found, seconds in every if found.stage not in undone]
-    metric = run.task.metric
     return Course(
         step=np.array([found.step for found, _ in kept], dtype=np.float64),
         epoch=np.array([found.epoch for found, _ in kept], dtype=np.float64),
         images=np.array([run.plan.position(found.step) for found, _ in kept], dtype=np.float64),
         seconds=np.array([seconds if run.steps else math.nan for _, seconds in kept]),
         values={
-            metric.key: np.array([metric.shown(found) for found, _ in kept], dtype=np.float64),
             "top1": np.array([100 * found.top1 for found, _ in kept], dtype=np.float64),
             "loss": np.array([found.loss for found, _ in kept], dtype=np.float64),
         },
@@ -143,3 +142,54 @@ def updates_of(run: Run) -> Course:
         values={"loss": loss.trend, "rate": rate.trend},
         stages=tuple(run.steps[place].stage for place in places),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """A series in at most POINTS bins of neighbouring steps."""
+
+    step: FloatArray
+    low: FloatArray
+    high: FloatArray
+    trend: FloatArray
+    """Running median over a twenty-fifth of the bins; NaN where a bin has no finite number."""
+
+
+def thin(step: FloatArray, values: FloatArray) -> Thinned:
+    """Keep the extremes of every bin, so that no spike is lost; pass over what is not finite.
+
+    >>> thin(np.arange(3.0), np.array([1.0, math.nan, 2.0])).trend
+    array([ 1., nan,  2.])
+    """
+    values = np.where(np.isfinite(values), values, math.nan)
+    starts = np.linspace(0, len(values), min(len(values), POINTS), endpoint=False).astype(int)
+    middle = np.array([median(part) for part in np.split(values, starts[1:])])
+    reach = len(middle) // 50
+    trend = [median(middle[max(0, i - reach) : i + reach + 1]) for i in range(len(middle))]
+    return Thinned(
+        step=step[starts],
+        low=np.fmin.reduceat(values, starts),
+        high=np.fmax.reduceat(values, starts),
+        trend=np.where(np.isnan(middle), math.nan, trend),
+    )
+
+
+def ceiling(values: FloatArray) -> float:
+    """Return where an axis from 0 may end: the first value, which warms up, and rare peaks aside.
+
+    >>> ceiling(np.array([1e6, 10.0, 10.0, 10.0]))
+    12.5
+    """
+    settled = values[1:] if len(values) > 1 else values
+    finite = settled[np.isfinite(settled)]
+    return float(np.quantile(finite, 0.99)) * 1.25 if finite.size else 1.0
+
+
+def needs_log_scale(losses: FloatArray) -> bool:
+    """Return True if a linear axis would press most of these losses together at its bottom.
+
+    >>> [needs_log_scale(np.array([first, 0.6, 0.5, 0.6])) for first in (2.3, 114.0)]
+    [False, True]
+    """
+    shown = losses[np.isfinite(losses) & (losses > 0)]
+    return bool(shown.size and shown.max() > min(100 * shown.min(), 10 * median(shown)))

@@ -6,18 +6,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, PngImagePlugin
 
 from largebatch.report.run import Run
-from largebatch.report.style import HIGH, MUTED, RULE
 from largebatch.storage import whole_file
 from largebatch.tracking.events import Evaluation, Mistakes
-
-if TYPE_CHECKING:
-    from largebatch.report.style import Canvas
 
 WORST = "worst.png"
 """The worst images side by side, without a word: the page writes beside each what it is."""
@@ -101,29 +97,19 @@ def pairs(found: Mistakes) -> list[Pair]:
 
 
 class ClassResult(NamedTuple):
-    """A class, how many of its images are right, and how sure the model is of those."""
+    """A class, and how many of its images are right."""
 
     name: str
     correct: int
     size: int
-    confidence: float
-    """Their mean confidence; NaN where none is right or in an older log."""
-
-
-def weakest(found: Mistakes) -> list[ClassResult]:
-    """Return the classes of the lowest accuracy, the lowest first."""
-    return by_class(found)[:_PAIRS]
 
 
 def by_class(found: Mistakes) -> list[ClassResult]:
     """Return all classes that have images, that of the lowest accuracy first."""
     wrong = Counter(found.labels)
-    confidences = found.confidences or (math.nan,) * len(found.classes)
     rows = [
-        ClassResult(name, size - wrong[label], size, confidence)
-        for label, (name, size, confidence) in enumerate(
-            zip(found.classes, found.sizes, confidences, strict=True)
-        )
+        ClassResult(name, size - wrong[label], size)
+        for label, (name, size) in enumerate(zip(found.classes, found.sizes, strict=True))
         if size
     ]
     return sorted(rows, key=lambda row: row.correct / row.size)
@@ -141,46 +127,6 @@ def matrix_is_drawn(run: Run) -> bool:
     """Return True if the matrix is known, and small enough to read."""
     found = run.final_mistakes
     return found is not None and bool(found.samples) and len(found.classes) <= MATRIX_CLASSES
-
-
-def draw_confusion(figure: "Canvas", run: Run) -> None:
-    """Draw the matrix: what is right in grey on the diagonal, what is wrong the redder the more."""
-    found = run.final_mistakes
-    assert found is not None
-    matrix = confusion(found)
-    number = len(matrix)
-    wrong = np.where(np.eye(number, dtype=bool), 0, matrix)
-    axes = figure.subplots()
-    most = wrong.max()
-    for row, column in np.argwhere(matrix):
-        is_right = row == column
-        share = 1.0 if is_right else 0.15 + 0.45 * matrix[row, column] / most
-        axes.axvspan(
-            column - 0.5, column + 0.5, (number - 1 - row) / number, (number - row) / number,
-            color=RULE if is_right else HIGH, alpha=share, lw=0,
-        )  # fmt: skip
-    if number <= 20:
-        for row, column in np.argwhere(matrix):
-            axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", size=10)
-    names = [_shortened(name) for name in found.classes]
-    points = figure.bbox.width * 72 / figure.dpi
-    short = max(map(len, names)) * number < points / 12
-    axes.set_xticks(range(number), names)
-    if not short:  # anchored at their ends: a browser's font may be wider
-        for label in axes.get_xticklabels():
-            label.set(rotation=90, rotation_mode="anchor", ha="right", va="center")
-    axes.set_yticks(range(number), names)
-    axes.tick_params(length=0, labelsize=11 if number <= 20 else 9)
-    axes.set_xlim(-0.5, number - 0.5)
-    axes.set_ylim(number - 0.5, -0.5)
-    axes.grid(visible=False)
-    axes.spines["bottom"].set_visible(False)
-    axes.set_title("↓ Class")
-    axes.set_xlabel("Taken for →", loc="right", color=MUTED)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 16 else f"{name[:15]}…"
 
 
 class Worst(NamedTuple):

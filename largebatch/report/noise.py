@@ -3,15 +3,10 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from largebatch.report.run import Run
-from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line
 from largebatch.tracking.events import Step
 from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate
-
-if TYPE_CHECKING:
-    from largebatch.report.style import Canvas
 
 PARTS = 12
 """Number of parts into which the updates of a run are divided; each has its own estimate."""
@@ -89,35 +84,6 @@ def measured(run: Run) -> list[Step]:
         for step in run.steps
         if step.stage != "affine" and math.isfinite(step.device_square + step.global_square)
     ]
-
-
-def draw_noise(figure: "Canvas", run: Run) -> None:
-    """Draw the noise scale with its intervals by step, and the global batch."""
-    axes = figure.subplots()
-    parts = course(run)
-    known = [part for part in parts if part.found.value > 0]
-    middle = [(part.first + part.last) / 2 for part in known]
-    values = [part.found.value for part in known]
-    ends = [value for part in known for value in (part.found.low, part.found.high)]
-    top = 2 * max([value for value in ends if math.isfinite(value)] + values, default=1.0)
-    bottom = min(values, default=1.0) / 10
-    for x, part in zip(middle, known, strict=True):
-        bar = [max(part.found.low, bottom), min(part.found.high, top)]
-        axes.plot([x, x], bar, color=COLOURS["train"], lw=1)
-    axes.plot(middle, values, color=COLOURS["train"], marker="o", ms=5)
-    batches = [run.plan.batch_at(part.first) for part in parts]
-    axes.step(
-        [*(part.first for part in parts), parts[-1].last], [*batches, batches[-1]],
-        where="post", color=INK, lw=0.8,
-    )  # fmt: skip
-    axes.set_yscale("log")
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    title = name_axes(axes, y="Samples", x="Step")
-    title = name_line(axes, "noise scale", COLOURS["train"], after=title)
-    title = name_line(axes, "global batch", INK, after=title)
-    name_line(axes, "bars: 95 %", MUTED, after=title)
 
 
 def describe_noise(run: Run) -> str:

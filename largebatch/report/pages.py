@@ -42,7 +42,7 @@ _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
 
 DOTTED = _DASHES[2]
 
-_STRONGEST = 50
+STRONGEST = 50
 """Percent of the colour of a cell with strength 1; the number on it stays readable."""
 
 
@@ -89,16 +89,24 @@ class Column:
     details: Sequence[str] = ()
     """Smaller text below each value."""
 
+    links: Sequence[str] = ()
+    """Names of charts that the values link to; empty strings for none."""
+
     strengths: Sequence[float] = ()
     """Strength of the background colour of each value, 0 to 1."""
 
-    right: bool = False
-    """True to align text to the right, as numbers are."""
+    align: Literal["", "number", "text"] = ""
+    """`number`: to the right, as numbers are; `text`: sentences, which are wrapped."""
 
     @property
     def is_number(self) -> bool:
         """True if the values sort by size."""
         return self.form is not None
+
+    @property
+    def css(self) -> str:
+        """Its class in the page."""
+        return "number" if self.is_number else self.align
 
     def cells(self) -> Iterator[dict[str, Any]]:
         """Yield what a table shows of each value."""
@@ -112,7 +120,8 @@ class Column:
                 "missing": missing,
                 "before": self.before[place] if self.before else "",
                 "detail": self.details[place] if self.details else "",
-                "strength": 0 if math.isnan(strength) else round(_STRONGEST * strength),
+                "link": self.links[place] if self.links else "",
+                "strength": 0 if math.isnan(strength) else round(STRONGEST * strength),
             }
 
     @property

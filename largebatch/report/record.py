@@ -309,7 +309,6 @@ def record_of(run: Run) -> Record:
         val_samples=kept[-1].samples if kept else None,
         classes=classes,
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
-        fit=run.task.fit,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         run=run,

@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from largebatch.errors import CheckpointError, RecipeError
+from largebatch.errors import CheckpointError
+from largebatch.formatting import MISSING
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.keys import TASKS
-from largebatch.recipe.loading import parse_yaml
-from largebatch.recipe.task import IMAGES, Task
 from largebatch.tracking.events import (
     EVENTS,
     LOG,
@@ -46,6 +44,9 @@ from largebatch.tracking.events import (
 
 FloatArray = npt.NDArray[np.float64]
 _E = TypeVar("_E")
+
+INPUT_BOUND = 0.1
+"""Fraction of the time spent waiting for images from which a run is called input bound."""
 
 _SCHEDULE = frozenset({"train", "clean"})
 """The stages whose updates are those of the schedule."""
@@ -186,18 +187,6 @@ class Run:
         """The stages that come after the schedule, those that were discarded too."""
         return tuple(stage for stage in self.stages[1:] if stage.name not in _SCHEDULE)
 
-    @cached_property
-    def task(self) -> Task:
-        """The task of the recipe's data; without a recipe, that of the metrics in the log."""
-        recorded = (
-            task
-            for task in TASKS.values()
-            for metric in task.metrics
-            if metric.is_recorded
-            and any(getattr(found, metric.key) is not None for found in self.evaluations)
-        )
-        return TASKS.get(_source(self.recipe or "")) or next(recorded, IMAGES)
-
     @property
     def drift_kept(self) -> bool:
         """True if the model kept the measured statistics."""
@@ -238,16 +227,6 @@ class Run:
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
-def _source(recipe: str) -> str:
-    """Return `data.source` of a recipe, which today's types need not accept; empty if unknown."""
-    try:
-        tree = parse_yaml(recipe, source=RECIPE)
-    except RecipeError:
-        return ""
-    data = tree.get("data") if isinstance(tree, dict) else None
-    return str(data.get("source")) if isinstance(data, dict) else ""
-
-
 def _trace(stage: StageName, steps: list[Step]) -> Trace:
     columns = np.array(
         [(s.step, s.loss, s.lr, s.images_per_second) for s in steps], dtype=np.float64
@@ -271,6 +250,35 @@ def images_per_second(run: Run) -> float | None:
         return run.summary.images_per_second
     rate = median(np.array([step.images_per_second for step in run.steps]))
     return None if math.isnan(rate) else rate
+
+
+def short_commit(commit: str | None) -> str:
+    """Return the first digits of a commit, and the mark of changed files.
+
+    >>> short_commit("4f2a9c1d5e6b7a8091827364554637281900abcd+"), short_commit(None)
+    ('4f2a9c1d5e6b+', '–')
+    """
+    return MISSING if commit is None else commit[:12] + "+" * commit.endswith("+")
+
+
+class Shares(NamedTuple):
+    """Parts of the time of updates: these two, and computing the rest."""
+
+    data: float
+    reduction: float
+
+
+def shares(run: Run) -> Shares:
+    """Return the shares over all timed updates without the first, which warms up.
+
+    The run has a timed update.
+    """
+    steps = run.timed[1:] or run.timed
+    whole = sum(step.step_seconds for step in steps)
+    return Shares(
+        sum(step.data_seconds for step in steps) / whole,
+        sum(step.reduction_seconds for step in steps) / whole,
+    )
 
 
 def read_run(folder: Path) -> Run:
@@ -303,8 +311,12 @@ def read_run(folder: Path) -> Run:
     )
 
 
+_REMADE = {"remark", "stage", "update skipped"}
+"""Kinds of notes that a resumed run makes again; the others are events on the machine."""
+
+
 def _read_log(path: Path) -> list[Event]:
-    """Return the events that hold: those that no later event replaces or supersedes."""
+    """Return the valid events: those that no later event replaces or supersedes."""
     if not path.exists():
         raise _no_run(path)
     log: dict[tuple[object, ...], Event] = {}
@@ -312,12 +324,12 @@ def _read_log(path: Path) -> list[Event]:
         if isinstance(event, Start):
             step = event.resume_step
             log = {key: other for key, other in log.items() if not _is_superseded(other, step)}
-        log[type(event), *_place(event, number)] = event
+        log[type(event), *_key(event, number)] = event
     return list(log.values())
 
 
-def _place(event: Event, number: int) -> tuple[object, ...]:
-    """Return what tells an event from others of its kind; of two at one place the later holds."""
+def _key(event: Event, number: int) -> tuple[object, ...]:
+    """Return the key of an event of its kind; the later of two with equal keys wins."""
     match event:
         case Step() | System():
             return (event.step,)
@@ -325,7 +337,7 @@ def _place(event: Event, number: int) -> tuple[object, ...]:
             return event.stage, event.step
         case Decision() | Mistakes() | GeneralizationGap():
             return (event.stage,)
-        case Note():
+        case Note(kind="remark"):
             return event.stage, event.text
         case Drift() | Profile():
             return ()
@@ -337,6 +349,8 @@ def _is_superseded(event: Event, resume_step: int) -> bool:
     """Return True if a run that is resumed after this many updates makes an event again."""
     match event:
         case Start() | Profile() | Finish():
+            return False
+        case Note() if event.kind not in _REMADE:
             return False
         case Step() | System():
             return event.step >= resume_step

@@ -1,9 +1,12 @@
 """Progress on a terminal: a live bar, or plain lines without a terminal."""
 
+import math
 import os
 import sys
 import time
+from collections import deque
 from datetime import timedelta
+from statistics import fmean
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -25,6 +28,9 @@ from largebatch.tracking.events import (
 
 LINE_SECONDS = 5.0
 """Seconds between lines on training, without a terminal."""
+
+TIMED_UPDATES = 100
+"""Updates whose mean length predicts the time left: that of one update may be far off."""
 
 
 class _Screen(RichConsole):
@@ -53,6 +59,7 @@ class Console:
         self._steps = 0
         self._resumed = False
         self._last_line = -LINE_SECONDS
+        self._recent: deque[float] = deque(maxlen=TIMED_UPDATES)
 
     def record(self, event: Event) -> None:
         """Show one event."""
@@ -145,6 +152,7 @@ class Console:
 
     def _show_step(self, event: Step) -> None:
         done = event.step + 1
+        self._recent.append(event.step_seconds)
         numbers = (
             f"loss {event.loss:.4f}  lr {event.lr:.4g}  "
             f"{three_digits(event.images_per_second)} samples/s"
@@ -155,7 +163,8 @@ class Console:
             )
         elif time.monotonic() - self._last_line >= LINE_SECONDS or done == self._steps:
             self._last_line = time.monotonic()
-            left = timedelta(seconds=round((self._steps - done) * event.step_seconds))
+            seconds = (self._steps - done) * fmean(self._recent)
+            left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
             self._console.print(
                 f"{event.stage:>10}  step {done}/{self._steps}  {numbers}  {left} left"
             )

@@ -227,11 +227,20 @@ class Decision(_StageEvent):
     kept: bool
 
 
+NoteKind = Literal[
+    "remark", "stage", "update skipped", "rolled back", "lost worker", "checkpoint", "tracker"
+]
+"""remark: repeated at each start of a run; stage: why a stage differs from the recipe;
+checkpoint: one could not be saved; tracker: one was disabled after an error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note(_StageEvent):
-    """A remark on a stage."""
+    """A remark on a run, with the numbers of its text."""
 
     event: Literal["note"] = "note"
+    kind: NoteKind = "remark"
+    numbers: dict[str, Measured] = field(default_factory=dict)
     text: Printable
 
 

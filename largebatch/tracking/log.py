@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from largebatch.errors import CheckpointError, LogError, reason_of
-from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
+from largebatch.tracking.events import EVENTS, Event, Finish, Note, StageName, Start, Tracker
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def record(trackers: list[Tracker], event: Event) -> None:
     too.
     """
     for tracker in sorted(trackers, key=lambda each: _turn(each, event)):
-        if tracker not in trackers:  # a note before this was too much for it
+        if tracker not in trackers:  # disabled by an error in an earlier note
             continue
         try:
             tracker.record(event)
@@ -103,7 +103,7 @@ def record(trackers: list[Tracker], event: Event) -> None:
                 raise
             trackers.remove(tracker)
             name = type(tracker).__name__
-            text = f"{name} failed and follows the run no more: {reason_of(error)}"
+            text = f"{name} was disabled after an error: {reason_of(error)}"
             record(trackers, _note_at(event, text))
 
 
@@ -116,15 +116,16 @@ def _turn(tracker: Tracker, event: Event) -> int:
 
 def _note_at(event: Event, text: str) -> Note:
     """Return a note for the stage and the step of an event."""
+    stage: StageName
     match event:
         case Start():
-            return Note(stage="train", step=event.resume_step, text=text)
+            stage, step = "train", event.resume_step
         case Finish():
             stages = event.summary.stages
-            last = stages[-1].name if stages else "train"
-            return Note(stage=last, step=event.summary.steps, text=text)
+            stage, step = stages[-1].name if stages else "train", event.summary.steps
         case _:
-            return Note(stage=event.stage, step=event.step, text=text)
+            stage, step = event.stage, event.step
+    return Note(kind="tracker", stage=stage, step=step, text=text)
 
 
 def _lock(folder: Path, *descriptors: int) -> None:

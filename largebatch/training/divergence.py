@@ -43,7 +43,15 @@ class DivergenceCheck:
         text = f"{what} at step {step.step} (learning rate {step.lr:.4g}{where})"
         self._num_skipped += step.skipped
         if step.skipped and self._num_skipped <= self._most_skipped:
-            self._emit(Note(stage=step.stage, step=step.step, text=f"update skipped: {text}"))
+            self._emit(
+                Note(
+                    kind="update skipped",
+                    stage=step.stage,
+                    step=step.step,
+                    text=f"update skipped: {text}",
+                    numbers={"loss": step.loss, "lr": step.lr},
+                )
+            )
             return
         raise DivergedError(
             f"{text}; lower {_lr_key(step.stage)}"

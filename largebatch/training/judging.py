@@ -46,7 +46,7 @@ def end_stage(
     """
     state = trainer.state
     if note is not None:
-        trainer.note(name, note)
+        trainer.note(name, note, kind="stage")
     metrics = _evaluate(trainer, name)
     last = state.last_kept
     held_out, kept = _decide(trainer, name, last, failed=failed)

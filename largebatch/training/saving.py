@@ -75,7 +75,7 @@ def _write(trainer: Trainer, write: Callable[[], None]) -> None:
     except CheckpointError as error:
         if trainer.recipe.execution.checkpoints.on_error == "stop":
             raise
-        trainer.note(trainer.stage, str(error))
+        trainer.note(trainer.stage, str(error), kind="checkpoint")
         write()
 
 
@@ -132,7 +132,9 @@ def return_to_checkpoint(trainer: Trainer, *, after: str) -> bool:
     checkpoint = share_checkpoint(newest, trainer.backend)
     if checkpoint is None or len(checkpoint.stages) != len(trainer.state.stages):
         return False
-    trainer.note(trainer.stage, f"rolled back to step {checkpoint.progress.step}: {after}")
+    to = checkpoint.progress.step
+    text = f"rolled back to step {to}: {after}"
+    trainer.note(trainer.stage, text, kind="rolled back", to=to)
     if checkpoint.progress.step == trainer.plan.steps:  # the affine stage starts again
         checkpoint = _without_optimizer(trainer, checkpoint)
     restore(trainer, checkpoint)

@@ -86,7 +86,8 @@ def _swa(trainer: Trainer, _: range, __: int) -> None:
     if not isinstance(average, SWA):
         return
     if not average.num_models:
-        trainer.note("swa", "SWA skipped: all updates that it would have averaged were rolled back")
+        text = "SWA skipped: all updates that it would have averaged were rolled back"
+        trainer.note("swa", text, kind="stage")
         trainer.state.average = None
         return
     begin_stage(trainer)

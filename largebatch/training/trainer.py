@@ -25,7 +25,16 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.plateau import Reading
-from largebatch.tracking.events import Evaluation, Event, Note, StageName, Start, Tracker, now
+from largebatch.tracking.events import (
+    Evaluation,
+    Event,
+    Note,
+    NoteKind,
+    StageName,
+    Start,
+    Tracker,
+    now,
+)
 from largebatch.training.checkpoint import Writer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loss import Criterion
@@ -182,9 +191,12 @@ class Trainer:
         )
         return metrics
 
-    def note(self, stage: StageName, text: str) -> None:
+    def note(
+        self, stage: StageName, text: str, *, kind: NoteKind = "remark", **numbers: float
+    ) -> None:
         """Emit a note."""
-        self.emit(Note(stage=stage, step=self.state.progress.step, text=text))
+        step = self.state.progress.step
+        self.emit(Note(kind=kind, stage=stage, step=step, text=text, numbers=numbers))
 
     @property
     def stage(self) -> StageName:

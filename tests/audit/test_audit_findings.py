@@ -57,6 +57,7 @@ def test_a_finding_is_printed_as_in_the_table() -> None:
 
 def test_the_page_has_a_row_for_every_check_and_every_argument() -> None:
     call, measures = PAGE.read_text(encoding="utf-8").split("## What it measures")
+    measures = measures.split("\n#")[0]
     first_cells = re.findall(r"^\| ([a-z, -]+) \|", measures, re.MULTILINE)
     assert {it for cell in first_cells for it in cell.split(", ")} - {"check"} == {*get_args(Check)}
     arguments = re.findall(r"^\| `(\w+)` \|", call, re.MULTILINE)

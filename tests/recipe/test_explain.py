@@ -17,7 +17,7 @@ from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section, sections_of
-from largebatch.report.figures import draw_rates
+from largebatch.report.rates import draw_rates
 from largebatch.report.style import COLOURS, MUTED
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")

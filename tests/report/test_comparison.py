@@ -18,7 +18,7 @@ from largebatch.errors import LargebatchError
 from largebatch.recipe.loading import load_recipe
 from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs, describe, make_comparison_page
-from largebatch.report.course import POINTS
+from largebatch.report.course import EVALUATIONS, POINTS
 from largebatch.report.pages import Chart
 
 
@@ -361,7 +361,7 @@ def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path
 
 
 def test_curves_of_any_length_are_thinned_to_what_a_chart_shows(tmp_path: Path) -> None:
-    number = POINTS + 500
+    number = EVALUATIONS + 500
     run = FakeRun(tmp_path / "run", clean_steps=0, steps=number)
     run.train(0, number)
     for step in range(1, number):
@@ -369,7 +369,7 @@ def test_curves_of_any_length_are_thinned_to_what_a_chart_shows(tmp_path: Path) 
     run.end("train", number, 0.95)
     (compared,) = compare_runs([run.write()]).runs
     thinned = compared.evaluated.thinned()
-    assert len(thinned.step) == POINTS
+    assert len(thinned.step) == EVALUATIONS
     assert (thinned.step[0], thinned.step[-1]) == (1, number)
     assert thinned.values["top1"][-1] == pytest.approx(95)
     assert len(compared.updates.step) <= POINTS

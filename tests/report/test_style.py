@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import largebatch
-from largebatch.report.interactive import STRONGEST
+from largebatch.report.pages import STRONGEST
 from largebatch.report.style import DARK, LIGHT
 
 BACKGROUNDS = ("paper", "tint", "rule")
@@ -66,7 +66,7 @@ def test_both_schemes_have_the_same_names_and_no_colour_twice() -> None:
 
 def sources() -> Iterator[Path]:
     root = Path(largebatch.__file__).parent
-    return (path for path in root.rglob("*") if path.suffix in {".py", ".html", ".css"})
+    return (path for path in root.rglob("*") if path.suffix in {".py", ".html", ".css", ".js"})
 
 
 def test_no_page_has_a_colour_of_its_own() -> None:

@@ -16,7 +16,7 @@ from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import parse_yaml
 from largebatch.recipe.writing import dump_recipe
 from largebatch.report import write_comparison, write_report
-from largebatch.report.numbers import describe_waits
+from largebatch.report.page import describe_waits
 from largebatch.report.run import Run, read_run
 from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.options import Options

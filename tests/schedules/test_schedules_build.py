@@ -174,7 +174,7 @@ def test_a_spline_goes_through_its_points_after_the_warm_up() -> None:
 
 def test_dells_schedule_is_a_line_of_a_recipe() -> None:
     """FACTS section 9: 0.4 for 10 epochs, 0.04 until 60, 0.004 until 90."""
-    assert f"schedule: {DELL}" in (FOLDER.parent / "docs" / "schedules.md").read_text()
+    assert f"schedule: {DELL}" in (FOLDER.parent / "docs" / "learning-rates.md").read_text()
     recipe = digits(f"schedule={DELL}", "duration.epochs=90")
     rate = schedule_of(recipe)
     per_epoch = 1437 / 96

@@ -31,7 +31,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """What stands behind a prompt, each on one line."""
+        """Lines behind a prompt, each on one line."""
         joined = self.text.replace("\\\n", " ")
         return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
 
@@ -46,6 +46,12 @@ def blocks(page: Path, language: str) -> list[Block]:
     found = _BLOCK.finditer(page.read_text(encoding="utf-8"))
     every = [Block(page, one["language"], one["text"], one["needs"]) for one in found]
     return [block for block in every if block.language == language]
+
+
+def commands(page: Path, *, here: bool) -> list[str]:
+    """Return the commands of a page, with `here` only those that can run here."""
+    found = [block for block in blocks(page, "console") if block.needs is None or not here]
+    return [command for block in found for command in block.commands]
 
 
 _STARTERS = ("largebatch", "horovodrun", "torchrun", "docker run")

@@ -330,7 +330,7 @@ def test_a_resumed_run_continues_if_mlflow_does_not_answer(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     assert run(recipe, out=out, resume=True).status == "finished"
     (note,) = [each["text"] for each in log(out, "note")]
-    failed = "MLflow failed and follows the run no more: tracking: [mlflow]: http://127.0.0.1:"
+    failed = "MLflow was disabled after an error: tracking: [mlflow]: http://127.0.0.1:"
     assert note.startswith(f"{failed}{port} cannot be used")
 
 

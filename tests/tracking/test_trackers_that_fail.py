@@ -82,7 +82,7 @@ def test_a_tracker_that_fails_is_left_out_from_then_on(
         trackers: list[Tracker] = [Console(shown), file, wandb]
         for each in ALL:
             record(trackers, each)
-    text = f"Wandb failed and follows the run no more: {fails} of the fake"
+    text = f"Wandb was disabled after an error: {fails} of the fake"
     found = read(tmp_path / "log.jsonl")
     (note,) = [each for each in found if isinstance(each, Note)]
     assert note.text == text
@@ -304,7 +304,7 @@ def test_a_run_whose_tracker_fails_ends_with_the_same_weights(
     torch.testing.assert_close(one, two, rtol=0, atol=0)
     assert len(log(tmp_path / "with", "step")) == 3
     assert [each["text"] for each in log(tmp_path / "with", "note")] == [
-        "Wandb failed and follows the run no more: log of the fake"
+        "Wandb was disabled after an error: log of the fake"
     ]
 
 

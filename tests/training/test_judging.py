@@ -126,7 +126,7 @@ def test_a_stage_that_failed_is_rolled_back_however_well_it_did_and_says_why() -
     stage = second.end("clean", note="it overflowed", failed=True)
     assert (stage.held_out, stage.kept, stage.note) == (0.9, False, "it overflowed")
     assert second.rolled_back == 1
-    assert second.events[0] == Note(stage="clean", step=7, text="it overflowed")
+    assert second.events[0] == Note(kind="stage", stage="clean", step=7, text="it overflowed")
 
 
 def test_a_stage_is_judged_by_every_label_of_a_sample() -> None:

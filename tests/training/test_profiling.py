@@ -10,7 +10,7 @@ from short_runs import AFFINE, CLEAN, a_recipe
 from largebatch import run
 from largebatch.cli.main import main
 from largebatch.errors import PlanError
-from largebatch.report.numbers import profile_shares
+from largebatch.report.page import profile_shares
 from largebatch.report.run import read_run
 from largebatch.tracking.events import Operation, Profile
 

@@ -245,7 +245,9 @@ class _Segment:
         for lost in self._exchange.losses:
             if lost not in state.lost:
                 state.lost.append(lost)
-                self._trainer.note(self._name, _describe(lost))
+                self._trainer.note(
+                    self._name, _describe(lost), kind="lost worker", learner=lost.learner
+                )
 
     def _batch(self, number: int) -> Batch:
         """Return the samples of a mini-batch."""

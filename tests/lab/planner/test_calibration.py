@@ -4,13 +4,19 @@ import csv
 import json
 import math
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.studies.planner.planner import (
+    baseline,
+    baseline_errors,
+    covered,
+    leave_generation_out,
+    summary,
+)
 from largebatch.lab.planner.calibration import (
     PRIOR,
     fit,
@@ -26,11 +32,6 @@ from largebatch.lab.planner.published import (
     predicted_seconds,
     published_runs,
 )
-
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from planner import covered, leave_generation_out, summary
-from planner_baseline import baseline, baseline_errors
-from planner_logs import evaluation_of, parse_log, start_of
 
 REFERENCE = Path(os.environ.get("LARGEBATCH_DATA", "data"), "../reference/mlperf_resnet50_runs.csv")
 HEAD = "round,submitter,system,accelerator,nodes,accelerators,global_batch,bn_span,epochs_min,"
@@ -129,19 +130,6 @@ def test_the_published_throughput_is_that_of_a_predicted_step() -> None:
     on = machine(run.cluster, installed_fit().constants, software=run.software)
     step = step_seconds(on, run.load)
     assert run.global_batch / step.seconds == pytest.approx(1.73e6, rel=0.04)
-
-
-@pytest.mark.parametrize(
-    "form", [":::MLL {}.250 {}: null", ':::MLLOG {{"time_ms": {}250, "key": "{}"}}']
-)
-def test_starts_and_evaluations_are_read_from_logs_of_both_forms(form: str) -> None:
-    """Epochs of 5, 3 and 3 seconds begin after 2: the start is 2 and the 2 above the median."""
-    times = [("run_start", 0), ("epoch_start", 2), ("epoch_stop", 7)]
-    times += [("eval_start", 7), ("eval_stop", 8)]
-    times += [("epoch_start", 8), ("epoch_stop", 11), ("epoch_start", 11), ("epoch_stop", 14)]
-    log = parse_log("\n".join(form.format(seconds, key) for key, seconds in times))
-    assert start_of(log) == pytest.approx(4)
-    assert evaluation_of(log) == pytest.approx(1)
 
 
 def test_priors_of_start_and_evaluation_are_those_of_the_logs() -> None:

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
 
 CIFAR = DataSet(samples=50_000, val_samples=10_000, classes=10, image_size=32)
-PAGE = Path(__file__).parents[3] / "docs" / "which-batch.md"
 
 # mlperf-logging, rcps_resnet.json: runs less the fastest and the slowest
 MEANS = {
@@ -290,19 +288,6 @@ def test_what_does_not_transfer_to_another_optimizer_is_marked(
 def test_a_strange_name_of_a_model_stays_a_name() -> None:
     name = 'a: "b" # c'
     assert parse_recipe(draft(suggest(4096, model=name))).model.name == name
-
-
-def test_the_page_shows_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    examples = re.findall(
-        r"```console\n\$ largebatch (suggest .*)\n((?:.+\n)+)```", PAGE.read_text()
-    )
-    assert len(examples) == 2
-    for command, expected in examples:
-        assert main(shlex.split(command)) == DONE
-        assert capsys.readouterr().out.split() == expected.split()
 
 
 def test_it_answers_without_torch(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Measurements: today's code compared with its peers, and the frozen studies."""

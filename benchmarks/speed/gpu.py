@@ -1,0 +1,190 @@
+"""Run every measurement that needs a GPU, in at most 11 minutes: `make bench-gpu`.
+
+    python -m benchmarks.speed.gpu [PART ...] [--seconds 660] [--rehearse]
+
+The most important part comes first, and each writes its result when it ends. A part is a process of
+its own with a time limit: its rounds end early enough, and it is stopped at the limit. A part that
+fails does not keep the others from being measured; the command fails at the end. A part is left out
+and named if something that it needs is not installed or if less than half of its limit remains.
+
+APEX_SOURCES names a checkout of NVIDIA's apex, whose kernels the part `apex` builds.
+
+With --rehearse all parts run at tiny sizes, also without a GPU, and no result is kept. Results are
+written to benchmarks/results, or to the folder that BENCHMARK_RESULTS names.
+"""
+
+import argparse
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from largebatch import accelerator
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process: a script of this folder, or pytest, with its arguments."""
+
+    name: str
+    share: float
+    """Time limit in seconds."""
+
+    words: str
+    tiny: str
+    """The same in a rehearsal."""
+
+    packages: tuple[str, ...] = ()
+    """Packages that it needs beyond the package's own requirements."""
+
+    def command(self, *, rehearse: bool) -> list[str]:
+        """Return the command of this part."""
+        script, *words = shlex.split(self.tiny if rehearse else self.words)
+        module = script if script == "pytest" else f"benchmarks.speed.{script}"
+        return [sys.executable, "-m", module, *words]
+
+    def missing(self) -> str | None:
+        """Return the reason why this part cannot run; None if it can."""
+        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return f"not run, not installed: {', '.join(absent)}" if absent else None
+
+
+TESTS = "pytest -q -rs --dist loadfile"
+TINY_NETWORK = "--model test_resnet --rounds 2 --steps 1 --batch 2 --pixels 32 --matrix 64 --modes"
+TINY_LAYER = "--batches 4 --layers 64x8 --spans 2 --rounds 2 --steps 1"
+
+PARTS = (
+    Part(
+        "kernels",
+        90,
+        "pytest -q -rs -n 8 tests/models/test_batchnorm_kernels.py tests/optim/test_lars_fast.py"
+        " -k 'kernels or on_a_gpu'",
+        "pytest -q tests/models/test_batchnorm_kernels.py -k 'bits or compiler'",
+        packages=("pytest", "xdist"),
+    ),
+    Part("roofline", 120, "roofline --seconds 55 --compiled", f"roofline {TINY_LAYER}"),
+    Part(
+        "sweep",
+        60,
+        "roofline --sweep 35 --layers 256x56 512x28 --rounds 3 --steps 5",
+        f"roofline --sweep 2 {TINY_LAYER}",
+    ),
+    Part("lars", 50, "lars --seconds 15", "lars --rounds 2"),
+    Part(
+        "resnet50",
+        160,
+        "resnet50 --seconds 25 --modes default",
+        f"resnet50 {TINY_NETWORK}",
+    ),
+    Part(
+        "resnet50_28",
+        140,
+        "resnet50 --seconds 20 --modes default --batch 28 --name resnet50_28",
+        f"resnet50 --name resnet50_28 {TINY_NETWORK}",
+    ),
+    Part(
+        "polish",
+        60,
+        "polish --images 4096 --batch 256 --seconds 24",
+        "polish --images 8 --batch 4 --rounds 1",
+    ),
+    Part(
+        "tests",
+        150,
+        f"{TESTS} -n 4 tests/test_cuda.py tests/training/test_real_accelerator.py"
+        " tests/polish/test_polish_cuda.py tests/distributed/test_nccl.py",
+        f"{TESTS} -n 0 tests/training/test_real_accelerator.py",
+        packages=("pytest", "xdist", "hypothesis"),
+    ),
+    Part("apex", 180, "with_apex --seconds 15", "with_apex --rounds 2"),
+    Part(
+        "norm",
+        60,
+        "norm --channels-last --precision bf16 --rounds 50 --seconds 25 --batch 256 --spans 32 8",
+        "norm --channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
+        " --spans 4 2",
+    ),
+    Part("loop", 60, "loop --seconds 20", "loop --rounds 1 --steps 1"),
+    Part(
+        "input_gpu",
+        120,
+        "input_gpu --seconds 50",
+        "input_gpu --rounds 2 --steps 2 --images 256 --batches 64 --jpeg-batch 8",
+    ),
+)
+
+
+def main() -> None:
+    """Run the parts, print their outcomes, and exit with 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="at tiny sizes, also without a GPU; no result is kept",
+    )
+    parser.add_argument("--seconds", type=float, default=660, help="time limit of all parts")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.parts) - set(names)):
+        parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(names)}")
+    if not (args.rehearse or accelerator.count()):
+        sys.exit("torch sees no GPU; --rehearse runs every part at tiny sizes without one")
+    chosen = [part for part in PARTS if part.name in (args.parts or names)]
+    end = time.monotonic() + args.seconds
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.rehearse:
+            environment["BENCHMARK_RESULTS"] = scratch
+        if not accelerator.count():
+            environment |= {"BENCHMARK_INTERPRETS": "1", "TRITON_INTERPRET": "1"}
+        for part in chosen:
+            share = 600 if args.rehearse else min(part.share, end - time.monotonic())
+            outcomes[part.name] = part.missing() or (
+                run(part.command(rehearse=args.rehearse), share, environment)
+                if share >= part.share / 2
+                else f"not run, less than half of its {part.share:g} seconds remained"
+            )
+            print(f"{part.name}: {outcomes[part.name]}", flush=True)
+    if not args.rehearse and "BENCHMARK_RESULTS" not in os.environ:
+        subprocess.run([sys.executable, "-m", "benchmarks.speed.table"], cwd=ROOT, check=True)
+    print("\n".join(f"{name:>10}: {outcome}" for name, outcome in outcomes.items()))
+    sys.exit(any(outcome.startswith(("failed", "stopped")) for outcome in outcomes.values()))
+
+
+def run(command: list[str], share: float, environment: dict[str, str]) -> str:
+    """Run a command in the root of the repository; return its outcome.
+
+    With it ends every process that it has started.
+    """
+    print(f"\n--- {shlex.join(command[1:])} (at most {share:.0f} seconds)", flush=True)
+    path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**environment, "PYTHONPATH": path}, start_new_session=True
+    )
+    try:
+        code = process.wait(timeout=share)
+    except subprocess.TimeoutExpired:
+        return f"stopped, for it had not ended in {share:.0f} seconds"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds = time.monotonic() - start
+    return f"{f'failed with {code}' if code else 'done'} in {seconds:.0f} of {share:.0f} seconds"
+
+
+if __name__ == "__main__":
+    main()

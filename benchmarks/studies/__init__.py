@@ -1,0 +1,1 @@
+"""Studies whose results are frozen with their commit: their scripts, tables and figures."""

@@ -1,0 +1,1 @@
+"""Scripts with planted faults, and the curves of faulty loops."""

@@ -1,0 +1,1 @@
+"""What averages of weights are worth with and without a statistics pass."""

@@ -1,0 +1,1 @@
+"""Recorded runs with known causes."""

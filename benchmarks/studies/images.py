@@ -1,0 +1,82 @@
+"""Fashion-MNIST and CIFAR-10 as arrays, and parts of them as folders of PNG files.
+
+LARGEBATCH_DATA names the folder of both data sets.
+"""
+
+import gzip
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+from mosaics import cut
+
+SETS = ("fashion_mnist", "cifar10")
+SUBSET_SEED = 20_000  # draws the training images; no run has it
+
+Images = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+"""Pixels, N x H x W x 3, and labels."""
+
+
+def load(name: str) -> tuple[Images, Images]:
+    """Return the training and the test images of a data set."""
+    folder = Path(os.environ["LARGEBATCH_DATA"]) / name
+    if name == "cifar10":
+        return _mosaics(folder, "train"), _mosaics(folder, "test")
+    return _idx(folder, "train"), _idx(folder, "t10k")
+
+
+def _mosaics(folder: Path, split: str) -> Images:
+    pixels = np.concatenate([cut(path) for path in sorted(folder.glob(f"{split}-*.webp"))])
+    return pixels, np.load(folder / f"{split}_labels.npy").astype(np.int64)
+
+
+def _idx(folder: Path, split: str) -> Images:
+    def read(name: str, skip: int) -> npt.NDArray[np.uint8]:
+        content = gzip.decompress((folder / f"{split}-{name}-ubyte.gz").read_bytes())
+        return np.frombuffer(content, np.uint8, offset=skip)
+
+    pixels = read("images-idx3", 16).reshape(-1, 28, 28, 1).repeat(3, axis=3)
+    return pixels, read("labels-idx1", 8).astype(np.int64)
+
+
+def write_part(work: Path, name: str, *, train: int) -> Path:
+    """Return a folder with `train` training images and all test images; create it if needed."""
+    out = work / f"{name}-{train}"
+    if not out.exists():
+        whole, test = load(name)
+        (rows,) = draw(whole[1], [train])
+        for split, (pixels, labels) in {
+            "train": (whole[0][rows], whole[1][rows]),
+            "val": test,
+        }.items():
+            for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
+                path = out / split / str(label) / f"{number:05}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).save(path)
+    return out
+
+
+def draw(labels: npt.NDArray[np.int64], sizes: list[int]) -> list[npt.NDArray[np.int64]]:
+    """Draw disjoint parts of a data set, each with equally many images of every class.
+
+    The first part does not depend on the number of others. Raises ValueError if a size is not a
+    multiple of the number of classes, or if the images are too few.
+    """
+    classes = np.unique(labels)
+    if wrong := [size for size in sizes if size % len(classes)]:
+        raise ValueError(f"{wrong[0]} images cannot be the same number of {len(classes)} classes")
+    random = np.random.default_rng(SUBSET_SEED)
+    orders = [random.permutation(np.flatnonzero(labels == one)) for one in classes]
+    ends = np.cumsum([0, *sizes]) // len(classes)
+    if ends[-1] > min(map(len, orders)):
+        raise ValueError(f"{ends[-1]} images of a class of {min(map(len, orders))}")
+    return [
+        np.sort(np.concatenate([order[first:last] for order in orders]))
+        for first, last in pairwise(ends)
+    ]

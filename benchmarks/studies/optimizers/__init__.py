@@ -1,0 +1,1 @@
+"""Epochs to a fixed accuracy by optimizer and batch."""

@@ -1,0 +1,1 @@
+"""The pairs of recipes: a small batch and a large one."""

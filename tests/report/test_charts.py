@@ -1,0 +1,380 @@
+"""The charts of a run show what its log holds, and nothing else."""
+
+import itertools
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import fake_runs
+import numpy as np
+import pytest
+import torch
+from fake_runs import FakeRun
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection, QuadMesh
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+from torch import nn
+
+from largebatch.distributed.serial import Serial
+from largebatch.polish.statistics import QUANTILES, polish
+from largebatch.report.charts import (
+    draw_accuracy,
+    draw_confusion,
+    draw_drift,
+    draw_loss,
+    draw_norm,
+    draw_ratios,
+    draw_system,
+    draw_waits,
+    scale_end,
+)
+from largebatch.report.course import POINTS, ceiling, thin
+from largebatch.report.page import charts_of
+from largebatch.report.run import Run, read_run
+from largebatch.report.style import HIGH, LOW
+from largebatch.tracking.events import SYSTEM
+
+
+def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
+    """114 at one evaluation, among training losses from 2.3 to 0.5."""
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.train(0, 300)
+    run.evaluate("train", 300, 0.5)
+    run.records[-1]["loss"] = 114.0
+    run.train(300, 600)
+    run.end("train", 600, 0.96)
+    figure = Figure()
+    draw_loss(figure, read_run(run.write()))
+    axes = figure.axes[0]
+    assert axes.get_yscale() == "log"
+    low, high = axes.transAxes.inverted().transform(axes.transData.transform([(0, 0.6), (0, 2.2)]))
+    assert high[1] - low[1] > 0.2  # of the height; 0.014 on a linear axis
+
+
+def test_figures_show_what_the_log_holds(tmp_path: Path) -> None:
+    run = read_run(fake_runs.full_run(tmp_path / "run"))
+    figure = Figure()
+    draw_loss(figure, run)
+    losses, rates = figure.axes
+    drawn = [np.asarray(line.get_xydata()).tolist() for line in losses.lines]
+    assert [[found.step, found.loss] for found in run.evaluations] in drawn
+    assert rates.get_yticks().tolist() == [0, max(step.lr for step in run.steps)]
+
+
+def test_names_of_lines_stay_apart_in_a_font_that_is_a_quarter_wider(tmp_path: Path) -> None:
+    """A page is laid out with the fonts of the machine that trained and read on another."""
+    figure = Figure((9, 4))
+    draw_loss(figure, read_run(fake_runs.full_run(tmp_path / "run")))
+    figure.canvas.draw()
+    words = ("↑ Loss", "training", "validation")
+    boxes = {
+        text.get_text(): text.get_window_extent()
+        for text in figure.findobj(Text)
+        if text.get_text() in words
+    }
+    for left, right in itertools.pairwise(words):
+        assert boxes[right].x0 > boxes[left].x0 + 1.25 * boxes[left].width
+
+
+def test_thinning_keeps_every_extreme_and_passes_over_what_is_not_finite() -> None:
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[[7, 50_000]] = 40.0, -40.0
+    values[200:1_000] = math.nan
+    thinned = thin(np.arange(100_000.0), values)
+    assert len(thinned.step) == POINTS
+    assert np.nanmax(thinned.high) == 40
+    assert np.nanmin(thinned.low) == -40
+    assert np.nanmax(np.abs(thinned.trend)) < 0.2
+    assert np.isnan(thinned.trend[2])
+
+
+def test_rare_peaks_do_not_set_the_scale() -> None:
+    assert ceiling(np.array([5.0] * 999 + [1e9])) == 6.25
+    assert ceiling(np.array([8.0])) == 10
+    assert ceiling(np.array([math.nan])) == 1
+
+
+def test_the_chart_of_stages_has_each_with_its_changes_and_discarded_ones_hollow(
+    tmp_path: Path,
+) -> None:
+    run = read_run(fake_runs.decided(tmp_path / "run"))
+    figure = Figure()
+    draw_accuracy(figure, run)
+    ends = figure.axes[1]
+    below: dict[float, list[str]] = {}
+    for text in ends.texts:
+        if isinstance(text, Annotation) and text.xy[1] == 0:
+            below.setdefault(text.xy[0], []).append(text.get_text())
+    assert below == {
+        0: ["train"],
+        1: ["clean", "+1.39", "held out", "+2.00", "kept"],
+        2: ["ema", "−1.11", "held out", "−1.00", "discarded"],
+        3: ["affine", "+0.84", "held out", "+1.00", "kept"],
+        4: ["statistics", "−1.67", "held out", "−1.00", "discarded"],
+    }
+    assert np.asarray(ends.lines[0].get_xdata()).tolist() == [0, 1, 3]  # the line of what was kept
+    hollow = [line.get_markerfacecolor() == "none" for line in ends.lines[1:]]
+    assert hollow == [False, False, True, False, True]
+
+
+def run_that_waited(folder: Path, *, data: float, reduction: float, workers: int = 2) -> Run:
+    """A run of 300 updates; the first takes ten times as long, all of it for images."""
+    run = FakeRun(folder, workers=workers)
+    run.train(0, 300)
+    for record in run.records[1:]:
+        whole = record["step_seconds"]
+        record |= {"data_seconds": data * whole, "reduction_seconds": reduction * whole}
+    run.records[1] |= {"step_seconds": 1.2, "data_seconds": 1.2, "reduction_seconds": 0.0}
+    return read_run(run.write())
+
+
+def test_the_shares_of_every_update_are_drawn_one_above_the_other(tmp_path: Path) -> None:
+    figure = Figure()
+    draw_waits(figure, run_that_waited(tmp_path / "run", data=0.25, reduction=0.5))
+    tops = [
+        np.asarray(part.get_paths()[0].vertices)
+        for part in figure.axes[0].collections
+        if isinstance(part, PolyCollection)
+    ]
+    for part, top in zip(tops, (25, 75, 100), strict=True):
+        late = part[part[:, 0] > 10]
+        assert late[:, 1].max() == pytest.approx(top)
+        assert part[:, 0].max() == 300
+    assert tops[0][tops[0][:, 0] < 1][:, 1].max() > 80  # the first update
+
+
+def drawn(run: Run, *, height: float = 8) -> Figure:
+    figure = Figure((8, height))
+    draw_drift(figure, run)
+    return figure
+
+
+def mesh(axes: Axes) -> QuadMesh:
+    (found,) = (part for part in axes.collections if isinstance(part, QuadMesh))
+    return found
+
+
+def shown(cells: QuadMesh, value: float) -> tuple[float, ...]:
+    """Return the colour that a change has: red, green, blue, opacity."""
+    return tuple(np.asarray(cells.to_rgba(np.array([value])))[0].tolist())
+
+
+def test_every_cell_is_a_number_of_the_log(tmp_path: Path) -> None:
+    folder = fake_runs.like_resnet50(tmp_path / "run")
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    (drift,) = (line for line in lines if line["event"] == "drift")
+    panels = drawn(read_run(folder)).axes[:2]
+    for axes, key in zip(panels, ("shift_quantiles", "ratio_quantiles"), strict=True):
+        logged = [layer[key] for layer in drift["layers"]]
+        assert np.asarray(mesh(axes).get_array()).tolist() == logged
+        assert [label.get_text() for label in axes.get_xticklabels()] == [
+            "5 %", "25 %", "median", "75 %", "95 %",
+        ]  # fmt: skip
+        assert axes.get_ylim() == (53, 0)  # the input at the top
+
+
+def test_the_drift_of_a_layer_is_in_the_figure(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(40, eps=0))
+    torch.manual_seed(0)
+    values = torch.randn(200, 40) * torch.linspace(0.5, 2, 40) + torch.linspace(-1, 3, 40)
+    (layer,) = polish(model, [(values, torch.zeros(200))], Serial())
+    run = FakeRun(tmp_path / "run")
+    run.add("drift", samples=200, quantiles=QUANTILES, layers=[asdict(layer)])
+    panels = drawn(read_run(run.write())).axes[:2]
+    data = values.double().numpy()
+    changes = data.mean(0), np.log(data.var(0, ddof=1))  # from mean 0 and variance 1
+    for axes, expected in zip(panels, changes, strict=True):
+        cells = np.asarray(mesh(axes).get_array())
+        np.testing.assert_allclose(cells, [np.quantile(expected, QUANTILES)], rtol=1e-6)
+
+
+def test_no_change_has_no_colour_and_the_two_directions_have_their_own(tmp_path: Path) -> None:
+    figure = drawn(read_run(fake_runs.full_run(tmp_path / "run")))
+    for axes in figure.axes[:2]:
+        cells = mesh(axes)
+        low, high = cells.get_clim()
+        assert low == -high
+        for value, colour in ((low, LOW), (high, HIGH)):
+            assert shown(cells, value) == to_rgba(colour)
+        assert shown(cells, 0.0)[3] == 0
+        assert shown(cells, high / 2)[:3] == to_rgba(HIGH)[:3]
+        assert 0.4 < shown(cells, high / 2)[3] < 0.6
+
+
+def test_the_scale_above_each_panel_names_its_unit_and_its_ends(tmp_path: Path) -> None:
+    figure = drawn(read_run(fake_runs.full_run(tmp_path / "run")))
+    titles = [axes.get_title() for axes in figure.axes[2:]]
+    assert titles == ["Mean: (polished − running) / running σ", "Variance: ln(polished / running)"]
+    for panel, bar in zip(figure.axes[:2], figure.axes[2:], strict=True):
+        end = mesh(panel).get_clim()[1]
+        labels = [label.get_text() for label in bar.get_xticklabels()]
+        assert labels == [f"−{end:g}", "0", f"+{end:g}"]
+
+
+def test_a_scale_ends_at_the_largest_change_unless_few_are_far_larger() -> None:
+    usual = np.random.default_rng(0).uniform(-0.4, 0.4, size=(53, 5))
+    end = scale_end(usual)
+    assert np.abs(usual).max() <= end <= 1.1 * np.abs(usual).max()
+    usual[0] = 1e6
+    assert 0.9 < scale_end(usual) < 1.3
+    assert scale_end(np.full((2, 5), 1e-9)) == 0.01
+    assert scale_end(np.full((2, 5), math.nan)) == 0.01
+    assert scale_end(np.array([123.4])) == 130
+    assert scale_end(np.array([0.3])) == 0.3
+
+
+def test_a_change_that_is_no_number_is_a_dash_and_takes_no_part_in_the_scale(
+    tmp_path: Path,
+) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.drift(["bn1", "bn2"])
+    layers = run.records[-1]["layers"]
+    layers[1]["ratio_quantiles"] = [None, -0.2, 0.0, 0.1, None]
+    layers[0]["ratio_quantiles"] = [0.0] * 5
+    axes = drawn(read_run(run.write())).axes[1]
+    assert [(text.get_text(), text.get_position()) for text in axes.texts] == [
+        ("–", (0.5, 1.5)),
+        ("–", (4.5, 1.5)),
+    ]
+    assert mesh(axes).get_clim()[1] == 0.2
+
+
+def test_layers_are_named_one_by_one_where_there_is_room_and_by_group_elsewhere(
+    tmp_path: Path,
+) -> None:
+    run = read_run(fake_runs.like_resnet50(tmp_path / "run"))
+    names = {}
+    for height in (4, 20):
+        axes = drawn(run, height=height).axes[0]
+        names[height] = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(axes.lines) == 4  # between five groups
+    assert names[4] == ["bn1", "layer1", "layer2", "layer3", "layer4"]
+    assert names[20] == fake_runs.RESNET50
+    assert len(names[20]) == 53
+
+
+def test_statistics_that_were_measured_again_replace_those_before(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.drift(["bn1"])
+    run.start(600)
+    run.drift(["bn2"])
+    (label,) = drawn(read_run(run.write())).axes[0].get_yticklabels()
+    assert label.get_text() == "bn2"
+
+
+LAYERS = ["conv1.weight", "layer1.0.conv1.weight", "fc.weight"]
+
+
+def monitored(folder: Path, *, steps: int = 400) -> Run:
+    """A run on three workers of which the last layer's ratio is always 8 times the first one's."""
+    run = FakeRun(folder, workers=3)
+    run.train(0, steps)
+    run.records[0]["layers"] = LAYERS
+    updates = [record for record in run.records if record["event"] == "step"]
+    for place, record in enumerate(updates):
+        low, middle = 0.01 * (1 + place), None if place < 2 else 1.0
+        record |= {"gradient_norm": 5.0, "trust_ratios": [low, middle, 8 * low]}
+    for place in range(0, steps, 100):
+        columns: dict[str, Any] = {name: [100.0, 300.0, 200.0 + place] for name in SYSTEM}
+        columns |= {"gpu_percent": [None] * 3, "gpu_memory_bytes": [None] * 3}
+        columns["memory_bytes"] = [2.0**30, 2.0**31, 2.0**31]
+        run.records.append({"event": "system", "stage": "train", "step": place, **columns})
+    return read_run(run.write())
+
+
+def test_the_heat_map_has_a_row_for_each_layer_and_medians_of_its_ratios(tmp_path: Path) -> None:
+    run = monitored(tmp_path / "run")
+    figure = Figure((13, 7))
+    draw_ratios(figure, run)
+    axes, bar = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "conv1", "layer1.0.conv1", "fc",
+    ]  # fmt: skip
+    assert axes.yaxis_inverted()
+    found = [each for each in axes.collections if isinstance(each, QuadMesh)]
+    mesh: Any = found[0]
+    cells = np.ma.getdata(mesh.get_array()).reshape(3, 200)
+    pairs = 0.01 * (1 + np.arange(400)).reshape(200, 2)
+    np.testing.assert_allclose(cells[0], pairs.mean(1))
+    np.testing.assert_allclose(cells[2], 8 * pairs.mean(1))
+    hidden = np.ma.getmaskarray(mesh.get_array()).reshape(3, 200)
+    assert np.argwhere(hidden).tolist() == [[1, 0]]  # a layer without a gradient
+    assert mesh.norm.vmin == pytest.approx(0.015)
+    assert mesh.norm.vmax == pytest.approx(8 * 3.995)
+    assert bar.get_title() == "Trust ratio"
+
+
+def test_the_norm_is_drawn_from_0_on(tmp_path: Path) -> None:
+    figure = Figure((13, 4))
+    draw_norm(figure, monitored(tmp_path / "run"))
+    (axes,) = figure.axes
+    drawn: Any = axes.lines[-1]
+    assert set(drawn.get_ydata()) == {5.0}
+    assert axes.get_ylim()[0] == 0
+
+
+def test_the_workers_are_drawn_as_their_median_and_extremes(tmp_path: Path) -> None:
+    """Charts show only measured values: none of a GPU without one."""
+    figure = Figure((13, 4))
+    draw_system(figure, monitored(tmp_path / "run"))
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["↑ Processor, % of a core", "↑ Memory, GiB"]
+    parts: list[Any] = list(figure.axes)
+    processor, memory = parts
+    assert list(processor.lines[0].get_ydata()) == [200.0, 300.0, 300.0, 300.0]
+    assert list(memory.lines[0].get_ydata()) == [2.0] * 4
+    ends = processor.collections[0].get_paths()[0].vertices
+    assert {*np.asarray(ends)[:, 1]} >= {100.0, 300.0, 400.0, 500.0}
+
+
+def test_a_run_has_the_charts_of_what_it_monitored(tmp_path: Path) -> None:
+    run, plain = monitored(tmp_path / "one", steps=40), FakeRun(tmp_path / "two", workers=3)
+    plain.train(0, 40)
+    assert {"ratios", "norm", "system"} <= set(charts_of(run))
+    assert list(charts_of(read_run(plain.write()))) == ["loss", "throughput"]
+
+
+def test_what_a_resumed_run_did_again_is_not_drawn_twice(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", workers=3)
+    run.train(0, 40)
+    columns = {name: [1.0] for name in SYSTEM}
+    for step, used in ((0, 1.0), (20, 2.0), (30, 3.0)):
+        again = {**columns, "cpu_percent": [used]}
+        run.records.append({"event": "system", "stage": "train", "step": step, **again})
+    run.records.append({**run.records[0], "resume_step": 20})
+    run.records.append({"event": "system", "stage": "train", "step": 20, **columns})
+    found = read_run(run.write()).system
+    assert [(used.step, used.cpu_percent) for used in found] == [(0, (1.0,)), (20, (1.0,))]
+
+
+def a_run(folder: Path, *, classes: int = 10, wrong: tuple[int, ...] = (3, 13, 14)) -> FakeRun:
+    run = FakeRun(folder)
+    run.classes = [f"class {number}" for number in range(classes)]
+    run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
+    return run
+
+
+def test_the_matrix_is_drawn_with_its_numbers(tmp_path: Path) -> None:
+    figure = Figure()
+    draw_confusion(figure, read_run(a_run(tmp_path / "run").write()))
+    (axes,) = figure.axes
+    drawn = {text.get_position(): text.get_text() for text in axes.texts}
+    assert drawn.pop((4, 3)) == "2"
+    assert drawn.pop((5, 4)) == "1"
+    assert drawn == {(k, k): {3: "34", 4: "35"}.get(k, "36") for k in range(10)}
+
+
+@pytest.mark.parametrize(("points", "rotation"), [(960, 0), (340, 90)])
+def test_names_below_the_matrix_are_turned_where_they_would_meet(
+    points: int, rotation: int, tmp_path: Path
+) -> None:
+    run = a_run(tmp_path / "run", classes=5)
+    run.classes = [f"class {number} of 5" for number in range(5)]
+    figure = Figure(figsize=(points / 72, 4))
+    draw_confusion(figure, read_run(run.write()))
+    (axes,) = figure.axes
+    assert {text.get_rotation() for text in axes.get_xticklabels()} == {rotation}
