@@ -24,6 +24,7 @@ from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import cached, dali, torchvision
 from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
@@ -31,7 +32,6 @@ from largebatch.models.batchnorm import with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.report.run import read_run
-from largebatch.runs.build import open_pipeline
 from largebatch.tracking.events import Step, System
 from largebatch.training.loop import Stopwatch, Update
 from largebatch.training.state import Progress
@@ -241,7 +241,7 @@ def test_digits_cached_on_the_gpu_equal_those_cached_in_memory(clean: bool) -> N
     for way, device in (("device", GPU), ("memory", torch.device("cpu"))):
         recipe = load_recipe(DIGITS, [f"execution.cache={way}", *scale])
         plan = make_plan(recipe, workers=1)
-        pipeline = open_pipeline(recipe, plan, Serial(device), folder=None)
+        pipeline = open_images(recipe, plan, Serial(device), folder=None)
         both.append([*pipeline.training(range(3), clean=clean), *pipeline.validation()])
     for ours, theirs in zip(*both, strict=True):
         difference = steps_apart(ours, theirs)

@@ -13,8 +13,6 @@ CORE = (
 )
 """Rooms that know no wing. A recipe may name what a wing does: it is data."""
 
-WINGS = ("data/text",)
-
 CHOOSE = ("runs/build.py",)
 """Files that choose what plugs into a run and its page."""
 
@@ -34,7 +32,7 @@ def core_files() -> Iterator[Path]:
     for room in CORE:
         for path in sorted((PACKAGE / room).rglob("*.py")):
             name = path.relative_to(PACKAGE).as_posix()
-            if name not in CHOOSE and not name.startswith(WINGS):
+            if name not in CHOOSE:
                 yield path
 
 

@@ -33,11 +33,11 @@ from largebatch.data.datasets.packing import pack_folder
 from largebatch.data.index.build import build
 from largebatch.data.index.folder import difference, scan
 from largebatch.data.index.index import index_of, make, open_content
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.runs.build import open_pipeline
 
 SAMPLES, CLASSES = 1_281_167, 1000
 BATCH = 64
@@ -171,7 +171,7 @@ def _first_batch(root: Path, decoder: str) -> None:
     recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changes.items()])
     plan = make_plan(recipe, workers=1)
     backend = Serial(torch.device("cpu"))
-    pipeline = open_pipeline(recipe, plan, backend, folder=root)
+    pipeline = open_images(recipe, plan, backend, folder=root)
     batches = pipeline.training(range(plan.steps), clean=False)
     assert len(next(batches).labels) == BATCH
     batches.close()

@@ -124,7 +124,7 @@ def open_pipeline(index: Index, args: argparse.Namespace) -> ImagePipeline:
     resources = Resources(torch.device("cpu"), args.threads, args.batch, reads=args.batch // 4)
     return ImagePipeline(
         seed=recipe.seed,
-        data=recipe.images,
+        data=recipe.data,
         plan=make_plan(recipe, workers=1),
         rank=0,
         train_index=index,

@@ -163,7 +163,7 @@ def _require_images(bench: "Bench", args: argparse.Namespace) -> None:
     from largebatch.data.index.folder import layout
     from largebatch.data.pipeline import root_of
 
-    sources = [cell.recipe.images for cell in bench.cells]
+    sources = [cell.recipe.data for cell in bench.cells]
     read = [each for each in sources if each.source == "folder" and args.dataset is None]
     for data in read[:1]:  # the others read the same
         for split in ("train", "val"):

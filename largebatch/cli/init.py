@@ -102,7 +102,7 @@ def _show_choices(found: "Survey", recipe: Recipe, plan: Plan) -> None:
 
     sides = np.minimum(found.train.heights, found.train.widths)
     quantiles = np.quantile(sides, [0, 0.1, 0.5, 0.9, 1]).astype(int).tolist()
-    data, batch = recipe.images, recipe.batch
+    data, batch = recipe.data, recipe.batch
     lines = [
         (
             f"short sides of the images: {quantiles[0]} to {quantiles[4]} pixels, half up to "

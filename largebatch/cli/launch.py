@@ -84,7 +84,7 @@ def _launch(args: argparse.Namespace) -> int:
             f"--nodes {args.nodes} with {args.gpus_per_node} GPUs each"
             f"{f' and {servers} of servers' * bool(servers)}: {error}"
         ) from None
-    if args.data is None and recipe.reads_folder:
+    if args.data is None and recipe.data.source == "folder":
         print(
             "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
             file=sys.stderr,

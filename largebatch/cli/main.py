@@ -72,7 +72,6 @@ from largebatch.errors import (
     clip,
     printable,
 )
-from largebatch.recipe.task import Task
 from largebatch.runs.interrupts import Requests
 
 if TYPE_CHECKING:
@@ -205,35 +204,19 @@ def _reader_is_gone() -> bool:
 def _evaluate(args: argparse.Namespace) -> int:
     from largebatch.runs.checkpoints import evaluate_checkpoint
 
-    found = evaluate_checkpoint(
-        args.checkpoint, options_of(args), training=args.training, test=args.test
-    )
+    found = evaluate_checkpoint(args.checkpoint, options_of(args), training=args.training)
     if own_rank() == 0:
-        metrics, training, task = found.metrics, found.training, found.task
-        print(f"{_scores(task, metrics)}  {found.path}, after {found.step:,} updates")
-        if metrics.classes_never_correct is not None:
-            print(_confidence(metrics))
+        metrics, training = found.metrics, found.training
+        print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
         if training is not None:
-            print(f"training {task.data}: {_scores(task, training)}")
+            print(f"training images: {_scores(training)}")
             print(f"validation loss - training loss: {metrics.loss - training.loss:+.4f}")
-        if found.test is not None:
-            print(f"test {task.data}: {_scores(task, found.test)}")
     return DONE
 
 
-def _confidence(metrics: "Metrics") -> str:
-    never = metrics.classes_never_correct
-    return (
-        f"confidence of the correct: average {metrics.average_confidence:.4f} (AC), deviation "
-        f"{metrics.confidence_deviation:.4f} (CD), deviation of the classes' averages "
-        f"{metrics.class_confidence_deviation:.4f} (CDAC)"
-        + (f", without {never} classes of which none is correct" if never else "")
-    )
-
-
-def _scores(task: Task, metrics: "Metrics") -> str:
-    scores = (f"{each.name} {each.text(metrics)}{each.unit}" for each in task.metrics)
-    return f"{'  '.join(scores)}  loss {metrics.loss:.4f}  ({metrics.samples} {task.labelled})"
+def _scores(metrics: "Metrics") -> str:
+    scores = f"top-1 {100 * metrics.top1:.2f}%  top-5 {100 * metrics.top5:.2f}%"
+    return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -299,9 +282,6 @@ def _add_evaluate(command: Command) -> None:
         "--training",
         action="store_true",
         help="evaluate the training images too, for the loss difference",
-    )
-    evaluate.add_argument(
-        "--test", action="store_true", help="evaluate the test part of a text too"
     )
     add_set(evaluate)
     add_execution(evaluate)

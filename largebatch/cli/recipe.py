@@ -1,7 +1,6 @@
 """The commands that only read recipes: plan, check, explain, recipes. They print."""
 
 import argparse
-import math
 import re
 import shutil
 import textwrap
@@ -144,7 +143,7 @@ def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
     if not plan.sizes:
         return {}
     parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
-    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.images.image_size}"}
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
 
 
 def _epoch(plan: Plan) -> str:
@@ -163,11 +162,6 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
 
     found = estimate(recipe, plan)
     step, run = found.step_seconds, found.run_seconds
-    replica = plan.replica
-    if recipe.polish is not None and recipe.polish.swap is not None and replica is not None:
-        rounds = math.ceil(recipe.polish.swap.replicas / plan.workers)
-        share = plan.device_batch * plan.accumulation
-        run += step * rounds * replica.steps * replica.global_batch / share
     return (
         f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
         f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
@@ -185,12 +179,6 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
         rows["SWA"] = (
             f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
             f"of the last {plan.swa_steps:,} steps"
-        )
-    if polish.swap and plan.replica:
-        rows["SWAP"] = (
-            f"the mean of {polish.swap.replicas:,} replicas, "
-            f"{plan.replica.steps:,} steps of {polish.swap.batch:,} samples each, "
-            f"learning rate from {polish.swap.lr:g} to 0"
         )
     if polish.affine:
         rows["affine"] = (

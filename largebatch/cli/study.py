@@ -195,7 +195,7 @@ def _on_hosts(
     missing = {
         names[start.cell]: None
         for start in left
-        if start.job.options.data is None and start.job.recipe.reads_folder
+        if start.job.options.data is None and start.job.recipe.data.source == "folder"
     }
     if missing:
         options = " ".join(f"--data {name}=DIR" for name in missing)

@@ -115,7 +115,7 @@ def _base(args: argparse.Namespace) -> Recipe | None:
 
 
 def _data_of(recipe: Recipe) -> DataSet:
-    images = recipe.images
+    images = recipe.data
     return DataSet(
         samples=images.train_split,
         val_samples=images.val_split,

@@ -50,14 +50,10 @@ def _sweep(args: argparse.Namespace) -> int:
         )
     trackers = ", ".join(dict.fromkeys((*recipe.tracking, "wandb")))
     overrides = [word for one in (*args.set, f"tracking=[{trackers}]") for word in ("--set", one)]
-    metric = recipe.task.metric
     sweep = {
         "name": recipe.name,
         "method": args.method,
-        "metric": {
-            "name": f"val/{metric.key}",
-            "goal": "minimize" if metric.lower_is_better else "maximize",
-        },
+        "metric": {"name": "val/top1", "goal": "maximize"},
         "parameters": parameters,
         "program": "largebatch",
         "command": [

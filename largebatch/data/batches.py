@@ -7,9 +7,9 @@ extend `Pipeline` know what a sample is.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Literal, Self
+from typing import Literal
 
 import numpy as np
 
@@ -45,11 +45,6 @@ class Pipeline(ABC):
         """Identity of the samples of each split."""
 
     @property
-    def files(self) -> Mapping[str, bytes]:
-        """Contents of the data files that a run folder keeps, by file name."""
-        return {}
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, by label; empty if errors are not listed by class."""
         return ()
@@ -64,19 +59,8 @@ class Pipeline(ABC):
         """Remarks about the data, logged at the start of a run."""
         return []
 
-    def require_same_labels(self, origin: Mapping[str, Any], *, source: str) -> None:  # noqa: B027
-        """Raise CheckpointError where a checkpoint was trained with labels of another meaning.
-
-        `origin` is what the checkpoint has of its data; `source` begins the message. The recipe
-        alone identifies the classes of images.
-        """
-
     def close(self) -> None:  # noqa: B027 -- most have nothing to release
         """Release the resources that stay open between passes over samples."""
-
-    def replica(self, plan: Plan, *, seed: int) -> Self:
-        """Return the pipeline of a replica, whose batches belong to this worker alone."""
-        return replace(self, seed=seed, plan=plan, rank=0)
 
     @abstractmethod
     def training(self, steps: range, *, clean: bool) -> Batches:
@@ -103,10 +87,6 @@ class Pipeline(ABC):
     def validation(self) -> Batches:
         """Yield this worker's share of the validation samples, which may be empty."""
         return self.clean("val", self._dealt(self.evaluated_samples, size=self.plan.device_batch))
-
-    @abstractmethod
-    def test(self) -> Batches:
-        """Yield this worker's share of the test data; raise DataError if there is none."""
 
     def statistics(self, num_samples: int) -> Batches:
         """Yield this worker's share of the first `num_samples` of the training order, clean.

@@ -31,7 +31,6 @@ class Stream(enum.IntEnum):
     NOISE = 3
     PATTERN = 4
     HELD_OUT = 5
-    REPLICA = 6
     VALIDATION = 7
     COMPUTE_TIME = 8
     FIRST_FLIP = 9
@@ -46,12 +45,6 @@ def random_words(
     counter = np.array([block, part, 0, 0], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(num_blocks * WORDS_PER_BLOCK)
     return words.reshape(num_blocks, WORDS_PER_BLOCK)
-
-
-def replica_seed(seed: int, replica: int) -> int:
-    """Return the seed of one replica of a run: for its own order, crops and dropout."""
-    words = random_words(seed, Stream.REPLICA, block=replica, num_blocks=1)
-    return int(words[0, 0] >> np.uint64(1))
 
 
 def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:

@@ -150,13 +150,6 @@ class ImagePipeline(Pipeline):
         size, resize = self.data.image_size, self.data.eval_resize
         return clean_request(index, samples, image_size=size, resize=resize)
 
-    def test(self) -> Batches:
-        """Raise DataError: image data has no test split."""
-        raise DataError(
-            f"--test: images have only training and validation data; data.source is "
-            f"{self.data.source}"
-        )
-
 
 def open_images(
     recipe: Recipe,
@@ -176,7 +169,7 @@ def open_images(
     the folder does not match the recipe, MissingPackageError if the decoder is not installed,
     RecipeError if the recipe has no images.
     """
-    data, execution = recipe.images, recipe.execution
+    data, execution = recipe.data, recipe.execution
     if folder is not None and data.source != "folder":
         raise DataError(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"

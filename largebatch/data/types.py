@@ -21,10 +21,10 @@ class Batch(NamedTuple):
     """One device batch, on the worker's device."""
 
     images: Tensor
-    """float32, N x C x H x W, normalised; or token ids, int64, N x T."""
+    """float32, N x C x H x W, normalised."""
 
     labels: Tensor
-    """int64, N; N x T for text."""
+    """int64, N."""
 
 
 Batches = Generator[Batch, None, None]

@@ -17,12 +17,10 @@ from largebatch.models.cifar_quick import CifarQuick
 from largebatch.models.cifar_resnet import DEPTHS, CifarResNet
 from largebatch.models.cifar_resnet9 import CifarResNet9
 from largebatch.models.lenet5 import LeNet5
-from largebatch.models.lstm import LSTM
 
 _OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
     "lenet5": (LeNet5, {}),
     "cifar_quick": (CifarQuick, {}),
-    "lstm": (LSTM, {}),
     "cifar_resnet9": (CifarResNet9, {}),
     "airbench": (Airbench, {}),
     **{f"cifar_resnet{depth}": (CifarResNet, {"depth": depth}) for depth in DEPTHS},
@@ -45,8 +43,6 @@ def build(
     head_std: float | None = None,
 ) -> nn.Module:
     """Build a model of this package, timm or torchvision: N x 3 x H x W to N x num_classes.
-
-    `lstm` maps N x T words to N x T x num_classes.
 
     The weights are newly initialised. `arguments` are passed to the model's constructor; `head_std`
     draws the classifier from N(0, head_std) with zero bias. Raises RecipeError for an unknown name

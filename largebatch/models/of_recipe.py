@@ -1,6 +1,6 @@
 """The model of a recipe: built from its seed, checked before training, compiled if requested."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from largebatch.models.compiled import compile_model
 from largebatch.models.fusion import pair
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.task import Sample
 
 
 def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
@@ -78,26 +77,21 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
-def require_accepted(recipe: Recipe, image_sizes: Collection[int] = ()) -> None:
-    """Raise RecipeError unless the recipe's model returns scores for every label of a sample.
+def require_accepted(recipe: Recipe, image_sizes: Collection[int]) -> None:
+    """Raise RecipeError unless the recipe's model takes images of these sizes.
 
-    Images are tried in `image_sizes`; samples with one label are not tried in their usual size.
     Only shapes are computed, which needs no memory and no arithmetic.
     """
-    if image_sizes:
-        samples = [recipe.data.sample(size) for size in sorted(image_sizes)]
-        key, advice = "data.resolution", "leave that size out or choose another model"
-    elif recipe.data.sample().labels:
-        samples, key, advice = [recipe.data.sample()], "model.name", "choose another model"
-    else:
+    if not image_sizes:
         return
     with torch.device("meta"), torch.no_grad():
         model = model_without_memory(recipe).eval()
-        for sample in samples:
-            reason = _refusal(model, sample, num_classes=recipe.data.classes)
+        for size in sorted(image_sizes):
+            reason = _refusal(model, size, num_classes=recipe.data.classes)
             if reason:
                 raise RecipeError(
-                    f"{key}: {recipe.model.name} does not take {sample.name} ({reason}); {advice}"
+                    f"data.resolution: {recipe.model.name} does not take images of {size} x {size} "
+                    f"({reason}); leave that size out or choose another model"
                 )
 
 
@@ -122,16 +116,12 @@ def _set_span(model: nn.Module, recipe: Recipe) -> None:
         raise RecipeError(f"batch.bn_span: {recipe.model.name} has no BatchNorm; make it null")
 
 
-def _refusal(model: nn.Module, sample: Sample, *, num_classes: int) -> str:
-    """Return why a model does not take two such samples; empty if it does."""
-    expected = (2, *sample.labels, num_classes)
-    dtype = torch.float32 if sample.limit is None else torch.int64
+def _refusal(model: nn.Module, size: int, *, num_classes: int) -> str:
+    """Return why a model does not take two images of this side; empty if it does."""
     try:
-        found = model(torch.zeros((2, *sample.shape), dtype=dtype)).shape
+        found = model(torch.zeros(2, 3, size, size)).shape
     except Exception as error:  # a model of the user's own raises all kinds
         return clip(" ".join(str(error).split()), 200)
-    return "" if found == expected else f"it makes {_shown(found)}, expected {_shown(expected)}"
-
-
-def _shown(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+    if found == (2, num_classes):
+        return ""
+    return f"it makes {' x '.join(map(str, found))}, expected 2 x {num_classes}"

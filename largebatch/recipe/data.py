@@ -1,11 +1,10 @@
-"""The section `data` for images; that for a text is in `text`."""
+"""The section `data`: the images."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section, Seed
-from largebatch.recipe.task import Sample
 
 MAX_SIDE = 4096
 """Side of the largest image in pixels; in fp32 one takes 200 MB."""
@@ -106,16 +105,6 @@ class Data(Section):
     def val_split(self) -> int:
         """Number of images that an evaluation measures."""
         return self.held_out.samples if self.held_out else self.val_samples
-
-    @property
-    def val_labels(self) -> int:
-        """Number of labels in an evaluation: one for each image."""
-        return self.val_split
-
-    def sample(self, image_size: int | None = None) -> Sample:
-        """Return the shapes of an image with this side; None: `image_size`."""
-        side = image_size or self.image_size
-        return Sample(f"images of {side} x {side}", (3, side, side))
 
     @model_validator(mode="after")
     def _only_the_last_size_is_open(self) -> Self:

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from largebatch.errors import RecipeError
 from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import Execution
@@ -28,11 +27,6 @@ from largebatch.recipe.section import (
     Seed,
     Updates,
 )
-from largebatch.recipe.task import IMAGES, Task
-from largebatch.recipe.text import TEXT, Text
-
-TASKS: dict[str, Task] = {"text": TEXT}
-"""Tasks by `data.source`; all other sources have IMAGES."""
 
 
 class Loss(Section):
@@ -182,7 +176,7 @@ class Keys(Section):
     duration: Duration
     """Length of the training, clean epochs included."""
 
-    data: Annotated[Data | Text, Field(discriminator="source")]
+    data: Data
     model: Model
     batch: BatchSizes
     optimizer: Annotated[
@@ -223,24 +217,6 @@ class Keys(Section):
     def _one_word_is_a_list(cls, value: object) -> object:
         words = [value] if isinstance(value, str) else value
         return tuple(words) if isinstance(words, list) else words
-
-    @property
-    def images(self) -> Data:
-        """The section of the images; RecipeError where the data is something else."""
-        if not isinstance(self.data, Data):
-            source, samples = self.data.source, self.data.sample().name
-            raise RecipeError(f"data.source: {source}: {self.name} has {samples}, no images")
-        return self.data
-
-    @property
-    def reads_folder(self) -> bool:
-        """True if the data are files, for which `train` needs --data."""
-        return self.data.source in {"folder", "text"}
-
-    @property
-    def task(self) -> Task:
-        """The nouns and metrics of the data."""
-        return TASKS.get(self.data.source, IMAGES)
 
     @property
     def train_samples(self) -> int:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.section import Batch, Duration, Positive, Samples, Section
+from largebatch.recipe.section import Duration, Positive, Samples, Section
 
 
 class SWA(Section):
@@ -20,24 +20,6 @@ class SWA(Section):
     every: Duration
     """Interval between two weights of the mean; the last ones are those at the end of the schedule.
     In epochs only if the batch does not change within `over`."""
-
-
-class SWAP(Duration):
-    """Replicas of the model, each trained alone, and their mean (arXiv:2001.02312, phase 3).
-
-    They start from the same weights and train on augmented images, each in its own order, by SGD
-    with the optimizer's momentum and weight decay and no trust ratio. The length is that of each.
-    """
-
-    replicas: Annotated[int, Field(ge=2, le=4096)]
-    """Number of replicas; workers train them side by side, and in turns where there are fewer
-    workers."""
-
-    batch: Batch
-    """Samples in one update of a replica: a small batch."""
-
-    lr: Positive
-    """Learning rate of the first update; it falls to zero along half a cosine."""
 
 
 class Affine(Duration):
@@ -78,10 +60,6 @@ class Polish(Section):
     """At the end of the schedule this mean of weights and running statistics becomes the model; in
     place of ema, and with statistics after it. null: none."""
 
-    swap: SWAP | None = None
-    """At the end of the schedule the mean of replicas that were trained alone becomes the model,
-    with statistics after it. null: none."""
-
     affine: Affine | None = None
     """More updates on clean images after the schedule, in which only BatchNorm's scales and
     shifts and the classifier move, by SGD: with the optimizer's momentum, its weight decay on the
@@ -102,11 +80,11 @@ class Polish(Section):
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
-        stages = (self.clean, self.ema, self.swa, self.swap, self.affine, self.statistics)
+        stages = (self.clean, self.ema, self.swa, self.affine, self.statistics)
         if not any(stages):
             raise ValueError(
-                "give at least one of clean, ema, swa, swap, affine and statistics; without "
-                "polishing, leave polish out"
+                "give at least one of clean, ema, swa, affine and statistics; without polishing, "
+                "leave polish out"
             )
         return self
 
@@ -114,12 +92,10 @@ class Polish(Section):
     def _averages_are_measured(self) -> Self:
         if self.ema is not None and self.swa is not None:
             raise ValueError("ema and swa would each become the model: give one of the two")
-        for name, average in (("swa", self.swa), ("swap", self.swap)):
-            if average is not None and self.statistics is None:
-                raise ValueError(
-                    f"{name} needs statistics: the running statistics of an average belong to "
-                    "other weights"
-                )
+        if self.swa is not None and self.statistics is None:
+            raise ValueError(
+                "swa needs statistics: the running statistics of an average belong to other weights"
+            )
         return self
 
     @model_validator(mode="after")

@@ -308,40 +308,6 @@ class Piecewise(Section):
         return self
 
 
-class Plateau(Section):
-    """Change the level of the rate after several evaluations without improvement."""
-
-    metric: Literal["loss", "top1"] = "loss"
-    """Metric of the evaluations during the run, on the validation images."""
-
-    levels: Annotated[tuple[Positive, ...], Field(min_length=2, max_length=100)] = (1.0, 0.1, 0.01)
-    """Factors of the policy's rate; one of them applies at a time."""
-
-    patience: Annotated[int, Field(ge=0, le=1_000_000)] = 2
-    """Evaluations in a row without improvement after which the next one changes the level."""
-
-    threshold: NonNegative = 0.0
-    """An evaluation is an improvement if it is better than the best one by more than this."""
-
-    cooldown: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Evaluations after a change that do not count as without improvement."""
-
-    back_until: Share = 0.0
-    """Share of the run before which a plateau changes to the previous level, and after which to the
-    next; 0.8 in LRBench's ChangeLROnPlateau."""
-
-    first: Annotated[int, Field(ge=0)] = 0
-    """Number of the level at the start, counted from 0."""
-
-    @model_validator(mode="after")
-    def _first_is_a_level(self) -> Self:
-        if self.first >= len(self.levels):
-            raise ValueError(
-                f"first ({self.first}) must be one of the {len(self.levels)} levels, counted from 0"
-            )
-        return self
-
-
 class Schedule(Section):
     """The learning rate: a linear warm-up, then a policy."""
 
@@ -357,9 +323,6 @@ class Schedule(Section):
 
     decay: Annotated[Simple | Piecewise, Field(discriminator="kind")]
     """The policy: the rate after the warm-up."""
-
-    plateau: Plateau | None = None
-    """Changes of the policy's rate when a metric stops improving; null: none."""
 
     first_step: Literal[0, 1] = 0
     """The number of the first update; MLPerf's reference counts from 1."""

@@ -8,17 +8,13 @@ from collections.abc import Iterator
 
 from largebatch.recipe.keys import Keys
 from largebatch.recipe.optimizers import ScheduleFree
-from largebatch.recipe.section import MAX_SAMPLES
-from largebatch.recipe.text import LANGUAGE_MODEL, Text
 
 
 def find_conflicts(recipe: Keys) -> Iterator[str]:
     """Yield every conflict between the sections of a recipe; none if it is valid."""
     for rule in (
-        _text,
         _samples,
         _protocol,
-        _plateau,
         _polish,
         _schedule_free,
         _cache,
@@ -27,35 +23,6 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
         _smoothing,
     ):
         yield from rule(recipe)
-
-
-def _text(recipe: Keys) -> Iterator[str]:
-    """Yield settings that do not fit the kind of data: images or text."""
-    data, model, execution = recipe.data, recipe.model, recipe.execution
-    if not isinstance(data, Text):
-        if model.name == LANGUAGE_MODEL:
-            yield f"model.name: {LANGUAGE_MODEL} reads words: it needs data.source: text"
-        return
-    if data.train_samples > MAX_SAMPLES:
-        yield (
-            f"data.window ({data.window}) cuts the text into {data.train_samples:,} samples, "
-            f"expected at most {MAX_SAMPLES:,}: give longer windows"
-        )
-    if model.name == LANGUAGE_MODEL and recipe.batch.bn_span is not None:
-        yield f"batch.bn_span: {LANGUAGE_MODEL} has no BatchNorm; make it null"
-    if model.name == LANGUAGE_MODEL and recipe.polish is not None:
-        yield f"polish is for models with BatchNorm, and {LANGUAGE_MODEL} has none: leave it out"
-    for_images = {
-        "execution.decoder": execution.decoder,
-        "execution.reads": execution.reads,
-        "execution.cache": execution.cache,
-        "execution.memory_format": execution.memory_format,
-        "evaluation.views": recipe.evaluation.views if recipe.evaluation.views > 1 else None,
-        "tracking: mlperf": "mlperf" in recipe.tracking or None,
-    }
-    for key, value in for_images.items():
-        if value is not None:
-            yield f"{key} is for images, and data.source is text: leave it out"
 
 
 def _samples(recipe: Keys) -> Iterator[str]:
@@ -137,28 +104,12 @@ def _synchronous_settings(recipe: Keys) -> dict[str, bool]:
         "execution.decoder: dali": recipe.execution.decoder == "dali",
         "polish.ema": polish is not None and polish.ema is not None,
         "polish.swa": polish is not None and polish.swa is not None,
-        "polish.swap": polish is not None and polish.swap is not None,
     }
 
 
-def _plateau(recipe: Keys) -> Iterator[str]:
-    if recipe.schedule.plateau is not None and recipe.evaluation.every_epochs is None:
-        yield "schedule.plateau reads the evaluations on the way: give evaluation.every_epochs"
-
-
 def _polish(recipe: Keys) -> Iterator[str]:
-    """Yield what Final Polishing lacks: BatchNorm, and whole spans in the batches of replicas."""
-    polish, span = recipe.polish, recipe.batch.bn_span
-    if polish is None:
-        return
-    if span is None:
-        if recipe.model.name != LANGUAGE_MODEL:  # which `_text` reports
-            yield "polish is for models with BatchNorm: give batch.bn_span too"
-    elif polish.swap is not None and polish.swap.batch % span:
-        yield (
-            f"polish.swap.batch ({polish.swap.batch}) must be a multiple of batch.bn_span "
-            f"({span}), the samples that share BatchNorm statistics"
-        )
+    if recipe.polish is not None and recipe.batch.bn_span is None:
+        yield "polish is for models with BatchNorm: give batch.bn_span too"
 
 
 def _schedule_free(recipe: Keys) -> Iterator[str]:
@@ -170,11 +121,6 @@ def _schedule_free(recipe: Keys) -> Iterator[str]:
         yield (
             "optimizer.kind: schedule-free averages its weights instead of lowering the rate; "
             f"schedule.decay must be {{kind: constant}}, got {recipe.schedule.decay.kind}"
-        )
-    if recipe.schedule.plateau is not None:
-        yield (
-            "optimizer.kind: schedule-free averages its weights instead of lowering the rate: "
-            "leave schedule.plateau out"
         )
     for key in ("ema", "swa"):
         if polish is not None and getattr(polish, key) is not None:

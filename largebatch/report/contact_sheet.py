@@ -240,7 +240,7 @@ def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
 
 def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     """Draw classes below each other, stages side by side, with a line below on what was done."""
-    size = _Lengths(recipe.images.image_size)
+    size = _Lengths(recipe.data.image_size)
     text, note = font(size.text), font(size.note)
     groups = _groups(shown, recipe, plan)
     facts = [*_facts(groups, recipe), *describe_unnamed(shown)]
@@ -265,7 +265,7 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
         above = size.head - size.space
         pen.text((left, above - size.text), group.name, group.colour, text, anchor="ls")
         pen.text((left, above), group.note, MUTED, note, anchor="ls")
-        _paste(sheet, group.rows, recipe.images, left=left)
+        _paste(sheet, group.rows, recipe.data, left=left)
     for line, fact in enumerate(facts):
         pen.text((size.margin, bottom + line * size.line), fact, MUTED, text, anchor="lt")
     return sheet
@@ -297,7 +297,7 @@ def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:
 
 def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
     """Describe the augmentation, and check the mean and deviation of the normalised values."""
-    data = recipe.images
+    data = recipe.data
     crops = clean = "whole images"
     if data.crop_area is not None:
         (small, large), (narrow, wide) = data.crop_area, data.crop_aspect

@@ -55,6 +55,10 @@ RECOVERED = 0.9
 WEAK_CLASS = 1 / 3
 """Fraction of the run's top-1 below which a class is weak."""
 
+FIT = 0.5
+"""Share of the loss of guessing below which the training loss of a good run ends: above what label
+smoothing alone leaves; random crops leave more."""
+
 WEAK_IMAGES = 0.05
 """Fraction of the validation images that weak classes must hold together, because of many classes
 a few are always hard."""
@@ -249,7 +253,7 @@ def _never_fits(it: Judged) -> Numbers | None:
     run = it.run
     if not run.normalised or not run.classes or not np.isfinite(run.val_loss).any() or _rose(run):
         return None
-    limit, lowest = run.fit * run.chance, float(np.nanmin(run.val_loss))
+    limit, lowest = FIT * run.chance, float(np.nanmin(run.val_loss))
     if not (run.end - run.floor < limit / 2 and lowest > limit):
         return None
     return {"lowest": lowest, "end": run.end, "guess": _guess(run)}
@@ -319,14 +323,14 @@ def _gap(it: Judged) -> Numbers | None:
         return None
     recorded, end = run.run.last_gap if run.run else None, float(run.val_loss[-1])
     gap = recorded.gap if recorded else end - max(0.0, run.end - run.floor)
-    if not (run.end - run.floor < run.fit * run.chance and gap > GAP * run.chance):
+    if not (run.end - run.floor < FIT * run.chance and gap > GAP * run.chance):
         return None
     training = recorded.loss if recorded else run.end
     return {"end": end, "training": training, "guess": _guess(run), "regularise": _regularise(run)}
 
 
 def _is_underfit(run: Record) -> bool:
-    return run.end - run.floor > run.fit * run.chance
+    return run.end - run.floor > FIT * run.chance
 
 
 def _underfit(it: Judged, *, few: bool) -> Numbers | None:

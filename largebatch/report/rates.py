@@ -100,11 +100,6 @@ def remarks(drawn: Sequence[Rates]) -> list[str]:
             f"LARS has {len(conventions)} conventions here, in which a rate acts differently: "
             f"{', '.join(conventions)}."
         )
-    if any(each.recipe.schedule.plateau for each in drawn):
-        found.append(
-            "* schedule.plateau reads the evaluations of the run: this is the rate before any "
-            "change."
-        )
     return found
 
 
@@ -158,9 +153,8 @@ def _legend(each: Rates) -> str:
     course, plan = each.course, each.course.plan
     last = plan.batch_at(len(course.rates) - 1)
     batch = f"{plan.global_batch:,}" + (f" to {last:,}" if last != plan.global_batch else "")
-    star = " *" if each.recipe.schedule.plateau else ""
     epochs = f"{course.epoch(len(course.rates)):.4g}"
-    return f"{each.label}{star}: batch {batch}, {epochs} epochs, {each.optimizer}"
+    return f"{each.label}: batch {batch}, {epochs} epochs, {each.optimizer}"
 
 
 def _scale(axes: "Axes", peaks: Sequence[float]) -> None:

@@ -113,9 +113,6 @@ class Record:
     floor: float = 0.0
     """The training loss that label smoothing alone leaves, in nats."""
 
-    fit: float = 0.5
-    """Share of the loss of guessing below which the training loss of a good run ends."""
-
     batch: int | None = None
     warmup: int | None = None
     """Updates of the warm-up; None: until the highest rate."""

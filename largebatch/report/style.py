@@ -34,11 +34,10 @@ COLOURS = {
     "clean": "#b85c00",
     "ema": "#7a6a00",
     "swa": "#6250c4",
-    "swap": "#8b5530",
     "affine": "#a8477f",
     "statistics": "#008060",
 }
-"""Blue, orange, olive, violet, brown, purple and bluish green; the markers tell apart what colours
+"""Blue, orange, olive, violet, purple and bluish green; the markers tell apart what colours
 may not."""
 
 LOW, HIGH = "#2a62b0", "#bb3326"
@@ -49,7 +48,6 @@ MARKERS = {
     "clean": "s",
     "ema": "^",
     "swa": ">",
-    "swap": "<",
     "affine": "v",
     "statistics": "D",
 }
@@ -75,7 +73,6 @@ DARK = {
     "clean": "#f0a04b",
     "ema": "#d2c04a",
     "swa": "#ab9dff",
-    "swap": "#cf9a74",
     "affine": "#e593c4",
     "statistics": "#4cc9a4",
     "low": "#6aa5ff",

@@ -17,7 +17,6 @@ from torch import nn
 from largebatch.data.batches import Pipeline
 from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import open_images
-from largebatch.data.text.pipeline import open_text
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -27,13 +26,11 @@ from largebatch.errors import MissingPackageError, PlanError
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, prepare_training
 from largebatch.recipe.arithmetic.division import may_split
-from largebatch.recipe.arithmetic.plan import Plan, measuring_plan, plan_run
-from largebatch.recipe.data import Data
+from largebatch.recipe.arithmetic.plan import measuring_plan, plan_run
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.recipe.text import Text
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_affine, build_criterion, build_replica, build_state
+from largebatch.runs.state import build_affine, build_criterion, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, LOG, Tracker
 from largebatch.tracking.log import record
@@ -52,24 +49,6 @@ _SPIN = (
     "PyTorch's threads spin while they wait for each other, and on a busy machine a run takes "
     "several times as long: import run from largebatch before torch, or set OMP_WAIT_POLICY=PASSIVE"
 )
-
-
-def open_pipeline(
-    recipe: Recipe,
-    plan: Plan,
-    backend: Backend,
-    *,
-    folder: Path | None,
-    dataset: str | None = None,
-) -> Pipeline:
-    """Open the samples that a recipe names; raises as open_images and open_text."""
-    match recipe.data:
-        case Data():
-            return open_images(recipe, plan, backend, folder=folder, dataset=dataset)
-        case Text():
-            return open_text(recipe, plan, backend, folder=folder, dataset=dataset)
-        case _:
-            assert_never(recipe.data)
 
 
 @contextmanager
@@ -126,9 +105,7 @@ def open_trainer(
         model = build_model(recipe, backend.device)
         if not measuring:
             prepare_training(model, recipe, plan, backend.device)
-        pipeline = open_pipeline(
-            recipe, plan, backend, folder=options.data, dataset=options.dataset
-        )
+        pipeline = open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
         if backend.rank == 0 and not measuring:  # worker 0 sends its weights to the others
             _init_from_images(model, pipeline)
         share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
@@ -155,7 +132,6 @@ def open_trainer(
                 spans=Spans(model, group, sync_workers=plan.sync_workers),
                 state=state,
                 build_affine=affine,
-                build_replica=partial(build_replica, here, plan, model),
                 trackers=trackers,
                 emit=emit,
                 step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),

@@ -1,11 +1,13 @@
 """Evaluate or polish a checkpoint after its run, or compare ways to polish it."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+from torch import Tensor
 
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
@@ -14,7 +16,6 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.recipe.task import Task
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import check_folder
@@ -86,7 +87,7 @@ def with_updates(recipe: Recipe, *, epochs: float, lr: float | None) -> Recipe:
     """
     assert recipe.polish is not None
     changes = {
-        **dict.fromkeys(("clean", "ema", "swa", "swap")),
+        **dict.fromkeys(("clean", "ema", "swa")),
         "affine": Affine(epochs=epochs, lr=lr or _small_lr(recipe)),
     }
     polish = recipe.polish.model_copy(update=changes)  # held-out images stay held out
@@ -162,33 +163,31 @@ class Evaluated(NamedTuple):
     step: int
     """Number of updates before it."""
 
-    task: Task
     metrics: Metrics
     training: Metrics | None
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
-    test: Metrics | None = None
-    """Metrics on the test data; None if not requested."""
-
 
 def evaluate_checkpoint(
-    path: Path, options: Options, *, training: bool = False, test: bool = False
+    path: Path,
+    options: Options,
+    *,
+    training: bool = False,
+    each: Callable[[Tensor, Tensor], object] = lambda *_: None,
 ) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data.
 
-    `training` also measures it on its training data, `test` on its test data.
+    `training` also measures it on its training data. `each` is called with the scores and labels
+    of every validation batch of this worker.
     """
     path, checkpoint = _load(path, options)
     checked = checksum(checkpoint.state["model"])
-    asked = {"--training": training, "--test": test}
-    facts = {"command": "evaluate", "checkpoint": checked, **asked}
+    facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
         restore(trainer, checkpoint, source=str(path))
-        found = trainer.measure()
+        found = trainer.measure(each)
         on_training = trainer.measure_training() if training else None
-        on_test = trainer.measure_test() if test else None
-        updates, task = checkpoint.progress.updates, checkpoint.recipe.task
-        return Evaluated(path, updates, task, found, on_training, on_test)
+        return Evaluated(path, checkpoint.progress.updates, found, on_training)
 
 
 def polish_checkpoint(
@@ -205,7 +204,7 @@ def polish_checkpoint(
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts, measuring=True) as trainer:
-        begun = {**state, "stages": [], "ema": {}, "replicas": {}, "snapshot": {}}
+        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
         restore(trainer, replace(checkpoint, stages=[], state=begun))
         trainer.store_average()
         stage = current_stage(checkpoint, trainer.plan)

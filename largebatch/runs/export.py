@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from largebatch.data.datasets.own import import_own
-from largebatch.errors import CheckpointError, RecipeError
+from largebatch.errors import CheckpointError
 from largebatch.models import build, is_timms
 from largebatch.optional import require_onnx
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.task import IMAGES
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
@@ -39,7 +38,6 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     for module in imports:
         import_own(module)
     path, checkpoint = find_checkpoint(path)
-    _require_classifier(path, checkpoint)
     recipe = checkpoint.recipe
     model = build(
         recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
@@ -73,7 +71,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
 
 def timm_config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
     """Return timm's configuration of a model."""
-    data = recipe.images
+    data = recipe.data
     return {
         "architecture": recipe.model.name.partition(".")[0],
         "num_classes": data.classes,
@@ -90,14 +88,6 @@ def timm_config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
             "num_classes": data.classes,
         },
     }
-
-
-def _require_classifier(path: Path, checkpoint: Checkpoint) -> None:
-    if checkpoint.recipe.task is not IMAGES:
-        raise RecipeError(
-            f"{path}: export is for image classifiers, and data.source is "
-            f"{checkpoint.recipe.data.source}; use the files of the run folder"
-        )
 
 
 def loading_code(recipe: Recipe) -> tuple[str, str]:
@@ -154,7 +144,7 @@ each stage that has ended:
 
 def _describe_input(recipe: Recipe, classes: Sequence[str]) -> str:
     """Return a table of how an image is prepared, and the class of each output."""
-    data = recipe.images
+    data = recipe.data
     side, how = data.image_size, data.interpolation
     cut = f"the whole image, resized ({how})"
     if data.eval_resize:
@@ -174,7 +164,7 @@ def _describe_input(recipe: Recipe, classes: Sequence[str]) -> str:
 
 def _write_onnx(model: nn.Module, recipe: Recipe, path: Path) -> None:
     """Write the model for batches of any size."""
-    side = recipe.images.image_size
+    side = recipe.data.image_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's exporter uses what PyTorch deprecates
         torch.onnx.export(

@@ -52,7 +52,7 @@ def open_folder(
     cannot be written or another run writes to it, TrackerError if a tracker cannot be used.
     """
     recipe = trainer.recipe
-    console = Console(started=command_started(), task=recipe.task)
+    console = Console(started=command_started())
     trackers: list[Tracker] = [console, *open_trackers(trainer, folder, ids, resume=resume)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,6 @@ def open_folder(
             set_aside_damaged(folder / CHECKPOINTS, step=trainer.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
             write_whole(folder / RECIPE, dump_recipe(recipe).encode())
-            for name, content in trainer.pipeline.files.items():
-                write_whole(folder / name, content)
         except OSError as error:
             raise _unwritable(folder, error) from None
         trackers.insert(1, log)

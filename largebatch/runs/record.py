@@ -120,5 +120,4 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
         stages=tuple(state.stages),
         status=status,
-        **(trainer.recipe.task.recorded(last) if last else {}),
     )

@@ -7,18 +7,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.reducer import Reducer
-from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
 from largebatch.models import affine_parameters
 from largebatch.optim.rates import train_early
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
-from largebatch.runs.reduction import build_reducer, copies_gradients
+from largebatch.runs.reduction import build_reducer
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
-from largebatch.schedules.plateau import with_plateau
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.state import TrainState, Updater
@@ -36,19 +33,16 @@ def build_state(
 
     `keeps_gradients` is passed to build_reducer.
     """
-    schedule, plateau = build_schedule(recipe.schedule, plan), recipe.schedule.plateau
-    if plateau is not None:
-        schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
+    schedule = build_schedule(recipe.schedule, plan)
     reducer = build_reducer(recipe, plan, model, backend, keeps_gradients=keeps_gradients)
     optimizer = build_optimizer(recipe, model, backend)
     _train_early(optimizer, recipe, plan, model)
-    state = TrainState(
+    return TrainState(
         model=model,
         updater=Updater(optimizer, schedule, reducer),
         scaler=build_scaler(recipe, plan, backend),
         average=_build_average(recipe, plan, model),
     )
-    return state
 
 
 def _train_early(optimizer: Optimizer, recipe: Recipe, plan: Plan, model: nn.Module) -> None:
@@ -117,16 +111,3 @@ def build_affine(
     reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)
     optimizer = build_momentum_sgd(recipe, model, lr=lr)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
-
-
-def build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
-    """Build the updater of one replica of `polish.swap`, on this worker alone."""
-    assert recipe.polish is not None
-    assert recipe.polish.swap is not None
-    lr, own = recipe.polish.swap.lr, plan.replica
-    assert own is not None
-    fall = cosine(peak=lr, steps=own.steps)
-    alone = Serial(next(model.parameters()).device)
-    copies = copies_gradients(recipe, own, alone.device)
-    reducer = Reducer(model.named_parameters(), alone, divisor=1.0, copies=copies)
-    return Updater(build_momentum_sgd(recipe, model, lr=lr), fall, reducer)

@@ -13,7 +13,6 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from largebatch.formatting import three_digits
-from largebatch.recipe.task import IMAGES, Task
 from largebatch.tracking.events import (
     Decision,
     Evaluation,
@@ -48,11 +47,8 @@ class Console:
     `started` is the start of the command, in seconds since 1970.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, *, started: float | None = None, task: Task = IMAGES
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, *, started: float | None = None) -> None:
         self._started = started
-        self._task = task
         self._console = _Screen(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._bar_task: Any = None
@@ -70,12 +66,12 @@ class Console:
                 self._show_step(event)
             case Evaluation():
                 self._console.print(
-                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  {self._task.line(event)}  "
-                    f"val loss {event.loss:.4f}"
+                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
+                    f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  val loss {event.loss:.4f}"
                 )
             case GeneralizationGap():
                 self._console.print(
-                    f"{event.stage:>10}  training {self._task.data}  top-1 {event.top1:7.2%}  "
+                    f"{event.stage:>10}  training images  top-1 {event.top1:7.2%}  "
                     f"loss {event.loss:.4f}  generalization gap {event.gap:+.4f}"
                 )
             case Note():
@@ -84,7 +80,7 @@ class Console:
                 self._console.print(
                     f"{event.stage:>10}  {'kept' if event.kept else 'rolled back'}: top-1 "
                     f"{event.before:.2%} -> {event.after:.2%} on {event.samples:,} "
-                    f"training {self._task.samples} held out"
+                    f"training images held out"
                 )
             case Finish():
                 self._finish(event.summary)

@@ -24,7 +24,7 @@ RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", 
 REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
 """Names of the files of a run folder."""
 
-StageName = Literal["train", "clean", "ema", "swa", "swap", "affine", "statistics"]
+StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]
 """The stages of a run, in their order."""
 
 Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]
@@ -154,21 +154,11 @@ class Evaluation(_StageEvent):
     top5: float
     loss: Measured
     samples: int
-    average_confidence: Measured = math.nan
-    confidence_deviation: Measured = math.nan
-    class_confidence_deviation: Measured = math.nan
-    classes_never_correct: int | None = None
-    perplexity: float | None = None
-    """Perplexity, recorded for text; see `Metric.is_recorded`."""
-
     seconds: float = math.nan
 
 
-METRICS = (
-    *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
-    *("class_confidence_deviation", "perplexity"),
-)
-"""Names of the numbers of an evaluation that trackers plot; those that are None are left out."""
+METRICS = ("top1", "top5", "loss")
+"""Names of the numbers of an evaluation that trackers plot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +201,6 @@ class Mistakes(_StageEvent):
 
     losses: tuple[Measured, ...]
     """Losses of the worst samples."""
-
-    confidences: tuple[Measured, ...] = ()
-    """Mean confidence of the correct images by class, NaN without any; not in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,8 +322,7 @@ class StageResult:
     top1: float
     top5: float
     loss: Measured
-    perplexity: float | None = None
-    """Metrics after the stage, even if it was rolled back; perplexity is recorded for text."""
+    """Metrics after the stage, even if it was rolled back."""
 
     before: Accuracy | None = None
     """Accuracy after the last stage that was kept; null for the first stage."""
@@ -385,8 +371,7 @@ class Summary:
     top1: float | None
     top5: float | None
     loss: Measured | None
-    perplexity: float | None = None
-    """Metrics after the last stage that was kept; perplexity is recorded for text."""
+    """Metrics after the last stage that was kept."""
 
     weights_sha256: str | None = None
     """SHA-256 of the initial weights, as in Start."""

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from largebatch.training.evaluation import ClassMetrics, Metrics, evaluate
+    from largebatch.training.evaluation import Metrics, evaluate
 
-__all__ = ["ClassMetrics", "Metrics", "evaluate"]
+__all__ = ["Metrics", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 -- the signature Python gives it (PEP 562)

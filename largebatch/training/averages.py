@@ -1,4 +1,4 @@
-"""Averages of a model's weights: EMA and SWA, updated while it trains, and the mean of replicas.
+"""Averages of a model's weights: EMA and SWA, updated while it trains.
 
 EMA moves after every update: ema = decay * ema + (1 - decay) * model. After the first update it is
 the model, so it contains nothing of the initial weights (arXiv:1512.00567, section 8, evaluates
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-
-from largebatch.distributed.backend import Group
 
 
 class _Average:
@@ -110,45 +108,6 @@ class SWA(_Average):
 
     def _move(self, skipped: Tensor | None) -> None:  # noqa: ARG002 -- EMA's needs it
         torch._foreach_lerp_(self._averages, self._live, 1 / self.num_models)
-
-
-class ReplicaMean:
-    """The mean of replicas that are trained in sequence or on several workers at a time.
-
-    The sum is in float64, so that its order makes no difference in fp32.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._live = averaged(model)
-        self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._live]
-        self.num = 0
-        """Number of replicas in the mean."""
-
-    @torch.no_grad()
-    def add(self, workers: Group, *, num: int) -> None:
-        """Add the models that the first `num` workers hold."""
-        own = [tensor.double() * (workers.rank < num) for tensor in self._live]
-        for work in [workers.all_reduce(tensor) for tensor in own]:
-            work.wait()
-        torch._foreach_add_(self._sums, own)
-        self.num += num
-
-    @torch.no_grad()
-    def store(self) -> None:
-        """Copy the mean into the model."""
-        torch._foreach_copy_(self._live, torch._foreach_div(self._sums, self.num))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tensors themselves, for a checkpoint."""
-        return {"num": self.num, "sums": {str(n): each for n, each in enumerate(self._sums)}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint; raise ValueError if it is of another model."""
-        sums = [*state["sums"].values()]
-        if [each.shape for each in sums] != [each.shape for each in self._sums]:
-            raise ValueError("the sums over replicas have other shapes than the model")
-        torch._foreach_copy_(self._sums, sums)
-        self.num = int(state["num"])
 
 
 def averaged(model: nn.Module) -> list[Tensor]:

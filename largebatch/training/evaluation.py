@@ -2,16 +2,10 @@
 
 Each worker counts over its own share, which may be empty. Counts are summed over batches and
 workers. Means of batch means and samplers that pad would give wrong results.
-
-The confidence of a sample is the highest probability that the model gives to a class. Its mean and
-deviation are defined as in LRBench (arXiv:1908.06477). For a very confident model the deviation is
-small compared with the mean, and a sum of squares would lose it even in float64. So each class has
-the sum and the squared deviations from its own mean, which can be merged exactly (`_about`).
 """
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,22 +27,8 @@ from largebatch.models.wrappers import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassMetrics:
-    """Metrics of each class: columns, by class number."""
-
-    samples: tuple[int, ...]
-    correct: tuple[int, ...]
-    average_confidence: tuple[float, ...]
-    """Mean confidence over the correct samples of a class; NaN where none is correct."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Accuracy and confidence over all samples of all workers.
-
-    Standard deviations divide by the number of samples, as in LRBench's code: the samples are the
-    whole population.
-    """
+    """Accuracy and loss over all samples of all workers."""
 
     top1: float
     """Fraction of samples whose label has the highest score, 0 .. 1. If samples have several
@@ -61,22 +41,6 @@ class Metrics:
     """Mean cross-entropy, without label smoothing."""
 
     samples: int
-
-    average_confidence: float
-    """AC: mean confidence over the correct samples; NaN where none is correct."""
-
-    confidence_deviation: float
-    """CD: standard deviation of the confidence over the correct samples; NaN if none is correct."""
-
-    class_confidence_deviation: float
-    """CDAC: standard deviation of AC over the classes. Classes without a correct sample are left
-    out; NaN if all are."""
-
-    classes_never_correct: int | None
-    """Number of classes that have samples, none of them correct. If samples have several labels,
-    this is None and the confidences are NaN: most classes never have the highest score there."""
-
-    by_class: ClassMetrics
 
 
 @torch.no_grad()
@@ -137,29 +101,19 @@ def evaluate(
     return tally.metrics()
 
 
-_SAMPLES, _CORRECT, _TOP5, _LOSS, _CONFIDENCE, _SQUARES = range(6)
-"""Rows of a table with a column for each class: number of samples, of correct ones, and of those
-whose label is among the five highest scores; sum of the losses; over the correct samples, sum of
-the confidences and of their squared deviations from the mean of the class."""
-
-
 class _Tally:
-    """Counts in float64, where integers below 2**53 are exact; nothing waits until `sum`.
-
-    Memory grows with the number of classes, not of samples.
-    """
+    """Counts in float64, where integers below 2**53 are exact; nothing waits until `sum`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._table = torch.zeros(6, 0, dtype=torch.float64, device=device)
-        """Table of counts; it has no columns until the first batch gives the number of classes."""
+        self._table = torch.zeros(4, 0, dtype=torch.float64, device=device)
+        """By class: samples, correct ones, those whose label is among the five highest scores, and
+        the sum of the losses. It has no columns until the first batch."""
 
-        self._several_labels = False
         self._outside, self._limits = torch.zeros(3, dtype=torch.int64, device=device).split([1, 2])
         """Number of labels that are not classes; the smallest of these and the largest, or 0."""
 
     def add(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Count one batch; return its labels, those that are not classes moved to one."""
-        self._several_labels = labels.ndim > 1
         within = labels.clamp(0, logits.shape[-1] - 1)
         outside = labels.where(within != labels, 0).flatten()
         self._outside = self._outside + outside.count_nonzero()
@@ -169,27 +123,19 @@ class _Tally:
 
     def _count(self, logits: Tensor, labels: Tensor) -> None:
         if not self._table.shape[1]:
-            self._table = self._table.new_zeros(6, logits.shape[1])
-        best = _best(_at_least_fp32(logits)).eq(labels.unsqueeze(1))
-        correct = best[:, 0]
-        log_probabilities = logits.double().log_softmax(1)
-        loss = F.nll_loss(log_probabilities, labels, reduction="none")
-        confidence = log_probabilities.amax(1).exp().where(correct, 0.0)
-        rows = torch.stack([torch.ones_like(loss), correct, best.any(1), loss, confidence])
-        sums = self._table[:_SQUARES].index_add(1, labels, rows)
-        means = _means(sums)
-        deviations = (confidence - means[labels]).where(correct, 0.0)
-        squares = _about(means, self._table).index_add(0, labels, deviations.square())
-        self._table = torch.cat([sums, squares.unsqueeze(0)])
+            self._table = self._table.new_zeros(4, logits.shape[1])
+        best = five_best(logits).eq(labels.unsqueeze(1))
+        loss = F.cross_entropy(logits.double(), labels, reduction="none")
+        rows = torch.stack([torch.ones_like(loss), best[:, 0], best.any(1), loss])
+        self._table = self._table.index_add(1, labels, rows)
 
     def sum(self, backend: Backend) -> None:
         """Sum the counts over all workers and copy them to the CPU."""
         width = self._table.shape[1]
-        own = torch.tensor([width, width**2, width > 0, self._several_labels])
+        own = torch.tensor([width, width**2, width > 0])
         found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
         backend.all_reduce(found).wait()
-        total, squares, counting, several, outside = found.tolist()  # sync: how wide the table is
-        self._several_labels = several > 0
+        total, squares, counting, outside = found.tolist()  # sync: how wide the table is
         common = total // max(1, counting)
         if (common * counting, common * total) != (total, squares):  # some differ from their mean
             widths = backend.all_gather(found.new_tensor(width)).tolist()  # sync: for the message
@@ -201,75 +147,29 @@ class _Tally:
                 f"{outside} labels, such as {' and '.join(map(str, such))}, are not class numbers: "
                 f"the model has {common} classes, 0 to {common - 1}; leave unlabelled samples out"
             )
-        if not width:
-            self._table = self._table.new_zeros(6, common)
-        sums = self._table[:_SQUARES].clone()
-        sum_over_workers(sums, backend)
-        squares = _about(_means(sums), self._table)
-        sum_over_workers(squares, backend)
-        self._table = torch.cat([sums, squares.unsqueeze(0)]).cpu()  # sync: the result is wanted
+        table = self._table if width else self._table.new_zeros(4, common)
+        sum_over_workers(table, backend)
+        self._table = table.cpu()  # sync: the result is wanted
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
-        return int(self._table[_SAMPLES].sum())
+        return int(self._table[0].sum())
 
     def metrics(self) -> Metrics:
         """Return the metrics of at least one sample."""
-        by_class = self._table.numpy()
-        _, num_correct, top5, loss, confidence, _ = by_class.sum(axis=1).tolist()
-        samples, correct = by_class[_SAMPLES], by_class[_CORRECT]
-        known = correct > 0
-        own = np.where(known, by_class[_CONFIDENCE] / np.maximum(correct, 1), np.nan)
-        average = confidence / num_correct if num_correct else math.nan
-        squares = _about(torch.tensor(average, dtype=torch.float64), self._table).sum().item()
-        found = Metrics(
-            top1=num_correct / self.samples,
-            top5=top5 / self.samples,
-            loss=loss / self.samples,
-            samples=self.samples,
-            average_confidence=average,
-            confidence_deviation=math.sqrt(squares / num_correct) if num_correct else math.nan,
-            class_confidence_deviation=own[known].std().item() if num_correct else math.nan,
-            classes_never_correct=int(np.count_nonzero((samples > 0) & ~known)),
-            by_class=ClassMetrics(
-                samples=tuple(samples.astype(np.int64).tolist()),
-                correct=tuple(correct.astype(np.int64).tolist()),
-                average_confidence=tuple(own.tolist()),
-            ),
-        )
-        if not self._several_labels:
-            return found
-        return replace(
-            found,
-            average_confidence=math.nan,
-            confidence_deviation=math.nan,
-            class_confidence_deviation=math.nan,
-            classes_never_correct=None,
+        samples, correct, top5, loss = self._table.numpy().sum(axis=1).tolist()
+        return Metrics(
+            top1=correct / samples, top5=top5 / samples, loss=loss / samples, samples=int(samples)
         )
 
 
-def _means(sums: Tensor) -> Tensor:
-    """Return the mean confidence of each class; 0 where no sample is correct."""
-    return sums[_CONFIDENCE] / sums[_CORRECT].clamp(min=1)
+def five_best(scores: Tensor) -> Tensor:
+    """Return the classes of the five highest scores, the highest first: N x 5, or fewer."""
+    return _at_least_fp32(scores).topk(min(5, scores.shape[1])).indices
 
 
-def _about(mean: Tensor, table: Tensor) -> Tensor:
-    """Return the sums of squared deviations from `mean` instead of the mean of each class.
-
-    Each grows by the number of samples times the squared distance between the means, as in the
-    formula of Chan, Golub and LeVeque (1979) for merging two variances.
-    """
-    return table[_SQUARES] + table[_CORRECT] * (_means(table) - mean).square()
-
-
-def _at_least_fp32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _best(logits: Tensor) -> Tensor:
-    """Return the classes of the five highest scores: N x 5, or fewer."""
-    return logits.topk(min(5, logits.shape[1])).indices
+def _at_least_fp32(scores: Tensor) -> Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class Answer(NamedTuple):
@@ -291,9 +191,8 @@ class Answers:
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add one batch; pass it to `evaluate` as `each`."""
-        logits = _at_least_fp32(logits)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        columns = (labels, _best(logits)[:, 0], losses)
+        losses = F.cross_entropy(_at_least_fp32(logits), labels, reduction="none")
+        columns = (labels, five_best(logits)[:, 0], losses)
         self._parts.append(torch.stack([column.double() for column in columns], dim=1))
 
     def gather(

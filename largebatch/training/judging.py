@@ -6,7 +6,6 @@ number of them classified correctly is rolled back.
 
 import math
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -51,7 +50,7 @@ def end_stage(
     last = state.last_kept
     held_out, kept = _decide(trainer, name, last, failed=failed)
     if kept:
-        state.progress.note(metrics, trainer.recipe.task.metric)
+        state.progress.note(metrics)
     else:
         state.roll_back()
     state.end_stage(
@@ -66,7 +65,6 @@ def end_stage(
             held_out=held_out,
             kept=kept,
             note=note,
-            **trainer.recipe.task.recorded(metrics),
         )
     )
     saving.save(trainer)
@@ -81,9 +79,7 @@ def _evaluate(trainer: Trainer, stage: StageName) -> Metrics:
         pipeline = trainer.pipeline
         samples = pipeline.evaluated_samples
         gathered = answers.gather(pipeline.validation_samples, samples, trainer.backend)
-        mistakes = find_mistakes(gathered, stage=stage, step=step, classes=classes)
-        confidences = metrics.by_class.average_confidence[: len(classes)]
-        trainer.emit(replace(mistakes, confidences=confidences))
+        trainer.emit(find_mistakes(gathered, stage=stage, step=step, classes=classes))
     else:
         metrics = trainer.evaluate(stage)
     if "generalization_gap" in trainer.recipe.monitor:

@@ -10,8 +10,7 @@ from torch import Tensor
 from largebatch.recipe.choices import OffTarget
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""Function (logits N x K, labels N; or N x T x K and N x T) -> sum of the losses of the samples,
-0-d. The loss of a sample with T labels is the mean over them."""
+"""Function (logits N x K, labels N) -> sum of the losses of the samples, 0-d."""
 
 
 def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
@@ -40,8 +39,6 @@ def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
         mass = smoothing
         if smoothing and off_target == "others":
             mass = smoothing * classes / (classes - 1)
-        logits, each = logits.flatten(0, -2), labels.flatten()
-        loss = F.cross_entropy(logits, each, label_smoothing=mass, reduction="sum")
-        return loss / labels[0].numel() if labels.ndim > 1 else loss
+        return F.cross_entropy(logits, labels, label_smoothing=mass, reduction="sum")
 
     return criterion

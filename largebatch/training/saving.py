@@ -90,10 +90,8 @@ def compare_weights(trainer: Trainer) -> None:
 def restore(trainer: Trainer, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
     """Load the state of a checkpoint.
 
-    Raises CheckpointError, which begins with `source`, if the checkpoint is of another run, or of a
-    text whose vocabulary numbers words differently.
+    Raises CheckpointError, which begins with `source`, if the checkpoint is of another run.
     """
-    trainer.pipeline.require_same_labels(checkpoint.origin.data, source=source)
     if checkpoint.progress.step > trainer.plan.steps:
         trainer.state.use(trainer.build_affine())
     with require_fit(source):

@@ -1,4 +1,4 @@
-"""The stages of a run: train, clean, ema, swa, swap, affine, statistics; all but train optional."""
+"""The stages of a run: train, clean, ema, swa, affine, statistics; all but train optional."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,6 @@ from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.judging import begin_stage, end_stage
 from largebatch.training.process import collected_by_hand, fastest_convolutions
 from largebatch.training.saving import return_to_checkpoint, save
-from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
 from largebatch.training.updates import make_updates
 
@@ -48,8 +47,7 @@ def _run_stages(trainer: Trainer, *, until: int) -> bool:
         end = stage.end(trainer.plan)
         if stage.name not in ended:
             stage.run(trainer, range(begin, end), until)
-            stopped = stage.name == "swap" and state.replicas is not None
-            if stopped or state.progress.step < end:
+            if state.progress.step < end:
                 save(trainer)
                 return False
         begin = end
@@ -95,34 +93,7 @@ def _swa(trainer: Trainer, _: range, __: int) -> None:
     end_stage(trainer, "swa", num_steps=0, note=_measure_if_judged(trainer, "swa"))
 
 
-def _swap(trainer: Trainer, _: range, __: int) -> None:
-    """Train replicas alone and copy their mean into the model, if the recipe has replicas."""
-    polish, state = trainer.recipe.polish, trainer.state
-    if polish is None or polish.swap is None:
-        return
-    section = polish.swap
-    begin_stage(trainer)
-    diverged = unsettled = None
-    try:
-        trained = train_replicas(trainer, section)
-    except DivergedError as error:
-        if not state.snapshot:  # nothing to roll back to
-            raise
-        diverged = str(error)
-    else:
-        if trained is None:  # asked to stop
-            return
-        trained.store()
-        unsettled = _measure_if_judged(trainer, "swap")
-    state.replicas = None
-    assert trainer.plan.replica is not None
-    steps = trainer.plan.replica.steps
-    note = f"{section.replicas} replicas, {steps:,} updates of {section.batch:,} samples each"
-    note = diverged or "; ".join(filter(None, [note, unsettled]))
-    end_stage(trainer, "swap", num_steps=0, note=note, failed=diverged is not None)
-
-
-def _measure_if_judged(trainer: Trainer, name: Literal["swa", "swap"]) -> str | None:
+def _measure_if_judged(trainer: Trainer, name: Literal["swa"]) -> str | None:
     """Measure the statistics of a mean of weights before it is judged; return a remark on them."""
     polish = trainer.recipe.polish
     if polish is None or polish.statistics is None or polish.keep == "always":
@@ -141,7 +112,7 @@ def _statistics(trainer: Trainer, _: range, __: int) -> None:
     """Run the statistics pass, unless the last stage that was kept has measured them."""
     polish, last = trainer.recipe.polish, trainer.state.last_kept
     judged = polish is not None and polish.keep == "better"
-    if not (judged and last is not None and last.name in {"swa", "swap"}):
+    if not (judged and last is not None and last.name == "swa"):
         polish_statistics(trainer)
 
 
@@ -223,7 +194,6 @@ STAGES = (
     Stage("clean", lambda plan: plan.steps, partial(_train_stage, "clean")),
     Stage("ema", lambda plan: plan.steps, _ema),
     Stage("swa", lambda plan: plan.steps, _swa),
-    Stage("swap", lambda plan: plan.steps, _swap),
     Stage("affine", lambda plan: plan.updates, _affine),
     Stage("statistics", lambda plan: plan.updates, _statistics),
 )

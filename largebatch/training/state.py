@@ -17,11 +17,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.distributed.reducer import Reducer
-from largebatch.recipe.task import Metric
 from largebatch.schedules.functions import Schedule
-from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import StageResult
-from largebatch.training.averages import EMA, SWA, ReplicaMean
+from largebatch.training.averages import EMA, SWA
 from largebatch.training.evaluation import Metrics
 
 Count = Annotated[int, Field(ge=0)]
@@ -61,16 +59,9 @@ class Progress:
     seconds: Seconds = 0.0
     """Seconds of the run, over all its parts, up to the last checkpoint."""
 
-    readings: list[Reading] = field(default_factory=list)
-    """Evaluations of train and clean, from which `schedule.plateau` derives the learning rate."""
-
     best: float | None = None
     best_step: Count | None = None
-    """Number of updates before the best evaluation, and its value of the task's metric."""
-
-    def __post_init__(self) -> None:
-        """Convert the lists of a checkpoint to tuples."""
-        self.readings = [Reading(*reading) for reading in self.readings]
+    """Top-1 of the best evaluation, and the number of updates before it."""
 
     @property
     def updates(self) -> int:
@@ -83,11 +74,10 @@ class Progress:
         self.images += images
         self.train_seconds += seconds
 
-    def note(self, found: Metrics, metric: Metric) -> None:
+    def note(self, found: Metrics) -> None:
         """Record an evaluation of the current state."""
-        value = metric.value(found)
-        if self.best is None or metric.is_better(value, self.best):
-            self.best, self.best_step = value, self.step
+        if self.best is None or found.top1 > self.best:
+            self.best, self.best_step = found.top1, self.step
 
     def discard_until(self, step: int) -> None:
         """Count the updates before `step` as discarded."""
@@ -131,9 +121,6 @@ class TrainState:
     average: EMA | SWA | None
     """EMA or SWA; None without one, and after it was copied into the model. Checkpoints store
     either as `ema`."""
-
-    replicas: ReplicaMean | None = None
-    """Mean of the replicas trained so far, during `swap`; the model is their initial state."""
 
     progress: Progress = field(default_factory=Progress)
     stages: list[StageResult] = field(default_factory=list)
@@ -229,7 +216,6 @@ class TrainState:
             "optimizer": self.updater.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self._average_state(),
-            "replicas": self.replicas.state_dict() if self.replicas is not None else {},
             "progress": {**asdict(self.progress), "seconds": self.seconds},
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
@@ -248,10 +234,6 @@ class TrainState:
         else:
             self.average = None  # it has become the model
         self.model.load_state_dict(state["model"])
-        self.replicas = None
-        if state.get("replicas"):  # those of older versions have none
-            self.replicas = ReplicaMean(self.model)
-            self.replicas.load_state_dict(state["replicas"])
         self.load_optimizer(**state["optimizer"])
         scaler = state["scaler"]
         if self.scaler.is_enabled() and not 0 < scaler["scale"] < math.inf:

@@ -194,17 +194,6 @@ class StepLog:
         self._emit(step)
         self._divergence.check(step)
 
-    def share(self, bad: Tensor) -> bool:
-        """Set `stopped` if any worker was asked to stop; return True if `bad` is above 0 on any.
-
-        For updates that this log does not count, since every worker makes its own.
-        """
-        sums = torch.cat([bad.unsqueeze(0), _copied([float(self._wants_stop())], to=bad)])
-        self._backend.all_reduce(sums).wait()
-        total, stop = sums.tolist()  # sync: once in several updates
-        self.stopped = self.stopped or stop > 0
-        return bool(total > 0)
-
     def values_to_sum(self, update: Update) -> Tensor:
         """Return the values of this worker for `_Sums`."""
         bad = (~update.loss.isfinite()).to(update.loss.dtype)

@@ -24,7 +24,6 @@ from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.recipe import Recipe
-from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import (
     Evaluation,
     Event,
@@ -65,9 +64,6 @@ class Trainer:
     build_affine: Callable[[], Updater]
     """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
 
-    build_replica: Callable[[], Updater]
-    """Returns the updater of a replica of the swap stage, which this worker trains alone."""
-
     trackers: list[Tracker]
     """Trackers of the run; empty on all workers but the first."""
 
@@ -107,24 +103,18 @@ class Trainer:
 
         If the optimizer averages weights, evaluate their average, with statistics of its own.
         """
-        expected = self.recipe.data.val_labels
+        expected = self.recipe.data.val_split
         return self._evaluate(self.pipeline.validation(), expected=expected, each=each)
 
     def measure_training(self) -> Metrics:
         """Evaluate the current model on all training images, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
-        expected = samples.samples * self.recipe.data.sample().num_labels
-        return self._evaluate(samples, expected=expected)
+        return self._evaluate(samples, expected=samples.samples)
 
     def measure_held_out(self) -> Metrics:
         """Evaluate the current model on the training samples that are held out."""
-        samples = len(self.pipeline.held_out_samples)
-        expected = samples * self.recipe.data.sample().num_labels
+        expected = len(self.pipeline.held_out_samples)
         return self._evaluate(self.pipeline.held_out(), expected=expected)
-
-    def measure_test(self) -> Metrics:
-        """Evaluate the current model on the test data; raise DataError if there is none."""
-        return self._evaluate(self.pipeline.test())
 
     def _evaluate(
         self,
@@ -175,18 +165,14 @@ class Trainer:
         begun = time.perf_counter()
         gc.collect()  # here, because it never does so by itself: see process.py
         metrics = self.measure(each)
-        progress = self.state.progress
-        step = progress.step
-        if stage in {"train", "clean"}:  # whose updates follow the schedule
-            progress.readings.append(Reading(step, metrics.loss, metrics.top1))
+        step = self.state.progress.step
         self.emit(
             Evaluation(
                 stage=stage,
                 step=step,
                 epoch=self.plan.epoch(step),
                 seconds=time.perf_counter() - begun,
-                **{name: value for name, value in asdict(metrics).items() if name != "by_class"},
-                **self.recipe.task.recorded(metrics),
+                **asdict(metrics),
             )
         )
         return metrics
@@ -202,8 +188,6 @@ class Trainer:
     def stage(self) -> StageName:
         """Name of the current stage, by the number of updates done."""
         step = self.state.progress.step
-        if self.state.replicas is not None:
-            return "swap"
         if step > self.plan.steps:
             return "affine"
         return "clean" if step > self.plan.train_steps else "train"

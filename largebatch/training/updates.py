@@ -26,8 +26,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
                 saving.compare_weights(trainer)
             if evaluates:
                 step_log.flush()
-                metric = trainer.recipe.task.metric
-                trainer.state.progress.note(trainer.evaluate(name), metric)
+                trainer.state.progress.note(trainer.evaluate(name))
             if saves:
                 step_log.flush()
                 saving.save(trainer)

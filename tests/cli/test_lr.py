@@ -93,12 +93,9 @@ def test_the_axis_ends_where_each_run_does(
     assert [end[2] for end in ends] == [2269, 1741]
 
 
-def test_a_policy_that_reads_evaluations_is_marked(tmp_path: Path) -> None:
-    plain, plateau = rates_of("digits_96"), rates_of("digits_96", "schedule.plateau={}")
+def test_other_scales_of_a_rate_are_remarked_on() -> None:
+    plain = rates_of("digits_96")
     assert remarks([plain]) == []
-    assert remarks([plain, plateau])[0].startswith("* schedule.plateau reads the evaluations")
-    labels = list(drawn_lines([plain, plateau], "epoch", tmp_path / "a.png"))
-    assert [" *" in label for label in labels] == [False, True]
     other = rates_of("digits_96", "optimizer.eta=0.01")
     assert remarks([plain, other]) == [
         "With LARS it is rate times eta that compares, and eta differs here."

@@ -19,6 +19,7 @@ from largebatch.data.augment import clean_request
 from largebatch.data.decoders import cached, torchvision
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.index.index import Index
+from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batches, Bytes, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
@@ -26,7 +27,6 @@ from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Interpolation
 from largebatch.recipe.loading import load_recipe
-from largebatch.runs.build import open_pipeline
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -169,7 +169,7 @@ def test_on_a_cpu_the_device_cache_is_host_memory(
     for way in ("memory", "device"):
         recipe = load_recipe(DIGITS, [f"execution.cache={way}"])
         plan = make_plan(recipe, workers=1)
-        pipeline = open_pipeline(recipe, plan, Serial(CPU), folder=None)
+        pipeline = open_images(recipe, plan, Serial(CPU), folder=None)
         both.append(list(pipeline.training(range(2), clean=clean)))
     for ours, theirs in zip(*both, strict=True):
         assert torch.equal(ours.images, theirs.images)

@@ -20,14 +20,14 @@ from largebatch.storage import Mapped
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from largebatch.runs.build import open_pipeline
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.arithmetic.plan import make_plan
 
 recipe = load_recipe("digits_96", sys.argv[2:])
-pipeline = open_pipeline(recipe, make_plan(recipe, workers=1), Serial(), folder=None)
+pipeline = open_images(recipe, make_plan(recipe, workers=1), Serial(), folder=None)
 opened = {"train": pipeline.training(range(200), clean=False), "val": pipeline.validation()}
 for batches in opened.values():
     next(batches)

@@ -22,13 +22,13 @@ from PIL import Image
 
 from largebatch.data.decoders import cached
 from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.pipeline import open_images
 from largebatch.data.types import Resources
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.runs.build import open_pipeline
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -117,7 +117,7 @@ def open_and_close(way: str, number: int, backend: Backend | None = None) -> int
     recipe = load_recipe(DIGITS, [WAYS[way]])
     backend = backend or Serial(CPU)
     plan = make_plan(recipe, workers=backend.world_size)
-    pipeline = open_pipeline(recipe, plan, backend, folder=None)
+    pipeline = open_images(recipe, plan, backend, folder=None)
     stages = (
         lambda: pipeline.training(range(3), clean=False),
         lambda: pipeline.training(range(3), clean=True),

@@ -111,7 +111,7 @@ def test_cached_images_are_used_in_every_stage(
     for kind in ("memory", "device"):
         for ours, other in zip(stages(f"execution.cache={kind}"), decoded, strict=True):
             assert torch.equal(ours.labels, other.labels)
-            std = min(load_recipe(DIGITS).images.std)
+            std = min(load_recipe(DIGITS).data.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
 
 

@@ -121,7 +121,7 @@ def images(
 def test_clean_images_are_not_moved() -> None:
     recipe = load_recipe("digits_96", [*MOVED, *SMALL, "data.source=synthetic"])
     pipeline = open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
-    still = replace(pipeline, data=load_recipe("digits_96", [*SMALL, *STILL]).images)
+    still = replace(pipeline, data=load_recipe("digits_96", [*SMALL, *STILL]).data)
     for batch, other in zip(
         pipeline.training(range(2), clean=True), still.training(range(2), clean=True), strict=True
     ):

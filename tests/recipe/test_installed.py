@@ -35,7 +35,6 @@ def test_recipes_are_listed_by_data_set_with_measured_ones_first(
         "quickstart (embedded, needs no --data)",
         "cifar10 (needs --data DIR)",
         "fashion_mnist (needs --data DIR)",
-        "ptb (needs --data DIR)",
         "imagenet (needs --data DIR)",
         "imagenette (needs --data DIR)",
     ]

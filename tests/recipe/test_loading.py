@@ -108,7 +108,7 @@ def test_a_wrong_word_is_answered_with_the_nearest_choice(override: str, meant: 
         (["data.eval_resize=8"], "eval_resize (8) must be at least image_size (32)"),
         (
             ["polish={}"],
-            "polish: give at least one of clean, ema, swa, swap, affine and statistics",
+            "polish: give at least one of clean, ema, swa, affine and statistics",
         ),
         (["polish.statistics.samples=2000"], "(2000) must not exceed data.train_samples (1437)"),
         (

@@ -150,8 +150,8 @@ def test_ffcv_has_the_sizes_and_rates_of_its_script(epochs: int) -> None:
         assert size == int(np.round(wanted / 32)) * 32
         expected = np.interp(plan.epoch(step), [0, 2, epochs], [1.7e-4, 1.7, 0])
         assert rate(step) == pytest.approx(expected, abs=2e-3)
-    assert recipe.images.image_size == 256
-    assert recipe.images.eval_resize == round(256 * 256 / 224)
+    assert recipe.data.image_size == 256
+    assert recipe.data.eval_resize == round(256 * 256 / 224)
 
 
 def test_the_vision_transformer_has_the_rate_of_big_vision_scaled_to_its_batch() -> None:

@@ -114,7 +114,7 @@ def test_it_starts_on_real_images(
     changes = [*SAMPLES, f"batch.global_batch={min(recipe.batch.global_batch, 64)}"]
     if recipe.polish is not None:
         changes.append(f"polish.statistics.samples={CLASSES * TRAIN}")
-    if recipe.images.eval_resize is not None:
+    if recipe.data.eval_resize is not None:
         changes += ["data.image_size=64", "data.eval_resize=73"]
     changed = load(name, *changes)
     summary = run(changed, data=folders[data], out=tmp_path / "run", max_steps=3)

@@ -30,7 +30,6 @@ def test_all_conflicts_of_a_recipe_are_reported_together() -> None:
             ["polish.keep=better", "polish.held_out=2000"],
             "polish.held_out (2000) must be fewer than data.train_samples (1437)",
         ),
-        (["model.name=lstm"], "model.name: lstm reads words: it needs data.source: text"),
     ],
 )
 def test_a_cause_is_reported_without_its_consequences(changes: list[str], conflict: str) -> None:

@@ -78,9 +78,9 @@ def test_clean_and_evaluation_show_the_files_to_the_last_bit(folder: Path) -> No
     shown = show(opened(chosen, folder))
     for name, clean, evaluation in zip(shown.classes, shown.clean, shown.evaluation, strict=True):
         train, val = files(folder, "train", name), files(folder, "val", name)
-        (once,) = (denormalized(image, chosen.images) for image in clean)
+        (once,) = (denormalized(image, chosen.data) for image in clean)
         assert sum(np.array_equal(once, file) for file in train) == 1
-        checks = [denormalized(image, chosen.images) for image in evaluation]
+        checks = [denormalized(image, chosen.data) for image in evaluation]
         assert np.array_equal(checks, val)
 
 
@@ -116,7 +116,7 @@ def test_the_sheet_has_every_image_once_enlarged_and_in_its_row(folder: Path) ->
     sheet = np.asarray(draw_sheet(shown, chosen, pipeline.plan))
     rows = []
     for stages in zip(shown.training, shown.clean, shown.evaluation, strict=True):
-        tiles = [denormalized(image, chosen.images) for row in stages for image in row]
+        tiles = [denormalized(image, chosen.data) for row in stages for image in row]
         places = [find(sheet, tile.repeat(6, axis=0).repeat(6, axis=1)) for tile in tiles]
         assert [len(found) for found in places] == [1] * len(tiles)
         flat = [found[0] for found in places]
@@ -231,10 +231,10 @@ def test_cifar10_is_shown_as_it_is(
     for name, (clean,), evaluation in zip(
         shown.classes, shown.clean, shown.evaluation, strict=True
     ):
-        image = denormalized(clean, chosen.images)
+        image = denormalized(clean, chosen.data)
         assert sum(np.array_equal(image, file) for file in files(root, "train", name)) == 1
         for check, file in zip(evaluation, files(root, "val", name), strict=False):
-            assert np.array_equal(denormalized(check, chosen.images), file)
+            assert np.array_equal(denormalized(check, chosen.data), file)
 
 
 @pytest.mark.parametrize("letter", "ößéłжλ±")

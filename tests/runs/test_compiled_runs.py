@@ -109,12 +109,3 @@ def test_gradients_that_cuda_graphs_would_overwrite_are_copied(
     plan, gpu = make_plan(chosen, workers=1), torch.device("cuda")
     assert copies_gradients(chosen, plan, gpu) == copied
     assert not copies_gradients(chosen, plan, torch.device("cpu"))
-
-
-def test_replicas_that_accumulate_copy_too() -> None:
-    swap = "polish={swap: {steps: 2, replicas: 2, batch: 96, lr: 0.1}, statistics: {samples: 96}}"
-    for device_batch, copied in ((96, False), (48, True)):
-        chosen = load_recipe(DIGITS, [GRAPHS, f"execution.device_batch={device_batch}", swap])
-        plan = make_plan(chosen, workers=1).replica
-        assert plan is not None
-        assert copies_gradients(chosen, plan, torch.device("cuda")) == copied

@@ -60,7 +60,7 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     assert tuple(found["input_size"]) == (3, 32, 32)
     assert (found["crop_pct"], found["crop_mode"]) == (pytest.approx(32 / 36, abs=1e-3), "center")
     recipe = load_recipe(trained["resnet10t"] / "recipe.yaml")
-    assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.images.mean, recipe.images.std)
+    assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.data.mean, recipe.data.std)
     assert list(model.pretrained_cfg["label_names"]) == [str(digit) for digit in range(10)]
 
 

@@ -24,7 +24,6 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.training.evaluation import evaluate
 
 EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
-SWAP = "swap: {steps: 2, replicas: 2, batch: 48, lr: 0.05}"
 JUDGED = "keep: better, held_out: 200"
 FEW = ("duration={steps: 4}", "schedule.warmup={steps: 1}")
 CHANNELS_LAST = "execution.memory_format=channels_last"
@@ -58,7 +57,7 @@ CASES = {
     "every stage but averages": ((CLEAN, AFFINE, STATISTICS, JUDGED), ()),
     "the average of an EMA, fujitsu": ((EMA, STATISTICS), lars("fujitsu")),
     "SWA, outside": ((SWA, STATISTICS), ("optimizer.convention=outside",)),
-    "SWAP, a cache on the device": ((SWAP, STATISTICS), (*FEW, "execution.cache=device")),
+    "a cache on the device": ((STATISTICS,), (*FEW, "execution.cache=device")),
     "sequential statistics, scaled-momentum, decoding": (
         ("statistics: {samples: 96, sequential: true}",),
         (*lars("scaled-momentum"), "execution.cache=null"),

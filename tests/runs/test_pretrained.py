@@ -116,8 +116,8 @@ def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, images: 
         names, backend = zoo.same_name(what.model), Serial(torch.device("cpu"))
         recipe, _ = fit_model(names, read_weights(path), options, backend)
         assert recipe.model.name == name
-    assert (recipe.images.image_size, recipe.images.eval_resize) == (224, 256)
-    assert recipe.images.interpolation == "bicubic"
+    assert (recipe.data.image_size, recipe.data.eval_resize) == (224, 256)
+    assert recipe.data.interpolation == "bicubic"
 
 
 def test_images_are_prepared_as_the_library_does() -> None:

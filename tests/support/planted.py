@@ -270,17 +270,10 @@ MUTANTS = (
     ),
     Mutant(
         "a class without a correct sample has confidence 0",
-        "training/evaluation.py",
-        "own[known].std()",
-        "np.nan_to_num(own).std()",
-        "training/test_confidence.py::test_confidence_by_hand",
-    ),
-    Mutant(
-        "deviations from other means are added as they are",
-        "training/evaluation.py",
-        " + table[_CORRECT] * (_means(table) - mean).square()",
-        "",
-        "training/test_confidence.py::test_confidence_by_hand",
+        "lab/studies/confidence.py",
+        "averages[right > 0].std()",
+        "np.nan_to_num(averages).std()",
+        "lab/studies/test_confidence.py::test_confidence_by_hand",
     ),
     Mutant(
         "a target is reached by more than it",

@@ -90,24 +90,10 @@ class Recorder:
         """Take one event."""
 
 
-def test_confidence_and_the_generalization_gap_are_given_once() -> None:
+def test_an_evaluation_and_the_generalization_gap_are_given_once() -> None:
     scalars = Scalars()
-    sure = replace(
-        EVALUATION,
-        average_confidence=0.9,
-        confidence_deviation=0.1,
-        class_confidence_deviation=0.02,
-        classes_never_correct=0,
-    )
     gap = GeneralizationGap(stage="clean", step=2, samples=9, top1=0.99, loss=0.05, gap=0.2)
-    assert scalars.take(sure) == {
-        "val/top1": 0.975,
-        "val/top5": 1.0,
-        "val/loss": 0.25,
-        "val/average_confidence": 0.9,
-        "val/confidence_deviation": 0.1,
-        "val/class_confidence_deviation": 0.02,
-    }
+    assert scalars.take(EVALUATION) == {"val/top1": 0.975, "val/top5": 1.0, "val/loss": 0.25}
     expected = {"gap": 0.2, "train_loss": 0.05, "train_top1": 0.99}
     assert scalars.take(gap) == {f"generalization/{key}": one for key, one in expected.items()}
     assert scalars.take(gap) == {}
@@ -137,7 +123,6 @@ def test_the_names_and_numbers_that_all_trackers_get() -> None:
     assert "train/noise_scale" not in found
     assert found["drift/bn1/mean_shift"] == 0.5
     assert (found["held_out/top1"], found["held_out/kept"]) == (0.94, 0.0)
-    assert "val/average_confidence" not in found  # as in older logs
     overflowed = scalars.take(replace(LAST, loss=math.inf))
     assert overflowed["train/loss"] == math.inf
 

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import (
@@ -20,7 +19,7 @@ from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.training.averages import EMA, SWA, ReplicaMean, averaged
+from largebatch.training.averages import EMA, SWA, averaged
 from largebatch.training.state import TrainState
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -132,31 +131,3 @@ def test_an_average_longer_than_the_schedule_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"polish.ema \(0.999\) reaches back over 1,000 updates"):
         make_plan(recipe, workers=1)
     make_plan(load_recipe(DIGITS, ["polish.ema=0.998"]), workers=1)  # 500 of 599
-
-
-def a_replica(number: int) -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    generator = torch.Generator().manual_seed(number)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return model
-
-
-def test_the_mean_of_five_replicas_on_two_workers_is_that_of_one() -> None:
-    def work(worker: Thread) -> dict[str, Tensor]:
-        model = a_replica(0)
-        mean = ReplicaMean(model)
-        for first in range(0, 5, worker.world_size):
-            model.load_state_dict(a_replica(first + worker.rank).state_dict())
-            mean.add(worker, num=min(5 - first, worker.world_size))
-        assert mean.num == 5
-        mean.store()
-        return model.state_dict()
-
-    replicas = [a_replica(number).state_dict() for number in range(5)]
-    for found in [*on_threads(work, workers=1), *on_threads(work, workers=2)]:
-        for name in ("0.weight", "0.bias", "1.weight", "1.running_mean", "1.running_var"):
-            expected = torch.stack([replica[name] for replica in replicas]).mean(0)
-            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from confidence import assert_confident
 from decoding import needs_dali
 from on_forked_workers import on_forked_workers
+from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
@@ -61,7 +61,6 @@ def share() -> Metrics:
 def test_workers_with_unequal_shares_and_none_count_together() -> None:
     metrics = on_forked_workers(share, workers=3)
     assert_same(metrics)
-    assert_confident(metrics, *data())
 
 
 def test_the_model_is_evaluated_in_evaluation_mode_and_put_back() -> None:
@@ -195,3 +194,23 @@ def test_a_sample_too_many_or_none_at_all_is_noticed() -> None:
         evaluate(nn.Identity(), [(logits, labels)], CPU, expected=24)
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate(nn.Identity(), [], CPU)
+
+
+def test_scores_that_are_no_numbers_make_the_loss_none_and_leave_other_samples_alone() -> None:
+    logits, labels = data()
+    logits[0, 3] = torch.nan  # of class 0, taken for class 3
+    right = logits[1:].argmax(1) == labels[1:]
+    metrics = evaluate(nn.Identity(), [(logits, labels)], CPU)
+    assert metrics.loss != metrics.loss
+    assert metrics.top1 == right.sum().item() / SAMPLES
+
+
+def test_workers_with_other_classes_are_an_error_on_all_of_them() -> None:
+    def work(worker: Thread) -> str:
+        backend: Any = worker
+        batch = torch.eye(3 + worker.rank), torch.arange(3 + worker.rank)
+        with pytest.raises(ValueError, match="other classes") as found:
+            evaluate(nn.Identity(), [batch], backend)
+        return str(found.value)
+
+    assert on_threads(work, workers=2) == ["workers have scores for other classes: [3, 4]"] * 2

@@ -16,7 +16,6 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 from largebatch.distributed.serial import Serial
-from largebatch.recipe.task import IMAGES, Sample
 from largebatch.tracking.events import Decision, Event, Note, StageName, StageResult
 from largebatch.training.judging import begin_stage, end_stage
 from largebatch.training.state import Progress, TrainState, Updater
@@ -35,7 +34,7 @@ def scores(right: int) -> Tensor:
 class Second:
     """A trainer before its second stage, of a model that returns what it is shown."""
 
-    def __init__(self, *, before: int, after: Tensor, labels_per_sample: int = 1) -> None:
+    def __init__(self, *, before: int, after: Tensor) -> None:
         self.events: list[Event] = []
         batches = [(after[:7], LABELS[:7]), (after[7:], LABELS[7:])]
         first = StageResult(
@@ -51,7 +50,7 @@ class Second:
             stages=[first],
         )
         pipeline: Any = SimpleNamespace(
-            held_out_samples=range(10 // labels_per_sample),
+            held_out_samples=range(10),
             held_out=lambda: iter(batches),
             validation=lambda: iter(batches),
             validation_samples=np.arange(10),
@@ -59,13 +58,10 @@ class Second:
             classes=tuple("abcde"),
         )
         plan: Any = SimpleNamespace(val_samples=10, epoch=float)
-        sample = Sample("rows of 5 scores", (5,), labels=(labels_per_sample,))
-        data = SimpleNamespace(val_labels=10, held_out=None, sample=lambda: sample)
+        data = SimpleNamespace(val_split=10, held_out=None)
         polish = SimpleNamespace(keep="better")
         evaluation = SimpleNamespace(views=1)
-        recipe: Any = SimpleNamespace(
-            polish=polish, monitor=(), data=data, task=IMAGES, evaluation=evaluation
-        )
+        recipe: Any = SimpleNamespace(polish=polish, monitor=(), data=data, evaluation=evaluation)
         self.trainer = Trainer(
             recipe=recipe,
             plan=plan,
@@ -75,7 +71,6 @@ class Second:
             spans=anything,
             state=self.state,
             build_affine=anything,
-            build_replica=anything,
             trackers=[],
             emit=self.events.append,
             step_log=anything,
@@ -127,14 +122,6 @@ def test_a_stage_that_failed_is_rolled_back_however_well_it_did_and_says_why() -
     assert (stage.held_out, stage.kept, stage.note) == (0.9, False, "it overflowed")
     assert second.rolled_back == 1
     assert second.events[0] == Note(kind="stage", stage="clean", step=7, text="it overflowed")
-
-
-def test_a_stage_is_judged_by_every_label_of_a_sample() -> None:
-    second = Second(before=6, after=scores(7), labels_per_sample=2)
-    assert second.end("affine").kept
-    decision = second.events[-1]
-    assert isinstance(decision, Decision)
-    assert decision.samples == 5
 
 
 def test_the_held_out_samples_are_evaluated_uncompiled_as_the_validation_data_is() -> None:

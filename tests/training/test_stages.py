@@ -35,11 +35,11 @@ from torch.optim import SGD
 from largebatch import run
 from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import digits
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
-from largebatch.runs.build import open_pipeline
 from largebatch.tracking.events import Accuracy, Summary
 from largebatch.training.checkpoint import load_checkpoint
 
@@ -83,7 +83,7 @@ def test_affine_is_momentum_sgd_on_clean_images_at_a_rate_that_falls_to_zero(
     ]
     head: dict[str, Any] = {"params": [named["fc.weight"]], "weight_decay": 0.01}
     optimizer = SGD([head, {"params": plain}], lr=1, momentum=0.9)
-    pipeline = open_pipeline(
+    pipeline = open_images(
         recipe, make_plan(recipe, workers=1), Serial(torch.device("cpu")), folder=None
     )
     batches = pipeline.training(range(BEFORE, BEFORE + 3), clean=True)

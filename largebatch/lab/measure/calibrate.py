@@ -26,6 +26,7 @@ from scipy.optimize import nnls
 from torch import nn
 
 from largebatch import accelerator
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import available_cores
@@ -40,7 +41,6 @@ from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.build import open_pipeline
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import grouping_of, kept_exact
@@ -149,7 +149,7 @@ def measure(
         model=recipe.model.name,
         arguments=recipe.model.arguments,
         classes=recipe.data.classes,
-        image_size=recipe.images.image_size,
+        image_size=recipe.data.image_size,
         precision=recipe.precision,
         settings=settings(recipe),
         device=backend.device.type,
@@ -214,7 +214,7 @@ def _computing(
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
     )
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision)
-    side = recipe.images.image_size
+    side = recipe.data.image_size
 
     def forward_and_backward(images: torch.Tensor, labels: torch.Tensor) -> None:
         with torch.autocast(backend.device.type, dtype=half, enabled=half is not None):
@@ -287,7 +287,7 @@ def _reading(
     """
     shared = _Shared(backend.device, _places(backend.device.type))
     pipeline, seen, clock = (
-        open_pipeline(recipe, plan, shared, folder=data, dataset=dataset),
+        open_images(recipe, plan, shared, folder=data, dataset=dataset),
         0,
         _clock(backend),
     )

@@ -15,7 +15,6 @@ from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.data import Data
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.runs.optimizer_of_recipe import build_optimizer
@@ -79,8 +78,6 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     kept_by_optimizer = state_bytes(optimizer)
     polish = recipe.polish or Polish.model_construct()
     copies = 2 + (polish.ema is not None or polish.swa is not None)
-    if polish.swap is not None:  # their start, their sum in float64, another momentum
-        copies = 6
     per_sample = seconds / num
     passes = _passes(recipe, plan, side=side)
     return Estimate(
@@ -113,18 +110,13 @@ def largest_side(recipe: Recipe, plan: Plan) -> int:
     """Return the largest image size in training."""
     sizes = [piece.image_size for piece in plan.sizes]
     if not sizes or plan.updates > plan.train_steps:
-        sizes.append(_usual(recipe))
+        sizes.append(recipe.data.image_size)
     return max(sizes)
-
-
-def _usual(recipe: Recipe) -> int:
-    """Return the image size in evaluation; other samples have one shape."""
-    return recipe.data.image_size if isinstance(recipe.data, Data) else 1
 
 
 def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
     """Return the number of device batches of this image size that cost as much as the run."""
-    usual = _usual(recipe)
+    usual = recipe.data.image_size
     parts = plan.sized(range(plan.train_steps), otherwise=usual)
     parts.append((range(plan.train_steps, plan.updates), usual))
     return sum(
@@ -138,12 +130,8 @@ def random_batch(
     recipe: Recipe, num: int, side: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return random samples and labels in the recipe's shapes."""
-    sample = recipe.data.sample(side)
-    shape = (num, *sample.shape)
-    labels = torch.randint(recipe.data.classes, (num, *sample.labels), device=device)
-    if sample.limit is None:
-        return torch.randn(shape, device=device), labels
-    return torch.randint(sample.limit, shape, device=device), labels
+    labels = torch.randint(recipe.data.classes, (num,), device=device)
+    return torch.randn(num, 3, side, side, device=device), labels
 
 
 def _elapsed(start: float, device: torch.device) -> float:

@@ -82,7 +82,7 @@ def run_worker(file: Path, times: Path) -> None:
     recipe = load_recipe(file)
     plan = make_plan(recipe, workers=backend.world_size)
     model = build_model(recipe, backend.device)
-    side = recipe.images.image_size
+    side = recipe.data.image_size
     images = torch.randn(plan.device_batch, 3, side, side)
     labels = torch.randint(recipe.data.classes, (plan.device_batch,))
     with build_reducer(recipe, plan, model, backend) as reducer:

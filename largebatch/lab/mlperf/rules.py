@@ -53,7 +53,7 @@ class BrokenRule:
 def broken_rules(recipe: Recipe) -> list[BrokenRule]:
     """Return the rules of the closed division that a recipe breaks, ordered by key."""
     checked = (
-        *_data_rules(recipe.images),
+        *_data_rules(recipe.data),
         *_model_rules(recipe),
         *_optimizer_rules(recipe),
         *_schedule_rules(recipe),
@@ -152,7 +152,7 @@ def _training_rules(recipe: Recipe) -> Iterator[_Checked]:
     smoothing = recipe.loss.label_smoothing in {0.0, 0.1}
     yield "loss.label_smoothing", smoothing, "0 or 0.1"
     yield "reduction.kind", recipe.reduction.kind == "sum", "an update takes the mean gradient"
-    for key in ("clean", "ema", "swa", "swap", "affine", "statistics"):
+    for key in ("clean", "ema", "swa", "affine", "statistics"):
         absent = recipe.polish is None or getattr(recipe.polish, key) is None
         stage = "all updates are on augmented images, and the model is the one they leave"
         yield f"polish.{key}", absent, stage

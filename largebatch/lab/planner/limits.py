@@ -44,7 +44,7 @@ def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) 
     if gpu is None:
         return ()
     own = [run for run in published_runs() if run.generation == gpu.generation]
-    kind, sizes = recipe.optimizer.kind, {recipe.images.image_size}
+    kind, sizes = recipe.optimizer.kind, {recipe.data.image_size}
     sizes |= {piece.image_size for piece in plan.sizes}
     dali = decodes(recipe) and recipe.execution.decoder == "dali"
     fed = max((run.epochs * IMAGES / run.seconds / run.workers for run in own), default=0.0)
@@ -82,8 +82,6 @@ def _beyond_generation(plan: Plan, gpu: Gpu, own: Sequence[Published]) -> dict[s
 
 def require_known(recipe: Recipe, cluster: Cluster) -> None:
     """Raise ClusterError where the times of the recipe's model on this cluster are unknown."""
-    if recipe.polish is not None and recipe.polish.swap is not None:
-        raise PlanError("polish.swap: the planner has no model of replicas; --set polish.swap=null")
     require_cacheable(recipe)
     found = cluster.measured
     if found is None:
@@ -120,14 +118,14 @@ def decodes(recipe: Recipe) -> bool:
 
 def cached_bytes(recipe: Recipe) -> int:
     """Return the least bytes of the decoded training images: those at the model's image size."""
-    return 3 * recipe.data.train_samples * recipe.images.image_size**2
+    return 3 * recipe.data.train_samples * recipe.data.image_size**2
 
 
 def require_cacheable(recipe: Recipe) -> None:
     """Raise PlanError where the images cannot fit execution.cache, however small they are."""
     cache, least = recipe.execution.cache, cached_bytes(recipe)
     if cache is not None and least > CACHED_BYTES:
-        side = recipe.images.image_size
+        side = recipe.data.image_size
         raise PlanError(
             f"execution.cache: {cache}: {recipe.data.train_samples:,} images of {side} x {side} "
             f"take {least / 1e9:.0f} GB or more, and a cache holds {CACHED_BYTES / 1e9:.0f} GB; "
@@ -141,7 +139,7 @@ def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object
         "model.name": (recipe.model.name, found.model),
         "model.arguments": (recipe.model.arguments, found.arguments),
         "data.classes": (recipe.data.classes, found.classes),
-        "data.image_size": (recipe.images.image_size, found.image_size),
+        "data.image_size": (recipe.data.image_size, found.image_size),
         "precision": (recipe.precision, found.precision),
         "reduction.dtype": (recipe.reduction.dtype, found.reduction),
         "execution.groups": (recipe.execution.groups.model_dump(mode="json"), found.groups),

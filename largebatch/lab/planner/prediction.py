@@ -169,7 +169,7 @@ def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -
     """Return the seconds of a whole run by its parts."""
     on = machine_for(recipe, cluster, constants)
     parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
-    usual = recipe.images.image_size
+    usual = recipe.data.image_size
     sized = plan.sized(range(plan.train_steps), otherwise=usual)
     sized.append((range(plan.train_steps, plan.updates), usual))
     for part, size in sized:
@@ -207,7 +207,7 @@ def _measures_last(polish: Polish) -> bool:
 
 def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) -> float:
     """Return the seconds of evaluations, also of training images, statistics, and decisions."""
-    pixels = _pixels(cluster, recipe.images.image_size)
+    pixels = _pixels(cluster, recipe.data.image_size)
     polish, views = recipe.polish, recipe.evaluation.views
     passes = [(plan.val_samples, views * count_evaluations(recipe, plan))]
     if polish is not None and polish.statistics is not None:
@@ -256,7 +256,7 @@ def _load(
         gradient_bytes=measured.gradient_bytes if measured else gradient_bytes(recipe),
         overlap=not sends_at_once(recipe.execution.groups),
         sync_workers=plan.sync_workers,
-        pixels=_pixels(cluster, size or recipe.images.image_size),
+        pixels=_pixels(cluster, size or recipe.data.image_size),
     )
 
 
@@ -299,7 +299,7 @@ def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
     if cluster.gpu is None:
         return None
     averaged = recipe.polish is not None and bool(recipe.polish.ema or recipe.polish.swa)
-    kept = plan.device_batch * KEPT_BYTES * _pixels(cluster, recipe.images.image_size)
+    kept = plan.device_batch * KEPT_BYTES * _pixels(cluster, recipe.data.image_size)
     cached = cached_bytes(recipe) if recipe.execution.cache == "device" else 0
     return (3 + averaged) * 4 * GRADIENTS + kept + cached + FIXED_BYTES
 

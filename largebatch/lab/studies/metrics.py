@@ -38,11 +38,6 @@ class Outcome:
     best_top1: float
     """The highest of all evaluations in stages that were kept; as top1 where the run diverged."""
 
-    average_confidence: float = math.nan
-    confidence_deviation: float = math.nan
-    class_confidence_deviation: float = math.nan
-    """As in training.Metrics; NaN in older logs and where the run diverged."""
-
     loss_difference: float = math.nan
     """Validation loss minus training loss; LRBench takes its absolute value. NaN without monitor:
     generalization_gap and where the run diverged."""
@@ -80,9 +75,6 @@ def outcome(run: Run) -> Outcome:
         top1=last.top1,
         top5=last.top5,
         best_top1=max(found.top1 for found in run.kept_evaluations),
-        average_confidence=last.average_confidence,
-        confidence_deviation=last.confidence_deviation,
-        class_confidence_deviation=last.class_confidence_deviation,
         loss_difference=run.last_gap.gap if run.last_gap else math.nan,
         diverged=False,
     )
@@ -127,10 +119,6 @@ class Measurement:
     top1: float
     top5: float
     loss: Measured
-    average_confidence: Measured = math.nan
-    confidence_deviation: Measured = math.nan
-    class_confidence_deviation: Measured = math.nan
-    classes_never_correct: int | None = None
 
 
 def measurements(run: Run) -> list[Measurement]:

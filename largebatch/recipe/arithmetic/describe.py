@@ -3,7 +3,6 @@
 import math
 
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
 
 
@@ -34,8 +33,6 @@ def describe_spans(plan: Plan) -> str:
 def describe_decoding(recipe: Recipe) -> str:
     """Describe the source of the pixels."""
     execution = recipe.execution
-    if not isinstance(recipe.data, Data):
-        return f"none: {recipe.data.sample().name}"
     if recipe.data.source == "synthetic":
         return "synthetic"
     if execution.cache is None:

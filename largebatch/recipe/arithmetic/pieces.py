@@ -88,7 +88,7 @@ def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, 
             )
         sizes.append(SizePiece(end=stop, image_size=part.image_size))
     if sizes and sizes[-1].end < end:
-        sizes.append(SizePiece(end=end, image_size=recipe.images.image_size))
+        sizes.append(SizePiece(end=end, image_size=recipe.data.image_size))
     return tuple(sizes)
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe.arithmetic.division import DEVICE_BATCH_LIMIT, device_batches, divide_batch
+from largebatch.recipe.arithmetic.division import divide_batch
 from largebatch.recipe.arithmetic.pieces import (
     BatchPiece,
     Pieces,
@@ -78,9 +78,6 @@ class Plan:
 
     evaluate_after: tuple[int, ...]
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
-
-    replica: "Plan | None" = None
-    """Plan of one replica of `polish.swap`, which one worker trains by itself."""
 
     @property
     def train_steps(self) -> int:
@@ -215,8 +212,7 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         evaluate_after=_evaluations(recipe, pieces, steps=steps),
     )
     _require_lengths(recipe, plan)
-    replica = _plan_replica(recipe, plan)
-    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps), replica=replica)
+    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps))
 
 
 def plan_run(recipe: Recipe, *, workers: int, backend: str) -> Plan:
@@ -311,38 +307,6 @@ def _count_warmup(recipe: Recipe, pieces: Pieces) -> int:
         return 0
     steps = steps_of(warmup, samples=recipe.train_samples, global_batch=batch)
     return steps_for(pieces, steps * batch)
-
-
-def _plan_replica(recipe: Recipe, plan: Plan) -> Plan | None:
-    """Plan the training of one replica on one worker; None without `polish.swap`.
-
-    Raises RecipeError where a replica is trained for longer than a run may be.
-    """
-    section = recipe.polish.swap if recipe.polish else None
-    if section is None:
-        return None
-    steps = steps_of(section, samples=plan.train_samples, global_batch=section.batch)
-    if steps > MAX_UPDATES:
-        raise RecipeError(
-            f"polish.swap: {section.epochs:g} epochs are {steps:,} updates of each replica, "
-            f"expected at most {MAX_UPDATES:,}; give fewer epochs or a larger batch"
-        )
-    possible = device_batches(section.batch, workers=1, span=plan.bn_span or 1)
-    most = recipe.execution.device_batch or DEVICE_BATCH_LIMIT
-    device_batch = max((size for size in possible if size <= most), default=possible[0])
-    return Plan(
-        workers=1,
-        global_batch=section.batch,
-        device_batch=device_batch,
-        accumulation=section.batch // device_batch,
-        bn_span=plan.bn_span,
-        train_samples=plan.train_samples,
-        val_samples=plan.val_samples,
-        steps=steps,
-        warmup_steps=0,
-        clean_steps=0,
-        evaluate_after=(),
-    )
 
 
 def plan_updates(recipe: Recipe) -> Plan:

@@ -67,7 +67,7 @@ def machine(recipe: Recipe, **_: object) -> Measured:
     """Return the times that the tests pretend to have measured on this machine."""
     return Measured(
         model=recipe.model.name, arguments=recipe.model.arguments, classes=10,
-        image_size=recipe.images.image_size, precision="fp32", settings=settings(recipe),
+        image_size=recipe.data.image_size, precision="fp32", settings=settings(recipe),
         device="cpu", seconds_per_image=1e-3, seconds_per_pass=0.01, seconds_per_update=0.02,
         gradient_bytes=1e6, reduction="fp32", messages=3, norm_layers=0, exchange_seconds=0.0,
         groups=recipe.execution.groups.model_dump(mode="json"),

@@ -119,7 +119,7 @@ def test_reading_has_the_cores_of_one_worker_of_several(monkeypatch: pytest.Monk
         seen.append(backend)
         raise LargebatchError("enough")
 
-    monkeypatch.setattr(calibrate, "open_pipeline", opened)
+    monkeypatch.setattr(calibrate, "open_images", opened)
     monkeypatch.setattr(calibrate, "_places", lambda _: 4)
     recipe = load_recipe("digits_96")
     with pytest.raises(LargebatchError, match="enough"):

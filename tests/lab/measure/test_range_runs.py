@@ -16,6 +16,7 @@ from torch import nn
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure import lr_range
@@ -31,7 +32,6 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_recipe
 from largebatch.report.run import read_run
-from largebatch.runs.build import open_pipeline
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 
@@ -73,7 +73,7 @@ def plain_losses(kind: str, weights: Path) -> list[float]:
     net.load_state_dict(dict(zip(net.state_dict(), LeNet5(10).state_dict().values(), strict=True)))
     recipe = a_recipe(kind, weights, "duration={steps: 20}", "schedule.warmup=null")
     plan = make_plan(recipe.with_execution(device_batch=48), workers=1)
-    pipeline = open_pipeline(recipe, plan, Serial(torch.device("cpu")), folder=None)
+    pipeline = open_images(recipe, plan, Serial(torch.device("cpu")), folder=None)
     velocity = [torch.zeros_like(weight) for weight in net.parameters()]
     rates, losses = RATES[kind], []
     for lr, (images, labels) in zip(

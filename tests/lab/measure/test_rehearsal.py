@@ -105,7 +105,6 @@ def test_an_average_of_the_weights_is_one_more_copy() -> None:
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [
-        pytest.param("ptb_lstm_20", [], id="text"),
         pytest.param("imagenette_resnet18_progressive", [], id="sizes", marks=pytest.mark.long),
         pytest.param(
             DIGITS, [*TINY, "batch.bn_span=12", "reduction={kind: adasum, parts: 4}"], id="Adasum"

@@ -97,7 +97,7 @@ def test_every_installed_recipe_of_resnet50_is_predicted() -> None:
         assert found.low < found.seconds < found.high
         images = found.steps * recipe.batch.global_batch / found.seconds
         assert found.steps > 500
-        side = min([224, *(part.image_size for part in recipe.images.resolution)])
+        side = min([224, *(part.image_size for part in recipe.data.resolution)])
         most = 3400 * (224 / side) ** 2  # as many as a large device batch lets an A100 compute
         assert images < 16 * most
 
@@ -477,46 +477,3 @@ def test_as_many_evaluations_are_counted_as_a_run_makes(stages: list[str], tmp_p
     made = sum(event["event"] == "evaluation" for event in events)
     assert made > 3
     assert count_evaluations(recipe, make_plan(recipe, workers=1)) == made
-
-
-def test_replicas_are_refused() -> None:
-    swap = ["polish.swap={replicas: 8, epochs: 1, batch: 504, lr: 0.1}"]
-    with pytest.raises(PlanError, match="polish.swap"):
-        predict(load_recipe(FUJITSU, swap), load_cluster("dgx-a100"), workers=8)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        pytest.param("nodes: 2", "gpus_per_node: missing", id="missing"),
-        pytest.param(
-            "gpus_per_node: 8\nnodes: 1\ncpu_cores: 4", "gpu .* or measured", id="neither"
-        ),
-        pytest.param("- 1", "expected the keys", id="a list"),
-        pytest.param(
-            A100 + "colour: blue\n",
-            "colour: unknown key; known keys: name, gpu, ",
-            id="unknown key",
-        ),
-        pytest.param(
-            A100.replace(": 560", ": many"),
-            'nodes: .*integer, got "many"',
-            id="no number",
-        ),
-        pytest.param(A100.replace("80  #", "81920  #"), "10000, got 81920", id="megabytes"),
-        pytest.param(A100.replace("2039", "2.039"), "or equal to 10, got 2.039", id="terabytes"),
-        pytest.param(A100.replace("312", "312e12"), "or equal to 1000000, got 31", id="flops"),
-        pytest.param(
-            A100.replace(": 200 ", ": 200e9 "), "100000, got 200000000000", id="bytes a second"
-        ),
-        pytest.param(
-            A100.replace("watts: 400", "wats: 400").replace("cpu_cores: 128", "cpu_cores: 0"),
-            r"3 problems\n  gpu.watts: missing\n  gpu.wats: unknown key; did you mean 'watts'.*"
-            r"\n  cpu_cores: input should be greater than 0, got 0",
-            id="three",
-        ),
-    ],
-)
-def test_a_cluster_file_with_a_mistake_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ClusterError, match=message):
-        parse_cluster(text, source="mine.yaml")

@@ -57,7 +57,7 @@ def law(batches: list[int]) -> tuple[float, float]:
 def test_the_points_are_those_of_mlperf() -> None:
     points = reference_points()
     assert {point.batch: point.mean_epochs for point in points} == MEANS
-    data = load_recipe(points[0].name).images
+    data = load_recipe(points[0].name).data
     assert (data.train_samples, data.val_samples, data.classes, data.image_size) == (
         *(IMAGENET.samples, IMAGENET.val_samples, IMAGENET.classes),
         IMAGENET.image_size,
@@ -180,7 +180,7 @@ def test_another_data_set_is_looked_up_by_updates_in_an_epoch() -> None:
     assert found.warmup_epochs / 30 == pytest.approx(like.warmup_epochs / like.epochs, rel=5e-3)
     recipe = parse_recipe(draft(found))
     assert isinstance(recipe.optimizer, LARS)
-    assert (recipe.data.classes, recipe.images.image_size, recipe.model.head_std) == (10, 32, None)
+    assert (recipe.data.classes, recipe.data.image_size, recipe.model.head_std) == (10, 32, None)
     plan = make_plan(recipe, workers=1)
     assert plan.steps == 1_500
     printed = "\n".join(words(found))
@@ -382,7 +382,6 @@ def test_far_fewer_updates_than_any_reference_point_are_warned_of() -> None:
         (["digits_96", "--data", "x"], "--data: digits_96 has these already"),
         (["--data", "nowhere"], "nowhere"),
         (["digits_96", "--model", "resnet5"], "timm has no model 'resnet5'; did you mean"),
-        (["ptb_lstm_20"], "data.source: text"),
     ],
 )
 def test_what_cannot_be_suggested_is_one_line(

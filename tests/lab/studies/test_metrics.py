@@ -128,8 +128,7 @@ def test_updates_that_were_not_timed_have_no_seconds(tmp_path: Path) -> None:
 
 def test_the_outcome_of_a_run_is_what_it_recorded(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", evaluations=[(10, 0.5), (20, 0.95), (40, 0.9)])
-    run.records[-1] |= {"top5": 0.94, "average_confidence": 0.7, "confidence_deviation": 0.2}
-    run.records[-1] |= {"class_confidence_deviation": 0.1}
+    run.records[-1] |= {"top5": 0.94}
     run.add(
         "generalization_gap", stage="train", step=40, samples=1437, top1=1.0, loss=0.1, gap=-0.05
     )
@@ -138,9 +137,6 @@ def test_the_outcome_of_a_run_is_what_it_recorded(tmp_path: Path) -> None:
         top1=0.9,
         top5=0.94,
         best_top1=0.95,
-        average_confidence=0.7,
-        confidence_deviation=0.2,
-        class_confidence_deviation=0.1,
         loss_difference=-0.05,
         diverged=False,
     )
@@ -154,7 +150,6 @@ def test_a_run_that_diverged_is_as_good_as_chance(tmp_path: Path) -> None:
         reread(run, status="failed", diverged="the training loss became nan at step 11")
     )
     assert (found.top1, found.top5, found.best_top1, found.diverged) == (0.1, 0.5, 0.1, True)
-    assert math.isnan(found.average_confidence)
     assert math.isnan(found.loss_difference)
 
 

@@ -311,7 +311,7 @@ def _shapes_chart(drawn: Sequence[Drawn]) -> Chart:
         x_title="Epoch", y_title="Learning rate", curves=curves,
         caption="The rate of every policy at the values found"
         + "; of one that is being searched, the recipe's own" * searched
-        + ". Before any change by schedule.plateau.",
+        + ".",
     )  # fmt: skip
 
 

@@ -293,10 +293,6 @@ def _doubts(found: Recommendation, batch: int | None) -> Iterator[str]:
             f"{first.cell.policy} comes first although {first.cell.diverged} of "
             f"{len(first.cell.seeds)} seeds diverged"
         )
-    if first.cell.reads_validation:
-        yield (
-            f"{first.cell.policy} changes its rate by the validation images that it is measured on"
-        )
     yield from (f"{first.cell.policy}: {end}" for end in _ends_tried(first.cell))
     if found.level:
         names = ", ".join(one.cell.policy for one in (first, *found.level))

@@ -230,10 +230,6 @@ def describe(standings: Standings) -> Iterator[str]:
             targets = (axis.target for axis in standings.axes[:1])
             yield from (where + text for target in targets for text in _cheapest(ranked, target))
             yield from (where + text for text in _robustness(ranked))
-    steered = [one.found.policy for one in standings.cells if one.found.reads_validation]
-    if steered:
-        named = shorten(list(dict.fromkeys(steered)), most=_NAMED)
-        yield f"Changed the rate by the validation images that are measured on: {named}."
     yield from _counts(standings)
 
 

@@ -24,7 +24,6 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
-from largebatch.recipe.task import IMAGES
 from largebatch.schedules.build import build_schedule
 
 Values = Mapping[str, float]
@@ -115,7 +114,7 @@ class Cell:
         for section, key in ((tree["polish"], "statistics"), (tree, "optimizer")):
             _bound_samples(section and section[key], left)
         recipe = validate_tree(Recipe, tree, source=self.name)
-        if not search.prune or recipe.schedule.plateau is not None:  # it reads its own evaluations
+        if not search.prune:
             return recipe
         plan = make_plan(recipe, workers=self.workers)
         every = max(1, plan.steps // RUNGS) / plan.steps_per_epoch
@@ -143,11 +142,6 @@ class Cell:
 
     def check(self) -> None:
         """Raise LargebatchError if a run of the cell cannot be made."""
-        if self.recipe.task is not IMAGES:
-            raise RecipeError(
-                f"a study compares accuracies of images, and data.source is "
-                f"{self.recipe.data.source}; `largebatch report RUN RUN ...` compares such runs"
-            )
         if self.recipe.protocol is not None:
             raise RecipeError(
                 "the recipe has a protocol; `largebatch study staleness` compares protocols, and "

@@ -186,11 +186,6 @@ class CellResults(SeedResults):
         return ends
 
     @property
-    def reads_validation(self) -> bool:
-        """True if its runs change their rate by the images that evaluate them."""
-        return self.recipe.schedule.plateau is not None
-
-    @property
     def by_scale(self) -> dict[int, dict[float, list[float]]]:
         """Top-1 by seed and multiple of the rate, as in metrics.at_every_scale."""
         runs = (*self.seeds, *self.scaled)

@@ -70,7 +70,7 @@ class Search(Section):
     """Search for the base rate of every policy, each with the same budget.
 
     Every trial is evaluated on training images that it is not trained on; the validation images
-    decide nothing. They do later if a policy has a `plateau`, which changes its rate by them.
+    decide nothing.
     """
 
     trials: Annotated[int, Field(ge=1, le=1000)]

@@ -10,7 +10,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from largebatch import accelerator
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError, WorkerFailedError
 from largebatch.formatting import plural
+from largebatch.lab.studies.confidence import measure_confidence
 from largebatch.lab.studies.metrics import has_diverged, measurements
 from largebatch.lab.studies.queue.usage import usage_of, watch_others
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -32,9 +32,10 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import Run, read_run
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering, noting_requests
 from largebatch.runs.launch import DIVERGED, STOPPED, USER
+from largebatch.runs.options import Options
 from largebatch.runs.run import run
 from largebatch.tracking.environment import source_commit, versions
-from largebatch.tracking.events import SUMMARY, Evaluation, Mistakes, Summary
+from largebatch.tracking.events import SUMMARY, Evaluation, Summary
 
 Result = dict[str, Any]
 """Record of a run, as JSON."""
@@ -114,7 +115,7 @@ def train(
     if "diverged" not in reached and has_diverged(run_read):
         reached = {**_chance(recipe), "diverged": "the validation loss at the end is no number"}
     if not reached and run_read.result:
-        reached = _end(run_read.result)
+        reached = {**_end(run_read.result), **_confidence(recipe, folder, machine)}
     record = {**_circumstances(recipe, folder), **times, **_measured(run_read), **reached}
     plain: Result = json.loads(to_json(record, inf_nan_mode="null"))  # JSON has no NaN
     return plain
@@ -220,11 +221,10 @@ def _hardware() -> str:
 
 
 def _measured(run: Run) -> Result:
-    """Return the evaluations in training, and the metrics by class of the last one."""
-    mistakes, gap = run.final_mistakes, run.last_gap
+    """Return the evaluations in training."""
+    gap = run.last_gap
     return {
         "evaluations": measurements(run),
-        "classes": _classes(mistakes) if mistakes else None,
         "loss_difference": gap and gap.gap,
         "workers": run.plan.workers,
         "usage": asdict(usage_of(run)),
@@ -232,15 +232,17 @@ def _measured(run: Run) -> Result:
     }
 
 
-def _classes(mistakes: Mistakes) -> Result:
-    """Return columns by class: a record of at most 64 KB holds 1,000 classes."""
-    wrong = Counter(mistakes.labels)
-    return {
-        "names": mistakes.classes,
-        "samples": mistakes.sizes,
-        "correct": [size - wrong[label] for label, size in enumerate(mistakes.sizes)],
-        "average_confidence": [float(f"{value:.5g}") for value in mistakes.confidences],
-    }
+def _confidence(recipe: Recipe, folder: Path, machine: Machine) -> Result:
+    """Return LRBench's metrics of confidence; a record of at most 64 KB holds 1,000 classes."""
+    options = machine.options(recipe)
+    del options["workers"]
+    found = asdict(measure_confidence(folder, Options(out=folder, **options)))
+    mistakes = read_run(folder).final_mistakes
+    columns = {name: found.pop(name) for name in ("samples", "correct", "averages")}
+    names = mistakes.classes if mistakes else tuple(map(str, range(recipe.data.classes)))
+    average = [float(f"{value:.5g}") for value in columns["averages"][: len(names)]]
+    counts = {name: columns[name][: len(names)] for name in ("samples", "correct")}
+    return {**found, "classes": {"names": names, **counts, "average_confidence": average}}
 
 
 def _summed_up(summary: Summary | None) -> Result:
@@ -251,15 +253,9 @@ def _summed_up(summary: Summary | None) -> Result:
     return {name: getattr(summary, name) for name in names}
 
 
-_METRICS = (
-    *("top1", "top5", "loss", "average_confidence", "confidence_deviation"),
-    *("class_confidence_deviation", "classes_never_correct"),
-)
-
-
 def _end(evaluation: Evaluation) -> Result:
     """Return the final metrics of a run."""
-    return {name: getattr(evaluation, name) for name in _METRICS}
+    return {name: getattr(evaluation, name) for name in ("top1", "top5", "loss")}
 
 
 def _chance(recipe: Recipe) -> Result:

@@ -186,12 +186,6 @@ def test_policies_with_two_seeds_are_too_few_to_compare_and_have_no_interval(
     assert stand(cells[:1], [0.9]).has_enough_seeds  # there is nothing to compare with
 
 
-def test_what_changed_its_rate_by_the_validation_images_is_named(found: list[CellResults]) -> None:
-    steered = cell("plateau", found[0].seeds, schedule={"plateau": "{}"})
-    *_, named, _ = describe(stand([*found[:2], steered], [0.9]))
-    assert named == "Changed the rate by the validation images that are measured on: plateau."
-
-
 def test_the_fewest_updates_are_those_of_one_policy_where_evaluations_are_close_enough() -> None:
     """20 to 22 updates against 80 to 110, and 22 to 24, of which the last is in the noise."""
 

@@ -25,7 +25,6 @@ from largebatch.lab.studies.policies.recommend_words import (
 from largebatch.lab.studies.queue.results import CellResults, read_results
 from largebatch.lab.studies.queue.study import RATE
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.schedule import Plateau
 
 QUICK = Policy(
     reached=[4, 5, 6],
@@ -348,11 +347,6 @@ def test_a_rate_at_an_end_of_its_search_speaks_for_a_policy_that_is_behind(group
     assert not found.doubts
 
 
-def steered(cell: CellResults) -> CellResults:
-    schedule = cell.recipe.schedule.model_copy(update={"plateau": Plateau()})
-    return replace(cell, recipe=cell.recipe.model_copy(update={"schedule": schedule}))
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -365,11 +359,6 @@ def steered(cell: CellResults) -> CellResults:
             lambda cell: replace(cell, values={RATE: 0.2}),
             "quick: schedule.peak_lr 0.2 is the lowest tried: a better one may lie beyond",
             id="edge",
-        ),
-        pytest.param(
-            steered,
-            "quick changes its rate by the validation images that it is measured on",
-            id="plateau",
         ),
         pytest.param(
             lambda cell: replace(cell, seeds=()), "no policy has a seed that is done", id="nothing"

@@ -113,10 +113,6 @@ def test_a_policy_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -
             "recipe digits with policy up: (?s:.*)cosin",
         ),
         (
-            {"policies": {"low": {"plateau": {"levels": ["high"]}}}},
-            "2 problems(?s:.*)plateau.levels.0: (?s:.*)plateau.levels: tuple should have at least",
-        ),
-        (
             {"recipes": {"no": {"recipe": "no_such_recipe"}}},
             "recipe no with policy fall: .*neither a file nor an installed recipe",
         ),

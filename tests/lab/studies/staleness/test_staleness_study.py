@@ -107,7 +107,7 @@ def test_imagenette_stands_for_imagenet_with_one_run_of_each_protocol() -> None:
     found = cells_of(study, Path())
     assert study.seeds == 1
     assert [cell.sigma for cell in found] == [0, 1, 18]
-    assert {(cell.learners, cell.mu, cell.recipe.images.image_size) for cell in found} == {
+    assert {(cell.learners, cell.mu, cell.recipe.data.image_size) for cell in found} == {
         (18, 16, 64)
     }
     assert found[0].rule.rate == 1.0  # its batch is that of hardsync

@@ -1,1 +1,0 @@
-"""Text: windows of consecutive words, in which every next word is predicted."""
