@@ -235,20 +235,24 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
 
     Raises CheckpointError if it is damaged, incomplete or of another version.
     """
+    another = CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+    if content[8:10] != b'{"':
+        raise another
     try:
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-        text, tensors = metadata[CONTENT], safetensors.torch.load(content)
-        expected = metadata[CHECKSUM]
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        reason = f"damaged, or not a checkpoint of this version of largebatch: {error!r}"
-        raise CheckpointError(f"{source}: {reason[:300]}") from None
+        text, expected = metadata[CONTENT], metadata[CHECKSUM]
+        tensors = safetensors.torch.load(content)
+    except KeyError:
+        raise another from None
+    except (SafetensorError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: damaged: {error}"[:500]) from None
     if _checksum(text, tensors) != expected:
         raise CheckpointError(f"{source}: damaged: its checksum does not match its content")
     try:
         header = json.loads(text)
         if header["format"] != FORMAT:
-            raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+            raise another
         if not isinstance(header["recipe"], str):
             raise TypeError("recipe must be a text")
         recipe = parse_recipe(header["recipe"], source="its recipe")
