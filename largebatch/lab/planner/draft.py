@@ -195,7 +195,7 @@ def _longer_steps(found: Suggestion, base: Recipe | None) -> Iterator[str]:
     if factor > LONGER:
         yield (
             f"warning: rate x eta / (1 - momentum) is {factor:.2g} times that of {base.name}, and "
-            "training may diverge: look for the edge with `largebatch lr range` first"
+            "training may diverge: look for the edge with `largebatch lab range` first"
         )
 
 
@@ -246,7 +246,7 @@ def draft(
         comments["optimizer.eta"] = "MLPerf's, as eps"
         comments["schedule"] = "its shape was measured, its peak is from the points and for LARS"
     header = (
-        f"{name}: written by `largebatch suggest`.",
+        f"{name}: written by `largebatch lab suggest`.",
         f"After: {_source(found)}.",
         "Where to begin, not a result. Measured here: not yet.",
     )
