@@ -1,17 +1,12 @@
 """Every command of the documents that needs only this machine runs, in the page's order."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from documents import DOCS, PAGES, ROOT, arguments, blocks, commands, name_of
 
 from largebatch.cli.main import DONE, FAILED, main
-
-pytestmark = pytest.mark.skipif(
-    find_spec("largebatch.lab.studies.study") is None, reason="the pages have the one kind of study"
-)
 
 QUICK = {"check", "explain", "launch", "recipes", "lab suggest", "lab sweep"}
 """Commands that need no PyTorch, and take no time."""

@@ -13,21 +13,14 @@ from documents import PAGES, ROOT
 
 import largebatch
 from largebatch.cli.main import make_app
-from largebatch.lab.studies.queue.study import ConfigurationStudy, Study
-from largebatch.lab.studies.scaling.study import ScalingStudy
-from largebatch.lab.studies.servers.study import ServersStudy
-from largebatch.lab.studies.staleness.study import StalenessStudy
+from largebatch.lab.studies.study import Study
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section
 
 FILES: list[tuple[str, str, type[Section]]] = [
     ("recipe", "", Recipe),
-    ("studies", "lr-bench.", Study),
-    ("studies", "bench.", ConfigurationStudy),
-    ("studies", "staleness.", StalenessStudy),
-    ("studies", "servers.", ServersStudy),
-    ("studies", "scaling.", ScalingStudy),
+    ("studies", "study.", Study),
 ]
 """A page, what stands before keys in links to it, and the section that such a file is."""
 

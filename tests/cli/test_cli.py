@@ -12,7 +12,7 @@ from PIL import Image
 
 from largebatch.cli.main import COMMANDS, DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
-from largebatch.lab.studies.hosts.namespaces import lacking
+from largebatch.lab.studies.namespaces import lacking
 from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
 
