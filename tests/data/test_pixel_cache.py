@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -112,20 +113,6 @@ def test_a_damaged_file_is_written_again(
     assert file.read_bytes() == whole
 
 
-def test_a_file_renamed_to_another_is_written_again(
-    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file has the same number of pixels and a checksum valid under its own name."""
-    expected = open_cache(folder).pixels.copy()
-    (file,) = cache_files(tmp_path)
-    monkeypatch.setattr(pixel_cache, "_decode_all", lambda *_: iter([255 - expected]))
-    open_cache(replace(folder, digest="another"))
-    monkeypatch.undo()
-    file.with_name(file.name.replace(folder.digest, "another")).replace(file)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert np.array_equal(open_cache(folder).pixels, expected)
-
-
 def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     total = int((3 * folder.heights * folder.widths).sum())
     monkeypatch.setattr(pixel_cache, "LIMIT", total)
@@ -167,3 +154,24 @@ def test_without_a_writable_place_there_is_an_error_and_no_leftover(
     with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
         open_cache(folder)
     assert cache_files(tmp_path) == []
+
+
+def test_long_unused_files_are_removed_when_another_is_written(
+    folder: Index, tmp_path: Path
+) -> None:
+    open_cache(folder)
+    (ours,) = cache_files(tmp_path)
+    ages = {"old": 31, "old.0f3a": 31, "recent": 29, "older": 400}
+    for name, days in ages.items():
+        path = ours.with_name(name)
+        path.write_bytes(b"")
+        os.utime(path, 2 * (time.time() - days * 24 * 3600,))
+    os.utime(ours, 2 * (time.time() - 31 * 24 * 3600,))
+    open_cache(folder)  # a use, which makes it a recent one
+    assert len(cache_files(tmp_path)) == 5
+    open_cache(replace(folder, digest="another"))
+    assert {path.name.partition(".")[0] for path in cache_files(tmp_path)} == {
+        "recent",
+        "another",
+        folder.digest,
+    }
