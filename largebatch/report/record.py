@@ -319,7 +319,7 @@ def bounded(losses: FloatArray) -> FloatArray:
 
 
 def read_edge(path: Path) -> float:
-    """Return the upper bound of the rate in the range.json of `lr range`, or of its folder.
+    """Return the upper bound of the rate in the range.json of `lab range`, or of its folder.
 
     Raises CheckpointError if it cannot be read or has no upper bound.
     """
