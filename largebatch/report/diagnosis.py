@@ -681,7 +681,7 @@ class Verdict:
     words: str
     good: bool
     causes: tuple[Cause, ...] = ()
-    """Of a worse model, if the run finished; costs and corrections are not among them."""
+    """Causes of a worse model, if the run finished; costs and corrections are not among them."""
 
 
 def verdict(run: Run) -> Verdict:
