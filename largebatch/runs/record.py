@@ -77,7 +77,6 @@ def _finish(
 
 
 def _draw(trainer: Trainer, folder: Path) -> None:
-    """Draw the report, with the worst misclassified images if they can be read again."""
     try:
         if isinstance(trainer.pipeline, ImagePipeline):
             record_worst(trainer.pipeline, folder)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend, pick_device
 from largebatch.distributed.horovod import Horovod, open_horovod
-from largebatch.distributed.links import open_links
 from largebatch.distributed.serial import Serial
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
+from largebatch.lab.protocols.links import open_links
 
 
 @pytest.fixture
