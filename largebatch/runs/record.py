@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from largebatch.data.pipeline import ImagePipeline
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.compiled import failures_named
 from largebatch.report import write_report
@@ -78,8 +77,7 @@ def _finish(
 
 def _draw(trainer: Trainer, folder: Path) -> None:
     try:
-        if isinstance(trainer.pipeline, ImagePipeline):
-            record_worst(trainer.pipeline, folder)
+        record_worst(trainer.pipeline, folder)
     except Exception as error:  # a user's data set may raise anything; the run is finished
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
     try:

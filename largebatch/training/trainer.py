@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from largebatch.data.batches import CleanSamples, Pipeline
+from largebatch.data.pipeline import CleanSamples, Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.models.batchnorm import Spans

@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_at_once_names_what_is_saved(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("largebatch.runs.run.run", stop)
+    monkeypatch.setattr("largebatch.runs.run.start", stop)
     folder = tmp_path / "run"
     assert main(["train", str(DIGITS), "--out", str(folder)]) == STOPPED
     assert capsys.readouterr().err == "largebatch: stopped at once; nothing is saved\n"
