@@ -10,7 +10,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable
 from largebatch.tracking.environment import versions
-from largebatch.tracking.identity import read_ids
+from largebatch.tracking.scalars import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
     Found,
