@@ -115,6 +115,13 @@ require_schedulefree = partial(
 require_optuna = partial(
     _import, "optuna", "optuna", "a study", install="pip install 'largebatch[studies]'"
 )
+
+
+def require_scipy(module: str) -> ModuleType:
+    """Import a module of SciPy, such as scipy.stats."""
+    return _import(module, "scipy", "this fit", install="pip install 'largebatch[studies]'")
+
+
 require_simpy = partial(
     _import, "simpy", "simpy", "a simulation", install="pip install 'largebatch[studies]'"
 )

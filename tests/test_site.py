@@ -73,7 +73,10 @@ def commands(app: App, prefix: str) -> Iterator[tuple[str, list[str]]]:
         yield from commands(app[name], f"{prefix} {name}")
         if app[name].default_command is not None:
             arguments = app[name].assemble_argument_collection()
-            yield f"{prefix} {name}", [each.name for each in arguments if each.parse]
+            yield (
+                f"{prefix} {name}",
+                [each.name for each in arguments if each.parse and each.name != "*"],
+            )
 
 
 def keys(key: str, seen: list[str], root: type[Section]) -> Iterator[str]:

@@ -41,6 +41,7 @@ from largebatch.runs.options import (
     Given,
     Machine,
     Number,
+    RecipeFile,
     chosen_folder,
 )
 from largebatch.tracking.events import LOG, REPORT
@@ -60,7 +61,7 @@ for _command in (study, recommend, sweep):
 
 @app.command(name="range")
 def range_(  # noqa: PLR0913 -- its options
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     low: Number | None = None,
@@ -73,7 +74,6 @@ def range_(  # noqa: PLR0913 -- its options
     """Range test: train while the learning rate rises, and find the usable rates.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         low: First learning rate (peak_lr / 1000).
         high: Last learning rate (100 x peak_lr).
         steps: Updates from one to the other.
@@ -111,7 +111,7 @@ def _sizes(_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
 
 @app.command
 def noise(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     max_steps: Count | None = None,
@@ -357,7 +357,7 @@ def _data_set(numbers: dict[str, int | None]) -> DataSet:
 
 @app.command
 def rehearse(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     workers: Count = 1,
@@ -368,7 +368,6 @@ def rehearse(
     """Print the work of one worker of a job, without the job's machines.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         workers: Workers of the job.
         rank: Rank of the worker.
         cluster: The cluster it will run on: a name or a file.
