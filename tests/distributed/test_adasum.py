@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import crown
 import numpy as np
@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from crown import GLOBAL_BATCH, MOMENTUM, NETS, SMOOTHING, SPAN, STEPS, WEIGHT_DECAY, State
 from on_forked_workers import on_forked_workers
 from short_runs import a_recipe, weights
-from threads import Thread, on_threads
 from torch import nn
 
 from largebatch import run
 from largebatch.distributed.adasum import Adasum, adasum
-from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.errors import PlanError, RecipeError
@@ -104,25 +102,6 @@ def test_one_worker_computes_the_parts_one_by_one(net: str, parts: int) -> None:
         backend = Serial(torch.device("cpu"))
         ours = crown.solve(backend, net, "sgd", accumulation=accumulation, parts=parts)
         assert_equal(ours.state_dict(), expected)
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-def test_two_threads_as_workers_combine_their_parts(
-    parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nets = [crown.net("batchnorm") for _ in range(2)]  # before the threads, which share a seed
-
-    def work(worker: Thread) -> State:
-        backend = cast("Backend", worker)
-        return dict(
-            crown.solve(backend, "batchnorm", "sgd", accumulation=4, parts=parts).state_dict()
-        )
-
-    with monkeypatch.context() as patched:
-        patched.setattr(crown, "net", lambda _: nets.pop())
-        found = on_threads(work, workers=2)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-    assert_equal(found[0], by_hand("batchnorm", parts=parts))
 
 
 def solve_all(path: Path) -> None:

@@ -73,7 +73,6 @@ def test_a_compiled_run_makes_the_updates_of_any_run(tmp_path: Path) -> None:
     ("first", "second"),
     [
         pytest.param((COMPILED,), (COMPILED,), id="compiled both times"),
-        pytest.param((COMPILED,), (), id="compiled first", marks=pytest.mark.long),
         pytest.param((), (COMPILED,), id="compiled then"),
     ],
 )

@@ -143,18 +143,6 @@ def test_noise_that_cannot_be_seen_is_none_and_never_negative() -> None:
     assert found.noise < 0 <= found.high < 0.02
 
 
-@pytest.mark.parametrize(
-    ("squares", "message"),
-    [
-        ([Squares(1.0, 1.0, 4, 4)] * 2, "big_batch .4. must be above small_batch .4."),
-        ([Squares(1.0, 1.0, 2, 4)], "an interval needs 2 updates or more, got 1"),
-    ],
-)
-def test_what_cannot_be_estimated_is_refused(squares: list[Squares], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        estimate(squares)
-
-
 def test_the_running_value_is_in_units_of_the_unscaled_mean_gradient() -> None:
     plan = make_plan(load_recipe(DIGITS), workers=2)
     share = plan.global_batch / plan.device_batch

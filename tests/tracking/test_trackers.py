@@ -266,12 +266,6 @@ def test_a_missing_package_is_named_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingPackageError, match="wandb"):
-        Wandb(tmp_path, {}, note=print)
-
-
 @pytest.fixture(name="refusing")
 def without_a_server(uri: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     """Return a function that sets the place of MLflow to a port where nothing listens."""
@@ -333,16 +327,6 @@ def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: 
         assert [each.step for each in client.get_metric_history(identity, name)] == [3]
 
 
-def test_a_run_with_an_id_unknown_to_mlflow_starts_another(folder: Path, uri: str) -> None:
-    from mlflow import MlflowClient
-
-    (folder / "mlflow-id").write_text("0" * 32)
-    follow(folder, [in_two_parts()[0]], lambda: MLflow(folder, CONFIG))
-    identity = (folder / "mlflow-id").read_text()
-    assert identity != "0" * 32
-    assert MlflowClient(uri).get_run(identity).info.status == "RUNNING"  # killed
-
-
 def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(
     tmp_path: Path, uri: str
 ) -> None:
@@ -372,23 +356,3 @@ def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(
         assert [each.step for each in read.Scalars(name)] == [0, 1, 2, 3]
     kept = [each.path for each in client.list_artifacts(identity) if "safetensors" in each.path]
     assert kept == [max((out / "checkpoints").iterdir()).name]
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
-def test_mlflows_database_takes_a_run(
-    folder: Path, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow import MlflowClient
-
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.chdir(tmp_path)
-    bad: list[Event] = [BEGUN, replace(MONITORED[0], loss=math.nan), MONITORED[1], FINISH]
-    follow(folder, [bad], lambda: MLflow(folder, CONFIG))
-    client, identity = MlflowClient(uri), (folder / "mlflow-id").read_text()
-    history = client.get_metric_history(identity, "train/loss")
-    assert [each.step for each in history] == [0, 1]
-    assert math.isnan(history[0].value)
-    assert {each.path for each in client.list_artifacts(identity)} == {"report.html", "report.png"}
