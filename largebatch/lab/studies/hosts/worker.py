@@ -20,19 +20,20 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch.optim import Optimizer
 
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError
 from largebatch.lab.protocols.split import server_bytes
 from largebatch.lab.studies.hosts.compute import Compute, PacedCriterion
 from largebatch.lab.studies.hosts.namespaces import Counters, read_counters
+from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Event, Step
-from largebatch.training.saving import finish_saving
+from largebatch.training.session import Session
 from largebatch.training.stages import STAGES
-from largebatch.training.trainer import Trainer
 
 USER = 2
 """Exit code of an error that the user can fix."""
@@ -100,51 +101,51 @@ def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
 
 def measure(job: Job) -> dict[str, Any]:
     """Train, and return the result of this worker as JSON."""
-    with open_trainer(job.recipe, job.options, {"command": "study"}) as opened:
-        trainer, paced = _pace(opened, job)
+    with open_session(job.recipe, job.options, {"command": "study"}) as opened:
+        session, paced = _pace(opened, job)
+        training = session.training
         steps = StepTimes()
-        trainer.trackers.append(steps)
+        session.log.trackers.append(steps)
         marks = []
-        with applied_rates(trainer.state.updater.optimizer) as rates:
+        with applied_rates(session.state.updater.optimizer) as rates:
             for until in job.stretches:
-                STAGES[0].run(trainer, range(trainer.plan.train_steps), until)
-                finish_saving(trainer)
-                marks.append(_read_counters(trainer))
+                STAGES[0].run(session, range(training.plan.train_steps), until)
+                session.saver.finish()
+                marks.append(_read_counters(training.backend))
         return {
-            "rank": trainer.backend.rank,
+            "rank": training.backend.rank,
             "counters": marks,
             "seconds": steps.seconds[-job.updates :],
             "rates": rates,
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
-            "shards": _shards(trainer),
-            "device_batch": trainer.plan.device_batch,
+            "shards": _shards(session.state.updater.optimizer, job.recipe.protocol),
+            "device_batch": training.plan.device_batch,
         }
 
 
-def _pace(trainer: Trainer, job: Job) -> tuple[Trainer, PacedCriterion | None]:
+def _pace(session: Session, job: Job) -> tuple[Session, PacedCriterion | None]:
     """Set the time of gradients, if the job has one."""
+    training = session.training
     if job.compute is None:
-        return trainer, None
-    seed, rank = trainer.recipe.seed, trainer.backend.rank
+        return session, None
+    seed, rank = training.seed, training.backend.rank
     times = job.compute.times(job.samples, seed=seed, worker=rank)
-    paced = PacedCriterion(trainer.criterion, trainer.state.model, times)
-    return replace(trainer, criterion=paced), paced
+    paced = PacedCriterion(training.criterion, training.state.model, times)
+    return replace(session, training=replace(training, criterion=paced)), paced
 
 
-def _read_counters(trainer: Trainer) -> Counters:
+def _read_counters(backend: Backend) -> Counters:
     """Read the counters while no worker sends anything."""
-    trainer.backend.barrier()
+    backend.barrier()
     counters = read_counters(Path("/proc/net/dev").read_text())
-    trainer.backend.barrier()
+    backend.barrier()
     return counters
 
 
-def _shards(trainer: Trainer) -> list[int]:
+def _shards(optimizer: Optimizer, protocol: Protocol | None) -> list[int]:
     """Return the bytes of the weights on each parameter server; without servers, of all weights."""
-    groups = trainer.state.updater.optimizer.param_groups
-    weights = [weight for group in groups for weight in group["params"]]
-    protocol = trainer.recipe.protocol
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     servers = 1 if protocol is None else protocol.num_servers
     return server_bytes(weights, servers, split=protocol is not None and protocol.split)
 

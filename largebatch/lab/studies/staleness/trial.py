@@ -29,11 +29,12 @@ from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.staleness.study import Cell
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
-from largebatch.runs.build import open_trainer
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.tracking.environment import source_commit, versions
-from largebatch.training.trainer import Trainer
+from largebatch.training.session import Session
 
 Result = dict[str, Any]
 """What is recorded of a run, as JSON."""
@@ -51,11 +52,11 @@ def train(cell: Cell, *, seed: int, options: Options) -> Result:
     """
     begun = time.perf_counter()
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with noting_requests() as was_asked_to_stop, open_trainer(recipe, options, {}) as trainer:
-        learners = _Learners.of(cell, trainer, was_asked_to_stop, seed=seed)
+    with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
+        learners = _Learners.of(cell, session, was_asked_to_stop, seed=seed)
         diverged = None
         try:
-            for name, steps in _stages(trainer):
+            for name, steps in _stages(session.training.plan):
                 learners.train(name, steps)
             learners.measure_statistics()
         except _DivergedError as error:
@@ -97,12 +98,12 @@ class _DivergedError(Exception):
 class _Learners:
     """The server, the model that gradients are computed on, and what was found so far.
 
-    The trainer's own model and optimizer are the server's; the model here becomes, one after the
+    The session's own model and optimizer are the server's; the model here becomes, one after the
     other, what each learner has read. Each learner has running statistics of its own.
     """
 
     cell: Cell
-    trainer: Trainer
+    session: Session
     seed: int
     rule: Rule
     was_asked_to_stop: Callable[[], bool]
@@ -120,13 +121,13 @@ class _Learners:
 
     @classmethod
     def of(
-        cls, cell: Cell, trainer: Trainer, was_asked_to_stop: Callable[[], bool], *, seed: int
+        cls, cell: Cell, session: Session, was_asked_to_stop: Callable[[], bool], *, seed: int
     ) -> "_Learners":
-        alone = Serial(trainer.backend.device)
-        model = build_model(trainer.recipe, trainer.backend.device)
+        alone = Serial(session.training.backend.device)
+        model = build_model(session.saver.recipe, alone.device)
         return cls(
             cell=cell,
-            trainer=trainer,
+            session=session,
             seed=seed,
             rule=cell.rule,
             was_asked_to_stop=was_asked_to_stop,
@@ -137,7 +138,7 @@ class _Learners:
 
     def train(self, stage: str, steps: range) -> None:
         """Make the updates of a stage, and evaluate; raise _DivergedError."""
-        state, size = self.trainer.state, self.cell.mu
+        state, size = self.session.state, self.cell.mu
         weights = list(self.model.parameters())
         held = list(state.model.parameters())
         cluster = self.cell.cluster.model_copy(
@@ -153,7 +154,7 @@ class _Learners:
         )
         clean = stage == "clean"
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
-        with closing(self.trainer.pipeline.at(positions, clean=clean)) as batches:
+        with closing(self.session.training.pipeline.at(positions, clean=clean)) as batches:
             part = Part(server, range(len(weights)), arrivals)
             losses: list[float] = []
             for _, applied in replay([part], weights, self._gradient(weights, batches)):
@@ -185,7 +186,7 @@ class _Learners:
             model=self.model,
             weights=weights,
             batch=lambda _: next(batches),
-            criterion=self.trainer.criterion,
+            criterion=self.session.training.criterion,
             reducer=self.reducer,
             spans=self.spans,
             learners=self.rule.learners,
@@ -203,7 +204,7 @@ class _Learners:
         return of
 
     def _have_statistics_of(self, learner: int) -> None:
-        start = self.trainer.state.model.buffers
+        start = self.session.state.model.buffers
         own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
         for buffer, kept in zip(self.model.buffers(), own, strict=True):
             buffer.copy_(kept)
@@ -211,7 +212,7 @@ class _Learners:
     def _average_statistics(self) -> None:
         """Set the running statistics of the model to their mean over the learners."""
         idle = self.rule.learners - len(self.buffers)
-        for place, buffer in enumerate(self.trainer.state.model.buffers()):
+        for place, buffer in enumerate(self.session.state.model.buffers()):
             total = buffer.double() * idle
             for own in self.buffers.values():
                 total += own[place]
@@ -220,7 +221,7 @@ class _Learners:
         self.buffers.clear()
 
     def _evaluate(self, stage: str) -> None:
-        found = self.trainer.measure()
+        found = self.session.evaluator.validation()
         if not math.isfinite(found.loss):
             raise _DivergedError(f"after {stage} the validation loss is no number")
         self.stages.append({"name": stage, "top1": found.top1, "loss": found.loss})
@@ -237,16 +238,14 @@ class _Learners:
 
     def measure_statistics(self) -> None:
         """End with the pass that measures BatchNorm's statistics, if the recipe has one."""
-        polish = self.trainer.recipe.polish
-        if polish is not None and polish.statistics is not None:
-            section = polish.statistics
-            self.trainer.measure_statistics(section.samples, sequential=section.sequential)
+        section = self.session.polish.statistics
+        if section is not None:
+            self.session.evaluator.statistics(section.samples, sequential=section.sequential)
             self._evaluate("statistics")
 
 
-def _stages(trainer: Trainer) -> Iterator[tuple[str, range]]:
+def _stages(plan: Plan) -> Iterator[tuple[str, range]]:
     """Yield the stages in which the server's weights move."""
-    plan = trainer.plan
     yield "train", range(plan.train_steps)
     if plan.clean_steps:
         yield "clean", range(plan.train_steps, plan.steps)
