@@ -105,7 +105,7 @@ bench: $(VENV)/.horovod
 	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)
 	$(BENCH_PYTHON) -m benchmarks.speed.renew $(BENCH_ARGS)
 
-STUDIES := polishing averaged_weights optimizers recipes staleness
+STUDIES := polishing averaged_weights optimizers learning_rates recipes staleness
 
 study: $(VENV)/.installed-for-tests
 	for study in $(STUDIES); do $(BENCH_PYTHON) -m benchmarks.studies.$$study.tables || exit 1; done

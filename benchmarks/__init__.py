@@ -1,1 +1,1 @@
-"""Measurements: today's code beside its peers, and the frozen studies."""
+"""Measurements: today's code compared with its peers, and the frozen studies."""

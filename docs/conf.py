@@ -17,7 +17,7 @@ project = "largebatch"
 version = release = largebatch.__version__
 copyright = ""  # noqa: A001 -- Sphinx's name for it
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxarg.ext", "generated"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "generated"]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "*.md", "benchmarks/README.md"]
 exclude_patterns = [".venv*", "build", ".git", "*.egg-info", "shared", "recipes", "largebatch"]

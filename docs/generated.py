@@ -1,17 +1,19 @@
 """What of the site is made from the package: keys of recipes and studies, marked-up docstrings."""
 
-import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
+from cyclopts import App, Parameter
+from cyclopts.argument import Argument
+from cyclopts.help.help import docstring_parse
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from largebatch.cli.main import make_parser
+from largebatch.cli.main import COMMANDS, make_app, shown
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.section import Section, chooser_of, kinds_of
 
@@ -19,6 +21,7 @@ from largebatch.recipe.section import Section, chooser_of, kinds_of
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register both with Sphinx."""
     app.add_directive("keys", Keys)
+    app.add_directive("commands", Commands)
     app.connect("autodoc-process-docstring", mark_up)
     return {"parallel_read_safe": True}
 
@@ -111,25 +114,50 @@ class Keys(SphinxDirective):
         return self.parse_text_to_nodes(text) if text else []
 
 
+class Commands(SphinxDirective):
+    """Every command: its usage, its description, and its arguments and options."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a section for each command."""
+        app = make_app()
+        return [part for name in COMMANDS for part in self._parts(app[name], f"largebatch {name}")]
+
+    def _parts(self, app: App, name: str) -> Iterator[nodes.Node]:
+        text = docstring_parse(app.help, "plaintext")
+        part = nodes.section("", nodes.title(name, name), ids=[nodes.make_id(name)])
+        for paragraph in filter(None, (text.short_description, text.long_description)):
+            part += nodes.paragraph(text=paragraph)
+        if app.default_command is not None:
+            every = app.assemble_argument_collection(
+                default_parameter=Parameter(negative=()), parse_docstring=True
+            )
+            items = [_option(each) for each in every if each.parse and each.name != "*"]
+            part += nodes.definition_list("", *items)
+        yield part
+        for below in app:
+            if not below.startswith("-"):
+                yield from self._parts(app[below], f"{name} {below}")
+
+
+def _option(argument: Argument) -> nodes.definition_list_item:
+    """Return an argument or option with its values, default and help."""
+    metavar, default = argument.parameter.metavar, argument.field_info.default
+    values = [f"one of {', '.join(choices)}"] if (choices := argument.get_choices()) else []
+    if argument.required:
+        values.append("required")
+    elif shown(default) is not None:
+        values.append(f"default {default}")
+    term = nodes.term("", "", nodes.literal(text=f"{argument.name} {metavar or ''}".strip()))
+    text = " ".join(
+        filter(None, [argument.parameter.help, f"({'; '.join(values)})" * bool(values)])
+    )
+    return nodes.definition_list_item(
+        "", term, nodes.definition("", nodes.paragraph(text=text or "as said above"))
+    )
+
+
 def _text_of(section: type[Section]) -> str:
     return re.sub(r"\s*\n\s*", " ", (section.__doc__ or "").strip())
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the program, its help texts marked up."""
-    made = make_parser()
-    _mark_up_help(made)
-    return made
-
-
-def _mark_up_help(parser: argparse.ArgumentParser) -> None:
-    parser.description = parser.description and _escape(parser.description)
-    for action in parser._actions:  # argparse has no other list of them
-        action.help = action.help and _escape(action.help)
-        action.default = action.default or None  # an empty list is none
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                _mark_up_help(below)
 
 
 def mark_up(*event: Any) -> None:  # noqa: ANN401 -- Sphinx's

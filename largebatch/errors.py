@@ -105,6 +105,10 @@ class MismatchError(BackendError):
     """The workers were started with different commands, recipes, packages or device types."""
 
 
+class AuditError(LargebatchError):
+    """The audit found faults in the training that it was given."""
+
+
 class DesynchronizedError(LargebatchError):
     """The workers' weights are not bit-identical, as they must be."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, commands, name_of
 
-from largebatch.cli import main
 from largebatch.cli.launch import KINDS
+from largebatch.cli.main import parse
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import SWA, Affine, Polish, Statistics
 from largebatch.recipe.section import Duration
@@ -57,16 +57,8 @@ def test_the_page_on_polishing_has_every_key() -> None:
         assert re.search(rf"\b{key}:", longest), key
 
 
-needs_parse = pytest.mark.skipif(
-    not hasattr(main, "parse"), reason="the pages show the commands of the new command line"
-)
-parse = getattr(main, "parse", None)
-
-
-@needs_parse
 @pytest.mark.parametrize("words", COMMANDS)
 def test_every_command_is_parsed(words: list[str]) -> None:
-    assert parse is not None
     parse(words)
 
 
@@ -137,12 +129,10 @@ def test_where_things_are_names_files_that_exist_and_every_folder() -> None:
             assert f"`{folder.name}/`" in text, folder
 
 
-@needs_parse
 def test_the_page_on_clusters_has_a_command_for_each_kind_of_job() -> None:
     text = (DOCS / "clusters.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]*\| `((?:\\\||[^`|])*)", text, flags=re.MULTILINE)
     calls = [re.split(r" >| \\\|", row)[0].split() for row in rows]
     assert {words[0] for words in calls} == {*KINDS, "largebatch"}
     for words in calls[1:]:
-        assert parse is not None
         parse(["launch", *(word.replace("N", "4") for word in words)])

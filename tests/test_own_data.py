@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.cli.main import DONE, main, make_parser
+from largebatch.cli.main import DONE, main, parse
 
 PAGE = Path(__file__).parents[1] / "docs" / "your-own-data.md"
 SHORT = ("duration={epochs: 2}", "schedule.warmup={steps: 2}", "polish.clean={epochs: 1}")
@@ -60,7 +60,7 @@ def test_every_command_of_the_table_is_parsed() -> None:
     )
     assert len(found) >= 5
     for words in found:
-        make_parser().parse_args(shlex.split(words))
+        parse(shlex.split(words))
 
 
 def test_there_are_at_most_ten_commands() -> None:

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from largebatch import accelerator
-from largebatch.cli.main import DONE, _with_resume, main, make_parser
+from largebatch.cli.main import DONE, main, parse
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.horovod import open_horovod
@@ -56,8 +56,8 @@ launch slrum digits_96 --nodes 1
 launch mpirun digits_96_softsync --nodes 1 --gpus-per-node 6
 train digits_96_softsync --workers 6 --backend horovod
 train digits_96 --workers 2 --backend horovod --set reduction.dtype=bf16
-suggest --batch 100000
-suggest --batch 512
+lab suggest --batch 100000
+lab suggest --batch 512
 train resnet50_8192_mlperf
 train resnet50_8192_mlperf --data nowhere
 train resnet50_8192_mlperf --data images
@@ -87,7 +87,7 @@ evaluate run --set schedule.peak_lr=1
 export run --out run
 report empty
 report .
-noise run
+lab noise run
 polish run
 polish --model resnet18
 polish --model resnet18 --weights no.pth --data images --out p.pth
@@ -111,7 +111,7 @@ plan resnet50_8192_mlperf --workers 8 --cluster dgx-a100
 plan digits_96 --workers 2 --cluster dgx-a100
 plan resnet50_86016_fujitsu --workers 21504 --cluster abci-v100
 referee run
-explain schedule digits_96 --out rates.jpg
+explain --schedule digits_96 --out rates.jpg
 """.strip().splitlines()
 
 MISTAKES = (
@@ -203,9 +203,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def ended_with(command: str) -> LargebatchError:
     """Return the error that a command ends with."""
-    args = make_parser().parse_args(_with_resume(shlex.split(command)))
+    call, _ = parse(shlex.split(command))
     try:
-        args.call(args)
+        call()
     except LargebatchError as error:
         return error
     raise AssertionError(f"{command}: ended without an error")

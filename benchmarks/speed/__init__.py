@@ -1,1 +1,1 @@
-"""Today's code beside its peers; a result is stale once the code it measures has changed."""
+"""Today's code compared with its peers; a result is stale once the code it measures has changed."""

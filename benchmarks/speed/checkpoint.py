@@ -2,9 +2,9 @@
 
     python -m benchmarks.speed.checkpoint [--rounds 15] [--model resnet50] [--batch 8]
 
-Training waits for the copy, then goes on while a thread writes the file and puts it onto the disk.
-Two rivals take turns: an update with a checkpoint under way, and one without. The ratio is that of
-an update to the other, the copy left out; it stands beside. With OMP_NUM_THREADS=1 a core of two
+Training waits for the copy and continues while a thread writes the file to the disk. Two rivals
+take turns: an update with a checkpoint under way, and one without. The ratio is that of an update
+to the other, without the copy, which is reported separately. With OMP_NUM_THREADS=1 a core of two
 is idle, as where a GPU computes.
 """
 
@@ -42,7 +42,7 @@ def main() -> None:
     labels = torch.randint(1000, (args.batch,), device=device)
     for _ in range(2):
         update(model, optimizer, images, labels)
-    copies, writes, alone, beside = [], [], [], []
+    copies, writes, alone, while_writing = [], [], [], []
     with tempfile.TemporaryDirectory() as name:
         writer = Writer(Path(name) / "checkpoints", Retention(last=2, every=None))
         for step in range(args.rounds):
@@ -50,7 +50,7 @@ def main() -> None:
             start = time.perf_counter()
             writer.write(checkpoint(model, optimizer, step))
             copies.append(time.perf_counter() - start)
-            beside.append(update(model, optimizer, images, labels))
+            while_writing.append(update(model, optimizer, images, labels))
             writer.wait()
             writes.append(time.perf_counter() - start)
         newest = max((Path(name) / "checkpoints").iterdir())
@@ -61,7 +61,7 @@ def main() -> None:
         "copy seconds": spread(copies),
         "seconds until it is on the disk": spread(writes),
         "update seconds": spread(alone),
-        "update while writing / update": paired_ratio(beside, alone),
+        "update while writing / update": paired_ratio(while_writing, alone),
     }
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
     result["environment"] = {name: os.environ[name] for name in names if name in os.environ}

@@ -9,8 +9,8 @@ and named if something that it needs is not installed or if less than half of it
 
 APEX_SOURCES names a checkout of NVIDIA's apex, whose kernels the part `apex` builds.
 
-With --rehearse all parts run at tiny sizes, also without a GPU, and no result is kept. Results lie
-in benchmarks/results, or in the folder that BENCHMARK_RESULTS names.
+With --rehearse all parts run at tiny sizes, also without a GPU, and no result is kept. Results are
+written to benchmarks/results, or to the folder that BENCHMARK_RESULTS names.
 """
 
 import argparse

@@ -1,12 +1,10 @@
-"""Measure how fast an index is built, and how fast one of ImageNet's size opens.
+"""Measure how fast an index is built, and how fast a run over one of ImageNet's size starts.
 
     LARGEBATCH_DATA=DIR python -m benchmarks.speed.index [--rounds N]
 
 Made: headers of small JPEGs (imagenette224, 3,500 of about 10 kB, from a warm page cache), as files
-and as shards, in rounds, beside Pillow opening the same files one after the other. "Per core" is
-per second of processor time, which other jobs on the machine do not lengthen much. Opened: an index
-of 1,281,167 names like ImageNet's, by new processes; memory is what the kernel says they hold
-(VmRSS; and of the file, PSS, in which a page that several processes map counts once in all).
+and as shards, in rounds, compared with Pillow opening the same files one after the other. "Per
+core" is per second of processor time, which other jobs on the machine do not lengthen much.
 
 Started: a run over as many files in 1,000 class folders, hard links to the 100 full-size images
 (imagenet_samples), by new processes and from a warm page cache: how long they import, until the
@@ -17,7 +15,6 @@ most memory that they held (VmHWM). The names are as many as ImageNet's, the ino
 import argparse
 import importlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -25,28 +22,24 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
 from benchmarks.speed.measuring import paired_ratio, spread, write
 from largebatch.data.datasets.packing import pack_folder
 from largebatch.data.index.build import build
-from largebatch.data.index.file import FORMAT, Content, pack
 from largebatch.data.index.folder import difference, scan
-from largebatch.data.index.index import index_of, load_file, make, open_content
+from largebatch.data.index.index import index_of, make, open_content
 from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 
-SAMPLES, CLASSES, PROCESSES = 1_281_167, 1000, 4
-SEED = 0
+SAMPLES, CLASSES = 1_281_167, 1000
 BATCH = 64
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "imagenet" / "resnet50_32768_mlperf.yaml"
@@ -62,7 +55,7 @@ def main() -> None:
         return
     result: dict[str, Any] = {"rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
-        for measure in (making, opening, starting):
+        for measure in (making, starting):
             result |= measure(Path(folder), args.rounds)
     print(write("index", result))
 
@@ -106,28 +99,6 @@ def _pillow(root: Path) -> int:
         with Image.open(path) as image:
             assert image.size
     return len(paths)
-
-
-def opening(folder: Path, rounds: int) -> dict[str, Any]:
-    """Time how new processes open a large index, and measure the memory of several that read it."""
-    file = folder / "large.index"
-    file.write_bytes(pack(*imagenet()[:2]))
-    context = multiprocessing.get_context("spawn")
-    results = []
-    for number in [1] * rounds + [PROCESSES]:
-        together = context.Barrier(number)
-        with context.Pool(number, _together, [together]) as pool:
-            results.append(pool.map(_open, [file] * number, chunksize=1))
-    alone, several = [each[0] for each in results[:-1]], results[-1]
-    return {
-        "samples": SAMPLES,
-        "file_mb": file.stat().st_size / 1e6,
-        "open_seconds": spread([each["seconds"] for each in alone]),
-        "open_rss_mb": spread([each["opened_mb"] for each in alone]),
-        "batch_of_256_seconds": spread([each["batch_seconds"] for each in alone]),
-        "all_read_rss_mb": spread([each["read_mb"] for each in alone]),
-        f"all_read_pss_mb_of_{PROCESSES}_processes": sum(each["pss_mb"] for each in several),
-    }
 
 
 def starting(folder: Path, rounds: int) -> dict[str, Any]:
@@ -183,7 +154,7 @@ def _start(root: Path, what: str, *, start: float) -> dict[str, float]:
     return {
         "import_seconds": imported - start,
         "seconds": time.perf_counter() - imported,
-        "most_mb": _resident("VmHWM"),
+        "most_mb": _most_megabytes(),
     }
 
 
@@ -206,88 +177,10 @@ def _first_batch(root: Path, decoder: str) -> None:
     batches.close()
 
 
-def imagenet() -> Content:
-    """Generate the index of a training set like ImageNet's."""
-    random = np.random.default_rng(SEED)
-    labels = np.sort(random.integers(0, CLASSES, SAMPLES))
-    classes = [f"n{10_000_000 + 1234 * label}" for label in range(CLASSES)]
-    numbers = random.integers(0, 40_000, SAMPLES).tolist()
-    names = [f"{classes[n]}_{k}.JPEG".encode() for n, k in zip(labels, numbers, strict=True)]
-    header = {
-        "format": FORMAT,
-        "split": "train",
-        "classes": classes,
-        "ignored": [],
-        "folders": [[name, 10**18] for name in classes],
-        "shards": [],
-        "bad": [],
-        "digest": "made up",
-    }
-    return Content(
-        header,
-        {
-            "labels": labels,
-            "heights": random.integers(200, 600, SAMPLES),
-            "widths": random.integers(200, 600, SAMPLES),
-            "orientations": np.ones(SAMPLES, np.uint8),
-            "num_bytes": random.integers(10_000, 200_000, SAMPLES),
-            "mtimes": np.full(SAMPLES, 10**18),
-            "names": np.frombuffer(b"".join(names), np.uint8),
-            "name_ends": np.cumsum([len(name) for name in names], dtype=np.uint32),
-        },
-    )
-
-
-def _together(barrier: Barrier) -> None:
-    """Pass shared synchronization objects to a new process."""
-    globals()["_barrier"] = barrier
-
-
-def _open(file: Path) -> dict[str, float]:
-    """Open the index in this process, use it, then read all of it while all processes hold it."""
-    before = _resident()
-    start = time.perf_counter()
-    content = load_file(file)
-    index = index_of(content, Path("imagenet"))
-    seconds = time.perf_counter() - start
-    opened = _resident()
-    samples = np.random.default_rng(SEED).integers(0, len(index), 256)
-    start = time.perf_counter()
-    assert len([index.locate(sample) for sample in samples.tolist()]) == 256
-    batch_seconds = time.perf_counter() - start
-    for array in content.arrays.values():
-        int(array.sum())
-    read = _resident()
-    globals()["_barrier"].wait()
-    share = _share(file)
-    globals()["_barrier"].wait()
-    return {
-        "seconds": seconds,
-        "opened_mb": opened - before,
-        "batch_seconds": batch_seconds,
-        "read_mb": read - before,
-        "pss_mb": share,
-    }
-
-
-def _resident(kind: str = "VmRSS") -> float:
-    """Return the memory of this process in MB, now or at its peak (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise LookupError(f"/proc/self/status has no {kind}")
-
-
-def _share(file: Path) -> float:
-    """Return this process's share of a mapped file in MB: a page of four processes counts 1/4."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            inside = line.endswith(str(file))
-        elif inside and first == "Pss:":
-            total += int(rest[0])
-    return total * 1024 / 1e6
+def _most_megabytes() -> float:
+    """Return the peak of the memory of this process (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 if __name__ == "__main__":

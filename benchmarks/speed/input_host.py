@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from benchmarks.speed.index import CLASSES, RECIPE, SAMPLES, imagenet
+from benchmarks.speed.index import CLASSES, RECIPE, SAMPLES
 from benchmarks.speed.measuring import paired_ratio, spread, write
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
 from largebatch.data.decoders.torchvision import AT_A_TIME
+from largebatch.data.index.file import FORMAT, Content
 from largebatch.data.index.index import Index, index_of
 from largebatch.data.pipeline import ImagePipeline
 from largebatch.data.types import (
@@ -52,17 +54,34 @@ WARM_UP = 5
 
 def write_images(root: Path) -> Index:
     """Return an index of ImageNet's size; all names of a class refer to one small file."""
-    header, arrays, _ = content = imagenet()
-    name, changed = "0.JPEG", 10**18
-    for folder in header["classes"]:
+    random, name, changed = np.random.default_rng(0), "0.JPEG", 10**18
+    classes = [f"n{10_000_000 + 1234 * label}" for label in range(CLASSES)]
+    for folder in classes:
         path = root / "train" / folder / name
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x")
         os.utime(path, ns=(changed, changed))
-    ends = np.arange(1, SAMPLES + 1, dtype=np.uint32) * np.uint32(len(name))
-    names = {"names": np.frombuffer(name.encode() * SAMPLES, np.uint8), "name_ends": ends}
-    sizes = {"num_bytes": np.ones(SAMPLES, np.int64)}
-    return index_of(content._replace(arrays={**arrays, **names, **sizes}), root)
+    header = {
+        "format": FORMAT,
+        "split": "train",
+        "classes": classes,
+        "ignored": [],
+        "folders": [[name, changed] for name in classes],
+        "shards": [],
+        "bad": [],
+        "digest": "made up",
+    }
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "labels": np.sort(random.integers(0, CLASSES, SAMPLES)),
+        "heights": random.integers(200, 600, SAMPLES),
+        "widths": random.integers(200, 600, SAMPLES),
+        "orientations": np.ones(SAMPLES, np.uint8),
+        "num_bytes": np.ones(SAMPLES, np.int64),
+        "mtimes": np.full(SAMPLES, changed),
+        "names": np.frombuffer(name.encode() * SAMPLES, np.uint8),
+        "name_ends": np.arange(1, SAMPLES + 1, dtype=np.uint32) * np.uint32(len(name)),
+    }
+    return index_of(Content(header, arrays), root)
 
 
 @contextmanager

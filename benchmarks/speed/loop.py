@@ -2,12 +2,12 @@
 
     python -m benchmarks.speed.loop [--rounds 40] [--steps 3] [--threads 2]
 
-All make the same steps of SGD on a batch that lies in memory, on copies of a model, in turns: a
-model with steps as long as in practice, where the ratio counts, and LeNet-5 on one image, where
-the seconds added count. On a GPU the first is ResNet-50 at 224 pixels. The bare loop has train()'s
+All make the same steps of SGD on a batch in memory, on copies of a model, in turns: a model with
+steps as long as in practice, where the ratio counts, and LeNet-5 on one image, where the seconds
+added count. On a GPU the first is ResNet-50 at 224 pixels. The bare loop has train()'s
 BatchNorm layers, whose spans are the whole batch, and never moves their running statistics, so that
-train() is timed with that work; what the layers themselves cost beside nn.BatchNorm2d is told apart
-("bare loop, nn.BatchNorm2d"; benchmarks/speed/norm.py). LeNet-5 has no BatchNorm. Writes
+train() is timed with that work; the cost of the layers themselves is the third loop ("bare loop,
+nn.BatchNorm2d"; norm.py). LeNet-5 has no BatchNorm. Writes
 benchmarks/results/loop_<hardware>_<date>.json.
 """
 

@@ -3,8 +3,8 @@
     [LARGEBATCH_DATA=DIR] python -m benchmarks.speed.polish [--rounds 15] [--images 144]
 
 The peers are torch.optim.swa_utils.update_bn and fvcore's update_bn_stats (pip install fvcore);
-beside them stands a plain forward pass in training mode, which every such pass contains. All go
-through the same batches, which lie on the device, on copies of a ResNet-18 at 96 pixels, in turns.
+the baseline is a plain forward pass in training mode, which every such pass contains. All read
+the same batches on the device, on copies of a ResNet-18 at 96 pixels, in turns.
 The peers know plain BatchNorm; a recipe's model has spans, and is measured too.
 
 What each gets wrong: polish_error.py. Images are Imagenette's if LARGEBATCH_DATA names the folder

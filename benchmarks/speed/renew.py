@@ -31,14 +31,13 @@ COMMANDS = {
     "audit_cost": "--rounds 5 --batch 4 --pixels 128",
     "quickstart": "--seeds 5 --workers 2",
     "index": "--rounds 3",
-    "decoder_pixels": "",
     "input_pipeline": "--rounds 9",
 }
 """The benchmarks that take minutes, each a script of this folder with its options."""
 
 ENVIRONMENT = {"checkpoint": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
 
-NEED_DATA = {"decoder_pixels", "index", "input_pipeline"}
+NEED_DATA = {"index", "input_pipeline"}
 """Benchmarks of real images, from the folder LARGEBATCH_DATA."""
 
 

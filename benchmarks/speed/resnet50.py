@@ -10,7 +10,7 @@
     floor    plain without BatchNorm and ReLU: convolutions, pooling and the update
 
 All are channels last, under autocast, with label smoothing 0.1 and convolutions chosen by trial, on
-a batch that lies on the device. timm's loop reads the loss every 50 updates, as it does by default,
+a batch on the device. timm's loop reads the loss every 50 updates, as it does by default,
 and waits for nothing else. The memory is the most that a rival takes of the device by itself in its
 first updates: weights, gradients, momentum and activations. The share of the peak is counted in
 operations of the model, forward and backward, against a matrix product measured in the same rounds.

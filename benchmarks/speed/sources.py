@@ -24,7 +24,6 @@ _INPUT = ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.
 MEASURED = {
     "audit_cost": ("audit",),
     "checkpoint": ("training/checkpoint.py", "training/state.py"),
-    "decoder_pixels": ("data/augment.py", "data/decoders"),
     "index": ("data/index",),
     "input_gpu": _INPUT,
     "input_host": (*_INPUT, "data/index/file.py", "data/order.py"),

@@ -20,12 +20,12 @@ MACHINES = ("CPU", "GPU")
 
 HEAD = """# Measurements
 
-Written by `python -m benchmarks.speed.table` from `results/`, whose files hold command, machine,
+Written by `python -m benchmarks.speed.table` from `results/`, whose files hold machine, command,
 versions, commit, n and spread.
 
 ## Speed
 
-Ratios are of times, ours first; shares are of rates. Both are paired round by round: median (95 %
+Ratios are of times, ours first; shares are of rates; both are paired round by round: median (95 %
 bootstrap interval, n). "stale": the measured code has changed since in more than comments. `make
 bench` and `make bench-gpu` measure again.
 
@@ -34,11 +34,11 @@ bench` and `make bench-gpu` measure again.
 STUDIES = """
 ## Studies
 
-Frozen: each was made once, at the commit named. What is no longer in `studies/` is in the
-repository at that commit, or at 5b0d6675: `git show 5b0d6675:benchmarks/NAME.py`.
+Frozen: each was made once, at its commit. `studies/` has what prints their tables and draws their
+figures (`make study`); other scripts: `git show 5b0d6675:benchmarks/NAME.py`.
 
-| study | commit | date | machine | command |
-|---|---|---|---|---|
+| study | commit | command |
+|---|---|---|
 """
 
 
@@ -74,17 +74,16 @@ def page() -> str:
     lines.append("")
     studies = []
     for kind in MACHINES:
+        by_machine: dict[str, list[str]] = {}
         for name, result in sorted(newest[kind].items()):
             about = result if "command" in result else next(iter(result.values()))
-            command, machine, date = f"`{about['command']}`", about["machine"], about["date"]
+            commit = about["commit"][:8]
             if name in MEASURED:
-                torch = f"torch {about['versions']['torch']}"
-                lines.append(f"- {name}, {kind}: {machine}, {date}, {torch}: {command}")
-                lines[-1] += _mark(name, result)
+                by_machine.setdefault(about["machine"], []).append(f"{name} {commit}")
             else:
-                cells = [name, about["commit"][:8], date, machine, command]
-                studies.append(f"| {' | '.join(cells)} |")
-    return HEAD + "\n".join(lines) + "\n" + STUDIES + "\n".join(studies) + "\n"
+                studies.append(f"| {name} | {commit} | `{about['command']}` |")
+        lines += [f"{kind}, {machine}: {', '.join(it)}.\n" for machine, it in by_machine.items()]
+    return HEAD + "\n".join(lines) + STUDIES + "\n".join(studies) + "\n"
 
 
 def _newest(kind: str) -> dict[str, Any]:

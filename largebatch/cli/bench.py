@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
-    INTERRUPTED,
     Command,
     accuracy,
     add_machine,
@@ -14,7 +13,7 @@ from largebatch.cli.arguments import (
     machine_of,
     out_folder,
 )
-from largebatch.cli.printing import print_unfinished, show_page
+from largebatch.cli.printing import INTERRUPTED, print_unfinished, show_page
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, DataError, StudyError, printable
 from largebatch.optional import require_psutil
@@ -33,7 +32,7 @@ Show = Callable[["Bench", "BaseStorage"], None]
 def add_settings_commands(command: Command) -> None:
     """Add the command `bench`."""
     bench = command(
-        "bench", _bench_settings, "measure the time and accuracy of settings of recipes"
+        "settings", _bench_settings, "measure the time and accuracy of settings of recipes"
     )
     _add_study(bench, suite="gtdlbench")
     bench.add_argument("--report", action="store_true", help="write the page of the results so far")

@@ -1,117 +1,64 @@
-"""The `data` commands: index, verify, pack, import and show data sets. They print."""
+"""The commands `data` (index, verify, pack, import and show data sets) and `init`. They print."""
 
-import argparse
-import math
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from largebatch.cli.arguments import add_command, add_recipe, count, number, out_folder
-from largebatch.errors import DataError, printable
-from largebatch.formatting import plural
-from largebatch.recipe.loading import load_recipe
+from cyclopts import App, Parameter, Token
+
+from largebatch.cli.recipe import write_recipe
+from largebatch.errors import DataError, LargebatchError, printable
+from largebatch.formatting import aligned, duration, plural
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
+from largebatch.runs.options import Count, Folder, Overrides
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
     from largebatch.data.index.file import Content
     from largebatch.data.index.index import Index
-
-fraction = partial(number, expected="a part between 0 and 1", most=math.nextafter(1, 0))
+    from largebatch.lab.measure.initial import Survey, TimeEstimate
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
 
-NAMES = {
-    "fashion-mnist": "its four official .gz files, in the folder SOURCE",
-    "cifar10": "cifar-10-python.tar.gz, which SOURCE is or holds",
-    "mnist": "its four files, packed with gzip or not, in the folder SOURCE",
-    "idx": "four files in the layout of MNIST, packed with gzip or not, in the folder SOURCE",
-    "imagefolder": "class folders in a folder, a zip or a tar; ImageNet's tars",
-    "parquet": "Parquet files as the Hugging Face hub lays them out, in the folder SOURCE",
-}
-"""Formats that can be imported; listed here so that the parser needs no NumPy."""
+Format = Literal["fashion-mnist", "cifar10", "mnist", "idx", "imagefolder", "parquet"]
+"""Formats that can be imported."""
 
-OPENING = ("classes", "val_name", "val_fraction", "seed", "label")
-"""Options that only some formats have."""
+_SHOWN = 20  # classes that are printed one by one
+_UNEVEN = 4  # ratio of images between two classes from which the classes are called uneven
+_VALIDATIONS = ("test", "validation", "valid", "dev", "eval")
+"""Other common names of the validation folder."""
 
+_OPTIONS: dict[str, dict[str, object]] = {
+    "idx": {"classes": None},
+    "imagefolder": {"val_name": "val", "val_fraction": None, "seed": 0, "drop_bad": False},
+    "parquet": {"val_name": None, "val_fraction": None, "seed": 0, "label": None,
+                "drop_bad": False},
+}  # fmt: skip
+"""Options that only some formats have, and their defaults."""
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands below `data`."""
-    commands = parser.add_subparsers(metavar="COMMAND")
-    command = partial(add_command, commands)
-
-    index = command("index", _index, "verify the header of every image of DIR/{train,val}")
-    index.add_argument("folder", type=Path, metavar="DIR")
-    index.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
-
-    verified = command("verify", _verify, "read every image of DIR and compare it with a checksum")
-    verified.add_argument("folder", type=Path, metavar="DIR")
-    verified.add_argument("--write", action="store_true", help="write the checksums")
-
-    pack = command("pack", _pack, "copy images of DIR, or its shards, into WebDataset tar shards")
-    pack.add_argument("folder", type=Path, metavar="DIR")
-    _add_output(pack)
-
-    _add_imports(commands)
-
-    shown = command("show", _show, "draw what the model sees: training, clean and evaluation")
-    add_recipe(shown)
-    shown.add_argument("--data", type=Path, metavar="DIR", help="what `train --data` is given")
-    shown.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-sheet.png")
+app = App(name="data", help="Prepare and look at data sets.")
 
 
-def _add_imports(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
-    imported = commands.add_parser("import", help="turn an archive on disk into shards")
-    names = imported.add_subparsers(metavar="NAME", dest="name")
-    parsers = {name: add_command(names, name, _import, text) for name, text in NAMES.items()}
-    for parser in parsers.values():
-        parser.add_argument("source", type=Path, metavar="SOURCE")
-        parser.set_defaults(drop_bad=False)  # where there is no such option
-        _add_output(parser)
-    parsers["idx"].add_argument(
-        "--classes", type=_names, metavar="A,B,...", help="names of the labels 0, 1, ... (0,1,...)"
-    )
-    parsers["parquet"].add_argument("--val-name", metavar="NAME", help="split that validates")
-    parsers["parquet"].add_argument("--label", metavar="COLUMN", help="if there are several")
-    parsers["imagefolder"].add_argument(
-        "--val-name", default="val", metavar="NAME", help="split that validates"
-    )
-    for parser in (parsers["imagefolder"], parsers["parquet"]):
-        parser.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
-        parser.add_argument(
-            "--val-fraction", type=fraction, metavar="F", help="part of every class that validates"
-        )
-        parser.add_argument(
-            "--seed", type=int, default=0, metavar="N", help="seed of that part (0)"
-        )
+@app.command
+def index(folder: Path, /, *, drop_bad: bool = False) -> None:
+    """Verify the header of every image of DIR/{train,val}.
 
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if len(set(names)) < len(names) or "" in names:
-        raise argparse.ArgumentTypeError(f"expected different names, such as a,b,c, got {text!r}")
-    return names
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=out_folder, required=True, metavar="DIR", help="new folder")
-    parser.add_argument(
-        "--shard-mb", type=count, default=256, metavar="N", help="longest shard, 10^6 bytes"
-    )
-
-
-def _index(args: argparse.Namespace) -> int:
-    show_index(args.folder, drop_bad=args.drop_bad)
-    return 0
+    Args:
+        folder: The data set.
+        drop_bad: Leave out images that cannot be used.
+    """
+    show_index(folder, drop_bad=drop_bad)
 
 
 def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]":
@@ -154,15 +101,22 @@ def _left_out(*indexes: "Index") -> str:
     return ", ".join(parts) or "all readable"
 
 
-def _verify(args: argparse.Namespace) -> int:
+@app.command
+def verify(folder: Path, /, *, write: bool = False) -> None:
+    """Read every image of a data set and compare it with a checksum.
+
+    Args:
+        folder: The data set.
+        write: Write the checksums.
+    """
     from largebatch.data.index.index import index_of, open_content
     from largebatch.data.index.verify import differing, note
 
     wrong, total = 0, 0
     for split in SPLITS:
-        index = index_of(open_content(args.folder, split, every_file=True), args.folder)
+        index = index_of(open_content(folder, split, every_file=True), folder)
         with _progress(split) as progress:
-            if args.write:
+            if write:
                 where = note(index, split, progress=progress)
                 print(printable(f"{split}: the checksums of {len(index)} images ({where})"))
                 continue
@@ -171,10 +125,9 @@ def _verify(args: argparse.Namespace) -> int:
         wrong, total = wrong + len(lines), total + len(index)
     if wrong:
         raise DataError(
-            f"{args.folder}: {wrong} of {total} images, listed above, are not what they were when "
+            f"{folder}: {wrong} of {total} images, listed above, are not what they were when "
             "their checksums were noted; restore them"
         )
-    return 0
 
 
 def _describe(content: "Content") -> str:
@@ -189,13 +142,20 @@ def _describe(content: "Content") -> str:
     return "\n".join([*lines, *describe(content.ignored, where=split)])
 
 
-def _pack(args: argparse.Namespace) -> int:
+@app.command
+def pack(folder: Path, /, *, out: Folder, shard_mb: Count = 256) -> None:
+    """Copy images of a data set, or its shards, into WebDataset tar shards.
+
+    Args:
+        folder: The data set.
+        out: New folder.
+        shard_mb: Longest shard, in 10^6 bytes.
+    """
     from largebatch.data.datasets.packing import pack_folder
 
     with _progress("packing") as progress:
-        pack_folder(args.folder, args.out, shard_bytes=args.shard_mb * 10**6, progress=progress)
-    _check_written(args.out)
-    return 0
+        pack_folder(folder, out, shard_bytes=shard_mb * 10**6, progress=progress)
+    _check_written(out)
 
 
 def _check_written(out: Path) -> None:
@@ -206,35 +166,107 @@ def _check_written(out: Path) -> None:
     show_index(out)
 
 
-def _import(args: argparse.Namespace) -> int:
+def _names(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
+    names = tuple(tokens[0].value.split(","))
+    if len(set(names)) < len(names) or "" in names:
+        raise ValueError(f"expected different names, such as a,b,c, got {tokens[0].value!r}")
+    return names
+
+
+def _fraction(_: object, value: float | None) -> None:
+    if value is not None and not 0 < value < 1:
+        raise ValueError(f"expected a part between 0 and 1, got {value:g}")
+
+
+@app.command(name="import")
+def import_(  # noqa: PLR0913 -- its options
+    name: Format,
+    source: Path,
+    /,
+    *,
+    out: Folder,
+    shard_mb: Count = 256,
+    classes: Annotated[
+        tuple[str, ...] | None, Parameter(converter=_names, n_tokens=1, metavar="A,B,...")
+    ] = None,
+    val_name: str | None = None,
+    val_fraction: Annotated[float | None, Parameter(validator=_fraction)] = None,
+    seed: int | None = None,
+    label: str | None = None,
+    drop_bad: bool = False,
+) -> None:
+    """Turn an archive on disk into shards.
+
+    SOURCE of imagefolder: class folders in a folder, a zip or a tar; ImageNet's tars.
+    Of parquet: a folder of Parquet files, as the Hugging Face hub lays them out.
+    Of cifar10: cifar-10-python.tar.gz, or its folder.
+    Of mnist and fashion-mnist: the folder of the four files; of idx: files in the same layout.
+
+    Args:
+        name: Format of SOURCE.
+        source: File or folder.
+        out: New folder.
+        shard_mb: Longest shard, in 10^6 bytes.
+        classes: Names of the labels 0, 1, ... of idx.
+        val_name: Split that validates, of imagefolder (val) and parquet.
+        val_fraction: Part of every class that validates, of imagefolder and parquet.
+        seed: Seed of that part (0).
+        label: Column of parquet's labels, if there are several.
+        drop_bad: Leave out images of imagefolder and parquet that cannot be used.
+    """
+    given: dict[str, object] = {
+        "classes": classes,
+        "val_name": val_name,
+        "val_fraction": val_fraction,
+        "seed": seed,
+        "label": label,
+        "drop_bad": drop_bad or None,
+    }
+    options = {key: value for key, value in given.items() if value is not None}
+    for key in options.keys() - _OPTIONS.get(name, {}).keys():
+        raise DataError(f"--{key.replace('_', '-')} is not an option of {name}")
+    options = _OPTIONS.get(name, {}) | options
     from largebatch.data.datasets import import_data
 
-    options = {name: value for name, value in vars(args).items() if name in OPENING}
     with _progress("importing") as progress:
         remarks = import_data(
-            args.name,
-            args.source,
-            args.out,
-            shard_bytes=args.shard_mb * 10**6,
+            name,
+            source,
+            out,
+            shard_bytes=shard_mb * 10**6,
             progress=progress,
-            drop_bad=args.drop_bad,
+            drop_bad=bool(options.pop("drop_bad", False)),
             options=options,
         )
     for remark in remarks:
         print(printable(remark))
-    _check_written(args.out)
-    return 0
+    _check_written(out)
 
 
-def _show(args: argparse.Namespace) -> int:
-    recipe = load_recipe(args.recipe, args.set)
-    path = args.out or Path(f"{recipe.name}-sheet.png")
+@app.command
+def show(
+    recipe: Path,
+    /,
+    *,
+    data: Path | None = None,
+    out: Path | None = None,
+    overrides: Overrides = (),
+) -> None:
+    """Draw the images of training, clean training and evaluation as the model gets them.
+
+    Args:
+        recipe: A YAML file, or the name of an installed recipe.
+        data: The folder that `train --data` is given.
+        out: PNG to write (<recipe name>-sheet.png).
+        overrides: Override a key of the recipe; may be repeated.
+    """
+    loaded = load_recipe(recipe, overrides)
+    path = out or Path(f"{loaded.name}-sheet.png")
     from largebatch.report.contact_sheet import write_sheet
 
     with _progress("reading") as progress:
-        remarks = write_sheet(path, recipe, folder=args.data, progress=progress)
-    print(printable("\n".join([*remarks, f"sheet: {path}"])))
-    return 0
+        write_sheet(path, loaded, folder=data, progress=progress)
+    print(printable(f"sheet: {path}"))
 
 
 @contextmanager
@@ -276,3 +308,104 @@ def _plain_lines(text: str) -> Progress:
             print(f"{text}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
     return show
+
+
+def init(folder: Path, /, *, out: Path | None = None) -> None:
+    """Write a recipe for a folder of images.
+
+    Args:
+        folder: DIR/{train,val}/<class>/* or *.tar.
+        out: Recipe to write (<folder>.yaml).
+    """
+    _require_splits(folder)
+    from largebatch.lab.measure.initial import draft, estimate_time, survey
+
+    name = recipe_name(folder.resolve().name, otherwise="own-data")
+    out = out or Path(f"{name}.yaml")
+    if out.exists():
+        raise LargebatchError(f"{out}: exists already; choose another file with --out")
+    train, val = show_index(folder)
+    _show_classes(train, val)
+    found = survey(train, val)
+    text = draft(found, name=name)
+    recipe = parse_recipe(text, source=str(out))
+    write_recipe(out, text)
+    plan = make_plan(recipe, workers=1)
+    _show_choices(found, recipe, plan)
+    _show_time(estimate_time(recipe, plan, found))
+    where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
+    print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
+    print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
+
+
+def _require_splits(folder: Path) -> None:
+    """Raise DataError if there is no validation split, with the command that makes one."""
+    if (folder / "val").is_dir() or not folder.is_dir():
+        return
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    other = next((name for name in _VALIDATIONS if name in names and "train" in names), None)
+    choice = f"--val-name {other}" if other else "--val-fraction 0.1"
+    if not names:
+        raise DataError(f"{folder}: there are no folders in it; expected one for each class")
+    out = shlex.quote(f"{folder.resolve().name}-shards")
+    raise DataError(
+        f"{folder}: there are no validation images in it (expected val); make a copy that has "
+        f"some with: largebatch data import imagefolder {shlex.quote(str(folder))} {choice} "
+        f"--out {out} && largebatch init {out}"
+    )
+
+
+def _show_classes(train: "Index", val: "Index") -> None:
+    import numpy as np
+
+    number = len(train.classes)
+    counts = [np.bincount(index.labels, minlength=number).tolist() for index in (train, val)]
+    rows = list(zip(train.classes, *counts, strict=True))
+    table = aligned([(f"  {name}", f"{t:,} + {v:,}") for name, t, v in rows[:_SHOWN]])
+    print(printable(table))
+    if number > _SHOWN:
+        print(f"  ... and {number - _SHOWN} more classes")
+    few, many = min(rows, key=lambda row: row[1]), max(rows, key=lambda row: row[1])
+    if many[1] >= _UNEVEN * few[1]:
+        print(
+            printable(
+                f"the classes are uneven: {few[0]} has {few[1]:,} training images, {many[0]} "
+                f"{many[1]:,}; top-1 counts images, so it is mostly that of large classes"
+            )
+        )
+
+
+def _show_choices(found: "Survey", recipe: Recipe, plan: Plan) -> None:
+    """Print the assumptions of the recipe, one per line."""
+    import numpy as np
+
+    sides = np.minimum(found.train.heights, found.train.widths)
+    quantiles = np.quantile(sides, [0, 0.1, 0.5, 0.9, 1]).astype(int).tolist()
+    data, batch = recipe.data, recipe.batch
+    lines = [
+        (
+            f"short sides of the images: {quantiles[0]} to {quantiles[4]} pixels, half up to "
+            f"{quantiles[2]} (10 %: {quantiles[1]}, 90 %: {quantiles[3]})"
+        ),
+        (
+            f"assumed: trained at {data.image_size} x {data.image_size} pixels, by "
+            f"{recipe.model.name} from random weights"
+        ),
+        (
+            f"assumed: a global batch of {batch.global_batch}, {plan.steps_per_epoch:.1f} updates "
+            f"an epoch, for {plan.epoch(plan.steps):.0f} epochs"
+        ),
+        f"measured: mean {list(data.mean)} and std {list(data.std)}",
+        "assumed: an image mirrored left to right is of the same class (data.flip)",
+        f"assumed: decoded images are {'' if recipe.execution.cache else 'not '}cached",
+    ]
+    print("\n".join(lines))
+
+
+def _show_time(found: "TimeEstimate") -> None:
+    print(
+        f"about {duration(found.seconds)} on this machine, one worker on {found.device}: "
+        f"{found.trained_per_second:,.0f} images a second were trained on\n"
+        "  included: training and polishing, evaluations, reading the images\n"
+        "  not included: starting, checkpoints, the report"
+    )

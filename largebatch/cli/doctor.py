@@ -3,70 +3,88 @@
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import torch
-
-from largebatch import accelerator, models
-from largebatch.data.datasets import digits
-from largebatch.data.decoders import dali, torchvision
-from largebatch.data.index import index
-from largebatch.data.types import Decode, Request, Resources, View
-from largebatch.distributed import horovod
-from largebatch.distributed.backend import Backend
-from largebatch.distributed.network import bandwidth, measure_network
-from largebatch.errors import LargebatchError
+from largebatch import optional
+from largebatch.cli.printing import print_rows
+from largebatch.distributed.environment import available_cores
+from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import aligned, plural
-from largebatch.lab.studies.hosts.namespaces import lacking
-from largebatch.models.compiled import require_compiler
-from largebatch.optional import (
-    require_mlflow,
-    require_mlperf,
-    require_optuna,
-    require_psutil,
-    require_schedulefree,
-    require_shampoo,
-    require_simpy,
-    require_tensorboard,
-    require_wandb,
-    torchvision_lacks_operators,
-)
+from largebatch.runs.options import Given, Workers
+
+if TYPE_CHECKING:
+    from largebatch.distributed.backend import Backend
+
+
+def doctor(*, network: bool = False, options: Annotated[Workers, Given] = Workers()) -> None:
+    """Check the installation, or measure the network between hosts.
+
+    Args:
+        network: Measure the network between the workers and between their hosts.
+    """
+    if not network:
+        for name, finding in examine():
+            print_rows({name: finding}, width=12)
+        return
+    from largebatch.distributed.connection import connect
+
+    backend = connect(options.backend, timeout=options.timeout)
+    for line in examine_network(backend):
+        if backend.rank == 0:
+            print(printable(line), flush=True)
+    backend.close()
 
 
 def examine() -> Iterator[tuple[str, str]]:
     """Yield each package: its name, and that it works and its version, or how to fix it."""
-    yield "torch", f"works  {torch.__version__}, {_devices()}"
+    import torch
+
+    from largebatch import accelerator, models
+    from largebatch.data.datasets import digits
+    from largebatch.data.decoders import dali, torchvision
+    from largebatch.distributed import horovod
+    from largebatch.lab.studies.hosts.namespaces import lacking
+    from largebatch.models.compiled import require_compiler
+
+    yield "torch", f"works  {torch.__version__}, {_devices(accelerator.names())}"
     checks: dict[str, tuple[str, Callable[[], object]]] = {
         "torchvision": ("torchvision", lambda: _decode_one(torchvision.open_decoder)),
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
         "compiler": ("torch", lambda: require_compiler(accelerator.current())),
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.open_decoder)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
-        "W&B": ("wandb", require_wandb),
-        "MLPerf": ("mlperf-logging", lambda: require_mlperf("mllog.mllog", "tracking: [mlperf]")),
-        "TensorBoard": ("tensorboard", require_tensorboard),
-        "MLflow": ("mlflow-skinny", require_mlflow),
-        "psutil": ("psutil", require_psutil),
-        "Shampoo": ("pytorch-optimizer", require_shampoo),
-        "schedulefree": ("schedulefree", require_schedulefree),
-        "Optuna": ("optuna", require_optuna),
-        "SimPy": ("simpy", require_simpy),
+        "W&B": ("wandb", optional.require_wandb),
+        "MLPerf": (
+            "mlperf-logging",
+            lambda: optional.require_mlperf("mllog.mllog", "tracking: [mlperf]"),
+        ),
+        "TensorBoard": ("tensorboard", optional.require_tensorboard),
+        "MLflow": ("mlflow-skinny", optional.require_mlflow),
+        "psutil": ("psutil", optional.require_psutil),
+        "Shampoo": ("pytorch-optimizer", optional.require_shampoo),
+        "schedulefree": ("schedulefree", optional.require_schedulefree),
+        "Optuna": ("optuna", optional.require_optuna),
+        "SimPy": ("simpy", optional.require_simpy),
         "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():
         yield name, _outcome(package, use)
+    cores = available_cores()
+    yield "cores", f"{cores}; more --workers than these slow each other down"
     missing = lacking()
     yield "hosts", f"absent  those of studies need {missing}" if missing else "works  in namespaces"
 
 
-def examine_network(backend: Backend) -> Iterator[str]:
+def examine_network(backend: "Backend") -> Iterator[str]:
     """Yield the time of sums over all workers, and over every two hosts.
 
     Raises LargebatchError for a single worker.
     """
+    from largebatch.distributed.network import bandwidth, measure_network
+
     workers = backend.world_size
     if workers < 2:
         raise LargebatchError(
@@ -98,17 +116,22 @@ def _outcome(package: str, use: Callable[[], object]) -> str:
     version = importlib.metadata.version(package)
     if package == "horovod":
         version += f", HOROVOD_FUSION_THRESHOLD={os.environ['HOROVOD_FUSION_THRESHOLD']}"
-    if package == "torchvision" and torchvision_lacks_operators():
+    if package == "torchvision" and optional.torchvision_lacks_operators():
         version += (
-            f", built for another torch than {torch.__version__}: enough for largebatch, and a "
+            ", built for another torch: enough for largebatch, and a "
             "plain `import torchvision` fails"
         )
     return f"works  {version}"
 
 
-def _decode_one(open_decoder: Callable[..., AbstractContextManager[Decode]]) -> None:
+def _decode_one(open_decoder: Callable[..., AbstractContextManager[Any]]) -> None:
     """Decode a small image made for this check."""
+    import numpy as np
+    import torch
     from PIL import Image
+
+    from largebatch.data.index import index
+    from largebatch.data.types import Request, Resources, View
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "train" / "grey"
@@ -128,8 +151,7 @@ def _decode_one(open_decoder: Callable[..., AbstractContextManager[Decode]]) -> 
             next(decode([request]))
 
 
-def _devices() -> str:
-    names = accelerator.names()
+def _devices(names: Sequence[str]) -> str:
     if not names:
         return "no GPU, the CPU is used"
     return f"{len(names)} GPU: {', '.join(sorted(set(names)))}"

@@ -5,7 +5,6 @@ on lines of their own. The plan is made first, so that a batch which cannot be d
 submitted.
 """
 
-import argparse
 import json
 import re
 import shlex
@@ -14,14 +13,20 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Literal
 
-from largebatch.cli.arguments import Command, add_recipe, count
-from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
+from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe, require_backend
+from largebatch.runs.options import Count, Overrides
 
-KINDS = {
+Kind = Literal[
+    "slurm", "slurm-servers", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "indexedjob",
+    "torchrun", "horovodrun", "mpirun",
+]  # fmt: skip
+
+KINDS: dict[str, str] = {
     "slurm": "slurm.sh",
     "slurm-servers": "slurm.sh",
     "slurm-horovod": "slurm_horovod.sh",
@@ -53,62 +58,67 @@ _BEFORE, _SERVERS = (
 """Directives of the servers, and the line of slurm.sh that they follow."""
 
 
-def add_commands(command: Command) -> None:
-    """Add the command `launch`."""
-    launch = command("launch", _launch, "print the job that trains a recipe on a cluster")
-    launch.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
-    add_recipe(launch)
-    launch.add_argument("--nodes", type=count, required=True, metavar="N", help="hosts")
-    launch.add_argument(
-        "--gpus-per-node", type=count, default=8, metavar="N", help="workers of each (8)"
-    )
-    launch.add_argument("--data", type=Path, metavar="DIR", help="passed on to `train`")
+def launch(
+    kind: Kind,
+    recipe: Path,
+    /,
+    *,
+    nodes: Count,
+    gpus_per_node: Count = 8,
+    data: Path | None = None,
+    overrides: Overrides = (),
+) -> None:
+    """Print the job that trains a recipe on a cluster.
 
-
-def _launch(args: argparse.Namespace) -> int:
-    if args.kind not in KINDS:
-        known = f"expected one of {', '.join(KINDS)}"
-        raise LargebatchError(
-            f"launch {args.kind}: no such kind of job; {nearest(args.kind, KINDS, otherwise=known)}"
-        )
-    recipe = load_recipe(args.recipe, args.set)
-    if args.kind not in BY_TORCH:
-        _require_horovod_trains(recipe, args.kind)
-    servers = _servers(recipe) if args.kind == SERVERS else 0
-    workers = args.nodes * args.gpus_per_node + servers
+    Args:
+        kind: Kind of job.
+        recipe: A YAML file, or the name of an installed recipe.
+        nodes: Number of hosts.
+        gpus_per_node: Workers of each host.
+        data: Passed on to `train`.
+        overrides: Override a key of the recipe; may be repeated.
+    """
+    loaded = load_recipe(recipe, overrides)
+    if kind not in BY_TORCH:
+        _require_horovod_trains(loaded, kind)
+    servers = _servers(loaded) if kind == SERVERS else 0
+    workers = nodes * gpus_per_node + servers
     try:
-        require_workers(recipe, workers=workers)
-        make_plan(recipe, workers=workers)
+        require_workers(loaded, workers=workers)
+        make_plan(loaded, workers=workers)
     except PlanError as error:
         raise PlanError(
-            f"--nodes {args.nodes} with {args.gpus_per_node} GPUs each"
+            f"--nodes {nodes} with {gpus_per_node} GPUs each"
             f"{f' and {servers} of servers' * bool(servers)}: {error}"
         ) from None
-    if args.data is None and recipe.data.source == "folder":
+    if data is None and loaded.data.source == "folder":
         print(
             "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
             file=sys.stderr,
         )
-    options = ["--resume", "auto", *(word for override in args.set for word in ("--set", override))]
-    if args.data is not None:
-        options += ["--data", str(args.data)]
-    for word in (str(args.recipe), *options):
+    options = [
+        "--resume",
+        "auto",
+        *(word for override in overrides for word in ("--set", override)),
+    ]
+    if data is not None:
+        options += ["--data", str(data)]
+    for word in (str(recipe), *options):
         _require_utf8(word)
-    template = files("largebatch") / "launch" / KINDS[args.kind]
+    template = files("largebatch") / "launch" / KINDS[kind]
     fill = fill_manifest if template.name.endswith(".yaml") else fill_script
     job = fill(
         template.read_text(encoding="utf-8"),
-        name=recipe.name,
-        recipe=str(args.recipe),
+        name=loaded.name,
+        recipe=str(recipe),
         options=options,
-        nodes=args.nodes,
-        gpus=args.gpus_per_node,
+        nodes=nodes,
+        gpus=gpus_per_node,
     )
     if servers:
         directives = _SERVERS.format(servers=servers)
         job = re.sub(rf"^{_BEFORE}.*$", rf"\g<0>{directives}", job, flags=re.MULTILINE)
     sys.stdout.write(job)
-    return 0
 
 
 def _require_horovod_trains(recipe: Recipe, kind: str) -> None:

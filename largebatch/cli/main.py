@@ -1,58 +1,35 @@
 """The command line: parse, call, print, exit code. Only this folder prints.
 
-PyTorch is imported only when a command needs it, so `check` and `explain` take a fraction of a
-second, and `plan` prints most of its rows before.
+A command is a function; cyclopts reads its words from the signature, the docstring and the
+dataclasses of `runs.options`. The module of a command is imported when it is called, and PyTorch
+only when a command needs it, so `check` and `explain` take a fraction of a second.
 
 Exit codes: 0 done; 2 the user can fix it (one message, no traceback); 75 interrupted and resumable
 with `--resume`; 130 stopped at once; 141 the output is no longer read; 143 a `data` command was
-terminated; 1 anything else.
+terminated; 1 anything else, and a check that found faults.
 """
 
-import argparse
 import os
 import select
+import shlex
 import signal
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from largebatch import __version__
-from largebatch.cli import (
-    batch,
-    bench,
-    data,
-    diagnose,
-    init,
-    launch,
-    lr,
-    noise,
-    polish,
-    recipe,
-    referee,
-    rehearse,
-    study,
-    suggest,
-    sweep,
-    train,
-)
-from largebatch.cli.arguments import (
-    Call,
-    Command,
-    add_backend,
-    add_command,
-    add_execution,
-    add_imports,
-    add_machine,
-    add_set,
-    add_workers,
-    options_of,
-    out_folder,
-)
-from largebatch.cli.parser import Parser, cut, print_overview
-from largebatch.cli.printing import print_rows
 from largebatch.distributed.environment import (
     LAUNCHER,
     configure_libraries,
@@ -62,6 +39,7 @@ from largebatch.distributed.environment import (
     require_alone,
 )
 from largebatch.errors import (
+    AuditError,
     BackendError,
     LargebatchError,
     MismatchError,
@@ -70,26 +48,90 @@ from largebatch.errors import (
     RecipeError,
     WorkerFailedError,
     clip,
+    nearest,
     printable,
 )
+from largebatch.formatting import aligned
 from largebatch.runs.interrupts import Requests
-
-if TYPE_CHECKING:
-    from largebatch.training.evaluation import Metrics
+from largebatch.runs.options import Workers
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
+
+COMMANDS = {
+    "train": "train:train",
+    "evaluate": "train:evaluate",
+    "polish": "polish:polish",
+    "check": "recipe:check",
+    "plan": "plan:plan",
+    "explain": "recipe:explain",
+    "recipes": "recipe:recipes",
+    "report": "report:app",
+    "export": "train:export",
+    "data": "data:app",
+    "doctor": "doctor:doctor",
+    "init": "data:init",
+    "launch": "launch:launch",
+    "audit": "audit:audit",
+    "batch": "batch:batch",
+    "lab": "lab:app",
+}
+"""Modules of largebatch.cli with the functions of the commands, or with the commands below one."""
+
+_FIRST = {
+    "train digits_96": "train, polish and evaluate a recipe",
+    "plan digits_96": "print the arithmetic of a run",
+    "explain": "explain a key of a recipe",
+    "recipes": "list the installed recipes, or copy one to edit",
+    "init DIR": "write a recipe for a folder of images",
+}
+"""Example commands for a first start."""
+
+_ELSEWHERE = {
+    "compare": "to compare runs: largebatch report A B",
+    "resume": "to resume a run: largebatch train RECIPE --out RUN --resume",
+}
+"""Commands of other tools, and the command that does the same here."""
+
+
+class UsageError(LargebatchError):
+    """The words of a command have a mistake."""
+
+
+_ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
+"""Commands that run on every one of --workers; `train` and those of `lab` start theirs later."""
+
+_WITHOUT_TRAINING = {"batch.global_batch": "execution.device_batch"}
+"""Keys of training, and the keys that they stand for in commands without updates."""
 
 _INTERRUPTS = Requests()
 """Ctrl-C while no command handles it."""
 
-_SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError)
+_SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
 """Errors that every worker raises and only worker 0 prints."""
 
-_LONGEST_MESSAGE = 1900
-"""Longest message in characters: what it quotes may be of any length."""
-
+_LONGEST_MESSAGE = 1900  # in characters: what it quotes may be of any length
+_LONGEST_LINE = 600
 _HEAD_START = 1.0
 """Seconds that worker 0 has to print: launchers end all workers when the first one ends."""
+
+
+def make_app() -> App:
+    """Return the parser of all commands."""
+    app = App(
+        name="largebatch",
+        help="Train image classifiers with very large mini-batches, then polish them.",
+        version=__version__,
+        help_format="plaintext",
+        default_parameter=Parameter(negative=(), show_default=shown),
+    )
+    for name, place in COMMANDS.items():
+        app.command(f"largebatch.cli.{place}", name=name)
+    return app
+
+
+def shown(default: object) -> object:
+    """Return a default as help shows it; None to show none."""
+    return None if default in (None, False, ()) else default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,16 +145,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(str(error))
         return USER
     configure_libraries()
-    args = make_parser().parse_args(_with_resume(words))
     try:
         with noting_start(of_process=argv is None):
-            code = _call(args, words)
+            code = _call(words)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
         return UNREAD
     return code
+
+
+def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
+    """Return a call of the command that words name, and the local workers to run it on.
+
+    Raises UsageError for words that are not a command.
+    """
+    app = make_app()
+    if words[:1] in (["--help"], ["-h"]):
+        for name in COMMANDS:
+            _ = app[name]  # imported, for its description
+    try:
+        command, bound, _ = app.parse_args(
+            _with_values(words), exit_on_error=False, print_error=False
+        )
+    except CycloptsError as error:
+        raise UsageError(_describe(error, words)) from None
+    workers = Workers()
+    if words and words[0] in _ON_WORKERS:
+        workers = bound.arguments.get("options", workers)
+    return partial(command, *bound.args, **bound.kwargs), workers
+
+
+def _with_values(words: Sequence[str]) -> list[str]:
+    """Write `--flag yes` as --flag=yes, and a bare --resume as --resume=yes.
+
+    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command.
+    """
+    given: list[str] = []
+    rest = list(words)
+    while rest:
+        word, value = rest.pop(0), rest[0] if rest else ""
+        if word.startswith("--") and "=" not in word:
+            if value in {"yes", "no", "true", "false"}:
+                word = f"{word}={rest.pop(0)}"
+            elif word == "--resume" and value != "auto":
+                word = "--resume=yes"
+        given.append(word)
+    return given
 
 
 def _interrupt(*_: object) -> None:
@@ -125,39 +205,30 @@ def _interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
 
-def _with_resume(words: Sequence[str]) -> list[str]:
-    """Write a bare --resume as --resume=yes, so that it does not consume a recipe after it."""
-    after = [*words, ""][1:]
-    own = {"auto", "yes"}
-    bare = [word == "--resume" and nxt not in own for word, nxt in zip(words, after, strict=True)]
-    return ["--resume=yes" if alone else word for word, alone in zip(words, bare, strict=True)]
-
-
-def _on_workers(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run a command in this process, or start local workers that each run it.
-
-    `train` starts its workers itself, in `run`.
-    """
-    call: Call = args.call
-    workers = getattr(args, "processes", 1)
-    if workers == 1:
-        return call(args)
+def _on_workers(words: Sequence[str]) -> int:
+    """Run a command in this process, or start local workers that each run it."""
+    if not words:
+        _print_overview()
+        return DONE
+    call, workers = parse(words)
+    if workers.workers == 1:
+        return call() or DONE
     from largebatch.runs.launch import reporting_errors, start_workers
 
     if LAUNCHER in os.environ:  # this process is one of these workers
         with reporting_errors():
-            return call(args)
-    require_alone(workers)
-    horovod = args.backend == "horovod"
-    start_workers(["-m", "largebatch", *words], workers=workers, horovod=horovod)
+            return call() or DONE
+    require_alone(workers.workers)
+    horovod = workers.backend == "horovod"
+    start_workers(["-m", "largebatch", *words], workers=workers.workers, horovod=horovod)
     return DONE
 
 
-def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
+def _call(words: Sequence[str]) -> int:
     """Run a command; print what the user can fix, and errors of other workers."""
     rank = own_rank()
     try:
-        return _on_workers(args, words)
+        return _on_workers(words)
     except LargebatchError as error:
         _show_refusal(error, rank)
         return USER
@@ -187,8 +258,14 @@ def _show_refusal(error: LargebatchError, rank: int) -> None:
 
 def _show(message: str) -> None:
     """Print a message to the user, shortened and with unprintable characters escaped."""
-    lines = map(cut, printable(message).splitlines())
+    lines = map(_cut, printable(message).splitlines())
     print(f"largebatch: {clip(chr(10).join(lines), _LONGEST_MESSAGE)}", file=sys.stderr)
+
+
+def _cut(line: str) -> str:
+    """Shorten a long line in its middle: its end often says what is wrong."""
+    half = _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _reader_is_gone() -> bool:
@@ -201,137 +278,68 @@ def _reader_is_gone() -> bool:
     return gone
 
 
-def _evaluate(args: argparse.Namespace) -> int:
-    from largebatch.runs.checkpoints import evaluate_checkpoint
-
-    found = evaluate_checkpoint(args.checkpoint, options_of(args), training=args.training)
-    if own_rank() == 0:
-        metrics, training = found.metrics, found.training
-        print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
-        if training is not None:
-            print(f"training images: {_scores(training)}")
-            print(f"validation loss - training loss: {metrics.loss - training.loss:+.4f}")
-    return DONE
+def _print_overview() -> None:
+    """Print how to start, and the names of all commands, in 80 columns."""
+    print("Train image classifiers with very large mini-batches, then polish them.\n")
+    print(aligned([(f"  largebatch {words}", text) for words, text in _FIRST.items()]))
+    names = textwrap.fill(f"all commands: {', '.join(COMMANDS)}", 80, subsequent_indent="  ")
+    print(f"\n{names}\n`largebatch COMMAND --help` describes one.")
 
 
-def _scores(metrics: "Metrics") -> str:
-    scores = f"top-1 {100 * metrics.top1:.2f}%  top-5 {100 * metrics.top5:.2f}%"
-    return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
+def _describe(error: CycloptsError, words: Sequence[str]) -> str:
+    """Describe what is wrong with the words of a command, with what was probably meant."""
+    name = " ".join(error.command_chain or ())
+    match error:
+        case UnknownOptionError():
+            option = error.token.keyword or error.token.value
+            return f"{name}: there is no option {option}{_hint(option, words, error)}"
+        case UnusedCliTokensError():
+            word, _, value = (error.unused_tokens or [""])[0].partition("=")
+            hint = _key_hint(word, value, ["--set"], trains=True) if value else None
+            return f"{name}: unexpected argument {word!r}{hint or ''}"
+        case UnknownCommandError():
+            known = [one for one in (error.app or ()) if not one.startswith("-")]
+            word = (error.unused_tokens or [""])[0]
+            otherwise = f"`{' '.join(['largebatch', *name.split()])} --help` lists them"
+            hint = _ELSEWHERE.get(word) or nearest(word, known, otherwise=otherwise, most=1)
+            return f"there is no command {f'{name} {word}'.strip()!r}; {hint}"
+        case MissingArgumentError() if error.argument is not None:
+            missing = error.keyword or error.argument.name
+            text = error.argument.field_info.help or error.argument.parameter.help
+            return f"{name}: missing {missing}{f' ({text})' if text else ''}"
+        case _:
+            return f"{name}: {error}"
 
 
-def _export(args: argparse.Namespace) -> int:
-    from largebatch.runs.export import export
-
-    for path in export(args.checkpoint, args.out, onnx=args.onnx, imports=args.imports):
-        print(printable(str(path)))
-    return DONE
-
-
-def _report(args: argparse.Namespace) -> int:
-    from largebatch.report import write_comparison, write_report
-
-    if len(args.runs) == 1:
-        print(printable(str(write_report(args.runs[0], args.out))))
-        return DONE
-    page, comparison = write_comparison(args.runs, args.out or Path())
-    for reason in comparison.left_out:
-        _show(f"left out: {reason}")
-    print(printable(str(page)))
-    return DONE
+def _hint(option: str, words: Sequence[str], error: UnknownOptionError) -> str:
+    """Return what to write instead of an unknown option."""
+    given = next(word for word in words if word.partition("=")[0] == option)
+    _, equals, value = given.partition("=")
+    following = words[words.index(given) + 1 :]
+    if not equals and following and not following[0].startswith("--"):
+        value = following[0]
+    arguments = [each for each in error.argument_collection if each.parse]
+    known = [name for each in arguments for name in each.names if name.startswith("--")]
+    trains = any(each.name in {"RECIPE", "RECIPES"} for each in arguments)
+    valued = [name for each in arguments if each.token_count()[0] for name in each.names]
+    hint = _key_hint(option.lstrip("-"), value, valued, trains=trains)
+    otherwise = f"`largebatch {' '.join(error.command_chain or ())} --help` lists them"
+    return hint or f"; {nearest(option, known, otherwise=otherwise, most=1, cutoff=0.72)}"
 
 
-def _doctor(args: argparse.Namespace) -> int:
-    from largebatch.cli.doctor import examine, examine_network
+def _key_hint(word: str, value: str, valued: Sequence[str], *, trains: bool) -> str | None:
+    """Return the option for the key of a recipe that a word stands for; None if there is none.
 
-    if not args.network:
-        for name, finding in examine():
-            print_rows({name: finding}, width=12)
-        return DONE
-    from largebatch.distributed.connection import connect
+    Only a command that reads a recipe can set any of its keys; `valued` are its options.
+    """
+    from largebatch.recipe.problems import meant_key, meant_words
+    from largebatch.recipe.recipe import Recipe
 
-    backend = connect(args.backend)
-    for finding in examine_network(backend):
-        if backend.rank == 0:
-            print(printable(finding), flush=True)
-    backend.close()
-    return DONE
-
-
-def _overview(parser: argparse.ArgumentParser, _: argparse.Namespace) -> int:
-    print_overview(parser)
-    return DONE
-
-
-def _add_doctor(command: Command) -> None:
-    doctor = command(
-        "doctor", _doctor, "check the installation, or measure the network between hosts"
-    )
-    doctor.add_argument(
-        "--network",
-        action="store_true",
-        help="measure the network between the workers and between their hosts",
-    )
-    add_backend(doctor)
-    add_workers(doctor)
-
-
-def _add_evaluate(command: Command) -> None:
-    evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
-    evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
-    evaluate.add_argument(
-        "--training",
-        action="store_true",
-        help="evaluate the training images too, for the loss difference",
-    )
-    add_set(evaluate)
-    add_execution(evaluate)
-    add_workers(evaluate)
-    add_machine(evaluate)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; `call` of the parsed arguments runs one."""
-    parser: argparse.ArgumentParser = Parser(
-        prog="largebatch",
-        description="Train image classifiers with very large mini-batches, then polish them.",
-    )
-    parser.add_argument("--version", action="version", version=f"largebatch {__version__}")
-    parser.set_defaults(call=partial(_overview, parser))
-    commands = parser.add_subparsers(metavar="COMMAND")
-    command = partial(add_command, commands)
-
-    train.add_commands(command)
-    _add_evaluate(command)
-
-    exported = command("export", _export, "write a saved model for timm, and as ONNX")
-    exported.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
-    exported.add_argument("--out", type=out_folder, required=True, metavar="DIR", help="new folder")
-    exported.add_argument("--onnx", action="store_true", help="also write model.onnx")
-    add_imports(exported)
-
-    for module in (
-        polish, recipe, init, suggest, batch, noise, diagnose, referee, sweep, launch, rehearse,
-    ):  # fmt: skip
-        module.add_commands(command)
-
-    bench.add_settings_commands(command)
-
-    data.add_commands(commands.add_parser("data", help="prepare and look at data sets"))
-    lr.add_commands(commands.add_parser("lr", help="compare, draw and measure learning rates"))
-    study.add_commands(
-        commands.add_parser("study", help="measure the cost of stale gradients and of hosts")
-    )
-
-    report = command(
-        "report", _report, "draw the report of a run, or compare several runs in one page"
-    )
-    report.add_argument("runs", type=Path, nargs="+", metavar="run", help="one; or all to compare")
-    report.add_argument(
-        "--out",
-        type=Path,
-        metavar="PATH",
-        help="the folder of the report (the run folder), or the comparison (compare.html)",
-    )
-
-    _add_doctor(command)
-    return parser
+    key = meant_key(word, Recipe)
+    if key is None:
+        return None
+    if trains and "--set" in valued:
+        return f": write {meant_words(key, value or 'VALUE', Recipe)}"
+    keys = {key, _WITHOUT_TRAINING.get(key, key)}
+    own = next((one for one in valued if meant_key(one.lstrip("-"), Recipe) in keys), None)
+    return own and f": write {own} {shlex.quote(value or 'VALUE')}"

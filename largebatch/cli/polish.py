@@ -1,26 +1,17 @@
 """The command `polish`: the statistics pass on a run or on pretrained weights. It prints."""
 
-import argparse
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from largebatch.cli.arguments import (
-    Command,
-    add_execution,
-    add_machine,
-    add_set,
-    add_workers,
-    count,
-    options_of,
-)
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.formatting import aligned
 from largebatch.recipe.section import LARGEST, MAX_EPOCHS
+from largebatch.runs.options import NEW_FOLDER, Count, Given, Machine, Number, Options
 from largebatch.tracking.events import LOG, REPORT, Drift, Evaluation, LayerDrift, write_json
 
 if TYPE_CHECKING:
@@ -34,66 +25,100 @@ _HEAD = ("method    ", "  top-1", "  top-5", "  loss", "seconds", "")
 """Headers of the comparison, as wide as its columns: its rows are printed one at a time."""
 
 
-def add_commands(command: Command) -> None:
-    """Add the command `polish`."""
-    text = "recompute BatchNorm statistics of a run or of pretrained weights"
-    polish = command("polish", _polish, text)
-    polish.add_argument("checkpoint", type=Path, nargs="?", help="a checkpoint, or a run folder")
-    polish.add_argument("--model", metavar="NAME", help="timm's or torchvision's, with --weights")
-    polish.add_argument("--weights", type=Path, metavar="FILE", help="a .pth or .safetensors file")
-    polish.add_argument(
-        "--ema",
-        action="store_true",
-        help="use the moving average of the weights, in --weights or in an unfinished run",
-    )
-    polish.add_argument(
-        "--out", type=Path, help="new run folder; new file of weights; JSON of --compare"
-    )
-    polish.add_argument("--samples", type=count, metavar="N", help="images to measure (all)")
-    polish.add_argument(
-        "--compare", action="store_true", help="try every method on copies and print a table"
-    )
-    polish.add_argument(
-        "--epochs", type=float, help=f"epochs of updates that --compare makes ({_EPOCHS:g})"
-    )
-    polish.add_argument(
-        "--lr",
-        type=float,
-        help="first learning rate of --compare (0.001 for a global batch of 256, in proportion)",
-    )
-    add_set(polish)
-    add_execution(polish)
-    add_workers(polish)
-    add_machine(polish)
+def polish(  # noqa: PLR0913 -- its options
+    checkpoint: Path | None = None,
+    /,
+    *,
+    model: str | None = None,
+    weights: Path | None = None,
+    ema: bool = False,
+    out: Path | None = None,
+    samples: Count | None = None,
+    compare: bool = False,
+    epochs: Number | None = None,
+    lr: Number | None = None,
+    options: Annotated[Machine, Given] = Machine(),
+) -> None:
+    """Recompute BatchNorm statistics of a run or of pretrained weights.
 
+    Args:
+        checkpoint: A checkpoint, or a run folder.
+        model: Network of timm or torchvision, with --weights.
+        weights: A .pth or .safetensors file.
+        ema: Use the moving average of the weights, in --weights or in an unfinished run.
+        out: New run folder; new file of weights; JSON of --compare.
+        samples: Number of images to measure (all).
+        compare: Try every method on copies and print a table.
+        epochs: Epochs of updates that --compare makes (1).
+        lr: First learning rate of --compare (0.001 for a global batch of 256, in proportion).
+    """
+    if (model is None) != (weights is None):
+        raise LargebatchError("--model and --weights go together: a name, and a file for it")
+    if (checkpoint is None) == (weights is None):
+        raise LargebatchError(
+            "nothing to polish: pass a checkpoint of ours, or --model NAME --weights FILE"
+        )
+    if not compare and (epochs is not None or lr is not None):
+        raise LargebatchError(
+            "--epochs and --lr are for --compare, which makes updates; the statistics pass makes "
+            "none: add --compare or leave them out"
+        )
+    if (epochs or 0) > MAX_EPOCHS or (lr or 0) > LARGEST:
+        raise LargebatchError(f"expected --epochs up to {MAX_EPOCHS:,} and --lr up to {LARGEST:g}")
+    if out is None and not compare:
+        raise LargebatchError("pass --out for the result; nothing is overwritten")
+    if compare and out is not None:
+        if out.exists():
+            raise CheckpointError(f"{out}: exists already; choose another --out")
+        if not out.parent.is_dir():
+            raise CheckpointError(f"{out}: there is no folder {out.parent}; make it first")
+    from largebatch.runs.checkpoints import compare_checkpoint
+    from largebatch.runs.pretrained import Pretrained, compare_weights
 
-def _polish(args: argparse.Namespace) -> int:
-    _check(args)
-    if args.compare:
-        return _compare(args)
-    options = options_of(args, out=args.out)
-    if args.weights is not None:
-        from largebatch.runs.pretrained import polish_weights
-
-        result = polish_weights(_pretrained(args), options, samples=args.samples)
-        before, after = asdict(result.before), asdict(result.after)
-        layers, samples = tuple(result.drift), result.after.samples
-        done = "\n".join([*filter(None, [result.note]), f"polished weights: {args.out}"])
+    run_options = options.options(out=out or NEW_FOLDER)
+    source: Path | Pretrained
+    if weights is not None:
+        assert model is not None
+        source = Pretrained(model=model, weights=weights, ema=ema)
     else:
+        assert checkpoint is not None
+        source = checkpoint
+    if not compare:
+        _polish(source, run_options, samples=samples, ema=ema)
+        return
+    how: dict[str, Any] = {"samples": samples, "epochs": epochs or _EPOCHS, "lr": lr}
+    comparison = (
+        compare_checkpoint(source, run_options, **how, ema=ema)
+        if isinstance(source, Path)
+        else compare_weights(source, run_options, **how)
+    )
+    _compare(comparison, out, {"of": str(checkpoint or weights), "model": model, **how})
+
+
+def _polish(
+    source: "Path | Pretrained", options: Options, *, samples: int | None, ema: bool
+) -> None:
+    if isinstance(source, Path):
         from largebatch.runs.checkpoints import polish_checkpoint
 
-        summary = polish_checkpoint(args.checkpoint, options, samples=args.samples, ema=args.ema)
+        summary = polish_checkpoint(source, options, samples=samples, ema=ema)
         before, after = map(asdict, summary.stages)
-        layers, samples = _logged(args.out / LOG)
+        layers, measured = _logged(options.out / LOG)
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
-        done = f"report: {args.out / REPORT}{undone}"
+        done = f"report: {options.out / REPORT}{undone}"
+    else:
+        from largebatch.runs.pretrained import polish_weights
+
+        result = polish_weights(source, options, samples=samples)
+        before, after = asdict(result.before), asdict(result.after)
+        layers, measured = tuple(result.drift), result.after.samples
+        done = "\n".join([*filter(None, [result.note]), f"polished weights: {options.out}"])
     if own_rank() == 0:
-        top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%} on {samples:,} validation images"
-        print(printable(f"{_describe(layers)}; {top1}"))
+        top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%}"
+        print(printable(f"{_describe(layers)}; {top1} on {measured:,} validation images"))
         for name, key, form in (("top-5", "top5", ".2%"), ("loss", "loss", ".4f")):
             print(f"{name:>5}: {before[key]:{form}} -> {after[key]:{form}}")
         print(printable(done))
-    return 0
 
 
 def _logged(log: Path) -> tuple[tuple[LayerDrift, ...], int]:
@@ -124,40 +149,12 @@ def _describe(layers: Sequence[LayerDrift]) -> str:
     )
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise LargebatchError for options that exclude each other."""
-    if (args.model is None) != (args.weights is None):
-        raise LargebatchError("--model and --weights go together: a name, and a file for it")
-    if (args.checkpoint is None) == (args.weights is None):
-        raise LargebatchError(
-            "nothing to polish: pass a checkpoint of ours, or --model NAME --weights FILE"
-        )
-    if not args.compare and (args.epochs is not None or args.lr is not None):
-        raise LargebatchError(
-            "--epochs and --lr are for --compare, which makes updates; the statistics pass makes "
-            "none: add --compare or leave them out"
-        )
-    if any(number is not None and not number > 0 for number in (args.epochs, args.lr)):
-        raise LargebatchError("--epochs and --lr must be above 0")
-    if (args.epochs or 0) > MAX_EPOCHS or (args.lr or 0) > LARGEST:
-        raise LargebatchError(f"expected --epochs up to {MAX_EPOCHS:,} and --lr up to {LARGEST:g}")
-    _check_out(args)
-
-
-def _check_out(args: argparse.Namespace) -> None:
-    """Raise LargebatchError unless --out is a new place, where one is needed."""
-    if args.out is None and not args.compare:
-        raise LargebatchError("pass --out for the result; nothing is overwritten")
-    if args.compare and args.out is not None and args.out.exists():
-        raise CheckpointError(f"{args.out}: exists already; choose another --out")
-    if args.compare and args.out is not None and not args.out.parent.is_dir():
-        raise CheckpointError(f"{args.out}: there is no folder {args.out.parent}; make it first")
-
-
-def _compare(args: argparse.Namespace) -> int:
+def _compare(
+    comparison: AbstractContextManager["Comparison"], out: Path | None, given: dict[str, Any]
+) -> None:
     first = own_rank() == 0
     rows: list[dict[str, Any]] = []
-    with _comparison(args) as result:
+    with comparison as result:
         for row in result.rows:
             if first:
                 accuracies = (f"{row.top1:.2%}", f"{row.top5:.2%}", f"{row.loss:.4f}")
@@ -165,31 +162,6 @@ def _compare(args: argparse.Namespace) -> int:
                 lines = aligned([_HEAD, cells], right=range(1, 5)).splitlines()
                 print("\n".join(lines[bool(rows) :]), flush=True)
             rows.append(asdict(row))
-    if first and args.out is not None:
-        what = {
-            "of": str(args.checkpoint or args.weights),
-            **{key: getattr(args, key) for key in ("model", "samples", "lr")},
-            "epochs": args.epochs or _EPOCHS,
-            **{key: getattr(result, key) for key in ("commit", "versions", "data")},
-            "rows": rows,
-        }
-        write_json(args.out, what)
-    return 0
-
-
-def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"]:
-    how = {"samples": args.samples, "epochs": args.epochs or _EPOCHS, "lr": args.lr}
-    options = options_of(args, out=args.out)
-    if args.weights is not None:
-        from largebatch.runs.pretrained import compare_weights
-
-        return compare_weights(_pretrained(args), options, **how)
-    from largebatch.runs.checkpoints import compare_checkpoint
-
-    return compare_checkpoint(args.checkpoint, options, **how, ema=args.ema)
-
-
-def _pretrained(args: argparse.Namespace) -> "Pretrained":
-    from largebatch.runs.pretrained import Pretrained
-
-    return Pretrained(model=args.model, weights=args.weights, ema=args.ema)
+    if first and out is not None:
+        circumstances = {key: getattr(result, key) for key in ("commit", "versions", "data")}
+        write_json(out, {**given, **circumstances, "rows": rows})

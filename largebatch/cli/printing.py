@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import INTERRUPTED
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import printable
 
 if TYPE_CHECKING:
     from largebatch.report.interactive import Page
+
+INTERRUPTED = 75
+"""Exit code of a command that was stopped and has saved."""
 
 WIDTH = 100
 """Width of wrapped sentences in characters."""

@@ -1,208 +1,68 @@
-"""The commands that only read recipes: plan, check, explain, recipes. They print."""
+"""The commands that only read recipes: check, explain, recipes. They print."""
 
-import argparse
+import os
 import re
 import shutil
 import textwrap
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from largebatch.cli import planning
-from largebatch.cli.arguments import (
-    Command,
-    add_command,
-    add_execution,
-    add_imports,
-    add_recipe,
-    add_set,
-    count,
-)
+from cyclopts import App
+
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
-from largebatch.formatting import aligned, duration, plural, three_digits
+from largebatch.formatting import aligned, plural
 from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
-from largebatch.recipe.arithmetic.describe import (
-    describe_decoding,
-    describe_division,
-    describe_protocol,
-    describe_spans,
-)
-from largebatch.recipe.arithmetic.plan import Plan, make_plan, plan_updates, require_workers
-from largebatch.recipe.explain import explain
+from largebatch.recipe.arithmetic.plan import make_plan, plan_updates
+from largebatch.recipe.explain import explain as explain_key
 from largebatch.recipe.installed import by_data_set, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
-from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe, require_backend
+from largebatch.runs.options import Overrides
 from largebatch.schedules.build import build_schedule, follow
+from largebatch.tracking.events import RECIPE
+
+if TYPE_CHECKING:
+    from largebatch.report.rates import Rates
 
 BREAKS_RULES = 1
 """Exit code of `check --mlperf-closed` for a recipe of the open division."""
 
+By = Literal["epoch", "step", "samples"]
 
-def add_commands(command: Command) -> None:
-    """Add the commands."""
-    plan = command("plan", _plan, "print the arithmetic of a run")
-    add_recipe(plan)
-    plan.add_argument("--workers", type=count, default=1, metavar="N")
-    add_execution(plan)
-    add_imports(plan)
-    planning.add_options(plan)
+_COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
 
-    check = command("check", _check, "validate recipes without running them")
-    check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
-    add_set(check)
-    check.add_argument(
-        "--mlperf-closed",
-        action="store_true",
-        help="list the rules of MLPerf's closed division that they break",
-    )
-
-    explained = command("explain", _explain, "explain a key of a recipe, or draw its schedule")
-    explained.add_argument("key", nargs="?", default="", help="such as optimizer.eta")
-    explained.add_argument("recipe", nargs="?", type=Path, help="draw this one: explain schedule R")
-    add_set(explained)
-    explained.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-schedule.png")
-
-    recipes = command("recipes", _recipes, "list the installed recipes, or copy one to edit")
-    copy = partial(add_command, recipes.add_subparsers(metavar="copy"))
-    copied = copy("copy", _copy, "write an installed recipe to a file, which is not overwritten")
-    copied.add_argument("name")
-    copied.add_argument("--out", type=Path, metavar="FILE", help="<name>.yaml")
+recipes = App(name="recipes", help="List the installed recipes, or copy one to edit.")
 
 
-def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
-    """Return the number of workers to plan for: the protocol's, if the recipe has one."""
-    given: int = args.workers
-    if recipe.protocol is None:
-        return given
-    if given != 1:
-        require_workers(recipe, workers=given)
-    return recipe.protocol.workers
+def check(
+    recipe: Path,
+    /,
+    *recipes: Path,
+    overrides: Overrides = (),
+    mlperf_closed: bool = False,
+) -> int:
+    """Validate recipes without running them.
 
-
-def _plan(args: argparse.Namespace) -> int:
-    if planning.wanted(args):
-        return planning.plan_elsewhere(args)
-    recipe = load_recipe(args.recipe, args.set)
-    plan = make_plan(recipe, workers=_workers(args, recipe))
-    course = follow(recipe.schedule, plan)
-    rates, peak = course.rates, course.peak
-    rows = {
-        "recipe": recipe.name,
-        **(
-            {"protocol": describe_protocol(recipe)}
-            if recipe.protocol
-            else {"global batch": describe_division(plan)}
-        ),
-        **_batch_changes(plan),
-        "BatchNorm span": describe_spans(plan),
-        "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
-        + (", held out of the training images" if recipe.data.held_out else ""),
-        "images": describe_decoding(recipe),
-        **_image_sizes(recipe, plan),
-        "an epoch": _epoch(plan),
-        "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
-        "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
-        "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
-        f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
-        "warm-up": f"{plan.warmup_steps:,} steps",
-        **_polishing(recipe, plan),
-        "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
-    }
-    print_rows(rows)
-    from largebatch.data.datasets.own import import_own
-    from largebatch.runs.reduction import describe_groups
-
-    for module in args.imports:
-        import_own(module)
-    print_rows({"gradient groups": describe_groups(recipe)})  # last: this takes seconds
-    included = {
-        "this machine": _this_machine(recipe, plan),
-        "included": "forward, backward and update of every step",
-        "not included": "starting, reading images, sums over workers, evaluations, statistics, "
-        "the report",
-    }
-    print_rows(included)
-    return 0
-
-
-def _batch_changes(plan: Plan) -> dict[str, str]:
-    """Return a row for each change of the global batch."""
-    later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
-    return {
-        f"from {piece.step:,}": f"{size:,} = {plan.workers} workers x {accumulation} micro-batches "
-        f"x {plan.device_batch}, epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule "
-        f"x {piece.lr_factor:g}"
-        for piece, (_, size, accumulation) in later
-    }
-
-
-def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return the row on the resolution schedule, if the recipe has one."""
-    if not plan.sizes:
-        return {}
-    parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
-    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
-
-
-def _epoch(plan: Plan) -> str:
-    """Describe the steps of an epoch, and a batch larger than an epoch."""
-    sizes = [piece.global_batch for piece in plan.pieces]
-    found = ", then ".join(f"{plan.train_samples / size:.2f}" for size in sizes) + " steps"
-    if plan.steps_per_epoch < 1:
-        times = plan.global_batch / plan.train_samples
-        found += f": a batch is larger than an epoch and holds every image {times:.2f} times"
-    return found
-
-
-def _this_machine(recipe: Recipe, plan: Plan) -> str:
-    """Describe the time and memory of one worker here, measured on a few samples."""
-    from largebatch.lab.measure.estimate import estimate
-
-    found = estimate(recipe, plan)
-    step, run = found.step_seconds, found.run_seconds
-    return (
-        f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
-        f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
-        f"measured on {found.samples} samples"
-    )
-
-
-def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return the rows on the stages after the schedule."""
-    polish = recipe.polish or Polish.model_construct()
-    rows = {}
-    if polish.ema:
-        rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
-    if polish.swa:
-        rows["SWA"] = (
-            f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
-            f"of the last {plan.swa_steps:,} steps"
-        )
-    if polish.affine:
-        rows["affine"] = (
-            f"{plan.affine_steps:,} steps more, learning rate from {polish.affine.lr:g} to 0"
-        )
-    samples = polish.statistics.samples if polish.statistics else 0
-    rows["statistics"] = f"{samples:,} clean samples" if samples else "none"
-    if polish.held_out:
-        rows["held out"] = f"{polish.held_out:,} training samples, which decide on every stage"
-    return rows
-
-
-def _check(args: argparse.Namespace) -> int:
+    Args:
+        recipe: A YAML file, or the name of an installed recipe.
+        recipes: Further ones.
+        overrides: Override a key of the recipes; may be repeated.
+        mlperf_closed: List the rules of MLPerf's closed division that they break.
+    """
     problems, broken = [], False
-    for path in args.recipes:
+    for path in (recipe, *recipes):
         try:
-            recipe = load_recipe(path, args.set)
-            build_schedule(recipe.schedule, plan_updates(recipe))
+            loaded = load_recipe(path, overrides)
+            build_schedule(loaded.schedule, plan_updates(loaded))
         except LargebatchError as error:
             problems.append(str(error))
         else:
-            rules = broken_rules(recipe) if args.mlperf_closed else []
+            rules = broken_rules(loaded) if mlperf_closed else []
             broken = broken or bool(rules)
-            verdict = _closed(recipe, rules) if args.mlperf_closed else f"ok{_hint(recipe)}"
+            verdict = _closed(loaded, rules) if mlperf_closed else f"ok{_hint(loaded)}"
             print(printable(f"{path}: {verdict}"))
     if problems:
         raise LargebatchError("\n".join(problems))
@@ -228,27 +88,89 @@ def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:
     return f"breaks {plural(len(rules), 'rule')} of {division}\n{textwrap.indent(table, '  ')}"
 
 
-def _explain(args: argparse.Namespace) -> int:
-    if args.recipe is None:
-        if args.out or args.set:
-            raise LargebatchError(
-                "--out and --set are for `explain schedule RECIPE`: which recipe?"
-            )
-        print(explain(args.key))
-        return 0
-    if args.key != "schedule":
-        raise LargebatchError(f"`explain {args.key}` takes no recipe, only `explain schedule` does")
-    from largebatch.report.rates import write_rates
+def explain(
+    *names: str,
+    schedule: bool = False,
+    by: By = "epoch",
+    overrides: Overrides = (),
+    out: Path | None = None,
+) -> None:
+    """Explain a key of a recipe, or draw the learning rates of recipes with --schedule.
 
-    recipe = load_recipe(args.recipe, args.set)
-    course = follow(recipe.schedule, plan_updates(recipe))
-    figure = args.out or Path(f"{recipe.name}-schedule.png")
-    write_rates(figure, course, name=recipe.name)
-    print_rows({**course.facts(), "drawn": figure}, width=9)
-    return 0
+    Args:
+        names: A key, such as optimizer.eta; with --schedule recipes, or run folders.
+        schedule: Draw the learning rates of recipes in one figure, and print a table.
+        by: Axis of the figure.
+        overrides: Override a key of the drawn recipes; may be repeated.
+        out: Figure, a PNG (learning-rates.png).
+    """
+    if schedule:
+        if not names:
+            raise LargebatchError("--schedule draws learning rates: give a recipe")
+        _draw_schedules([Path(name) for name in names], by, overrides, out)
+        return
+    if len(names) > 1 or overrides or out is not None:
+        raise LargebatchError("explain takes one key; to draw learning rates, add --schedule")
+    print(explain_key(*(names or ("",))))
 
 
-def _recipes(_args: argparse.Namespace) -> int:
+def _draw_schedules(
+    paths: Sequence[Path], by: By, overrides: Sequence[str], out: Path | None
+) -> None:
+    recipes = [_recipe(path, overrides) for path in paths]
+    from largebatch.report.rates import Rates, remarks, write_rates_of
+
+    names = [recipe.name for recipe in recipes]
+    drawn = []
+    for path, recipe in zip(paths, recipes, strict=True):
+        label = recipe.name if names.count(recipe.name) == 1 else str(path)
+        try:
+            drawn.append(Rates(label, recipe, follow(recipe.schedule, plan_updates(recipe))))
+        except RecipeError as error:  # of several recipes: which?
+            raise RecipeError(f"{path}: {error}") from None
+    figure = out or Path("learning-rates.png")
+    write_rates_of(figure, drawn, by=by)
+    if len(drawn) == 1:
+        print_rows(drawn[0].course.facts(), width=9)
+    else:
+        rows = [_COLUMNS, *(_row(rates, by) for rates in drawn)]
+        print(printable(aligned(rows, right=range(2, len(_COLUMNS)))))
+    for remark in remarks(drawn):
+        print(remark)
+    print(printable(f"drawn: {figure}"))
+
+
+def _row(rates: "Rates", by: str) -> tuple[str, ...]:
+    """Return a row of the table: rates in four digits, and where the peak is on the axis."""
+    course, plan = rates.course, rates.course.plan
+    steps, peak = len(course.rates), course.peak
+    place = {
+        "epoch": f"{plan.epoch(peak):.2f}",
+        "step": f"{peak:,}",
+        "samples": f"{plan.position(peak):,}",
+    }
+    return (
+        rates.label,
+        rates.optimizer,
+        f"{plan.global_batch:,}",
+        f"{steps:,}",
+        f"{plan.epoch(steps):.4g}",
+        f"{course.rates[peak]:.4g}",
+        f"{by} {place[by]}",
+        f"{course.rates[-1]:.4g}",
+        f"{rates.mean:.4g}",
+    )
+
+
+def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+    """Load a recipe from a file or from a run folder."""
+    of_run = path / RECIPE
+    exists = os.path.exists(of_run)  # noqa: PTH110 -- False for a name that is too long
+    return load_recipe(of_run if exists else path, overrides)
+
+
+@recipes.default
+def _list() -> None:
     """Print a row for each installed recipe, by data set; measured ones first.
 
     Rows fit 80 columns; a wider terminal shows more of the source.
@@ -277,15 +199,19 @@ def _recipes(_args: argparse.Namespace) -> int:
             print(headings[place])
         print(f"  {line}")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
-    return 0
 
 
-def _copy(args: argparse.Namespace) -> int:
-    out = args.out or Path(f"{args.name}.yaml")
-    text = read_installed(args.name)
-    write_recipe(out, text)
+@recipes.command
+def copy(name: str, /, *, out: Path | None = None) -> None:
+    """Write an installed recipe to a file, which is not overwritten.
+
+    Args:
+        name: Name of the recipe.
+        out: File to write (<name>.yaml).
+    """
+    out = out or Path(f"{name}.yaml")
+    write_recipe(out, read_installed(name))
     print(printable(f"recipe: {out}"))
-    return 0
 
 
 def write_planned(out: Path, text: str) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
-    INTERRUPTED,
     add_command,
     add_machine,
     count,
     machine_of,
     out_folder,
 )
-from largebatch.cli.printing import print_unfinished, show_page
+from largebatch.cli.printing import INTERRUPTED, print_unfinished, show_page
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 from largebatch.formatting import plural
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
     from largebatch.report.interactive import Page
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the commands below `study`."""
-    commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
     text = "what staleness costs in accuracy and saves in time, by simulated learners"
     staleness = command("staleness", _staleness, text)

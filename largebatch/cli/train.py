@@ -1,101 +1,47 @@
-"""The command `train`: train, polish and evaluate a recipe. It prints."""
+"""The commands `train`, `evaluate` and `export`. They print."""
 
-import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from largebatch.cli.arguments import (
-    INTERRUPTED,
-    Command,
-    add_execution,
-    add_machine,
-    add_recipe,
-    add_workers,
-    count,
-    machine_of,
-    out_folder,
-    seconds,
-    updates,
-)
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import describe_saved
+from largebatch.runs.options import (
+    NEW_FOLDER,
+    Folder,
+    Given,
+    Imports,
+    Machine,
+    Options,
+    chosen_folder,
+)
 from largebatch.tracking.events import REPORT, Status
 
-
-def add_commands(command: Command) -> None:
-    """Add the command `train`."""
-    train = command("train", _train, "train, polish and evaluate a recipe")
-    add_recipe(train)
-    add_execution(train)
-    add_workers(train, dest="workers")
-    add_machine(train)
-    train.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
-    train.add_argument(
-        "--resume",
-        choices=("yes", "auto"),
-        metavar="auto",
-        nargs="?",
-        help="continue the run in --out; auto: if there is one, else start one",
-    )
-    train.add_argument(
-        "--restarts",
-        type=count,
-        default=0,
-        metavar="N",
-        help="restart --workers that died, at most N times",
-    )
-    train.add_argument(
-        "--min-workers",
-        type=count,
-        metavar="M",
-        help="fewest workers to continue with, if a restart fails",
-    )
-    train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in total")
-    train.add_argument(
-        "--time-limit", type=seconds, metavar="T", help="stop before: 90m, 8h or seconds"
-    )
-    train.add_argument(
-        "--profile",
-        type=updates,
-        metavar="FROM:TO",
-        help="write trace.json of these updates, and add a table of it to the report",
-    )
-    train.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="a key that may differ from the resumed run, such as schedule.peak_lr or data.index",
-    )
+if TYPE_CHECKING:
+    from largebatch.training.evaluation import Metrics
 
 
-def _train(args: argparse.Namespace) -> int:
-    recipe = load_recipe(args.recipe, args.set)
-    if args.resume and args.out is None:
+def train(recipe: Path, /, *, options: Annotated[Options, Given] = Options()) -> int:
+    """Train, polish and evaluate a recipe.
+
+    Args:
+        recipe: A YAML file, or the name of an installed recipe.
+    """
+    loaded = load_recipe(recipe, options.changes)
+    if options.resume and options.out == NEW_FOLDER:
         raise CheckpointError("--resume continues the run in --out DIR; pass --out")
-    from largebatch.runs.folder import default_folder
-    from largebatch.runs.run import run
+    from largebatch.runs.run import start
 
-    folder = args.out or default_folder(recipe)
+    options = replace(options.without_changes(), out=chosen_folder(options.out, loaded.name))
     try:
-        summary = run(
-            recipe,
-            workers=args.workers,
-            out=folder,
-            **machine_of(args),
-            resume="auto" if args.resume == "auto" else args.resume is not None,
-            max_steps=args.max_steps,
-            time_limit=args.time_limit,
-            profile=args.profile,
-            allow=args.allow,
-            restarts=args.restarts,
-            min_workers=args.min_workers,
-        )
+        summary = start(loaded, options)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(describe_saved(folder)) from None
+        raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:
-        _print_end(summary.status, folder, max_steps=args.max_steps)
+        _print_end(summary.status, options.out, max_steps=options.max_steps)
     return INTERRUPTED if summary.status == "interrupted" else 0
 
 
@@ -111,3 +57,48 @@ def _print_end(status: Status, folder: Path, *, max_steps: int | None) -> None:
     if status == "interrupted" or not page.exists():  # an existing page is from an earlier part
         report = f"to draw the report: largebatch report {folder}"
     print(printable(report))
+
+
+def evaluate(
+    checkpoint: Path,
+    /,
+    *,
+    training: bool = False,
+    options: Annotated[Machine, Given] = Machine(),
+) -> None:
+    """Measure a checkpoint, or the newest one of a run.
+
+    Args:
+        checkpoint: A .safetensors file or a run folder.
+        training: Evaluate the training images too, for the loss difference.
+    """
+    from largebatch.runs.checkpoints import evaluate_checkpoint
+
+    found = evaluate_checkpoint(checkpoint, options.options(out=NEW_FOLDER), training=training)
+    if own_rank() != 0:
+        return
+    metrics = found.metrics
+    print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
+    if found.training is not None:
+        print(f"training images: {_scores(found.training)}")
+        print(f"validation loss - training loss: {metrics.loss - found.training.loss:+.4f}")
+
+
+def _scores(metrics: "Metrics") -> str:
+    scores = f"top-1 {100 * metrics.top1:.2f}%  top-5 {100 * metrics.top5:.2f}%"
+    return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
+
+
+def export(checkpoint: Path, /, *, out: Folder, onnx: bool = False, imports: Imports = ()) -> None:
+    """Write a saved model for timm, and as ONNX.
+
+    Args:
+        checkpoint: A .safetensors file or a run folder.
+        out: New folder.
+        onnx: Also write model.onnx.
+        imports: Module to import first: it may register models with timm.
+    """
+    from largebatch.runs.export import export as write
+
+    for path in write(checkpoint, out, onnx=onnx, imports=imports):
+        print(printable(str(path)))

@@ -201,7 +201,7 @@ class Keys(Section):
     """Trackers of the run, besides the console and log.jsonl. `wandb`: Weights & Biases.
     `tensorboard`: event files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report
     at the end, and the last checkpoint with execution.checkpoints.upload. `mlperf`: mlperf.log, as
-    MLPerf's rules require it, for `largebatch referee`."""
+    MLPerf's rules require it, for `largebatch report mlperf`."""
 
     monitor: tuple[Monitor, ...] = ()
     """Further measurements for the report and the trackers. `noise_scale`: the gradient noise

@@ -1,53 +1,49 @@
 """A contact sheet: what the model sees in training, clean and in evaluation, side by side.
 
-Pillow draws it, because pixels must stay pixels: an image of 28 x 28 is enlarged by a whole
-factor, and no smoothing hides what resizing did to it. The requests, the order and the decoder are
+Pixels stay pixels: an image of 28 x 28 is enlarged by a whole factor, and no smoothing hides what
+resizing did to it. The requests, the order and the decoder are
 the run's own, so what is wrong with the images there (a wrong mean, a crop that cuts off what
 matters, a flip that changes the meaning) is wrong here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor
 
 from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
-from largebatch.errors import LargebatchError
+from largebatch.errors import LargebatchError, clip
 from largebatch.recipe.arithmetic.describe import describe_decoding
 from largebatch.recipe.arithmetic.plan import Plan, plan_updates
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
 from largebatch.report.run import read_run
-from largebatch.report.style import COLOURS, INK, MUTED, PAPER, font_file, require_png
+from largebatch.report.style import COLOURS, INK, MUTED, draw_pixels, require_png
 from largebatch.storage import Progress, silent, whole_file
 
-SMALLEST = 112
-"""Images with shorter sides are enlarged to at least this."""
+if TYPE_CHECKING:
+    from largebatch.report.style import Figure
 
-Measure = Callable[[str], float]
-"""Gives the width of a text in pixels."""
+SMALLEST = 112  # pixels; images with shorter sides are enlarged to at least this
 
-CLASSES = 10
-"""How many classes are shown, if there are as many."""
+CLASSES = 10  # shown, if there are as many
 
-PASSES = 6
-"""In how many passes over the training data an image is shown, if the run has as many."""
+PASSES = 6  # over the training data, in which an image is shown, if there are as many
 
-CHECKS = 2
-"""How many validation images of each class are shown."""
+CHECKS = 2  # validation images of each class
 
 Rows = tuple[tuple[Tensor, ...], ...]
 """By class: images as the model gets them, each 3 x H x W."""
@@ -58,9 +54,6 @@ class Shown:
     """One training image of each class and what becomes of it; beside it, validation."""
 
     classes: tuple[str, ...]
-    labels: tuple[int, ...]
-    """Their numbers."""
-
     training: Rows
     """The image in the first passes of the run."""
 
@@ -69,22 +62,6 @@ class Shown:
 
     evaluation: Rows
     """CHECKS validation images, or as many as there are."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What the sheet calls the classes: by number where no installed font has the letters."""
-        named = zip(self.labels, self.classes, strict=True)
-        return tuple(name if font_file(name) else f"class {label}" for label, name in named)
-
-
-def describe_unnamed(shown: Shown) -> Iterator[str]:
-    """Yield what to do about class names that cannot be drawn, if there are any."""
-    lost = sum(name != drawn for name, drawn in zip(shown.classes, shown.names, strict=True))
-    if lost:
-        yield (
-            f"{lost} of {len(shown.classes)} class names are shown by number: no installed font "
-            "has their letters; install one that has, such as Noto Sans CJK"
-        )
 
 
 def show(pipeline: ImagePipeline) -> Shown:
@@ -99,7 +76,6 @@ def show(pipeline: ImagePipeline) -> Shown:
     clean = _images(pipeline.decode(index, _requests(pipeline, places[:, 0].tolist(), clean=True)))
     return Shown(
         classes=tuple(index.classes[label] for label in labels),
-        labels=tuple(labels.tolist()),
         training=tuple(tuple(training[row :: len(samples)]) for row in range(len(samples))),
         clean=_in_rows(clean, [1] * len(samples)),
         evaluation=_validation(pipeline, labels),
@@ -175,19 +151,6 @@ def _in_rows(images: Iterator[Tensor], lengths: Sequence[int]) -> Rows:
     return rows
 
 
-class _Lengths:
-    """Lengths in pixels; all but those of letters and lines lie between or around images."""
-
-    def __init__(self, image_size: int) -> None:
-        self.tile = _enlarged(image_size)
-        self.margin, self.gap, self.space = (self.tile * n // 100 for n in (25, 22, 5))
-        self.head = self.tile * 92 // 100
-        self.title, self.text, self.note = (self.tile * n // 100 for n in (20, 14, 11))
-        self.line = self.tile * 22 // 100
-        self.step = self.tile + self.space
-        self.widest_name = 2 * self.tile
-
-
 class _Group(NamedTuple):
     """Some columns of the sheet."""
 
@@ -199,11 +162,10 @@ class _Group(NamedTuple):
 
 def write_sheet(
     path: Path, recipe: Recipe, *, folder: Path | None, progress: Progress = silent
-) -> list[str]:
-    """Write the contact sheet of a recipe, whose images may lie in `folder`, as a PNG file.
+) -> None:
+    """Write the contact sheet of a recipe, whose images may be in `folder`, as a PNG file.
 
-    Return what it cannot show, a sentence each. Raises LargebatchError where the images cannot be
-    read or the file cannot be written.
+    Raises LargebatchError if the images cannot be read or the file cannot be written.
     """
     require_png(path, what="sheet")
     plan = plan_updates(recipe)
@@ -215,7 +177,6 @@ def write_sheet(
             sheet.save(file, format="PNG")
     except OSError as error:
         raise LargebatchError(f"{path}: cannot write the sheet: {error.strerror}") from None
-    return list(describe_unnamed(shown))
 
 
 def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
@@ -239,43 +200,44 @@ def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
 
 
 def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
-    """Draw classes below each other, stages side by side, with a line below on what was done."""
-    size = _Lengths(recipe.data.image_size)
-    text, note = font(size.text), font(size.note)
-    groups = _groups(shown, recipe, plan)
-    facts = [*_facts(groups, recipe), *describe_unnamed(shown)]
-    fonts = [font(size.text, name) for name in shown.names]
-    names = [
-        _shortened(name, own.getlength, limit=size.widest_name)
-        for name, own in zip(shown.names, fonts, strict=True)
-    ]
-    widths = [own.getlength(name) for name, own in zip(names, fonts, strict=True)]
-    first = size.margin + round(max(widths)) + size.gap
-    lefts, right = _columns(groups, size, first=first)
-    width = max(right, round(max(map(text.getlength, facts))) + size.margin) + size.margin
-    bottom = size.head + len(names) * size.step + size.gap
-    sheet = Image.new("RGB", (width, bottom + len(facts) * size.line + size.gap), PAPER)
-    pen = ImageDraw.Draw(sheet)
-    title = font(size.title, recipe.name)
-    pen.text((size.margin, size.margin), recipe.name, INK, title, anchor="lt")
-    for row, (name, own) in enumerate(zip(names, fonts, strict=True)):
-        middle = size.head + row * size.step + size.tile // 2
-        pen.text((size.margin, middle), name, INK, own, anchor="lm")
-    for group, left in zip(groups, lefts, strict=True):
-        above = size.head - size.space
-        pen.text((left, above - size.text), group.name, group.colour, text, anchor="ls")
-        pen.text((left, above), group.note, MUTED, note, anchor="ls")
-        _paste(sheet, group.rows, recipe.data, left=left)
-    for line, fact in enumerate(facts):
-        pen.text((size.margin, bottom + line * size.line), fact, MUTED, text, anchor="lt")
-    return sheet
+    """Draw classes below each other, stages side by side, and below them a line on each fact."""
+    size = _enlarged(recipe.data.image_size)  # of an image; other lengths are parts of it
+    margin, gap, space, head = (size * part // 100 for part in (25, 22, 5, 92))
+    large, small, line = size * 20 // 100, size * 14 // 100, size * 22 // 100
+    groups, names = _groups(shown, recipe, plan), [clip(name, 24) for name in shown.classes]
+    facts = _facts(groups, recipe)
+    left = margin + small * max(map(len, names)) * 5 // 8 + gap
+    columns = [max(map(len, group.rows)) for group in groups]
+    width = left + sum(columns) * (size + space) + len(groups) * gap + margin
+    width = max(width, small * max(map(len, facts)) * 5 // 8 + 2 * margin)
+    height = head + len(names) * (size + space) + gap + len(facts) * line + gap
 
+    def draw(figure: "Figure") -> None:
+        def write(x: float, y: float, text: str, colour: str, points: float, va: str) -> None:
+            place = x / width, 1 - y / height
+            figure.text(*place, text, color=colour, size=points, va=va)
 
-def font(size: float, text: str = "") -> ImageFont.FreeTypeFont:
-    """Load a font that has every letter of a text, if one is installed."""
-    file = font_file(text) or font_file("")
-    assert file is not None, "any font has the letters of nothing"
-    return ImageFont.truetype(file, size)
+        write(margin, margin, recipe.name, INK, large, "top")
+        for row, name in enumerate(names):
+            write(margin, head + row * (size + space) + size / 2, name, INK, small, "center")
+        x = left
+        for group, number in zip(groups, columns, strict=True):
+            write(x, head - space - small * 1.2, group.name, group.colour, small, "bottom")
+            write(x, head - space, group.note, MUTED, small * 0.8, "bottom")
+            for row, images in enumerate(group.rows):
+                for column, image in enumerate(images):
+                    tile = Image.fromarray(denormalized(image, recipe.data))
+                    tile = tile.resize((size, size), Image.Resampling.NEAREST)
+                    y = head + row * (size + space) + size
+                    figure.figimage(
+                        np.asarray(tile), x + column * (size + space), height - y, origin="upper"
+                    )
+            x += number * (size + space) + gap
+        bottom = head + len(names) * (size + space) + gap
+        for place, fact in enumerate(facts):
+            write(margin, bottom + place * line, fact, MUTED, small, "top")
+
+    return Image.fromarray(draw_pixels(draw, size=(width, height)))
 
 
 def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:
@@ -327,30 +289,3 @@ def _enlarged(image_size: int) -> int:
     [112, 128, 200, 224]
     """
     return image_size * -(-SMALLEST // image_size)
-
-
-def _columns(groups: Sequence[_Group], size: _Lengths, *, first: int) -> tuple[list[int], int]:
-    """Return where each group begins, and where the last one ends."""
-    lefts, left = [], first
-    for group in groups:
-        lefts.append(left)
-        left += max(map(len, group.rows)) * size.step - size.space + size.gap
-    return lefts, left - size.gap
-
-
-def _paste(sheet: Image.Image, rows: Rows, data: Data, *, left: int) -> None:
-    size = _Lengths(data.image_size)
-    for row, images in enumerate(rows):
-        for column, image in enumerate(images):
-            tile = Image.fromarray(denormalized(image, data))
-            place = left + column * size.step, size.head + row * size.step
-            sheet.paste(tile.resize((size.tile, size.tile), Image.Resampling.NEAREST), place)
-
-
-def _shortened(name: str, measure: Measure, *, limit: int) -> str:
-    """Return a name at most `limit` wide, its end replaced by dots if need be."""
-    if measure(name) <= limit:
-        return name
-    while name and measure(f"{name}...") > limit:
-        name = name[:-1]
-    return f"{name}..."

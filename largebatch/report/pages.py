@@ -38,7 +38,7 @@ WIDE, NARROW = 960, 340
 
 _COLOURS = tuple(COLOURS.values())
 _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
-"""In widths of the line; with 7 colours, 35 series look different."""
+"""In widths of the line; with 6 colours, 30 series look different."""
 
 DOTTED = _DASHES[2]
 

@@ -19,9 +19,7 @@ from largebatch.report.style import (
     MARGIN,
     MUTED,
     name_axes,
-    name_line,
     write_chart,
-    write_title,
 )
 from largebatch.schedules.build import Course
 
@@ -166,64 +164,3 @@ def _scale(axes: "Axes", peaks: Sequence[float]) -> None:
         axes.set_ylim(0, 1.08 * max(peaks))
         axes.locator_params(axis="y", nbins=5)
     axes.yaxis.set_major_formatter("{x:g}")
-
-
-def write_rates(path: Path, course: Course, *, name: str) -> None:
-    """Draw the rate of every step, by epoch, into a PNG file.
-
-    Raises as write_chart.
-    """
-    write_chart(path, lambda figure: draw_rates(figure, course, name=name), size=(960, 320))
-
-
-def draw_rates(figure: "Figure", course: Course, *, name: str) -> None:
-    """Draw the warm-up, the training and the clean part, each in its colour."""
-    write_title(figure, name)
-    axes = figure.subplots()
-    end = len(course.rates)
-    parts = {
-        "warm-up": (0, course.begin, MUTED),
-        "train": (course.begin, course.clean, COLOURS["train"]),
-        "clean": (max(course.begin, course.clean), end, COLOURS["clean"]),
-    }
-    title = name_axes(axes, y="Learning rate", x="Epoch")
-    for part, (first, last, colour) in parts.items():
-        if first < last:
-            _draw_part(axes, course, first, last, colour)
-            title = name_line(axes, part, colour, after=title)
-    axes.axvspan(
-        course.epoch(course.clean), course.epoch(end),
-        color=COLOURS["clean"], alpha=0.08, lw=0,
-    )  # fmt: skip
-    axes.set_xlim(0, course.epoch(end))
-    axes.set_ylim(0, 1.1 * course.rates[course.peak])
-    axes.locator_params(axis="y", nbins=5)
-    axes.xaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    _name_rates(axes, course)
-
-
-def _draw_part(axes: "Axes", course: Course, first: int, last: int, colour: str) -> None:
-    """Draw the steps from `first` up to `last`, each rate as long as its step lasts."""
-    rates = [*course.rates[first : last + 1], course.rates[-1]][: last - first + 1]
-    epochs = [course.epoch(step) for step in range(first, last + 1)]
-    axes.plot(epochs, rates, color=colour, drawstyle="steps-post", clip_on=False)
-
-
-def _name_rates(axes: "Axes", course: Course) -> None:
-    """Write every rate on its stretch where these are few, else the peak and the last rate."""
-    for step in course.stretches or (course.peak,):
-        place = course.epoch(step), course.rates[step]
-        _write(axes, f"{course.rates[step]:.3g}", place, offset=(4, 5))
-    if not course.stretches:
-        place = course.epoch(len(course.rates)), course.rates[-1]
-        _write(axes, f"{course.rates[-1]:.3g}", place, offset=(6, 0))
-
-
-def _write(
-    axes: "Axes", text: str, place: tuple[float, float], *, offset: tuple[float, float]
-) -> None:
-    axes.annotate(
-        text, place, offset, textcoords="offset points", va="bottom" if offset[1] else "center",
-        annotation_clip=False,
-    )  # fmt: skip

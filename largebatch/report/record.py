@@ -326,7 +326,7 @@ def read_edge(path: Path) -> float:
     file = path / "range.json" if path.is_dir() else path
     if not file.exists():
         raise CheckpointError(
-            f"{file}: not found; `largebatch lr range RECIPE --out DIR` writes it"
+            f"{file}: not found; `largebatch lab range RECIPE --out DIR` writes it"
         )
     try:
         upper = json.loads(file.read_text(encoding="utf-8"))["upper"]
@@ -336,7 +336,7 @@ def read_edge(path: Path) -> float:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file}: has no upper bound of the rate ({type(error).__name__}: {error}); "
-            "expected the range.json of `largebatch lr range`"
+            "expected the range.json of `largebatch lab range`"
         ) from None
 
 

@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,8 +16,9 @@ from largebatch.optional import require_matplotlib
 from largebatch.storage import whole_file
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from matplotlib import axes, figure, text
-    from matplotlib.font_manager import FontEntry
 
     Axes: TypeAlias = axes.Axes
     Canvas: TypeAlias = figure.Figure | figure.SubFigure
@@ -213,41 +213,20 @@ def css_variable(colour: str) -> str:
     return f"var(--{_VARIABLES[colour]})"
 
 
-@cache
-def font_file(text: str) -> Path | None:
-    """Return an installed font that has every letter of a text; None if there is none.
+def draw_pixels(
+    draw: Callable[["Figure"], None], *, size: tuple[int, int]
+) -> "npt.NDArray[np.uint8]":
+    """Return a drawing of exactly this width and height in pixels, one for each point."""
+    with _style():
+        import numpy as np
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
-    DejaVu Sans, which comes with matplotlib, if it has them; Pillow's own has few beyond ASCII.
-    """
-    require_matplotlib()
-    from matplotlib import font_manager, get_data_path
-
-    usual = Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
-    others = sorted(
-        (font for font in font_manager.fontManager.ttflist if _is_usual(font)),
-        key=lambda font: (
-            font.name not in _WIDE_FONTS,
-            str(font.weight) not in {"400", "normal", "regular"},
-            font.name,
-        ),
-    )
-    files = (usual, *(Path(font.fname) for font in others))
-    return next((path for path in dict.fromkeys(files) if _has_letters(path, text)), None)
-
-
-def _is_usual(font: "FontEntry") -> bool:
-    """Return True unless a font is slanted, or is that of boxes for every letter there is."""
-    return font.style == "normal" and not font.name.startswith("Last Resort")
-
-
-def _has_letters(path: Path, text: str) -> bool:
-    from matplotlib.ft2font import FT2Font
-
-    try:
-        known = FT2Font(str(path)).get_charmap()
-    except (OSError, RuntimeError):  # matplotlib's list may name a font that is gone or damaged
-        return False
-    return all(ord(letter) in known for letter in text if not letter.isspace())
+        figure = Figure((size[0] / 72, size[1] / 72), dpi=72, facecolor=PAPER)
+        draw(figure)
+        canvas: Any = FigureCanvasAgg(figure)
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3].copy()
 
 
 @contextmanager

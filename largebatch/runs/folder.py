@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
-from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import open_trackers
 from largebatch.runs.options import Resume
@@ -161,11 +159,6 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
     if isinstance(value, dict):
         value = {key: one for key, one in value.items() if one is not None}
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def default_folder(recipe: Recipe) -> Path:
-    """Return the default run folder: runs/<name>-<time>."""
-    return Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def check_folder(folder: Path, *, resume: Resume) -> None:

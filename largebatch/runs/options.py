@@ -1,84 +1,250 @@
-"""The settings of a run that are not in its recipe."""
+"""The options of a run that are not in its recipe, declared once.
 
-from dataclasses import asdict, dataclass
+The command line reads their names, help and types here, `run` takes them as keywords, and local
+workers get them as JSON. `Parameter` adds what only words typed by a person need: a name, and how
+such as 90m is parsed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from functools import wraps
+from inspect import Parameter as Argument
+from inspect import signature
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Self,
+    TypeVar,
+    get_type_hints,
+)
 
-from largebatch.distributed.agreement import Facts
+from cyclopts import Parameter, Token
+
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 
 Resume = bool | Literal["auto"]
 """auto: resume if there is a checkpoint, else start."""
 
+NEW_FOLDER = Path("runs/<name>-<time>")
+"""Default of `out`, in place of which a run gets a folder of its recipe's name and the time."""
 
-class Machine(TypedDict):
-    """Settings of where a run is, as keyword arguments of Options and `run`."""
-
-    data: Path | None
-    dataset: str | None
-    imports: tuple[str, ...]
-    backend: BackendName
-    timeout: float
+_ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".onnx", ".pth", ".csv"}
+_SCALE = {"s": 1, "m": 60, "h": 3600}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Settings of one start of a run, such as its machine; none of them is in the recipe."""
+def chosen_folder(out: Path, name: str) -> Path:
+    """Return `out`; in place of its default a folder of a recipe's name and the time."""
+    return Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}") if out == NEW_FOLDER else out
 
-    out: Path
-    """The run folder."""
 
-    data: Path | None = None
-    """The images, for a recipe whose data.source is folder."""
+def _folder(_: object, tokens: Sequence[Token]) -> Path:
+    path = Path(tokens[0].value)
+    if path.suffix.lower() in _ENDINGS and not path.exists():
+        raise ValueError(f"expected a folder such as {path.with_suffix('')}, got a file's name")
+    return path
 
-    dataset: str | None = None
-    """The images, for such a recipe, as module:function that returns data sets (train, val)."""
 
-    imports: tuple[str, ...] = ()
-    """Modules that every worker imports first, such as one that registers models with timm."""
+def _seconds(_: object, tokens: Sequence[Token]) -> float:
+    """Parse a time: seconds, or a number followed by s, m or h."""
+    text = tokens[0].value
+    digits, unit = (text[:-1], text[-1]) if text[-1:] in _SCALE else (text, "s")
+    try:
+        value = float(digits) * _SCALE[unit]
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"expected seconds, or a number with s, m or h, such as 5m, got {text!r}")
+    return value
+
+
+def _updates(_: object, tokens: Sequence[Token]) -> tuple[int, int]:
+    first, colon, last = tokens[0].value.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ValueError(f"expected a first and a last update as 100:110, got {tokens[0].value!r}")
+    return int(first), int(last)
+
+
+def _positive(_: object, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError("Expected a number above 0.")
+
+
+Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
+"""A whole number, 1 or more."""
+
+Number = Annotated[float, Parameter(validator=_positive)]
+"""A finite number above 0."""
+
+Folder = Annotated[Path, Parameter(converter=_folder, metavar="DIR")]
+"""A folder to write; the name of a file is a mistake."""
+
+Seconds = Annotated[float, Parameter(converter=_seconds, metavar="TIME")]
+"""Seconds, or 5m, or 1.5h."""
+
+Given = Parameter(name="*")
+"""Of a dataclass of options: each field is an option of the command."""
+
+Overrides = Annotated[Sequence[str], Parameter(name="--set", metavar="KEY=VALUE")]
+"""Changes to a recipe."""
+
+Imports = Annotated[Sequence[str], Parameter(name="--import", metavar="MODULE")]
+"""The user's own modules."""
+
+if TYPE_CHECKING:
+
+    class _Path:
+        """A Path, for which mypy accepts a str too in the call that creates the options."""
+
+        def __get__(self, options: object, kind: type) -> Path: ...
+        def __set__(self, options: object, value: Path | str) -> None: ...
+
+else:
+    _Path = Folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Local workers and their connection."""
+
+    workers: Count = 1
+    """Number of worker processes to start on this machine."""
 
     backend: BackendName = "auto"
-    overrides: tuple[str, ...] = ()
-    """Changes to the recipe of a checkpoint or of weights, such as execution.device_batch=64."""
+    """Library that sums gradients; auto: the launcher's."""
 
-    resume: Resume = False
-    """Resume from the newest checkpoint in `out`; auto: if there is one."""
+    timeout: Seconds = TIMEOUT_SECONDS
+    """Time to wait for a worker that does nothing (six times as long until the first update)."""
 
-    max_steps: int | None = None
-    """Total number of updates after which the run stops, resumable."""
 
-    time_limit: float | None = None
-    """Seconds within which the run stops, resumable."""
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What is changed in a recipe, and what it needs to be imported."""
 
-    profile: tuple[int, int] | None = None
-    """First and last update, counted from 1, of the trace that worker 0 writes into `out`."""
+    overrides: Overrides = ()
+    """Override a key of the recipe, such as seed=3; may be repeated."""
 
-    allow: tuple[str, ...] = ()
-    """Keys of the recipe, and `data.index`, that may differ from the resumed run."""
+    device_batch: Annotated[int | None, Parameter(metavar="N")] = None
+    """Samples a worker holds at a time: --set execution.device_batch=N."""
 
-    report: bool = True
+    decoder: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """dali or torchvision: --set execution.decoder=NAME."""
+
+    imports: Imports = ()
+    """Module to import first: it may register models with timm; may be repeated."""
+
+    def __post_init__(self) -> None:
+        """Convert paths given as str, and lists to tuples, as Python's callers pass them."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in {"out", "data"} and isinstance(value, str):
+                object.__setattr__(self, field.name, Path(value))
+            elif isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+
+    @property
+    def changes(self) -> list[str]:
+        """All changes to the recipe, as KEY=VALUE."""
+        own = {"device_batch": self.device_batch, "decoder": self.decoder}
+        given = [f"execution.{key}={value}" for key, value in own.items() if value is not None]
+        return [*self.overrides, *given]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Changes, Workers):
+    """Options that depend on the machine, and that all runs of one study share."""
+
+    data: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
+
+    dataset: Annotated[str | None, Parameter(metavar="M:F")] = None
+    """Images instead from module:function, which returns data sets (train, val)."""
+
+    def options(self, *, out: Path) -> "Options":
+        """Return the options of a run in `out` on this machine, all changes among its overrides."""
+        own = {"overrides": tuple(self.changes), "device_batch": None, "decoder": None}
+        return Options(**(vars(self) | own), out=out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Machine):
+    """All options of a run."""
+
+    out: _Path = NEW_FOLDER  # type: ignore[assignment]
+    """Run folder."""
+
+    resume: Annotated[Resume, Parameter(metavar="yes|auto", show_choices=False)] = False
+    """Continue the run in --out; auto: if there is one, else start one."""
+
+    restarts: Annotated[int, Parameter(metavar="N")] = 0
+    """Restart --workers that died, at most N times."""
+
+    min_workers: Count | None = None
+    """Fewest workers to continue with, if a restart fails."""
+
+    max_steps: Count | None = None
+    """Stop after N updates in total; the run can be resumed."""
+
+    time_limit: Seconds | None = None
+    """Stop before this time is over, such as 90m or 8h; the run can be resumed."""
+
+    profile: Annotated[
+        tuple[int, int] | None, Parameter(converter=_updates, n_tokens=1, metavar="FROM:TO")
+    ] = None
+    """Write trace.json of these updates, counted from 1, and a table of it in the report."""
+
+    allow: Annotated[Sequence[str], Parameter(metavar="KEY")] = ()
+    """Key that may differ from the resumed run, such as schedule.peak_lr; may be repeated."""
+
+    report: Annotated[bool, Parameter(parse=False)] = True
     """True to draw the report at the end; `largebatch report` draws it later."""
 
-    timeout: float = TIMEOUT_SECONDS
-    """Seconds that a worker waits for another one that does nothing."""
-
     @property
-    def machine(self) -> Machine:
-        """The settings that runs of one study have in common."""
-        return {
-            "data": self.data,
-            "dataset": self.dataset,
-            "imports": self.imports,
-            "backend": self.backend,
-            "timeout": self.timeout,
-        }
-
-    @property
-    def shared(self) -> Facts:
+    def shared(self) -> dict[str, object]:
         """The options that all workers must share; only worker 0 uses the run folder."""
-        own = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in {"out", "backend", "report"}
+        own = {"out", "backend", "report", "workers", "restarts", "min_workers"}
+        return {
+            f"--{name.replace('_', '-')}": value
+            for name, value in vars(self).items()
+            if name not in own
         }
-        return {f"--{name.replace('_', '-')}": value for name, value in own.items()}
+
+    def without_changes(self) -> Self:
+        """Return the options for a recipe to which the changes have been applied."""
+        return replace(self, overrides=(), device_batch=None, decoder=None)
+
+
+_First = TypeVar("_First")
+_Result = TypeVar("_Result")
+_P = ParamSpec("_P")
+
+
+def with_options(
+    make: Callable[_P, Options],
+) -> Callable[[Callable[[_First, Options], _Result]], Callable[Concatenate[_First, _P], _Result]]:
+    """Return a decorator that replaces a parameter Options by its fields as keywords."""
+
+    def decorate(
+        function: Callable[[_First, Options], _Result],
+    ) -> Callable[Concatenate[_First, _P], _Result]:
+        @wraps(function)
+        def call(recipe: _First, /, *args: _P.args, **options: _P.kwargs) -> _Result:
+            return function(recipe, make(*args, **options))
+
+        hints = get_type_hints(Options)  # without what the command line needs
+        keywords = [
+            Argument(field.name, Argument.KEYWORD_ONLY, default=field.default,
+                     annotation=hints[field.name])
+            for field in fields(Options)
+        ]  # fmt: skip
+        own = signature(function)
+        first = next(iter(own.parameters.values()))
+        call.__dict__["__signature__"] = own.replace(parameters=[first, *keywords])
+        return call
+
+    return decorate

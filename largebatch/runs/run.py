@@ -15,13 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from largebatch.data.index.index import require_stored
-from largebatch.distributed.environment import (
-    TIMEOUT_SECONDS,
-    BackendName,
-    join_slurm,
-    require_alone,
-    worker_rank,
-)
+from largebatch.distributed.environment import join_slurm, require_alone, worker_rank
 from largebatch.errors import (
     BackendError,
     PlanError,
@@ -35,14 +29,13 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, optional_workers
 from largebatch.runs.folder import (
     check_folder,
-    default_folder,
     finished_summary,
     read_checkpoint,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.launch import start_workers
-from largebatch.runs.options import Options, Resume
+from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.events import SUMMARY, TRACE, Summary
@@ -61,31 +54,14 @@ JOB = TypeAdapter(tuple[Recipe, Options])
 """The arguments of local workers, as JSON."""
 
 
-def run(  # noqa: PLR0913 -- the command line's options, one to one
-    recipe: Recipe | Path | str,
-    *,
-    workers: int = 1,
-    out: Path | str | None = None,
-    data: Path | str | None = None,
-    dataset: str | None = None,
-    imports: Sequence[str] = (),
-    backend: BackendName = "auto",
-    timeout: float = TIMEOUT_SECONDS,
-    resume: Resume = False,
-    max_steps: int | None = None,
-    time_limit: float | None = None,
-    profile: tuple[int, int] | None = None,
-    allow: Sequence[str] = (),
-    restarts: int = 0,
-    min_workers: int | None = None,
-    report: bool = True,
-) -> Summary:
+@with_options(Options)
+def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     """Train, polish and evaluate a recipe; return the content of summary.json.
 
-    `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file.
-    Starts `workers` processes on this machine, unless torchrun, horovodrun or srun started this one
-    among several. `out` is the run folder, by default runs/<name>-<time>. `restarts` and
-    `min_workers` are those of restarting (`least`), the rest are those of Options.
+    `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
+    then with `overrides` such as ["seed=3"]. Starts `workers` processes on this machine, unless
+    torchrun, horovodrun or srun started this one among several. `out` is the run folder, by default
+    runs/<name>-<time>. All keywords are the fields of `largebatch.runs.options.Options`.
 
     A data set or a model of the caller is named and not passed, because workers are separate
     processes that import it: `dataset` is module:function that returns data sets (train, val), and
@@ -96,57 +72,49 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
 
     Raises LargebatchError for what the user can fix.
     """
-    recipe = _as_recipe(recipe)
+    return start(_as_recipe(recipe, options.changes), options.without_changes())
+
+
+def start(recipe: Recipe, options: Options) -> Summary:
+    """Do what `run` does, for a loaded recipe."""
     join_slurm()
-    chosen = Options(
-        out=Path(out) if out else default_folder(recipe),
-        data=Path(data) if data else None,
-        dataset=dataset,
-        imports=tuple(imports),
-        backend=backend,
-        timeout=timeout,
-        resume=resume,
-        max_steps=max_steps,
-        time_limit=time_limit,
-        profile=profile,
-        allow=tuple(allow),
-        report=report,
-    )
-    _require_options(chosen, workers, restarts=restarts, min_workers=min_workers)
+    options = replace(options, out=chosen_folder(options.out, recipe.name))
+    _require_options(options)
     if worker_rank() in {None, 0}:
-        check_folder(chosen.out, resume=resume)
-        if "mlperf" in recipe.tracking and recipe.data.source == "folder" and chosen.data:
-            require_stored(chosen.data, purpose="tracking: [mlperf]")
-    if workers == 1:
-        return run_worker(recipe, chosen)
-    plan_run(recipe, workers=workers, backend=backend)
-    restarting(recipe, chosen, workers, restarts=restarts, least=min_workers or workers)
-    return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
+        check_folder(options.out, resume=options.resume)
+        if "mlperf" in recipe.tracking and recipe.data.source == "folder" and options.data:
+            require_stored(options.data, purpose="tracking: [mlperf]")
+    if options.workers == 1:
+        return run_worker(recipe, options)
+    plan_run(recipe, workers=options.workers, backend=options.backend)
+    restarting(recipe, options)
+    return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
 
 
-def _as_recipe(recipe: Recipe | Path | str) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
+def _as_recipe(recipe: Recipe | Path | str, changes: Sequence[str]) -> Recipe:
     if isinstance(recipe, (str, Path)):
-        return load_recipe(recipe)
-    raise TypeError(
-        "recipe: expected the name of an installed recipe, the path of a file or what load_recipe "
-        f"returns, got {type(recipe).__name__}"
-    )
+        return load_recipe(recipe, changes)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            "recipe: expected the name of an installed recipe, the path of a file or what "
+            f"load_recipe returns, got {type(recipe).__name__}"
+        )
+    if changes:
+        raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
+    return recipe
 
 
-def _require_options(
-    options: Options, workers: int, *, restarts: int, min_workers: int | None
-) -> None:
+def _require_options(options: Options) -> None:
     """Raise BackendError if the options contradict each other."""
-    if restarts and (workers == 1 or worker_rank() is not None):
+    workers, least = options.workers, options.min_workers
+    if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
             "--restarts starts the processes of --workers again; leave it out, and start this "
             "command again with --resume auto"
         )
-    if min_workers is not None and not (restarts and 1 <= min_workers <= workers):
+    if least is not None and not (options.restarts and 1 <= least <= workers):
         raise BackendError(
-            f"--min-workers {min_workers} is the least number of workers to restart with: it needs "
+            f"--min-workers {least} is the least number of workers to restart with: it needs "
             f"--restarts, and expected 1 to {workers}, the number of --workers"
         )
     if workers != 1:
@@ -157,14 +125,14 @@ def _require_options(
         )
 
 
-def restarting(
-    recipe: Recipe, options: Options, workers: int, *, restarts: int, least: int
-) -> None:
+def restarting(recipe: Recipe, options: Options) -> None:
     """Start local workers; if one dies, start all again from the newest checkpoint.
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
-    before a worker died, fewer workers are started, as the plan allows, but at least `least`.
+    before a worker died, fewer workers are started, as the plan allows, but at least `min_workers`.
     """
+    workers, restarts = options.workers, options.restarts
+    least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
     for left in reversed(range(restarts + 1)):
         saved = describe_saved(options.out)

@@ -14,6 +14,7 @@ from benchmarks.speed.measuring import RESULTS, newest
 from benchmarks.studies.audit import accuracy_fell
 from benchmarks.studies.averaged_weights import tables as averaged_weights
 from benchmarks.studies.images import draw
+from benchmarks.studies.learning_rates import tables as learning_rates
 from benchmarks.studies.optimizers import tables as optimizers
 from benchmarks.studies.polishing import run as polishing_run
 from benchmarks.studies.polishing import tables as polishing
@@ -87,6 +88,15 @@ def test_the_tables_of_every_study_are_printed() -> None:
 def test_the_tables_of_staleness_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     staleness.main()
     assert "| sgd-usual-sigma30-mu4-lambda30-staleness | 57.21 (" in capsys.readouterr().out
+
+
+def test_the_best_and_the_worst_policy_are_those_of_the_results() -> None:
+    found = learning_rates.read()
+    lines = list(learning_rates.summary(found))
+    assert "| cifar10, large, sgd | 80 | 43.34 | cosine, 45.83 | warmup-fix, 38.49 |" in lines
+    assert len(lines) == 2 + len(found)
+    (name, one), *_ = found.items()
+    assert "| fix | 0.02 | 98.28 (97.83 to 98.73) |" in learning_rates.policies_of(name, one)
 
 
 def test_the_critical_batch_is_where_a_fifth_more_epochs_are_needed() -> None:

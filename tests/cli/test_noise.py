@@ -64,10 +64,10 @@ def test_the_records_hold_what_the_estimate_needs(folder: Path) -> None:
 def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["noise", str(folder)]) == DONE
+    assert main(["lab", "noise", str(folder)]) == DONE
     assert "report:" not in capsys.readouterr().out
     write_report(folder)
-    assert main(["noise", str(folder)]) == DONE
+    assert main(["lab", "noise", str(folder)]) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["steps", "noise", "scale", "95", "%"]
     assert [line.split()[0] for line in lines[1:3]] == ["0-29", "30-59"]
@@ -79,7 +79,7 @@ def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
     assert (folder / "noise.png").exists()
     run(a_recipe(changes=(*LENET, "duration={steps: 3}")), out=tmp_path / "other")
     assert 'id="noise"' not in make_page(read_run(tmp_path / "other"))
-    assert main(["noise", str(tmp_path / "other")]) == USER
+    assert main(["lab", "noise", str(tmp_path / "other")]) == USER
     assert "holds no noise scale; train with --set monitor=noise_scale" in capsys.readouterr().err
 
 
@@ -98,7 +98,7 @@ def test_a_run_too_short_to_measure_is_refused_before_it_trains(
     words: list[str], found: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--set", "schedule.warmup={steps: 2}", *words]
-    assert main(["noise", "digits_96", "--out", str(tmp_path / "out"), *words]) == USER
+    assert main(["lab", "noise", "digits_96", "--out", str(tmp_path / "out"), *words]) == USER
     said = capsys.readouterr().err
     assert f"{found}: the noise scale needs at least {LEAST} updates" in said
     assert f"without an upper bound; {remedy} {BOUNDED} or more" in said
@@ -110,7 +110,7 @@ def test_a_monitored_run_that_was_too_short_is_not_told_to_use_the_monitor(
 ) -> None:
     changes = (*LENET, "monitor=noise_scale", "duration={steps: 3}")
     run(a_recipe(changes=changes), out=tmp_path / "short")
-    assert main(["noise", str(tmp_path / "short")]) == USER
+    assert main(["lab", "noise", str(tmp_path / "short")]) == USER
     said = capsys.readouterr().err
     assert f"holds the noise scale of 3 updates, expected {LEAST} or more; train longer" in said
 
@@ -131,7 +131,7 @@ def test_a_monitored_run_that_was_too_short_is_not_told_to_use_the_monitor(
 def test_what_cannot_be_measured_is_one_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["noise", "digits_96", "--out", str(tmp_path / "out"), *words]) == USER
+    assert main(["lab", "noise", "digits_96", "--out", str(tmp_path / "out"), *words]) == USER
     said = capsys.readouterr().err
     assert message in said
     assert not (tmp_path / "out").exists()
@@ -244,15 +244,15 @@ def test_runs_of_another_recipe_are_not_taken_for_those_of_this_one(tmp_path: Pa
 def test_a_folder_without_a_run_is_one_line(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["noise", str(tmp_path)]) == USER
+    assert main(["lab", "noise", str(tmp_path)]) == USER
     assert f"{tmp_path}: this is a folder; it holds no run: no log.jsonl" in capsys.readouterr().err
-    assert main(["noise", str(folder), "--measure", "1,2,3,4"]) == USER
+    assert main(["lab", "noise", str(folder), "--measure", "1,2,3,4"]) == USER
     assert f"{folder}: this is a folder; --measure takes a recipe" in capsys.readouterr().err
 
 
 def test_batches_that_are_no_numbers_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["noise", "digits_96", "--measure", "64,abc"])
+        main(["lab", "noise", "digits_96", "--measure", "64,abc"])
     assert "argument --measure: expected a whole number, got 'abc'" in capsys.readouterr().err
 
 
@@ -277,7 +277,7 @@ def test_a_stop_request_starts_no_further_run_of_a_study(
     words = [word for change in LENET for word in ("--set", change)]
     out = tmp_path / "out"
     words += ["--measure", "16,32,64,128", "--out", str(out)]
-    assert main(["noise", "digits_96", *words]) == 75
+    assert main(["lab", "noise", "digits_96", *words]) == 75
     assert len(started) == 1
     assert capsys.readouterr().out == f"to resume: the same command with --out {out}\n"
 
@@ -287,7 +287,7 @@ def test_the_critical_batch_of_real_runs_resumes_after_a_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = [*LENET, "data.image_size=16", "optimizer={kind: sgd}", "schedule.peak_lr=0.1"]
-    words = ["noise", "digits_96", "--measure", "16,32,64,128", "--epochs", "2"]
+    words = ["lab", "noise", "digits_96", "--measure", "16,32,64,128", "--epochs", "2"]
     words += ["--out", str(tmp_path / "out"), *(word for s in sets for word in ("--set", s))]
     assert main(words) == DONE
     first = capsys.readouterr().out

@@ -20,7 +20,7 @@ RATE = "schedule.peak_lr=0.25..4"
 
 
 def sweep_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["sweep", *words]) == DONE
+    assert main(["lab", "sweep", *words]) == DONE
     found: dict[str, Any] = parse_yaml(capsys.readouterr().out, source="sweep")
     jsonschema.Draft7Validator(SCHEMA).validate(found)
     return found
@@ -121,7 +121,7 @@ def test_the_command_of_wandbs_agent_trains_what_it_has_drawn(
 def test_what_cannot_be_swept_is_said_in_one_message(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sweep", str(DIGITS), *words]) == USER
+    assert main(["lab", "sweep", str(DIGITS), *words]) == USER
     out, err = capsys.readouterr()
     assert message in err
     assert not out

@@ -4,7 +4,7 @@ Decoding agrees to the bit: JPEG with every chroma layout, grey, palette, CMYK, 
 nearly does. Pillow rounds to bytes between its two passes, DALI does not: one step of 255. And
 where a shrinking filter hangs over the edge of the box, Pillow weighs the pixels that are there,
 DALI repeats the outermost one: a score of steps in the outermost rows and columns of real
-photographs (benchmarks/decoder_pixels.py).
+photographs (benchmarks/results/decoder_pixels_*.json).
 """
 
 import io

@@ -22,7 +22,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.style import DARK, LIGHT
+from largebatch.report.style import COLOURS, DARK, LIGHT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -129,8 +129,9 @@ def test_the_text_for_a_terminal_has_the_printed_columns_and_the_findings() -> N
 
 
 def test_series_look_different_and_repeat_their_colours_with_dashes() -> None:
-    looks = [series(place, str(place)) for place in range(30)]
-    assert len({(one.colour, one.dash) for one in looks}) == 30
+    number = 5 * len(COLOURS)
+    looks = [series(place, str(place)) for place in range(number)]
+    assert len({(one.colour, one.dash) for one in looks}) == number
     assert not looks[0].dash
     assert looks[0].variable == "var(--train)"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from short_runs import DIGITS
 
-from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import DONE, STOPPED, main
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.runs.interrupts import describe_saved, stop_requests
 
 pytestmark = pytest.mark.usefixtures("ends")
@@ -88,7 +88,7 @@ def test_a_run_that_is_stopped_at_once_names_what_is_saved(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("largebatch.runs.run.run", stop)
+    monkeypatch.setattr("largebatch.runs.run.start", stop)
     folder = tmp_path / "run"
     assert main(["train", str(DIGITS), "--out", str(folder)]) == STOPPED
     assert capsys.readouterr().err == "largebatch: stopped at once; nothing is saved\n"

@@ -89,7 +89,8 @@ def test_workers_that_died_are_started_again(
 ) -> None:
     machine = Machine(tmp_path, ends)
     monkeypatch.setattr(runs, "start_workers", machine.start)
-    restarting(a_recipe(CLEAN), Options(out=tmp_path), 4, restarts=3, least=least)
+    options = Options(out=tmp_path, workers=4, restarts=3, min_workers=least)
+    restarting(a_recipe(CLEAN), options)
     assert machine.started == started
     assert "worker 1 exited without reporting: killed by SIGKILL" in capsys.readouterr().err
 
@@ -107,7 +108,7 @@ def test_workers_are_not_restarted_indefinitely(
     machine = Machine(tmp_path, ends)
     monkeypatch.setattr(runs, "start_workers", machine.start)
     with pytest.raises(error):
-        restarting(a_recipe(CLEAN), Options(out=tmp_path), 2, restarts=2, least=2)
+        restarting(a_recipe(CLEAN), Options(out=tmp_path, workers=2, restarts=2))
     assert len(machine.started) == len(ends)
 
 
@@ -118,8 +119,8 @@ def test_the_time_limit_is_that_of_all_starts_together(
     times = iter([0.0, 100.0, 260.0])
     monkeypatch.setattr(runs, "start_workers", machine.start)
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    options = Options(out=tmp_path, time_limit=250.0)
-    restarting(a_recipe(CLEAN), options, 2, restarts=2, least=2)
+    options = Options(out=tmp_path, time_limit=250.0, workers=2, restarts=2)
+    restarting(a_recipe(CLEAN), options)
     assert machine.limits == [250.0, 150.0, 0.0]
 
 

@@ -22,8 +22,8 @@ from PIL import Image
 from short_runs import SMALL, STATISTICS, a_recipe, log
 
 from largebatch import load_recipe, run
-from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import main
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.errors import BackendError, DivergedError, RecipeError
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report

@@ -64,7 +64,7 @@ STARTS = (
 """Words that begin no docstring."""
 
 # Lookarounds leave out a name and two messages of files that benchmarks measure (see
-# benchmarks/sources.py): they change when these are measured again.
+# benchmarks/speed/sources.py): they change when these are measured again.
 ANYWHERE = (
     Rule(r"\banew\b", "again"),
     Rule(r"\bfor ever\b", "indefinitely"),

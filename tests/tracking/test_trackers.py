@@ -3,6 +3,7 @@
 import math
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from test_tracking import (
 )
 
 from largebatch import load_recipe, run
-from largebatch.cli.main import USER, main
+from largebatch.errors import MissingPackageError, TrackerError
 from largebatch.tracking.events import SYSTEM, Event, GeneralizationGap, System
 from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.mlflow import MLflow
@@ -255,68 +256,54 @@ def test_a_resumed_run_keeps_one_run_in_wandb(
     assert files == [[("report.html", 11)], [("step-00000002.safetensors", 2)]]
 
 
-@pytest.mark.parametrize(
-    ("tracker", "module", "message"),
-    [
-        (
-            "tensorboard",
-            "tensorboard",
-            "needs tensorboard, which is not installed; install it with",
-        ),
-        (
-            "mlflow",
-            "mlflow",
-            "needs mlflow, which is not installed; install it with: pip install 'l",
-        ),
-    ],
-)
-def test_a_missing_package_is_one_line(
-    tracker: str,
-    module: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])
+def test_a_missing_package_is_named_before_the_run(
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    words = ["train", str(DIGITS), "--set", f"tracking=[{tracker}]", "--out", str(tmp_path / "run")]
-    assert main(words) == USER
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    monkeypatch.setitem(sys.modules, tracker, None)
+    with pytest.raises(MissingPackageError, match=tracker):
+        run(load_recipe(DIGITS, [f"tracking=[{tracker}]"]), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_an_mlflow_server_that_does_not_answer_is_one_line(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingPackageError, match="wandb"):
+        Wandb(tmp_path, {}, note=print)
+
+
+@pytest.fixture(name="refusing")
+def without_a_server(uri: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Return a function that sets the place of MLflow to a port where nothing listens."""
+
+    def refuse() -> str:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            there = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", there)
+        return there
+
+    return refuse
+
+
+def test_an_mlflow_server_that_does_not_answer_is_named_before_the_run(
+    refusing: Callable[[], str], tmp_path: Path
 ) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-    words = ["train", str(DIGITS), "--set", "tracking=[mlflow]", "--out", str(tmp_path / "run")]
-    assert main(words) == USER
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"largebatch: tracking: [mlflow]: http://127.0.0.1:{port} cannot be used"
-    )
-    assert line.endswith("or leave mlflow out")
+    with pytest.raises(TrackerError, match=refusing()):
+        run(load_recipe(DIGITS, ["tracking=[mlflow]"]), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_continues_if_mlflow_does_not_answer(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refusing: Callable[[], str], tmp_path: Path
 ) -> None:
     short = ("duration={steps: 2}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL)
     recipe, out = load_recipe(DIGITS, [*short, "tracking=[mlflow]"]), tmp_path / "run"
     assert run(recipe, out=out, max_steps=1).status == "paused"
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    there = refusing()
     assert run(recipe, out=out, resume=True).status == "finished"
-    (note,) = [each["text"] for each in log(out, "note")]
-    failed = "MLflow was disabled after an error: tracking: [mlflow]: http://127.0.0.1:"
-    assert note.startswith(f"{failed}{port} cannot be used")
+    (note,) = log(out, "note")
+    assert (note["kind"], there in note["text"]) == ("tracker", True)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -82,13 +82,13 @@ def test_a_tracker_that_fails_is_left_out_from_then_on(
         trackers: list[Tracker] = [Console(shown), file, wandb]
         for each in ALL:
             record(trackers, each)
-    text = f"Wandb was disabled after an error: {fails} of the fake"
     found = read(tmp_path / "log.jsonl")
     (note,) = [each for each in found if isinstance(each, Note)]
-    assert note.text == text
+    assert note.kind == "tracker"
+    assert f"{fails} of the fake" in note.text
     assert (note.stage, note.step) == _place(event)
     assert [each for each in found if not isinstance(each, Note)] == ALL
-    assert shown.getvalue().count(f"{text}\n") == 1
+    assert shown.getvalue().count(f"{note.text}\n") == 1
     assert there.calls[-1] == fails
     assert wandb not in trackers
 
@@ -269,13 +269,11 @@ def test_a_server_that_is_not_reached_leaves_an_offline_run(
     there, notes, wandb = fake(tmp_path, monkeypatch, "init", "None")
     wandb.record(START)
     wandb.record(STEPS[0])
-    reason = "W&B cannot be reached (init of the fake)"
     command = f"wandb sync {tmp_path}/wandb/offline-run-*"
     assert there.calls[:3] == ["login", "init", "init"]
     assert there.calls[-1] == "log"
-    assert notes == [f"{reason}; the run is recorded offline, to be sent with: {command}"]
     wandb.record(FINISH)
-    assert notes[1:] == [f"W&B has this run offline only; to send it: {command}"]
+    assert [note.endswith(command) for note in notes] == [True, True]
 
 
 def test_a_run_that_reached_the_server_needs_no_line_on_how_to_send_it(
@@ -303,9 +301,7 @@ def test_a_run_whose_tracker_fails_ends_with_the_same_weights(
     one, two = weights(tmp_path / "with"), weights(tmp_path / "without")
     torch.testing.assert_close(one, two, rtol=0, atol=0)
     assert len(log(tmp_path / "with", "step")) == 3
-    assert [each["text"] for each in log(tmp_path / "with", "note")] == [
-        "Wandb was disabled after an error: log of the fake"
-    ]
+    assert [each["kind"] for each in log(tmp_path / "with", "note")] == ["tracker"]
 
 
 @pytest.mark.long

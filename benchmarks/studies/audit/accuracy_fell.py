@@ -5,7 +5,7 @@
 
 A small network learns scikit-learn's digits: on one process in batches of 32, and on eight workers
 in batches of 256, in a plain DistributedDataParallel loop that is correct or has one fault. Before
-each training on eight workers the loop is audited; the findings stand in the results.
+each training on eight workers the loop is audited; the findings are in the results.
 """
 
 import argparse
@@ -119,7 +119,7 @@ class Training:
         return loss.item()
 
     def audited(self, check: Check | None) -> list[str]:
-        """Return what the audit says of a check, apart from what is fine, and all faults."""
+        """Return all faults that the audit finds, and its notes of a check."""
         with contextlib.redirect_stdout(io.StringIO()):
             findings = audit(
                 self.model,

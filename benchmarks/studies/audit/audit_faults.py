@@ -28,13 +28,14 @@ Rows = dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    """Run all scripts and write the results; print the tables."""
+    """Run all scripts and write the results, or print the tables of the newest ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="print the newest results")
-    if not parser.parse_args().tables:
-        result = {folder: rows_of(folder) for folder in ("faults", "correct")}
-        print(write("audit_faults", result))
-    print("\n".join(tables()))
+    if parser.parse_args().tables:
+        print("\n".join(tables()))
+        return
+    result = {folder: rows_of(folder) for folder in ("faults", "correct")}
+    print(write("audit_faults", result))
 
 
 def rows_of(folder: str) -> Rows:

@@ -181,10 +181,10 @@ def _row(name: str, cells: Iterable[list[float]], words: Callable[[Interval], st
 
 def _on_workers(name: str, workers: int, found: list[Any]) -> str:
     """Return the row of a pass on several workers: the worst of averages and seeds."""
-    apart = max(100 * (max(one["top1"]) - min(one["top1"])) for one in found)
+    difference = max(100 * (max(one["top1"]) - min(one["top1"])) for one in found)
     differ = 100 * max(one["differ"] for one in found)
     off = max(one["log_variance"] for one in found)
-    return f"| {name} | {workers} | {apart:.2f} | {differ:.2f} | {off:.3f} |"
+    return f"| {name} | {workers} | {difference:.2f} | {differ:.2f} | {off:.3f} |"
 
 
 def main() -> None:

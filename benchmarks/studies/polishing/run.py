@@ -163,7 +163,8 @@ def carry_out(cell: Cell, data: Path, log: Path) -> dict[str, Any]:
         try:
             for way in cell.ways:
                 with tempfile.TemporaryDirectory() as folder:
-                    summary = run(recipe_of(cell, way), out=Path(folder, "run"), data=data)
+                    out = Path(folder, "run")
+                    summary = run(recipe_of(cell, way), out=out, data=data, report=False)
                 assert summary.status == "finished", f"{cell.key} was stopped"
                 for stage in summary.stages:
                     if end := _end(way, stage.name):

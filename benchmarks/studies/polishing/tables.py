@@ -77,7 +77,7 @@ def student(values: list[float]) -> Spread:
 
 
 def tables(cells: dict[str, dict[str, Any]]) -> dict[str, Table]:
-    """Return every arm beside the control of its cell, and the two batches side by side."""
+    """Compare every arm with the control of its cell, and large batches with small ones."""
     groups = by_group(cells)
     polishing = [
         {

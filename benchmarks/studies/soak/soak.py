@@ -214,7 +214,7 @@ def take(left: list[str], kinds: Sequence[str]) -> str | None:
 
 
 class Forked:
-    """A run in a fork of this process, which starts at once because everything is loaded."""
+    """A run in a fork of this process, which starts immediately because everything is loaded."""
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         self._code: int | None = None

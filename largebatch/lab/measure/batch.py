@@ -44,7 +44,7 @@ from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, name_axes, save_png, write_title
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
-from largebatch.runs.run import run
+from largebatch.runs.run import start
 from largebatch.tracking.noise_scale import NoiseScale
 
 if TYPE_CHECKING:
@@ -168,19 +168,19 @@ class Measuring:
 
     def train(self, recipe: Recipe, steps: int, *, made: int) -> None:
         """Train until a number of updates in all, of which some are made, and time the new ones."""
-        options, start = self.question.options, monotonic()
-        summary = run(
-            recipe,
+        options, began = self.question.options, monotonic()
+        of_part = replace(
+            options.without_changes(),
             workers=self.question.here,
             out=options.out / "noise",
-            **options.machine,
             resume="auto" if made else False,
             max_steps=steps,
             report=False,
         )
+        summary = start(recipe, of_part)
         if summary.status == "interrupted":
             raise InterruptedStudyError(f"saved in {options.out}")
-        self.seconds = (monotonic() - start) / (steps - made)
+        self.seconds = (monotonic() - began) / (steps - made)
 
     def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
         """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""

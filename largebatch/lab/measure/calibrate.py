@@ -4,8 +4,7 @@ One worker alone measures forward and backward at three device batches, the upda
 of the input pipeline; two workers measure all-reduces of four sizes. The measurements alternate
 round by round, so that a slow phase of the machine affects all equally. A worker has one CPU core,
 as in a run with as many workers as cores. Its time on a CPU is processor time, without waits for
-other programs; an all-reduce consists of waiting, so its shortest time counts. On CPUs more
-workers than cores then make updates together (largebatch.lab.measure.oversubscription).
+other programs; an all-reduce consists of waiting, so its shortest time counts.
 """
 
 import json
@@ -33,7 +32,6 @@ from largebatch.distributed.environment import available_cores
 from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.lab.measure.oversubscription import oversubscription
 from largebatch.lab.planner.cluster import Cluster, Measured
 from largebatch.lab.planner.limits import settings
 from largebatch.models.batchnorm import SpanBatchNorm
@@ -109,10 +107,9 @@ def describe(measured: Measured) -> list[str]:
     exchange = "one device: all-reduces were not measured"
     if rate is not None:
         exchange = f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s"
-    turns = f"; more workers than cores take {measured.oversubscription:.2f} times their turns"
     return [
         f"a pass takes {passes:.2f} ms and {images:.3f} ms an image, an update {update:.2f} ms",
-        f"{exchange}; an update has {number}{turns if measured.device == 'cpu' else ''}",
+        f"{exchange}; an update has {number}",
         f"a worker reads {measured.images_per_second_read:,.0f} images/s",
     ]
 
@@ -126,8 +123,7 @@ def measure(
 ) -> Measured:
     """Measure one worker, and the link between two if there is a place for the second.
 
-    `workers` is the largest number that is to be predicted: for one the link is not measured, and
-    for no more than there are cores, oversubscription is not.
+    `workers` is the largest number that is to be predicted: for one the link is not measured.
     """
     threads = torch.get_num_threads()
     backend, plan = Serial(), make_plan(recipe, workers=1)
@@ -145,7 +141,7 @@ def measure(
     latency = 0.0
     if workers != 1 and (backend.device.type == "cpu" or _places(backend.device.type) > 1):
         per_byte, latency = fit_line(_exchanging())
-    measured = Measured(
+    return Measured(
         model=recipe.model.name,
         arguments=recipe.model.arguments,
         classes=recipe.data.classes,
@@ -165,10 +161,6 @@ def measure(
         exchange_gigabytes_per_second=None if per_byte is None else 1e-9 / per_byte,
         images_per_second_read=read,
     )
-    few = workers is not None and workers <= _places(backend.device.type)
-    if few or backend.device.type != "cpu":
-        return measured
-    return measured.model_copy(update={"oversubscription": oversubscription(recipe, measured)})
 
 
 def fit_line(times: dict[int, float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ batch; a step in the middle of those is where it is reached.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from pydantic import ValidationError
@@ -26,7 +26,7 @@ from largebatch.report.noise import MORE_STEPS, over
 from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
-from largebatch.runs.run import run
+from largebatch.runs.run import start
 from largebatch.tracking.events import LOG, Step, write_json
 from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale
 
@@ -169,15 +169,15 @@ class _Study:
         if record is not None and (len(record.steps) >= steps or record.diverged):
             return record
         with suppress(DivergedError):  # the record says so
-            summary = run(
-                recipe,
+            options = replace(
+                self.options.without_changes(),
                 workers=self.workers,
                 out=folder,
-                **self.options.machine,
                 resume="auto" if log.exists() else False,
                 max_steps=steps,
                 report=False,
             )
+            summary = start(recipe, options)
             if summary.status == "interrupted":
                 raise InterruptedStudyError(f"saved in {self.options.out}")
         return read_run(folder)

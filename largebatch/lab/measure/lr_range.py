@@ -17,7 +17,7 @@ smoothing, less. So the limit is between the rate where the loss turns and that 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,8 +35,8 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, save_png, write_title
 from largebatch.runs.interrupts import InterruptedStudyError
-from largebatch.runs.options import Options
-from largebatch.runs.run import run
+from largebatch.runs.options import Options, Resume
+from largebatch.runs.run import start
 from largebatch.tracking.events import LOG, write_json
 
 if TYPE_CHECKING:
@@ -421,13 +421,10 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int, *, repo
     if worker_rank() is None and _is_done(folder, recipe):  # with a launcher all have to begin
         return
     try:
-        summary = run(
-            recipe,
-            workers=workers,
-            out=folder,
-            **options.machine,
-            resume="auto" if (folder / LOG).exists() else False,
-            report=report,
+        resume: Resume = "auto" if (folder / LOG).exists() else False
+        own = options.without_changes()
+        summary = start(
+            recipe, replace(own, workers=workers, out=folder, resume=resume, report=report)
         )
     except DivergedError:
         return

@@ -41,8 +41,8 @@ PRIOR: dict[str, tuple[float, float]] = {
 scale: PyTorch on one A100 makes 2,470 images a second (NVIDIA DeepLearningExamples), 3.1 in these
 units. launch: about 1,000 kernels at 6 microseconds from the CPU, at 2 in a graph. start and
 evaluation: geometric means in the logs of systems of 32 nodes or more, and their standard errors
-(benchmarks/planner_logs.py). The level is an assumption, chosen after looking at the runs, which
-determine it only with A100s among them.
+(benchmarks/results/planner_logs_*.json). The level is an assumption, chosen after looking at the
+runs, which determine it only with A100s among them.
 """
 
 Vector = NDArray[np.float64]

@@ -105,9 +105,6 @@ class Measured(Section):
     images_per_second_read: PositiveFloat
     """Images a second that one worker reads and augments."""
 
-    oversubscription: Annotated[float, Field(ge=1)] = 1.0
-    """Time of an update of more workers than cores, over the sum of their turns."""
-
     error: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Half the width of the interval of predictions, as a ratio."""
 

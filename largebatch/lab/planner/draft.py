@@ -1,7 +1,7 @@
 """A suggested recipe as a file, and the source of each of its settings in words."""
 
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,6 +24,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.writing import dump_commented, recipe_name
+from largebatch.rules import Numbers, Rule, find
 
 FEW = 0.5
 """Share of the fewest updates of a reference point below which a run is warned of."""
@@ -50,177 +51,218 @@ SMALL = 64
 """Images up to this side, in pixels, are cropped less: 5 % of their area would be a few pixels."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A suggestion and what is drafted from it."""
+
+    found: Suggestion
+    has_warmup: bool = True
+    """True if the warm-up is the points' too, and not that of a measured policy."""
+
+    base: Recipe | None = None
+    """The recipe whose images are kept."""
+
+    @property
+    def has_spans(self) -> bool:
+        """True if the recipe has BatchNorm spans and polishing: unless the base has none."""
+        return self.base is None or self.base.batch.bn_span is not None
+
+
 def words(found: Suggestion, *, has_warmup: bool = True, base: Recipe | None = None) -> list[str]:
-    """Return the sources of a suggestion, their errors, and what no point covers.
-
-    `has_warmup`: True if the warm-up is the points' too, and not that of a measured policy; `base`
-    is the recipe whose images are kept.
-    """
-    polishing = (
-        f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
-        "on clean images, the share of Fujitsu's entry, then statistics"
-    )
-    return [
-        *_few_updates(found),
-        *_longer_steps(found, base),
-        *_between(found),
-        *_settings(found, has_warmup=has_warmup, has_spans=_has_spans(base)),
-        *_epochs(found),
-        (
-            "specific to LARS: learning rate, warm-up, momentum and weight decay; search for "
-            "others with another optimizer.kind"
-        ),
-        *([polishing] if _has_spans(base) else []),
-        *_elsewhere(found, has_warmup=has_warmup, base=base),
-        f"range: batches up to {LARGEST:,} on ImageNet; no run with a larger one is known here",
-    ]
+    """Return the sources of a suggestion, their errors, and what no point covers, line by line."""
+    findings = find(RULES, Drafted(found, has_warmup, base))
+    return [line for each in findings for line in each.figure.split("\n")]
 
 
-def _has_spans(base: Recipe | None) -> bool:
-    """Return True if the suggestion has BatchNorm spans and polishing: unless the base has none."""
-    return base is None or base.batch.bn_span is not None
-
-
-def _between(found: Suggestion) -> Iterator[str]:
-    lower, upper = found.lower, found.upper
-    if found.elsewhere:
-        yield (
-            f"{found.data.samples:,} images in batches of {found.batch:,} make as many updates an "
-            f"epoch ({found.data.samples / found.batch:.1f}) as ImageNet in batches of "
-            f"{found.alike:,.0f}, which is what is looked up"
-        )
-    if found.extrapolated:
-        yield (
-            f"extrapolates: {found.alike:,.0f} is {found.alike / upper.batch:.2f} times the "
-            f"largest reference point, {upper.name}, whose learning rate, momentum, weight decay "
-            "and share of warm-up it keeps; resnet50_86016_fujitsu has settings that were run"
-        )
-    elif found.a_point:
-        yield f"it is a reference point: {lower.name}"
-    else:
-        yield (
-            f"between {lower.name} and {upper.name}, MLPerf's reference convergence points with "
-            f"LARS, {_percent(place(found.alike, lower, upper))} of the way on a logarithmic scale"
-        )
-    same = [] if found.elsewhere else _recipes_for(found.batch)
-    if same:
-        yield f"published recipes for this batch: {', '.join(same)}"
-
-
-def _recipes_for(batch: int) -> list[str]:
-    """Return the installed recipes for ImageNet in batches of this size, with their origin."""
-    return [
-        f"{name} ({origin(text).after})"
-        for name, text in installed().items()
-        if name.startswith(f"resnet50_{batch}_")
-    ]
-
-
-def _settings(found: Suggestion, *, has_warmup: bool, has_spans: bool) -> Iterator[str]:
-    lower, upper = found.lower, found.upper
-    warmup = {"warm-up, share of the run": found.warmup_epochs / found.epochs}
-    settings = {
-        "learning rate": found.peak_lr,
-        **(warmup if has_warmup else {}),
-        "1 - momentum": 1 - found.momentum,
-        "weight decay": found.weight_decay,
-        **({"BatchNorm span": found.bn_span} if has_spans else {}),
-    }
-    rows = [["", "here", "neighbours", "error of each point, from its own neighbours"]]
-    for name, here in settings.items():
-        points = dict.fromkeys(f"{SETTINGS[name](point):.4g}" for point in (lower, upper))
-        rows.append([name, f"{here:.4g}", ", ".join(points), _missed(name)])
-    yield from aligned(rows, right=[1]).split("\n")
-    span = f"the span is a divisor of {found.batch:,} from {SPANS[0]} to {SPANS[-1]}; "
-    yield (
-        f"{span if has_spans else ''}what misses by {_percent(UNSURE)} or more is hardly a "
-        "function of the batch: try others"
-    )
-
-
-def _missed(name: str) -> str:
-    """Return the errors of the points that are left out, from their neighbours."""
-    errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
-    return f"{_percent(median(errors))} in the median, at most {_percent(errors[-1])}"
-
-
-def _epochs(found: Suggestion) -> Iterator[str]:
-    points = reference_points()
-    law, errors = fit_epochs(points), sorted(map(abs, epoch_errors(points)))
-    low, high = (found.law_epochs * (1 + sign * errors[-1]) for sign in (-1, 1))
-    beyond = ", which may be too narrow beyond the points" if found.extrapolated else ""
-    yield (
-        f"epochs to 75.9 % top-1{' on ImageNet' if found.elsewhere else ''}: "
-        f"{found.law_epochs:.1f} ({low:.1f} to {high:.1f}), from epochs(B) = {law.shortest:.1f} "
-        f"(1 + B / {law.critical:,.0f}), fitted to the ten points; fits to nine miss the tenth by "
-        f"{100 * median(errors):.1f} % in the median, at most {100 * errors[-1]:.1f} %, which is "
-        f"the interval{beyond}"
-    )
-    ratio = found.epochs / found.law_epochs
-    if found.given_epochs and found.elsewhere:
-        reason = "as given; how many these images take, no reference point says"
-    elif found.given_epochs and ratio < 1:
-        reason = f"as given: {_percent(ratio)} of the law's, so 75.9 % is not to be expected"
-    elif found.given_epochs:
-        reason = f"as given: {ratio:.2f} times the law's; theirs are {margin(points):.2f} times"
-    elif found.a_point:
-        reason = f"that of the point, which reached 75.9 % after {found.lower.mean_epochs:g}"
-    else:
-        reason = f"{margin(points):.2f} times the law's, as theirs are in the median"
-    yield f"schedule: {found.epochs:g} epochs, {reason}"
-
-
-def _few_updates(found: Suggestion) -> Iterator[str]:
-    """Yield a warning where a run has far fewer updates than that of any reference point."""
+def _few_updates(it: Drafted) -> Numbers | None:
+    """Return the updates if they are far fewer than those of any reference point."""
+    found = it.found
     updates = found.epochs * found.data.samples / found.batch
     fewest = min(
         point.schedule_epochs * IMAGENET.samples / point.batch for point in reference_points()
     )
-    if updates < FEW * fewest:
-        ratio = found.batch * updates / (FEW * fewest)
-        yield (
-            f"warning: {updates:,.0f} updates in all, and the reference points make {fewest:,.0f} "
-            f"or more: expect the network not to be trained to its end; with these epochs a batch "
-            f"of {ratio:,.0f} makes half as many as they do, with this batch "
-            f"{FEW * fewest * found.batch / found.data.samples:,.0f} epochs"
-        )
+    if updates >= FEW * fewest:
+        return None
+    return {
+        "updates": updates, "fewest": fewest, "batch": found.batch * updates / (FEW * fewest),
+        "epochs": FEW * fewest * found.batch / found.data.samples,
+    }  # fmt: skip
 
 
-def _longer_steps(found: Suggestion, base: Recipe | None) -> Iterator[str]:
-    """Yield a warning where steps are much longer than those of the recipe that is kept."""
+def _longer_steps(it: Drafted) -> Numbers | None:
+    """Return the length of a step relative to that of the recipe that is kept, if much longer."""
+    found, base = it.found, it.base
     if base is None or base.optimizer.kind != "lars":
-        return
+        return None
     own = base.schedule.peak_lr * base.optimizer.eta / (1 - base.optimizer.momentum)
     factor = found.peak_lr * ETA / (1 - found.momentum) / own
-    if factor > LONGER:
-        yield (
-            f"warning: rate x eta / (1 - momentum) is {factor:.2g} times that of {base.name}, and "
-            "training may diverge: look for the edge with `largebatch lr range` first"
-        )
+    return {"factor": factor, "base": base.name} if factor > LONGER else None
 
 
-def _elsewhere(found: Suggestion, *, has_warmup: bool, base: Recipe | None) -> Iterator[str]:
-    unknown = "crops, flips, mean and std, label smoothing"
-    if base is not None:
-        yield f"kept from {base.name}: images with their crops, flips, mean and std, network, loss"
-        unknown = "whether these optimizer settings suit the network"
-    parts = {"warm-up": has_warmup, "polishing": _has_spans(base)}
+def _looked_up(it: Drafted) -> Numbers | None:
+    found = it.found
+    updates = found.data.samples / found.batch
+    return {"found": found, "data": found.data, "updates": updates} if found.elsewhere else None
+
+
+def _extrapolates(it: Drafted) -> Numbers | None:
+    found = it.found
+    if not found.extrapolated:
+        return None
+    return {"found": found, "factor": found.alike / found.upper.batch, "upper": found.upper}
+
+
+def _between(it: Drafted) -> Numbers | None:
+    found = it.found
+    if found.extrapolated or found.a_point:
+        return None
+    share = 100 * place(found.alike, found.lower, found.upper)
+    return {"lower": found.lower, "upper": found.upper, "share": share}
+
+
+def _published(it: Drafted) -> Numbers | None:
+    """Return the installed recipes for ImageNet in batches of this size, with their origin."""
+    same = [
+        f"{name} ({origin(text).after})"
+        for name, text in installed().items()
+        if name.startswith(f"resnet50_{it.found.batch}_")
+    ]
+    return {"recipes": ", ".join(same)} if same and not it.found.elsewhere else None
+
+
+def _settings(it: Drafted) -> Numbers:
+    """Return the table of settings with the error of each point, from its own neighbours."""
+    found = it.found
+    settings = {
+        "learning rate": found.peak_lr,
+        "warm-up, share of the run": found.warmup_epochs / found.epochs,
+        "1 - momentum": 1 - found.momentum,
+        "weight decay": found.weight_decay,
+        "BatchNorm span": found.bn_span,
+    }
+    left = {"warm-up, share of the run": it.has_warmup, "BatchNorm span": it.has_spans}
+    rows = [["", "here", "neighbours", "error of each point, from its own neighbours"]]
+    for name, here in settings.items():
+        if left.get(name, True):
+            errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
+            near = dict.fromkeys(f"{SETTINGS[name](it):.4g}" for it in (found.lower, found.upper))
+            missed = f"{_percent(median(errors))} in the median, at most {_percent(errors[-1])}"
+            rows.append([name, f"{here:.4g}", ", ".join(near), missed])
+    return {"table": aligned(rows, right=[1])}
+
+
+def _law(it: Drafted) -> Numbers:
+    """Return the epochs of the law, with the largest error of a point that is left out."""
+    points, epochs = reference_points(), it.found.law_epochs
+    errors = sorted(map(abs, epoch_errors(points)))
+    return {
+        "where": " on ImageNet" if it.found.elsewhere else "", "epochs": epochs,
+        "low": epochs * (1 - errors[-1]), "high": epochs * (1 + errors[-1]),
+        "law": fit_epochs(points), "median": 100 * median(errors), "most": 100 * errors[-1],
+        "beyond": ", which may be too narrow beyond the points" if it.found.extrapolated else "",
+    }  # fmt: skip
+
+
+def _schedule(it: Drafted) -> Numbers:
+    found, theirs = it.found, f"{margin(reference_points()):.2f} times"
+    ratio = found.epochs / found.law_epochs
+    if found.given_epochs and found.elsewhere:
+        reason = "as given; no reference point shows how many these images take"
+    elif found.given_epochs and ratio < 1:
+        reason = f"as given: {_percent(ratio)} of the law's, so 75.9 % is not to be expected"
+    elif found.given_epochs:
+        reason = f"as given: {ratio:.2f} times the law's; theirs are {theirs}"
+    elif found.a_point:
+        reason = f"that of the point, which reached 75.9 % after {found.lower.mean_epochs:g}"
+    else:
+        reason = f"{theirs} the law's, as theirs are in the median"
+    return {"epochs": found.epochs, "reason": reason}
+
+
+def _taken_over(it: Drafted) -> Numbers | None:
+    parts = {"warm-up": it.has_warmup, "polishing": it.has_spans}
     shares = " and ".join(name for name, is_there in parts.items() if is_there)
     form = "shares" if all(parts.values()) else "a share"
-    if found.elsewhere:
-        updates = math.ceil(found.epochs * found.data.samples / found.batch)
-        yield (
-            "taken over: learning rate, eta, momentum and weight decay, which act in every "
-            "update" + (f", and {shares} as {form} of the run" if shares else "")
-        )
-        yield (
-            f"not taken over, so try it out: how many epochs (these make {updates:,} updates; both "
-            "numbers of the law are ImageNet's, ResNet-50's and 75.9 %'s; --epochs E), "
-            f"{unknown}"
-        )
-    if found.model != "resnet50":
-        needs = "; without BatchNorm it needs bn_span: null and no polish" if base is None else ""
-        yield f"all points are ResNet-50: none was measured with {found.model}{needs}"
+    if not it.found.elsewhere:
+        return None
+    return {"parts": f", and {shares} as {form} of the run" if shares else ""}
+
+
+def _not_taken_over(it: Drafted) -> Numbers | None:
+    found, unknown = it.found, "crops, flips, mean and std, label smoothing"
+    if it.base is not None:
+        unknown = "whether these optimizer settings suit the network"
+    updates = math.ceil(found.epochs * found.data.samples / found.batch)
+    return {"updates": updates, "unknown": unknown} if found.elsewhere else None
+
+
+def _other_network(it: Drafted) -> Numbers | None:
+    needs = "; without BatchNorm it needs bn_span: null and no polish"
+    if it.found.model == "resnet50":
+        return None
+    return {"model": it.found.model, "needs": needs if it.base is None else ""}
+
+
+# fmt: off
+RULES: tuple[Rule[Drafted], ...] = (
+    Rule(kind="warning", holds=_few_updates,
+         text="warning: {updates:,.0f} updates in all, and the reference points make {fewest:,.0f} "
+         "or more: expect the network not to be trained to its end; with these epochs a batch of "
+         "{batch:,.0f} makes half as many as they do, with this batch {epochs:,.0f} epochs"),
+    Rule(kind="warning", holds=_longer_steps,
+         text="warning: rate x eta / (1 - momentum) is {factor:.2g} times that of {base}, and "
+         "training may diverge: look for the edge with `largebatch lab range` first"),
+    Rule(kind="batch", holds=_looked_up,
+         text="{data.samples:,} images in batches of {found.batch:,} make as many updates an epoch "
+         "({updates:.1f}) as ImageNet in batches of {found.alike:,.0f}, which is looked up"),
+    Rule(kind="points", holds=_extrapolates,
+         text="extrapolates: {found.alike:,.0f} is {factor:.2f} times the largest reference point, "
+         "{upper.name}, whose learning rate, momentum, weight decay and share of warm-up it keeps; "
+         "resnet50_86016_fujitsu has settings that were run"),
+    Rule(kind="points",
+         holds=lambda it: {"lower": it.found.lower} if it.found.a_point else None,
+         text="it is a reference point: {lower.name}"),
+    Rule(kind="points", holds=_between,
+         text="between {lower.name} and {upper.name}, MLPerf's reference convergence points with "
+         "LARS, {share:.0f} % of the way on a logarithmic scale"),
+    Rule(kind="points", holds=_published, text="published recipes for this batch: {recipes}"),
+    Rule(kind="settings", holds=_settings, text="{table}"),
+    Rule(kind="settings",
+         holds=lambda it: {"batch": it.found.batch} if it.has_spans else None,
+         text=f"the span is a divisor of {{batch:,}} from {SPANS[0]} to {SPANS[-1]}"),
+    Rule(kind="settings", holds=lambda _: {},
+         text=f"settings with an error of {100 * UNSURE:.0f} % or more do not scale with the "
+         "batch; tune them"),
+    Rule(kind="epochs", holds=_law,
+         text="epochs to 75.9 % top-1{where}: {epochs:.1f} ({low:.1f} to {high:.1f}), from "
+         "epochs(B) = {law.shortest:.1f} (1 + B / {law.critical:,.0f}), fitted to the ten points; "
+         "fits to nine miss the tenth by {median:.1f} % in the median, at most {most:.1f} %, which "
+         "is the interval{beyond}"),
+    Rule(kind="epochs", holds=_schedule, text="schedule: {epochs:g} epochs, {reason}"),
+    Rule(kind="optimizer", holds=lambda _: {},
+         text="specific to LARS: learning rate, warm-up, momentum and weight decay; search for "
+         "others with another optimizer.kind"),
+    Rule(kind="polishing",
+         holds=lambda it: {"clean": it.found.clean_epochs} if it.has_spans else None,
+         text="polishing: added, no reference point has it; the last {clean:g} epochs on clean "
+         "images, the share of Fujitsu's entry, then statistics"),
+    Rule(kind="kept", holds=lambda it: {"base": it.base.name} if it.base else None,
+         text="kept from {base}: images with their crops, flips, mean and std, network, loss"),
+    Rule(kind="taken over", holds=_taken_over,
+         text="taken over: learning rate, eta, momentum and weight decay, which act in every "
+         "update{parts}"),
+    Rule(kind="not taken over", holds=_not_taken_over,
+         text="not taken over, so try it out: how many epochs (these make {updates:,} updates; "
+         "both numbers of the law are ImageNet's, ResNet-50's and 75.9 %'s; --epochs E), "
+         "{unknown}"),
+    Rule(kind="network", holds=_other_network,
+         text="all points are ResNet-50: none was measured with {model}{needs}"),
+    Rule(kind="range", holds=lambda _: {},
+         text=f"range: batches up to {LARGEST:,} on ImageNet; no run with a larger one is known "
+         "here"),
+)
+"""The sources of a suggestion, in the order in which they are printed."""
+# fmt: on
 
 
 def draft(
@@ -234,7 +276,7 @@ def draft(
     name = suggested_name(found)
     tree = _tree(found, name)
     comments = _comments(found)
-    if not _has_spans(base):
+    if not Drafted(found, base=base).has_spans:
         comments = {key: text for key, text in comments.items() if key not in WITH_SPANS}
     if base is not None:
         tree |= _kept(base, tree)
@@ -246,7 +288,7 @@ def draft(
         comments["optimizer.eta"] = "MLPerf's, as eps"
         comments["schedule"] = "its shape was measured, its peak is from the points and for LARS"
     header = (
-        f"{name}: written by `largebatch suggest`.",
+        f"{name}: written by `largebatch lab suggest`.",
         f"After: {_source(found)}.",
         "Where to begin, not a result. Measured here: not yet.",
     )

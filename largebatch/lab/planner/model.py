@@ -95,9 +95,6 @@ class Machine:
     """True if workers are CPU cores: reading takes time from computing, and more workers than cores
     take turns."""
 
-    oversubscription: float = 1.0
-    """Time of the turns over their sum."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -158,7 +155,6 @@ def machine(cluster: Cluster, constants: Constants, *, software: Software | None
             statistics=2 * found.norm_layers * found.exchange_seconds,
             read=found.images_per_second_read,
             cores=found.device == "cpu",
-            oversubscription=found.oversubscription,
         )
     assert cluster.gpu is not None
     return Machine(
@@ -197,7 +193,7 @@ def _turns(on: Machine, workers: int) -> float:
     """Return the factor by which sharing cores slows workers down."""
     if not on.cores or workers <= on.workers_per_node:
         return 1.0
-    return on.oversubscription * workers / on.workers_per_node
+    return workers / on.workers_per_node
 
 
 def step_seconds(on: Machine, load: Load) -> Step:

@@ -46,7 +46,6 @@ def test_one_worker_is_measured_and_its_file_predicts(
 ) -> None:
     link = {size: 1e-4 + size / 2e9 for size in calibrate.SIZES}
     monkeypatch.setattr(calibrate, "_exchanging", lambda: link)
-    monkeypatch.setattr(calibrate, "oversubscription", lambda *_: 1.25)
     monkeypatch.setattr(calibrate, "ROUNDS", 2)
     monkeypatch.setattr(calibrate, "READ_SECONDS", 0.01)
     file, threads = tmp_path / "here.yaml", torch.get_num_threads()
@@ -66,7 +65,6 @@ def test_one_worker_is_measured_and_its_file_predicts(
     assert found.norm_layers == len(norms) > 0
     assert 1e-6 < found.seconds_per_image < 1
     assert found.images_per_second_read > 1
-    assert found.oversubscription == 1.25
 
     assert main(["plan", "digits_96", "--cluster", str(file), "--workers", "2"]) == DONE
     assert "limited by" in capsys.readouterr().out

@@ -157,16 +157,15 @@ def test_what_cannot_be_tested_is_one_line_before_anything_runs(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["lr", "range", "digits_96", "--out", str(out), *words]) == USER
+    assert main(["lab", "range", "digits_96", "--out", str(out), *words]) == USER
     assert message in capsys.readouterr().err
     assert not out.exists()
 
 
 def test_a_rate_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("0", "nan", "x"):
-        with pytest.raises(SystemExit):
-            main(["lr", "range", "digits_96", "--low", word])
-        assert f"expected a rate above 0, such as 0.1, got '{word}'" in capsys.readouterr().err
+        assert main(["lab", "range", "digits_96", "--low", word]) == USER
+        assert "--low" in capsys.readouterr().err
 
 
 def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
@@ -175,7 +174,7 @@ def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
     """The same command reads what is there; another range, or a run's folder, is refused."""
     sets = (*LENET, "optimizer={kind: sgd, momentum: 0.0}", "schedule.peak_lr=0.1",
             "batch.global_batch=96")  # fmt: skip
-    words = ["lr", "range", "digits_96", *(word for s in sets for word in ("--set", s))]
+    words = ["lab", "range", "digits_96", *(word for s in sets for word in ("--set", s))]
     words += ["--low", "1e-3", "--high", "30", "--steps", "45", "--seeds", "2"]
     words += ["--out", str(tmp_path / "out")]
     assert main(words) == DONE
@@ -222,7 +221,7 @@ def test_a_stop_request_starts_no_further_run_of_a_range_test(
         return SimpleNamespace(status="interrupted")
 
     monkeypatch.setattr(lr_range, "run", stopped)
-    assert main(["lr", "range", "digits_96", "--out", str(tmp_path / "out")]) == 75
+    assert main(["lab", "range", "digits_96", "--out", str(tmp_path / "out")]) == 75
     assert started == [tmp_path / "out" / "seed-1"]
     assert capsys.readouterr().out == f"to resume: the same command with --out {tmp_path / 'out'}\n"
 

@@ -121,7 +121,7 @@ def test_an_update_of_the_paper_is_foretold_for_each_worker(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--workers", "2048", "--rank", "5", "--cluster", "abci-v100"]
-    assert main(["rehearse", FUJITSU, *words]) == DONE
+    assert main(["lab", "rehearse", FUJITSU, *words]) == DONE
     rows = {line[:15].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
     assert rows["worker"] == "5 of 2,048, numbered from 0 on abci-v100: GPU 1 of node 1"
     assert rows["parameters"] == "102 MB"
@@ -140,7 +140,7 @@ def test_a_device_batch_that_does_not_fit_is_refused_with_what_to_do(
     small = cluster.model_copy(update={"gpu": gpu})
     monkeypatch.setattr("largebatch.lab.planner.cluster.load_cluster", lambda _: small)
     tiny = [word for change in TINY for word in ("--set", change)]
-    assert main(["rehearse", str(DIGITS), *tiny, "--cluster", "abci-v100"]) == USER
+    assert main(["lab", "rehearse", str(DIGITS), *tiny, "--cluster", "abci-v100"]) == USER
     printed = capsys.readouterr()
     assert "activations" in printed.out
     assert "and the GPU has 2.00 GB; give a smaller execution.device_batch" in printed.err
@@ -167,5 +167,5 @@ def test_a_device_batch_that_does_not_fit_is_refused_with_what_to_do(
 def test_what_would_be_refused_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["rehearse", str(DIGITS), "--workers", "2", *words]) == USER
+    assert main(["lab", "rehearse", str(DIGITS), "--workers", "2", *words]) == USER
     assert message in capsys.readouterr().err

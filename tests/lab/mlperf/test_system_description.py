@@ -39,7 +39,7 @@ def test_the_packages_checker_passes_a_draft_whose_marks_are_filled(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, words = tmp_path / "system.json", ["referee", str(folder), "--system"]
-    assert main(["referee", str(folder), "--describe"]) == DONE
+    assert main(["report", "mlperf", str(folder), "--describe"]) == DONE
     shown = capsys.readouterr()
     file.write_text(shown.out)
     draft = json.loads(shown.out)
@@ -107,7 +107,7 @@ def test_a_description_that_is_no_object_is_one_line(
     file = tmp_path / "system.json"
     for text in ("[1, 2]", "5", '"x"', "null"):
         file.write_text(text)
-        assert main(["referee", str(folder), "--system", str(file)]) == USER
+        assert main(["report", "mlperf", str(folder), "--system", str(file)]) == USER
         assert f"expected an object, found {text}\n" in capsys.readouterr().err
 
 
@@ -115,5 +115,5 @@ def test_a_description_that_is_no_object_is_one_line(
 def test_what_a_draft_would_ignore_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["referee", "run", *words, "--describe"]) == USER
+    assert main(["report", "mlperf", "run", *words, "--describe"]) == USER
     assert "give one run" in capsys.readouterr().err

@@ -253,7 +253,7 @@ def test_what_it_cannot_answer_is_one_line_and_no_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["suggest", *options]) == USER
+    assert main(["lab", "suggest", *options]) == USER
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.count("\n") == 1
@@ -266,7 +266,7 @@ def test_a_recipe_that_is_there_is_not_overwritten(
 ) -> None:
     out = tmp_path / "mine.yaml"
     out.write_text("mine")
-    assert main(["suggest", "--batch", "4096", "--out", str(out)]) == USER
+    assert main(["lab", "suggest", "--batch", "4096", "--out", str(out)]) == USER
     assert f"{out}: cannot write the recipe: File exists" in capsys.readouterr().err
     assert out.read_text() == "mine"
 
@@ -275,7 +275,7 @@ def test_what_does_not_transfer_to_another_optimizer_is_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine.yaml"
-    assert main(["suggest", "--batch", "4096", "--out", str(out)]) == DONE
+    assert main(["lab", "suggest", "--batch", "4096", "--out", str(out)]) == DONE
     printed = " ".join(capsys.readouterr().out.split())
     assert "specific to LARS: learning rate, warm-up, momentum and weight decay; " in printed
     lines = out.read_text().splitlines()
@@ -305,7 +305,7 @@ def test_a_recipe_keeps_its_images_network_and_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, mine = tmp_path / "mine.yaml", load_recipe("digits_96")
-    assert main(["suggest", "digits_96", "--batch", "64", "--out", str(out)]) == DONE
+    assert main(["lab", "suggest", "digits_96", "--batch", "64", "--out", str(out)]) == DONE
     found = load_recipe(out)
     assert (found.data, found.model, found.loss) == (mine.data, mine.model, mine.loss)
     assert found.batch.global_batch == 64
@@ -337,7 +337,7 @@ def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing(
             ]
         )
     )
-    assert main(["suggest", str(mine), "--batch", "64", "--out", str(out)]) == DONE
+    assert main(["lab", "suggest", str(mine), "--batch", "64", "--out", str(out)]) == DONE
     found = load_recipe(out)
     assert found.batch.bn_span is None
     assert found.polish is None
@@ -357,7 +357,7 @@ def test_images_are_measured_as_init_does(tmp_path: Path) -> None:
             write_image(tmp_path / "data" / name, height=12, width=12)
     data, first, out = (str(tmp_path / name) for name in ("data", "init.yaml", "out.yaml"))
     assert main(["init", data, "--out", first]) == DONE
-    assert main(["suggest", "--data", data, "--batch", "32", "--out", out]) == DONE
+    assert main(["lab", "suggest", "--data", data, "--batch", "32", "--out", out]) == DONE
     found, started = load_recipe(Path(out)), load_recipe(Path(first))
     assert (found.data, found.model) == (started.data, started.model)
     assert found.batch.global_batch == 32
@@ -392,7 +392,7 @@ def test_what_cannot_be_suggested_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["suggest", *options, "--batch", "64"]) == USER
+    assert main(["lab", "suggest", *options, "--batch", "64"]) == USER
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert message in printed

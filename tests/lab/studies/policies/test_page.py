@@ -343,13 +343,16 @@ def test_the_page_is_written_as_a_study_ends_and_again_of_its_database(
 ) -> None:
     fill(tmp_path, {"fall": Policy(reached=[6], top1=[0.91])}, targets=[0.9])  # one of one seed
     page = tmp_path / "study.html"
-    assert main(["lr", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)]) == DONE
+    assert (
+        main(["lab", "study", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)])
+        == DONE
+    )
     assert capsys.readouterr().out.splitlines()[-1] == f"page: {page}"
     text = page.read_text(encoding="utf-8")
     assert "Updates to 90 %" in text
     assert "fall has the highest top-1, 91.00 % (1 seed); it is the only policy" in text
     page.unlink()
-    assert main(["lr", "report", str(tmp_path), "--target", "0.85"]) == DONE
+    assert main(["lab", "study", "report", str(tmp_path), "--target", "0.85"]) == DONE
     assert capsys.readouterr().out == f"page: {page}\n"
     assert "Updates to 85 %" in page.read_text(encoding="utf-8")
 
@@ -361,6 +364,6 @@ def test_the_page_is_written_as_a_study_ends_and_again_of_its_database(
 def test_a_page_without_a_database_is_refused_and_nothing_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str, message: str
 ) -> None:
-    assert main(["lr", "report", study.format(tmp_path)]) == USER
+    assert main(["lab", "study", "report", study.format(tmp_path)]) == USER
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

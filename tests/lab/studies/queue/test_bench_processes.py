@@ -28,7 +28,7 @@ from largebatch.runs.run import run
 
 @contextmanager
 def benching(folder: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
-    command = ["-m", "largebatch", "lr", "bench", str(folder / "study.yaml")]
+    command = ["-m", "largebatch", "lab", "study", "bench", str(folder / "study.yaml")]
     paths = {"PYTHONPATH": str(Path(largebatch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, *command, "--out", str(folder / "out"), *words],
@@ -107,7 +107,7 @@ def test_a_study_that_is_done_is_shown_without_its_images(
     images = {"recipe": "cifar10_resnet8_128", "set": changes}
     measured = Policy(reached=[4, 5], top1=[0.9, 0.92])
     fill(tmp_path, {"one": measured}, recipes={"images": images})
-    words = ["lr", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)]
+    words = ["lab", "study", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)]
     assert main(words) == DONE
     assert "\none  " in capsys.readouterr().out
 
@@ -116,7 +116,10 @@ def test_a_dry_run_prints_the_runs_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_study(tmp_path, robustness_seeds=1)
-    assert main(["lr", "bench", str(path), "--dry-run", "--out", str(tmp_path / "out")]) == DONE
+    assert (
+        main(["lab", "study", "bench", str(path), "--dry-run", "--out", str(tmp_path / "out")])
+        == DONE
+    )
     first, second, total = capsys.readouterr().out.splitlines()
     assert first == (
         "digits/fall: 3 trials of 12 updates around peak_lr 0.5, then 6 runs of 12 updates"
@@ -151,5 +154,5 @@ def test_what_a_user_can_mend_is_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # whose runs/ a study takes
     path = write_study(tmp_path, **changes)
-    assert main(["lr", "bench", str(path), *words]) == USER
+    assert main(["lab", "study", "bench", str(path), *words]) == USER
     assert capsys.readouterr().err.count(message) == 1

@@ -65,7 +65,7 @@ def test_weak_and_strong_scaling_meet_at_the_most_workers(tmp_path: Path) -> Non
 def test_what_cannot_be_is_refused_before_anything_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
-    assert main(["study", "scaling", str(write_study(tmp_path, **changes))]) == USER
+    assert main(["lab", "study", "scaling", str(write_study(tmp_path, **changes))]) == USER
     assert message in capsys.readouterr().err
 
 
@@ -179,7 +179,7 @@ def test_workers_in_one_host_and_on_hosts_apply_equal_rates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A real start of each cell; the rates are those of the recipe's schedule."""
-    words = ["study", "scaling", str(write_study(tmp_path)), "--out", str(tmp_path / "out")]
+    words = ["lab", "study", "scaling", str(write_study(tmp_path)), "--out", str(tmp_path / "out")]
     assert main(words) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert any("bit for bit, in each of 14 updates of 2 starts" in line for line in lines)

@@ -84,7 +84,7 @@ def test_the_installed_study_judges_the_papers_two_models_by_what_it_found_of_ea
 def test_what_cannot_be_is_refused_before_anything_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
-    assert main(["study", "servers", str(write_study(tmp_path, **changes))]) == USER
+    assert main(["lab", "study", "servers", str(write_study(tmp_path, **changes))]) == USER
     assert message in capsys.readouterr().err
 
 
@@ -93,7 +93,7 @@ def test_what_is_left_is_listed_without_horovod_where_it_is_not_installed(
 ) -> None:
     monkeypatch.setattr(files, "find_spec", lambda name: None)
     path = write_study(tmp_path, repeats=2)
-    words = ["study", "servers", str(path), "--out", str(tmp_path / "out"), "--dry-run"]
+    words = ["lab", "study", "servers", str(path), "--out", str(tmp_path / "out"), "--dry-run"]
     assert main(words) == DONE
     first, *rest, total = capsys.readouterr().out.splitlines()
     assert first == "horovod is not installed: ring-horovod is left out"
@@ -105,16 +105,16 @@ def test_what_is_left_is_listed_without_horovod_where_it_is_not_installed(
     assert rest == [f"lenet5-{cell} seed {seed}" for seed in (1, 2) for cell in cells]
     assert main([*words, "--data", "resnet=x"]) == USER
     assert "the study has the recipes lenet5" in capsys.readouterr().err
-    assert main(["study", "servers", "jaegers"]) == USER
+    assert main(["lab", "study", "servers", "jaegers"]) == USER
     assert "neither a file nor an installed study; those are jaeger" in capsys.readouterr().err
-    assert main(["study", "servers", "rudra"]) == USER
+    assert main(["lab", "study", "servers", "rudra"]) == USER
     assert "run this study with `largebatch study staleness rudra`" in capsys.readouterr().err
 
 
 def test_the_data_that_recipes_lack_is_named_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["study", "servers", "jaeger", "--data", "lenet5=x", "--out", str(tmp_path)]
+    words = ["lab", "study", "servers", "jaeger", "--data", "lenet5=x", "--out", str(tmp_path)]
     assert main(words) == USER
     found = capsys.readouterr().err
     assert found == (
@@ -128,7 +128,7 @@ def test_counters_of_all_links_are_within_five_percent_of_the_formulas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real start of each layout, and nothing is measured twice."""
-    words = ["study", "servers", str(write_study(tmp_path)), "--out", str(tmp_path / "out")]
+    words = ["lab", "study", "servers", str(write_study(tmp_path)), "--out", str(tmp_path / "out")]
     assert main(words) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("The counters of all links are within 5%") for line in lines)
@@ -151,7 +151,7 @@ def test_counters_of_all_links_are_within_five_percent_of_the_formulas(
     assert main(words) == USER
     assert "is not the record of a start; remove it" in capsys.readouterr().err
     changed = str(write_study(tmp_path, megabits=100))
-    assert main(["study", "servers", changed, "--out", str(tmp_path / "out")]) == USER
+    assert main(["lab", "study", "servers", changed, "--out", str(tmp_path / "out")]) == USER
     assert "was recorded with other settings than the study has now" in capsys.readouterr().err
 
 
@@ -161,5 +161,5 @@ def test_a_mistake_that_only_a_worker_can_find_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_study(tmp_path, layouts={"central": {"centralised": 30}})
-    assert main(["study", "servers", str(path), "--out", str(tmp_path / "out")]) == USER
+    assert main(["lab", "study", "servers", str(path), "--out", str(tmp_path / "out")]) == USER
     assert "servers hold whole tensors" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_the_page_of_simulations_needs_no_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulated(tmp_path)
-    words = ["study", "servers", str(tmp_path / "study.yaml"), "--simulated"]
+    words = ["lab", "study", "servers", str(tmp_path / "study.yaml"), "--simulated"]
     assert main([*words, "--out", str(tmp_path / "out")]) == DONE
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split("  ")[0] == "Simulated speed-up"

@@ -233,7 +233,7 @@ def test_the_command_prints_what_settings_cost_and_writes_the_page(
     tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_settings(tmp_path, seeds=1)
-    words = ["bench", str(path), "--out", str(tmp_path / "out")]
+    words = ["lab", "study", "settings", str(path), "--out", str(tmp_path / "out")]
     world.interrupted_at = 2
     assert main(words) == os.EX_TEMPFAIL
     assert "2 of 3 runs are done; to resume: the same command" in capsys.readouterr().out
@@ -267,7 +267,10 @@ def test_what_a_user_can_mend_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     path = write_settings(tmp_path)
-    assert main(["bench", str(path), "--out", str(tmp_path / "out"), *words]) == USER
+    assert (
+        main(["lab", "study", "settings", str(path), "--out", str(tmp_path / "out"), *words])
+        == USER
+    )
     shown = capsys.readouterr().err
     assert message in shown
     assert len(shown.splitlines()) == 1
@@ -277,7 +280,10 @@ def test_a_dry_run_prints_the_runs_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_settings(tmp_path, settings={"own": {}})
-    assert main(["bench", str(path), "--dry-run", "--out", str(tmp_path / "out")]) == DONE
+    assert (
+        main(["lab", "study", "settings", str(path), "--dry-run", "--out", str(tmp_path / "out")])
+        == DONE
+    )
     first, total = capsys.readouterr().out.splitlines()
     assert first == "digits/own: 2 runs of 12 updates"
     assert total.startswith("2 runs; about ")
@@ -356,7 +362,17 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on_to_the_same_end(
     }
     path = write_settings(tmp_path, settings=settings, seeds=1)
     paths = {"PYTHONPATH": str(Path(largebatch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "largebatch", "bench", str(path), "--out", str(tmp_path / "out")]
+    words = [
+        sys.executable,
+        "-m",
+        "largebatch",
+        "lab",
+        "study",
+        "settings",
+        str(path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     environment = os.environ | paths | {"CUDA_VISIBLE_DEVICES": ""}
     for number in (signal.SIGKILL, signal.SIGTERM, None):
         with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:

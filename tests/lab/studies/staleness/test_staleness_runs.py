@@ -17,8 +17,8 @@ from matplotlib.patches import Rectangle
 from short_staleness import STUDY, write_study
 
 from largebatch import run
-from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import DONE, USER, main
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.studies.staleness import run as carrying
 from largebatch.lab.studies.staleness.page import PAGE
@@ -40,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a study that has been carried out."""
     folder = tmp_path_factory.mktemp("study")
     study = write_study(folder)
-    assert main(["study", "staleness", str(study), "--out", str(folder / "out")]) == DONE
+    assert main(["lab", "study", "staleness", str(study), "--out", str(folder / "out")]) == DONE
     return folder
 
 
@@ -88,7 +88,7 @@ def test_the_table_has_a_row_for_every_cell_and_nothing_is_trained_twice(
     done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(carrying, "train")
-    words = ["study", "staleness", str(done / "study.yaml"), "--out", str(done / "out")]
+    words = ["lab", "study", "staleness", str(done / "study.yaml"), "--out", str(done / "out")]
     assert main(words) == DONE
     head, *rows, page, trade_off, histograms = capsys.readouterr().out.splitlines()
     written = [str(done / "out" / name) for name in (PAGE, TRADE_OFF, HISTOGRAMS)]
@@ -149,7 +149,7 @@ def test_what_is_left_is_listed_and_records_of_another_study_are_refused(
 ) -> None:
     out = str(done / "out")
     more = str(write_study(tmp_path, seeds=3))
-    assert main(["study", "staleness", more, "--out", out, "--dry-run"]) == DONE
+    assert main(["lab", "study", "staleness", more, "--out", out, "--dry-run"]) == DONE
     *rest, total = capsys.readouterr().out.splitlines()
     assert rest == [
         "plain-usual-sigma0-mu8-lambda4 seed 3",
@@ -158,7 +158,7 @@ def test_what_is_left_is_listed_and_records_of_another_study_are_refused(
     assert total.startswith("2 runs; about 0:00:0")
     assert total.endswith(" of forward, backward and update in 1 process on this machine")
     other = str(write_study(tmp_path, machines={"overhead": 0.02, "sample": 0.001}))
-    assert main(["study", "staleness", other, "--out", out]) == USER
+    assert main(["lab", "study", "staleness", other, "--out", out]) == USER
     assert "seed-1.json: was recorded with other settings" in capsys.readouterr().err
 
 
@@ -184,7 +184,7 @@ def test_a_study_that_is_asked_to_stop_leaves_no_record_and_can_go_on(
     monkeypatch.setattr(Gradients, "of", signalled)
     grid = {**STUDY["grids"][0], "sigma": ["lambda"]}
     study, out = str(write_study(tmp_path, grids=[grid])), tmp_path / "out"
-    assert main(["study", "staleness", study, "--out", str(out)]) == INTERRUPTED
+    assert main(["lab", "study", "staleness", study, "--out", str(out)]) == INTERRUPTED
     assert "0 of 2 runs are done; to resume: the same command" in capsys.readouterr().out
     assert not list(out.rglob("*.json"))
 
@@ -195,7 +195,7 @@ def test_processes_side_by_side_end_with_the_command(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     study, out = str(write_study(tmp_path, seeds=200)), tmp_path / "out"
-    words = ["study", "staleness", study, "--out", str(out), "--processes", "2"]
+    words = ["lab", "study", "staleness", study, "--out", str(out), "--processes", "2"]
     command = [sys.executable, "-m", "largebatch", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -214,7 +214,7 @@ def test_processes_side_by_side_end_with_the_command(
 @pytest.mark.long
 def test_processes_side_by_side_record_the_same_as_one(done: Path, tmp_path: Path) -> None:
     study, out = str(done / "study.yaml"), tmp_path / "out"
-    assert main(["study", "staleness", study, "--out", str(out), "--processes", "2"]) == DONE
+    assert main(["lab", "study", "staleness", study, "--out", str(out), "--processes", "2"]) == DONE
     for cell in ("plain-usual-sigma0-mu8-lambda4", "plain-usual-sigma4-mu8-lambda4-staleness"):
         ours, theirs = read(tmp_path, cell, 2), read(done, cell, 2)
         assert ours["tau"] == theirs["tau"]

@@ -1,0 +1,1 @@
+"""The policies of LRBench, each at its own best rate."""

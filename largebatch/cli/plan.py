@@ -1,0 +1,276 @@
+"""The command `plan`: the arithmetic of a run, and its time here or on a cluster. It prints."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from largebatch.cli.printing import print_rows
+from largebatch.errors import LargebatchError, printable
+from largebatch.formatting import aligned, duration, three_digits
+from largebatch.recipe.arithmetic.describe import (
+    describe_decoding,
+    describe_division,
+    describe_protocol,
+    describe_spans,
+)
+from largebatch.recipe.arithmetic.plan import Plan, make_plan, require_workers
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.polish import Polish
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.options import Changes, Count, Given
+from largebatch.schedules.build import follow
+
+if TYPE_CHECKING:
+    from largebatch.lab.planner.prediction import Prediction
+    from largebatch.lab.planner.scan import Point
+
+
+def plan(  # noqa: PLR0913 -- its options
+    recipe: Path,
+    /,
+    *,
+    workers: Count = 1,
+    cluster: str | None = None,
+    json: bool = False,
+    calibrate: bool = False,
+    data: Path | None = None,
+    out: Path | None = None,
+    changes: Annotated[Changes, Given] = Changes(),
+) -> None:
+    """Print the arithmetic of a run, and measure the time of a step on this machine.
+
+    Args:
+        recipe: A YAML file, or the name of an installed recipe.
+        workers: Number of workers to plan for.
+        cluster: Predict the time there instead: the name of a cluster, or a file.
+        json: Print the prediction as JSON.
+        calibrate: Measure this machine instead, and write a cluster file.
+        data: Images for --calibrate.
+        out: Chart (PNG) of --cluster; file of --calibrate.
+    """
+    if calibrate and (cluster or json or workers != 1):
+        raise LargebatchError(
+            "--calibrate measures a worker; leave out --cluster, --json, --workers"
+        )
+    if not cluster and not calibrate and (json or out):
+        raise LargebatchError("--json and --out are for a prediction: give --cluster NAME too")
+    if data is not None and not calibrate:
+        raise LargebatchError("--data is for a measurement: give --calibrate too, or leave it out")
+    loaded = load_recipe(recipe, changes.changes)
+    if calibrate:
+        _calibrate(loaded, out, data)
+    elif cluster:
+        _predict(loaded, cluster, workers=workers, out=out, as_json=json)
+    else:
+        _plan(loaded, workers, changes.imports)
+
+
+def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
+    if recipe.protocol is not None:
+        if workers != 1:
+            require_workers(recipe, workers=workers)
+        workers = recipe.protocol.workers
+    plan = make_plan(recipe, workers=workers)
+    course = follow(recipe.schedule, plan)
+    rates, peak = course.rates, course.peak
+    rows = {
+        "recipe": recipe.name,
+        **(
+            {"protocol": describe_protocol(recipe)}
+            if recipe.protocol
+            else {"global batch": describe_division(plan)}
+        ),
+        **_batch_changes(plan),
+        "BatchNorm span": describe_spans(plan),
+        "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
+        + (", held out of the training images" if recipe.data.held_out else ""),
+        "images": describe_decoding(recipe),
+        **_image_sizes(recipe, plan),
+        "an epoch": _epoch(plan),
+        "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
+        "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
+        "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
+        f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
+        "warm-up": f"{plan.warmup_steps:,} steps",
+        **_polishing(recipe, plan),
+        "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
+    }
+    print_rows(rows)
+    from largebatch.data.datasets.own import import_own
+    from largebatch.runs.reduction import describe_groups
+
+    for module in imports:
+        import_own(module)
+    print_rows({"gradient groups": describe_groups(recipe)})  # last: this takes seconds
+    included = {
+        "this machine": _this_machine(recipe, plan),
+        "included": "forward, backward and update of every step",
+        "not included": "starting, reading images, sums over workers, evaluations, statistics, "
+        "the report",
+    }
+    print_rows(included)
+
+
+def _batch_changes(plan: Plan) -> dict[str, str]:
+    """Return a row for each change of the global batch."""
+    later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
+    return {
+        f"from {piece.step:,}": f"{size:,} = {plan.workers} workers x {accumulation} micro-batches "
+        f"x {plan.device_batch}, epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule "
+        f"x {piece.lr_factor:g}"
+        for piece, (_, size, accumulation) in later
+    }
+
+
+def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """Return the row on the resolution schedule, if the recipe has one."""
+    if not plan.sizes:
+        return {}
+    parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
+
+
+def _epoch(plan: Plan) -> str:
+    """Describe the steps of an epoch, and a batch larger than an epoch."""
+    sizes = [piece.global_batch for piece in plan.pieces]
+    found = ", then ".join(f"{plan.train_samples / size:.2f}" for size in sizes) + " steps"
+    if plan.steps_per_epoch < 1:
+        times = plan.global_batch / plan.train_samples
+        found += f": a batch is larger than an epoch and holds every image {times:.2f} times"
+    return found
+
+
+def _this_machine(recipe: Recipe, plan: Plan) -> str:
+    """Describe the time and memory of one worker here, measured on a few samples."""
+    from largebatch.lab.measure.estimate import estimate
+
+    found = estimate(recipe, plan)
+    step, run = found.step_seconds, found.run_seconds
+    return (
+        f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
+        f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
+        f"measured on {found.samples} samples"
+    )
+
+
+def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """Return the rows on the stages after the schedule."""
+    polish = recipe.polish or Polish.model_construct()
+    rows = {}
+    if polish.ema:
+        rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
+    if polish.swa:
+        rows["SWA"] = (
+            f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
+            f"of the last {plan.swa_steps:,} steps"
+        )
+    if polish.affine:
+        rows["affine"] = (
+            f"{plan.affine_steps:,} steps more, learning rate from {polish.affine.lr:g} to 0"
+        )
+    samples = polish.statistics.samples if polish.statistics else 0
+    rows["statistics"] = f"{samples:,} clean samples" if samples else "none"
+    if polish.held_out:
+        rows["held out"] = f"{polish.held_out:,} training samples, which decide on every stage"
+    return rows
+
+
+def _predict(recipe: Recipe, name: str, *, workers: int, out: Path | None, as_json: bool) -> None:
+    """Print the prediction for a recipe on a cluster."""
+    from largebatch.lab.planner.cluster import load_cluster
+    from largebatch.lab.planner.prediction import predict
+    from largebatch.lab.planner.scan import best_batches, has_epoch_law
+
+    cluster = load_cluster(name)
+    prediction = predict(recipe, cluster, workers=workers)
+    best = best_batches(recipe, cluster) if has_epoch_law(recipe, cluster) else []
+    if out is not None:
+        from largebatch.lab.planner.forecast import write_forecast
+
+        write_forecast(out, recipe, cluster, prediction)
+    if as_json:
+        content = {**asdict(prediction), "best_batches": [asdict(point) for point in best]}
+        print(json.dumps(content, indent=2))
+        return
+    drawn = {"drawn": out} if out is not None else {}
+    print_rows({**_rows(prediction), **_best(best), **drawn})
+
+
+def _rows(prediction: "Prediction") -> dict[str, str]:
+    """Return the rows of a prediction."""
+    step = sum(prediction.step.values())
+    rows = {
+        "recipe": prediction.recipe,
+        "cluster": f"{prediction.cluster}, {prediction.workers:,} workers",
+        "global batch": f"{prediction.global_batch:,} = {prediction.workers:,} workers x "
+        f"{prediction.accumulation} micro-batches x {prediction.device_batch}",
+        "time": f"{duration(prediction.seconds)}, {prediction.coverage:.0%} of such runs within "
+        f"{duration(prediction.low)} to {duration(prediction.high)}",
+        "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "
+        f"{_shares(prediction.step, step)}",
+        "the run": _shares(prediction.parts, prediction.seconds),
+        "included": "getting up to speed, updates, waits for input, evaluations, statistics",
+        "not included": "the job's own start (a minute or two), queues, checkpoints, the report, "
+        "slower software",
+        "throughput": f"{prediction.images_per_second:,.0f} images/s, "
+        f"{prediction.images_per_second / prediction.workers:,.0f} a worker, efficiency "
+        f"{prediction.efficiency:.0%}",
+        "input": _input(prediction),
+    }
+    if prediction.memory_bytes is not None and prediction.memory_available is not None:
+        rows["memory"] = (
+            f"{prediction.memory_bytes / 1e9:.0f} of {prediction.memory_available / 1e9:.0f} "
+            "GB a GPU"
+        )
+    if prediction.kilowatt_hours is not None:
+        alone = ", GPUs alone" if prediction.energy_of == "GPUs" else ""
+        rows["energy"] = f"at most {three_digits(prediction.kilowatt_hours)} kWh{alone}"
+    if prediction.cost is not None:
+        rows["cost"] = f"{prediction.cost:,.2f}"
+    unfit = ": a device batch does not fit, so there is no such run"
+    rows["limited by"] = prediction.limit + unfit * (prediction.limit == "memory")
+    rows["what helps"] = prediction.help
+    if prediction.extrapolates:
+        rows["extrapolates"] = "; ".join(prediction.extrapolates)
+    return rows
+
+
+def _input(prediction: "Prediction") -> str:
+    if not prediction.read_bytes_per_second:
+        return "no image files are decoded on the way"
+    return (
+        f"{three_digits(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; "
+        f"decoding on CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
+        f"{prediction.cores_available:g}"
+    )
+
+
+def _shares(parts: dict[str, float], whole: float) -> str:
+    """Format the parts of a time as percentages, largest first."""
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)
+
+
+def _best(points: "list[Point]") -> dict[str, str]:
+    """Return a row for each number of GPUs."""
+    title = "best batch for 75.9 % top-1 by the epoch law of LARS, and its time"
+    head = {"GPUs": title} if points else {}
+    rows = [(f"{p.global_batch:,}", f"{p.epochs:.0f} epochs", duration(p.seconds)) for p in points]
+    lines = zip(points, aligned(rows, right=(0, 1)).splitlines(), strict=True)
+    return head | {f"{point.workers:,}": line for point, line in lines}
+
+
+def _calibrate(recipe: Recipe, out: Path | None, data: Path | None) -> None:
+    from largebatch.lab.measure.calibrate import calibrate
+
+    if out is None:
+        raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
+    if recipe.optimizer.kind == "muon":
+        raise LargebatchError(
+            "optimizer.kind: muon: its workers share an update, which --calibrate measures on one; "
+            "measure with another optimizer"
+        )
+    for line in calibrate(recipe, out, data=data):
+        print(printable(line))

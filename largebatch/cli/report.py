@@ -1,0 +1,245 @@
+"""The commands `report` (of runs), `report diagnose` and `report mlperf`. They print."""
+
+import json as json_module
+import math
+import platform
+import shlex
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cyclopts import App
+
+from largebatch.cli.printing import wrapped
+from largebatch.cli.recipe import write_planned
+from largebatch.errors import LargebatchError, printable
+from largebatch.formatting import MISSING, aligned, percent
+from largebatch.runs.options import Count
+
+if TYPE_CHECKING:
+    from largebatch.lab.mlperf.referee import Findings
+    from largebatch.report.diagnosis import Cause
+    from largebatch.report.record import Record
+
+FAILED = 1
+"""Exit code of a failed check."""
+
+_WORDS = {True: "passed", False: "FAILED", None: "unchecked"}
+
+app = App(name="report", help="Draw the report of a run, or compare runs; diagnose and check them.")
+
+
+@app.default
+def report(run: Path, /, *runs: Path, out: Path | None = None) -> None:
+    """Draw the report of a run, or compare several runs in one page.
+
+    Args:
+        run: A run folder.
+        runs: Further ones, to compare all of them.
+        out: Folder of the report (the run folder), or page of the comparison (compare.html).
+    """
+    from largebatch.report import write_comparison, write_report
+
+    if not runs:
+        print(printable(str(write_report(run, out))))
+        return
+    page, comparison = write_comparison([run, *runs], out or Path())
+    for reason in comparison.left_out:
+        print(f"largebatch: left out: {printable(reason)}", file=sys.stderr)
+    print(printable(str(page)))
+
+
+@app.command
+def diagnose(
+    run: Path,
+    other: Path | None = None,
+    /,
+    *,
+    classes: Count | None = None,
+    range: Path | None = None,  # noqa: A002 -- the option's name
+    out: Path | None = None,
+) -> None:
+    """Find the likely causes of what went wrong in a run, or in a run with a larger batch.
+
+    Args:
+        run: A run folder, or another program's log: CSV, JSON, JSON lines, TensorBoard.
+        other: With two, the run of the larger batch is judged against the other one.
+        classes: Number of classes, which other programs' logs lack.
+        range: Folder of `lab range` of this recipe, for its bound.
+        out: Write the repaired recipe to this file.
+    """
+    if out is not None and out.exists():
+        raise LargebatchError(f"{out}: exists already; choose another file with --out")
+    paths = [run] if other is None else [run, other]
+    from largebatch.report.diagnosis import find_causes, order, verdict
+    from largebatch.report.logs import find_log, is_of_run, read_record
+    from largebatch.report.record import read_edge
+
+    if classes is not None and all(is_of_run(find_log(path)) for path in paths):
+        raise LargebatchError("--classes: a run folder has its number of classes; leave it out")
+    edge = None if range is None else read_edge(range)
+    records = [read_record(path, classes=classes) for path in paths]
+    judged, small = order(*records) if len(records) == 2 else (records[0], None)
+    judged = replace(judged, edge=edge)
+    _print_table([judged] if small is None else [small, judged])
+    if small is not None and not (judged.batch and small.batch):
+        why = "updates are fewer" if judged.updates and small.updates else "the first that is given"
+        print(wrapped(f"judged, on the right: {judged.name}: not both batches are known, {why}"))
+    if judged.run is not None and not judged.is_complete:
+        print(wrapped(verdict(judged.run).words))
+    causes = find_causes(judged, small)
+    _print_causes(judged, causes)
+    missing = judged.unchecked
+    if missing:
+        print(wrapped(f"not checked, for lack of a record: {', '.join(missing)}"))
+    if out is not None:
+        _write(out, judged, causes, small)
+
+
+def _print_table(records: list["Record"]) -> None:
+    """Print settings and results side by side, the small batch first, and the columns read."""
+    columns = [_facts(record) for record in records]
+    rows = [["", *(record.name for record in records)]]
+    rows += [[name, *(facts[name] for facts in columns)] for name in columns[0]]
+    print(printable(aligned(rows, right=range(1, len(rows[0])))))
+    for record in records:
+        if record.source:
+            print(wrapped(f"read in {record.name}: {record.source}"))
+
+
+def _facts(record: "Record") -> dict[str, str]:
+    val_loss, top1 = (
+        next((one for one in reversed(column.tolist()) if not math.isnan(one)), math.nan)
+        for column in (record.val_loss, record.top1)
+    )
+    warmup = record.warmup
+    return {
+        "global batch": MISSING if record.batch is None else f"{record.batch:,}",
+        "updates": MISSING if record.updates is None else f"{record.updates:,}",
+        "epochs": _number(record.epochs),
+        "peak learning rate": _number(record.peak),
+        "warm-up, updates": MISSING if warmup is None else f"{warmup:,}",
+        "final training loss": _number(record.end),
+        "final validation loss": _number(val_loss),
+        "top-1": MISSING if math.isnan(top1) else f"{percent(top1)} %",
+    }
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else MISSING
+
+
+def _print_causes(run: "Record", causes: list["Cause"]) -> None:
+    """Print the causes, the most likely one first, each with its figure and what changes it."""
+    if not causes:
+        print(wrapped(f"{run.name}: no cause found"))
+        return
+    print(printable(f"likely causes in {run.name}, the most likely first:"))
+    for place, cause in enumerate(causes, start=1):
+        print(wrapped(f"{place}. {cause.kind}: {cause.figure}"))
+        print(wrapped(f"  to change it: {cause.remedy}"))
+
+
+def _write(out: Path, run: "Record", causes: list["Cause"], small: "Record | None") -> None:
+    """Write the repaired recipe and print what was changed."""
+    from largebatch.report.diagnosis import repair
+
+    found = repair(run, causes, small)
+    write_planned(out, found.text)
+    for key, (_, reason) in found.changes.items():
+        print(wrapped(f"changed {key}: {reason}"))
+    print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
+
+
+@app.command
+def mlperf(
+    run: Path,
+    /,
+    *runs: Path,
+    system: Path | None = None,
+    describe: bool = False,
+    json: bool = False,
+    out: Path = Path("mlperf.png"),
+) -> int:
+    """Run MLPerf's checkers on the logs of runs, and draw their epochs beside the reference.
+
+    Args:
+        run: A run folder, or one of result_*.txt.
+        runs: Further ones.
+        system: A system description, as JSON.
+        describe: Print a system description to fill in; run it on a node of the run.
+        json: Print everything as JSON.
+        out: Chart, a PNG.
+    """
+    if describe:
+        if runs or system is not None or json:
+            raise LargebatchError(
+                "--describe prints the system of one run, as JSON: give one run, and neither "
+                "--system nor --json"
+            )
+        _describe(run)
+        return 0
+    from largebatch.lab.mlperf.referee import check
+    from largebatch.report.style import require_png
+
+    require_png(out)
+    findings = check([run, *runs], system=system)
+    if not json:
+        _show(findings)
+    chart = None
+    try:  # last: an error in drawing changes no verdict
+        chart = _draw(findings, out)
+    except LargebatchError as error:
+        print(f"largebatch: {printable(str(error))}", file=sys.stderr)
+    if json:
+        print(json_module.dumps(_as_json(findings, chart), indent=2))
+    elif chart is not None:
+        print(printable(f"drawn: {chart}"))
+    return 0 if findings.passed else FAILED
+
+
+def _describe(run: Path) -> None:
+    """Print a draft of the system description of one run."""
+    from largebatch.lab.mlperf.system_description import MARK, describe
+
+    content = describe(run)
+    print(json_module.dumps(content, indent=2))
+    marks = sum(text.startswith(MARK) for text in content.values())
+    print(
+        f"largebatch: {marks} of {len(content)} fields begin with {MARK!r}: they are yours; "
+        f"the hardware is this machine's, {printable(platform.node())}",
+        file=sys.stderr,
+    )
+
+
+def _draw(findings: "Findings", out: Path) -> Path | None:
+    """Draw the chart if there is a reference, and return its path."""
+    from largebatch.lab.mlperf.page import write_convergence
+
+    batch = findings.logs[0].batch
+    if findings.reference is None or batch is None:
+        return None
+    epochs = [log.epochs for log in findings.logs if log.epochs is not None]
+    write_convergence(out, findings.points, findings.reference, batch=batch, epochs=epochs)
+    return out
+
+
+def _show(findings: "Findings") -> None:
+    rows: list[tuple[str, str, str]] = []
+    for verdict in findings.verdicts:
+        rows.append((verdict.name, _WORDS[verdict.passed], verdict.sentence))
+        rows += [("", "", reason) for reason in verdict.reasons]
+    remarks = dict.fromkeys(remark for log in findings.logs for remark in log.remarks)
+    rows += [("remark", "", remark) for remark in remarks]
+    print(printable(aligned(rows, right=(0,))))
+
+
+def _as_json(findings: "Findings", chart: Path | None) -> dict[str, object]:
+    return {
+        "passed": findings.passed,
+        "verdicts": [asdict(verdict) for verdict in findings.verdicts],
+        "logs": [asdict(log) | {"path": str(log.path)} for log in findings.logs],
+        "reference": asdict(findings.reference) if findings.reference else None,
+        "chart": str(chart) if chart else None,
+    }

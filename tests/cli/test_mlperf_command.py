@@ -1,0 +1,99 @@
+"""`report mlperf`: its verdicts, chart, JSON and exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlperf_logs import recipe, run_folders, seeds
+from PIL import Image
+
+from largebatch.cli.main import DONE, FAILED, USER, main
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Five runs that keep every rule."""
+    root = tmp_path_factory.mktemp("runs")
+    return [str(path) for path in run_folders(root, seeds("32768_mlperf"), [55.5, 56, 56, 57, 57])]
+
+
+def test_five_good_runs_pass_in_text_and_json_with_a_chart_and_without_torch(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chart = tmp_path / "epochs.png"
+    words = ["report", "mlperf", *folders, "--out", str(chart)]
+    program = (
+        "import sys; from largebatch.cli.main import main; "
+        f"code = main({words!r}); sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert [line.split()[:2] for line in done.stdout.splitlines()[:4]] == [
+        ["compliance", "passed"],
+        ["seeds", "passed"],
+        ["convergence", "passed"],
+        ["system", "unchecked"],
+    ]
+    with Image.open(chart) as image:
+        assert len(image.convert("L").getcolors() or ()) > 20
+    assert main([*words, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["chart"] == str(chart)
+    assert [log["epochs"] for log in found["logs"]] == [55.5, 56, 56, 57, 57]
+    assert found["reference"]["batch"] == 32_768
+
+
+def test_a_verdict_against_the_runs_ends_with_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = map(str, run_folders(tmp_path, [recipe("32768_mlperf")], 5 * [50.0]))
+    assert main(["report", "mlperf", *paths]) == FAILED
+    shown = capsys.readouterr().out
+    assert "seeds  FAILED" in shown
+    assert "convergence  FAILED" in shown
+    assert (tmp_path / "mlperf.png").exists()
+
+
+@pytest.mark.parametrize(("epochs", "code"), [(56.0, DONE), (50.0, FAILED)])
+def test_a_chart_that_cannot_be_written_loses_no_verdict(
+    epochs: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = list(map(str, run_folders(tmp_path, seeds("32768_mlperf"), 5 * [epochs])))
+    (tmp_path / "folder.png").mkdir()
+    words = ["report", "mlperf", *paths, "--out", str(tmp_path / "folder.png")]
+    assert main([*words, "--json"]) == code
+    shown = capsys.readouterr()
+    assert "folder.png" in shown.err
+    found = json.loads(shown.out)
+    assert found["passed"] == (code == DONE)
+    assert found["chart"] is None
+
+
+def test_what_cannot_be_checked_is_one_line_and_code_2(
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "no.json").write_text("{")
+    for words, name in (
+        ([str(tmp_path)], str(tmp_path)),
+        ([str(tmp_path / "none")], "none"),
+        ([*folders, "--out", "chart.txt"], "chart.txt"),
+        ([*folders, "--system", str(tmp_path / "no.json")], "no.json"),
+        ([*folders, "--system", str(tmp_path / "none.json")], "none.json"),
+        ([*folders, "--describe"], "--describe"),
+    ):
+        assert main(["report", "mlperf", *words]) == USER
+        error = capsys.readouterr().err
+        assert name in error
+        assert error.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "mlperf_logging.compliance_checker.mlp_parser", None)
+    monkeypatch.delitem(sys.modules, "mlperf_logging.compliance_checker", raising=False)
+    assert main(["report", "mlperf", *folders]) == USER
+    assert "mlperf-logging" in capsys.readouterr().err
