@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,7 +21,7 @@ from largebatch.distributed.agreement import Facts, require_agreement, share_wei
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
-from largebatch.errors import MissingPackageError
+from largebatch.errors import MissingPackageError, PlanError
 from largebatch.models.of_recipe import build_model, prepare_training
 from largebatch.recipe.arithmetic.division import may_split
 from largebatch.recipe.arithmetic.plan import Plan, measuring_plan, plan_run
@@ -30,10 +30,11 @@ from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state, build_training
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import LOG, Tracker
+from largebatch.tracking.events import LOG, TRACE, Tracker
 from largebatch.tracking.mlflow import MLflow
 from largebatch.tracking.tensorboard import TensorBoard
 from largebatch.tracking.wandb import Wandb
+from largebatch.training.profiling import Profiler
 from largebatch.training.session import Session
 from largebatch.training.state import TrainState
 from largebatch.training.updates import Updates, synchronous_updates
@@ -166,6 +167,34 @@ def choose_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -
         return synchronous_updates
     updates: Updates = _plugged_in("updates", "protocol")(recipe, state, backend)
     return updates
+
+
+def with_profiler(session: Session, options: Options, *, until: int) -> Session:
+    """Return the session with a profiler of the updates in `options.profile`.
+
+    Raises PlanError unless this part of the run makes these updates.
+    """
+    if options.profile is None:
+        return session
+    training = session.training
+    if session.updates is not synchronous_updates:
+        raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
+    first, last = options.profile
+    made, end = session.state.progress.step, min(until, training.plan.updates)
+    if options.resume == "auto":  # the same command starts the run and every restart
+        first = max(first, made + 1)
+        if first > last:
+            return session
+    if not made < first <= last <= end:
+        raise PlanError(
+            f"--profile {first}:{last}: expected a first and a last update among those that are "
+            f"to be made, {made + 1} to {end}"
+        )
+    if training.backend.rank:
+        return session
+    resume_clock = training.step_log.resume_clock
+    profiler = Profiler(first, last, options.out / TRACE, session.log.emit, resume_clock)
+    return replace(session, updates=partial(synchronous_updates, profiler=profiler))
 
 
 def _plugged_in(kind: str, name: str) -> Callable[..., Any]:

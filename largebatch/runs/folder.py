@@ -15,6 +15,7 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import open_trackers
 from largebatch.runs.options import Resume

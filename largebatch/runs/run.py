@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -26,7 +25,7 @@ from largebatch.models.fusion import describe_pairs
 from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import open_session, optional_workers
+from largebatch.runs.build import open_session, optional_workers, with_profiler
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
@@ -38,11 +37,9 @@ from largebatch.runs.launch import start_workers
 from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
 from largebatch.runs.weights import begin_with
-from largebatch.tracking.events import SUMMARY, TRACE, Summary
-from largebatch.training.profiling import Profiler
+from largebatch.tracking.events import SUMMARY, Summary
 from largebatch.training.session import Session
 from largebatch.training.stages import require_resumable, run_stages
-from largebatch.training.updates import synchronous_updates
 
 _SLOW = (
     "{} on a CPU is often ten times slower than fp32, or more; to try a recipe here: "
@@ -189,7 +186,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             file = Path(recipe.model.weights)
             begin_with(file, session.state, training.backend, drawn=drawn)
         until = training.plan.updates if options.max_steps is None else options.max_steps
-        profiled = _profiled(session, options, until=until)
+        profiled = with_profiler(session, options, until=until)
 
         def train() -> bool:
             for remark in _remarks(session, options, resumed=checkpoint is not None):
@@ -212,31 +209,3 @@ def _remarks(session: Session, options: Options, *, resumed: bool) -> Iterator[s
     yield from describe_pairs(session.state.model)
     if options.resume == "auto" and not resumed:
         yield f"no checkpoint in {options.out}; starting a new run"
-
-
-def _profiled(session: Session, options: Options, *, until: int) -> Session:
-    """Return the session with a profiler of the updates in `options.profile`.
-
-    Raises PlanError unless this part of the run makes these updates.
-    """
-    if options.profile is None:
-        return session
-    training = session.training
-    if session.updates is not synchronous_updates:
-        raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
-    first, last = options.profile
-    made, end = session.state.progress.step, min(until, training.plan.updates)
-    if options.resume == "auto":  # the same command starts the run and every restart
-        first = max(first, made + 1)
-        if first > last:
-            return session
-    if not made < first <= last <= end:
-        raise PlanError(
-            f"--profile {first}:{last}: expected a first and a last update among those that are "
-            f"to be made, {made + 1} to {end}"
-        )
-    if training.backend.rank:
-        return session
-    resume_clock = training.step_log.resume_clock
-    profiler = Profiler(first, last, options.out / TRACE, session.log.emit, resume_clock)
-    return replace(session, updates=partial(synchronous_updates, profiler=profiler))
