@@ -94,7 +94,6 @@ require_dali = partial(
     "--decoder dali (--decoder torchvision works without it)",
     install="pip install nvidia-dali-cuda120",
 )
-require_digits = partial(_import, "sklearn.datasets", "scikit-learn", "data.source: digits")
 require_parquet = partial(_import, "pyarrow.parquet", "pyarrow", "data import parquet")
 require_matplotlib = partial(_import, "matplotlib", "matplotlib", "a report")
 require_bokeh = partial(

@@ -15,8 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self, TypeVar
 
-import platformdirs
-
 from largebatch.errors import DataError, LargebatchError
 
 if TYPE_CHECKING:
@@ -194,8 +192,8 @@ def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
 
 
 def user_cache() -> Path:
-    """Return the cache folder: $XDG_CACHE_HOME/largebatch, or the system's default."""
-    return platformdirs.user_cache_path("largebatch")
+    """Return the cache folder: $XDG_CACHE_HOME/largebatch, or ~/.cache/largebatch."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
 
 
 def require_new(out: Path) -> None:

@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 
 from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
-from largebatch.data.decoders import cached, dali, torchvision
+from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
@@ -271,8 +271,8 @@ def test_cached_images_are_resized_on_the_gpu_like_on_the_cpu(
 def kept_on(
     device: torch.device, index: Index, requests: list[Request], **changes: object
 ) -> Batches:
-    return cached.decode_on_device(
-        cached.upload(open_cache(index), device), view(**changes), requests
+    return pixel_cache.decode_on_device(
+        pixel_cache.upload(open_cache(index), device), view(**changes), requests
     )
 
 

@@ -30,9 +30,13 @@ from PIL import Image
 
 from benchmarks.speed.measuring import paired_ratio, spread, write
 from largebatch.data.datasets.packing import pack_folder
-from largebatch.data.index.build import build
-from largebatch.data.index.folder import difference, scan
-from largebatch.data.index.index import index_of, make, open_content
+from largebatch.data.index.index import (
+    difference,
+    index_of,
+    make,
+    open_content,
+    read_folder,
+)
 from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
@@ -89,8 +93,7 @@ def making(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _build(root: Path) -> int:
-    contents = [build(scan(root, split)) for split in ("train", "val")]
-    return sum(len(content.arrays["labels"]) for content in contents)
+    return sum(len(read_folder(root, split)) for split in ("train", "val"))
 
 
 def _pillow(root: Path) -> int:

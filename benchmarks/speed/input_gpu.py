@@ -33,7 +33,7 @@ from benchmarks.speed.measuring import Step, add_seconds, paired_ratio, spread, 
 from largebatch import accelerator
 from largebatch.data.datasets.arrays import Split, data_set
 from largebatch.data.datasets.packing import write_shards
-from largebatch.data.decoders import cached, dali, pixel_cache
+from largebatch.data.decoders import dali, pixel_cache
 from largebatch.data.index.index import load_or_read
 from largebatch.data.types import Request, Resources
 from largebatch.distributed.environment import available_cores
@@ -65,9 +65,11 @@ def small(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     def small_requests() -> Iterator[Request]:
         return requests(index, batch, SMALL_AREA)
 
-    kept_there = cached.decode_on_device(cached.upload(kept, args.device), shown, small_requests())
+    kept_there = pixel_cache.decode_on_device(
+        pixel_cache.upload(kept, args.device), shown, small_requests()
+    )
     resources = Resources(args.device, threads=args.threads, batch_size=batch)
-    in_memory = batches(cached.open_decoder(kept, shown, resources), small_requests())
+    in_memory = batches(pixel_cache.open_decoder(kept, shown, resources), small_requests())
     rivals = {"cache: device": step(kept_there), "cache: memory": step(in_memory)}
     times = take_turns(rivals, backend=backend, **limits(args))
     arithmetic = {"order, boxes, flips": step(small_requests())}

@@ -29,9 +29,8 @@ from benchmarks.speed.measuring import paired_ratio, spread, write
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
 from largebatch.data.decoders.torchvision import AT_A_TIME
-from largebatch.data.index.file import FORMAT, Content
-from largebatch.data.index.index import Index, index_of
-from largebatch.data.pipeline import ImagePipeline
+from largebatch.data.index.index import FORMAT, Content, Index, index_of
+from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import (
     Batches,
     Bytes,
@@ -107,7 +106,7 @@ def _leave(pixels: Bytes | Floats) -> None:
     pixels[:] = 0
 
 
-def open_pipeline(index: Index, args: argparse.Namespace) -> ImagePipeline:
+def open_pipeline(index: Index, args: argparse.Namespace) -> Pipeline:
     """Return the pipeline of one worker that trains on these images."""
     changes = {
         "data.classes": CLASSES,
@@ -122,7 +121,7 @@ def open_pipeline(index: Index, args: argparse.Namespace) -> ImagePipeline:
     }
     recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changes.items()])
     resources = Resources(torch.device("cpu"), args.threads, args.batch, reads=args.batch // 4)
-    return ImagePipeline(
+    return Pipeline(
         seed=recipe.seed,
         data=recipe.data,
         plan=make_plan(recipe, workers=1),

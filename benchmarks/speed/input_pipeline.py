@@ -29,7 +29,7 @@ from PIL import Image
 
 from benchmarks.speed.measuring import paired_ratio, spread, write
 from largebatch.data.augment import train_request
-from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
+from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.types import Batches, Decode, Request, Resources, View
 from largebatch.distributed.serial import Serial
@@ -200,7 +200,7 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
     resources = Resources(CPU, threads=args.threads, batch_size=batch)
     rates = compete(
         {
-            "cache": decoding(cached.open_decoder(kept, small, resources)),
+            "cache": decoding(pixel_cache.open_decoder(kept, small, resources)),
             "decoded by DALI": decoding(dali.open_decoder(index, small, resources)),
             "decoded by torchvision": decoding(torchvision.open_decoder(index, small, resources)),
         },

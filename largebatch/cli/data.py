@@ -4,12 +4,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter, Token
+from cyclopts import App, Parameter
 
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
@@ -23,15 +23,14 @@ from largebatch.runs.options import Count, Folder, Overrides
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
-    from largebatch.data.index.file import Content
-    from largebatch.data.index.index import Index
+    from largebatch.data.index.index import Content, Index
     from largebatch.lab.measure.initial import Survey, TimeEstimate
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
 
-Format = Literal["fashion-mnist", "cifar10", "mnist", "idx", "imagefolder", "parquet"]
+Format = Literal["fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder", "parquet"]
 """Formats that can be imported."""
 
 _SHOWN = 20  # classes that are printed one by one
@@ -40,7 +39,6 @@ _VALIDATIONS = ("test", "validation", "valid", "dev", "eval")
 """Other common names of the validation folder."""
 
 _OPTIONS: dict[str, dict[str, object]] = {
-    "idx": {"classes": None},
     "imagefolder": {"val_name": "val", "val_fraction": None, "seed": 0, "drop_bad": False},
     "parquet": {"val_name": None, "val_fraction": None, "seed": 0, "label": None,
                 "drop_bad": False},
@@ -92,7 +90,7 @@ def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]"
 
 
 def _left_out(*indexes: "Index") -> str:
-    from largebatch.data.index.ignored import number_of
+    from largebatch.data.index.folder import number_of
 
     bad = sum(len(index.bad) for index in indexes)
     ignored = sum(number_of(index.ignored) for index in indexes)
@@ -131,7 +129,7 @@ def verify(folder: Path, /, *, write: bool = False) -> None:
 
 
 def _describe(content: "Content") -> str:
-    from largebatch.data.index.ignored import describe
+    from largebatch.data.index.folder import describe
 
     split, bad = content.header["split"], content.bad
     where = content.file or "kept nowhere: neither the folder nor the user's cache can be written"
@@ -166,13 +164,6 @@ def _check_written(out: Path) -> None:
     show_index(out)
 
 
-def _names(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    names = tuple(tokens[0].value.split(","))
-    if len(set(names)) < len(names) or "" in names:
-        raise ValueError(f"expected different names, such as a,b,c, got {tokens[0].value!r}")
-    return names
-
-
 def _fraction(_: object, value: float | None) -> None:
     if value is not None and not 0 < value < 1:
         raise ValueError(f"expected a part between 0 and 1, got {value:g}")
@@ -186,9 +177,6 @@ def import_(  # noqa: PLR0913 -- its options
     *,
     out: Folder,
     shard_mb: Count = 256,
-    classes: Annotated[
-        tuple[str, ...] | None, Parameter(converter=_names, n_tokens=1, metavar="A,B,...")
-    ] = None,
     val_name: str | None = None,
     val_fraction: Annotated[float | None, Parameter(validator=_fraction)] = None,
     seed: int | None = None,
@@ -199,15 +187,14 @@ def import_(  # noqa: PLR0913 -- its options
 
     SOURCE of imagefolder: class folders in a folder, a zip or a tar; ImageNet's tars.
     Of parquet: a folder of Parquet files, as the Hugging Face hub lays them out.
-    Of cifar10: cifar-10-python.tar.gz, or its folder.
-    Of mnist and fashion-mnist: the folder of the four files; of idx: files in the same layout.
+    Of cifar10 and cifar100: cifar-10-python.tar.gz or cifar-100-python.tar.gz, or its folder.
+    Of mnist and fashion-mnist: the folder of the four official .gz files.
 
     Args:
         name: Format of SOURCE.
         source: File or folder.
         out: New folder.
         shard_mb: Longest shard, in 10^6 bytes.
-        classes: Names of the labels 0, 1, ... of idx.
         val_name: Split that validates, of imagefolder (val) and parquet.
         val_fraction: Part of every class that validates, of imagefolder and parquet.
         seed: Seed of that part (0).
@@ -215,7 +202,6 @@ def import_(  # noqa: PLR0913 -- its options
         drop_bad: Leave out images of imagefolder and parquet that cannot be used.
     """
     given: dict[str, object] = {
-        "classes": classes,
         "val_name": val_name,
         "val_fraction": val_fraction,
         "seed": seed,

@@ -43,7 +43,6 @@ def examine() -> Iterator[tuple[str, str]]:
     import torch
 
     from largebatch import accelerator, models
-    from largebatch.data.datasets import digits
     from largebatch.data.decoders import dali, torchvision
     from largebatch.distributed import horovod
     from largebatch.lab.studies.hosts.namespaces import lacking
@@ -68,7 +67,6 @@ def examine() -> Iterator[tuple[str, str]]:
         "schedulefree": ("schedulefree", optional.require_schedulefree),
         "Optuna": ("optuna", optional.require_optuna),
         "SimPy": ("simpy", optional.require_simpy),
-        "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():
         yield name, _outcome(package, use)

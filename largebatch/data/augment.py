@@ -1,25 +1,29 @@
 """Crops, flips and translations: pure functions of the seed and the position in the run.
 
 The decoders apply these numbers and draw none, so every decoder, on any number of workers, shows
-the same part of the same image. A box is (top, left, height, width) in source pixels; it is
-resized to the model's square input.
+the same part of the same image; `translated` moves decoded images on the device, after any decoder.
+A box is (top, left, height, width) in source pixels; it is resized to the model's square input.
 """
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from largebatch.data.batches import samples_at
 from largebatch.data.index.index import Index
-from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
-from largebatch.data.types import BoolArray, IntArray, Request
+from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at
+from largebatch.data.transfer import Transfer
+from largebatch.data.types import Batches, BoolArray, Decode, IntArray, Request
 
 FloatArray = npt.NDArray[np.float64]
 
-ATTEMPTS = 10
-"""Number of random boxes drawn before the central one is used, as in torchvision."""
+ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
 
 def train_request(  # noqa: PLR0913 -- the settings of the augmentation
@@ -147,7 +151,6 @@ def whole_boxes(heights: IntArray, widths: IntArray) -> IntArray:
 
 
 def _widest_boxes(heights: IntArray, widths: IntArray, aspect: tuple[float, float]) -> IntArray:
-    """Return the largest central boxes of a permitted aspect ratio."""
     narrowest, widest = aspect
     box_heights = np.minimum(heights, np.rint(widths / narrowest)).astype(np.int64)
     box_widths = np.minimum(widths, np.rint(heights * widest)).astype(np.int64)
@@ -164,3 +167,45 @@ def _centered(
 def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
     """Convert random words to float64 in [0, 1), from their upper 53 bits."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def translated(decode: Decode, requests: Iterable[Request]) -> Batches:
+    """Yield the batches of the requests, with their images moved by `Request.shifts`."""
+    shifts: deque[IntArray | None] = deque()  # of the requests that the decoder reads ahead
+
+    def noted() -> Iterator[Request]:
+        for request in requests:
+            shifts.append(request.shifts)
+            yield request
+
+    with closing(decode(noted())) as batches:
+        for batch in batches:
+            shift = shifts.popleft()
+            if shift is None:
+                yield batch
+            else:
+                (moves,) = Transfer(batch.images.device).send(torch.from_numpy(shift))
+                yield batch._replace(images=translate(batch.images, moves))
+
+
+def translate(images: Tensor, shifts: Tensor) -> Tensor:
+    """Return N x C x H x W images moved down and right by `shifts`, N x 2, filled by reflection.
+
+    >>> image = torch.arange(4.0).view(1, 1, 1, 4)
+    >>> translate(image, torch.tensor([[0, 1]])).flatten().tolist()
+    [1.0, 0.0, 1.0, 2.0]
+    """
+    channels_last = images.is_contiguous(memory_format=torch.channels_last)
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    rows = _sources(shifts[:, 0], num_pixels=images.shape[2])[:, None, :, None]
+    columns = _sources(shifts[:, 1], num_pixels=images.shape[3])[:, None, None, :]
+    numbers = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
+    channels = torch.arange(images.shape[1], device=images.device).view(1, -1, 1, 1)
+    return images[numbers, channels, rows, columns].contiguous(memory_format=order)
+
+
+def _sources(shifts: Tensor, *, num_pixels: int) -> Tensor:
+    """Return N x num_pixels places to read from, reflected at the first and the last pixel."""
+    last = num_pixels - 1
+    places = torch.arange(num_pixels, device=shifts.device) - shifts[:, None]
+    return last - (last - places.abs()).abs()

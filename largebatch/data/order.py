@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from largebatch.data.types import IntArray
 
-WORDS_PER_BLOCK = 4
-"""Number of 64-bit words per value of Philox's counter."""
+WORDS_PER_BLOCK = 4  # number of 64-bit words per value of Philox's counter
 
 
 class Stream(enum.IntEnum):
@@ -69,6 +68,15 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
     return np.concatenate(parts, dtype=np.int64)
 
 
+def samples_at(
+    positions: range, *, seed: int, num_samples: int, trained: IntArray | None
+) -> IntArray:
+    """Return the samples at these positions of the run, from `trained` or, if None, from all."""
+    if trained is None:
+        return sample_ids(positions, seed=seed, num_samples=num_samples)
+    return trained[sample_ids(positions, seed=seed, num_samples=len(trained))]
+
+
 def divide(
     num_samples: int, *, held_out: int, seed: int, stream: Stream = Stream.HELD_OUT
 ) -> tuple[IntArray, IntArray]:
@@ -107,7 +115,6 @@ class _Drawing:
         self._thread.start()
 
     def wait(self) -> npt.NDArray[np.uint32]:
-        """Return the order once it is drawn."""
         self._thread.join()
         # It is None if the thread failed, which then raises here, and in a process forked since,
         # which has no threads.

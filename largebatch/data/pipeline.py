@@ -5,26 +5,29 @@ only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from largebatch.data.augment import clean_request, train_request
-from largebatch.data.batches import Pipeline, Split, divide_samples, require_described, samples_at
+from largebatch.data.augment import clean_request, train_request, translated
 from largebatch.data.datasets import digits, own
-from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
-from largebatch.data.decoders.idle import IdleDecoders
+from largebatch.data.decoders import dali, pixel_cache, synthetic, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
-from largebatch.data.index.ignored import describe
-from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
-from largebatch.data.index.sharing import share_index
-from largebatch.data.translation import translated
-from largebatch.data.types import Batches, Bytes, Decode, IntArray, Request, Resources, View
+from largebatch.data.index.folder import describe
+from largebatch.data.index.index import (
+    Index,
+    check_same_classes,
+    index_of,
+    open_content,
+    share_index,
+)
+from largebatch.data.order import Stream, divide, samples_at
+from largebatch.data.types import Batch, Batches, Bytes, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -37,19 +40,74 @@ from largebatch.storage import Progress, silent
 OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
 
 
+Split = Literal["train", "val"]
+
+
+class IdleDecoders:
+    """Open decoders that are not in use, at most one per name.
+
+    Opening a decoder starts threads and, with DALI, builds a pipeline and allocates memory; reusing
+    one, for the next evaluation, costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[str, tuple[ExitStack, Decode]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the idle decoders."""
+        return set(self._idle)
+
+    @contextmanager
+    def borrow(
+        self, name: str, opened: Callable[[], AbstractContextManager[Decode]]
+    ) -> Iterator[Decode]:
+        """Yield the idle decoder of this name, or open one.
+
+        It is idle after the block. If the block fails or is left early, the decoder has pending
+        work and is closed instead.
+        """
+        if name in self._idle:
+            stack, decode = self._idle.pop(name)
+        else:
+            stack = ExitStack()
+            decode = stack.enter_context(opened())
+        with stack:
+            yield decode
+            self._close(name)  # another one of this name that was in use at the same time
+            self._idle[name] = stack.pop_all(), decode
+
+    def close(self) -> None:
+        """Close all idle decoders."""
+        for name in list(self._idle):
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        if name in self._idle:
+            self._idle.pop(name)[0].close()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImagePipeline(Pipeline):
-    """Batches of images of every stage for one worker."""
+class Pipeline:
+    """Batches of every stage for one worker."""
+
+    seed: int
+    plan: Plan
+    rank: int
+    evaluated_samples: IntArray  # rows of the validation data that an evaluation measures
+    held_out_samples: IntArray
+    """Training samples excluded from training and statistics; they decide which stages are kept."""
 
     data: Data
     train_index: Index
     val_index: Index
     open_decoder: OpenDecoder
-    channels_last: bool = False
-    """True if images are stored channels last, like the model's weights."""
-
+    channels_last: bool = False  # True if images are stored channels last, like the model's weights
     idle: IdleDecoders = field(default_factory=IdleDecoders)
     """Decoders of clean images, by split; all evaluations share one."""
+
+    dropped: set[int] = field(default_factory=set)
+    """Workers that a protocol continues without; they get no samples."""
 
     @property
     def indexes(self) -> dict[str, Index]:
@@ -150,6 +208,80 @@ class ImagePipeline(Pipeline):
         size, resize = self.data.image_size, self.data.eval_resize
         return clean_request(index, samples, image_size=size, resize=resize)
 
+    def validation(self) -> Batches:
+        """Yield this worker's share of the validation samples, which may be empty."""
+        return self.clean("val", self._dealt(self.evaluated_samples, size=self.plan.device_batch))
+
+    def statistics(self, num_samples: int) -> Batches:
+        """Yield this worker's share of the first `num_samples` of the training order, clean.
+
+        Every batch holds whole BatchNorm spans, even if several workers share a span in training.
+        """
+        samples = self.training_samples(range(num_samples))
+        return self.clean("train", self._dealt(samples, size=self.plan.statistics_batch))
+
+    def held_out(self) -> Batches:
+        """Yield this worker's share of the held-out training samples, clean; it may be empty."""
+        return self.clean("train", self._dealt(self.held_out_samples, size=self.plan.device_batch))
+
+    @property
+    def workers(self) -> Sequence[int]:
+        """Workers that share the samples, in rising order."""
+        return [worker for worker in range(self.plan.workers) if worker not in self.dropped]
+
+    @property
+    def validation_samples(self) -> IntArray:
+        """Rows of the validation data in this worker's share, in the order of `validation`."""
+        samples = self.evaluated_samples
+        parts = self._dealt(samples, size=self.plan.device_batch)
+        return np.concatenate([*parts, samples[:0]])
+
+    def positions(self, steps: range) -> Iterator[range]:
+        """Yield the positions of this worker's device batches in these updates, in order."""
+        for part, _, accumulation in self.plan.within(steps):
+            for step, micro in product(part, range(accumulation)):
+                yield self.plan.positions(step, micro, self.rank)
+
+    def _dealt(self, samples: IntArray, *, size: int) -> Iterator[IntArray]:
+        """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
+        place, step = self.workers.index(self.rank), len(self.workers) * size
+        for start in range(place * size, len(samples), step):
+            yield samples[start : start + size]
+
+
+@dataclass(frozen=True, slots=True)
+class CleanSamples:
+    """Clean training samples; each iteration is a new pass."""
+
+    pipeline: Pipeline
+    samples: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        with closing(self.pipeline.statistics(self.samples)) as batches:
+            yield from batches
+
+
+def divide_samples(
+    recipe: Recipe, num_train: int, num_val: int
+) -> tuple[IntArray | None, IntArray, IntArray]:
+    """Return the training samples (None: all), the validation samples and the deciding ones.
+
+    The validation samples are training samples if the recipe holds some out for validation; the
+    deciding ones decide which stages of polishing are kept.
+    """
+    trained, evaluated, decides = None, np.arange(num_val), np.empty(0, dtype=np.int64)
+    section = recipe.data.held_out
+    if section is not None:
+        trained, evaluated = divide(
+            num_train, held_out=section.samples, seed=section.seed, stream=Stream.VALIDATION
+        )
+    number = recipe.polish.held_out if recipe.polish else None
+    if number is not None:
+        rows = np.arange(num_train) if trained is None else trained
+        kept, chosen = divide(len(rows), held_out=number, seed=recipe.seed)
+        trained, decides = rows[kept], rows[chosen]
+    return trained, evaluated, decides
+
 
 def open_images(
     recipe: Recipe,
@@ -159,15 +291,14 @@ def open_images(
     folder: Path | None,
     dataset: str | None = None,
     progress: Progress = silent,
-) -> ImagePipeline:
+) -> Pipeline:
     """Open the images of a recipe and prepare to decode them on this worker's device.
 
     They come from `folder` or from `dataset`, a function as in datasets/own.py. `progress` reports
     the indexing of a folder without an index and the decoding of cached images.
 
     Worker 0 reads and checks the folder and sends the index to the others. Raises DataError if
-    the folder does not match the recipe, MissingPackageError if the decoder is not installed,
-    RecipeError if the recipe has no images.
+    the folder does not match the recipe, MissingPackageError if the decoder is not installed.
     """
     data, execution = recipe.data, recipe.execution
     if folder is not None and data.source != "folder":
@@ -199,7 +330,7 @@ def open_images(
             open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
     trained, evaluated, held_out = divide_samples(recipe, len(train), len(val))
     train = replace(train, trained=trained)
-    return ImagePipeline(
+    return Pipeline(
         seed=recipe.seed,
         plan=plan,
         rank=backend.rank,
@@ -251,15 +382,16 @@ def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextM
 def _decode_cached(
     caches: Sequence[PixelCache[Bytes]], resources: Resources, *, keep: Literal["memory", "device"]
 ) -> OpenDecoder:
-    """Return a decoder that crops cached images, in host memory or on the device."""
     device = resources.device
     in_memory = {cache.index.digest: cache for cache in caches}
     # On a CPU device the host's memory is the device's.
     if keep == "memory" or device.type == "cpu":
-        return lambda index, view: cached.open_decoder(in_memory[index.digest], view, resources)
-    uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
+        return lambda index, view: pixel_cache.open_decoder(
+            in_memory[index.digest], view, resources
+        )
+    uploaded = {key: pixel_cache.upload(cache, device) for key, cache in in_memory.items()}
     return lambda index, view: nullcontext(
-        partial(cached.decode_on_device, uploaded[index.digest], view)
+        partial(pixel_cache.decode_on_device, uploaded[index.digest], view)
     )
 
 
@@ -307,9 +439,13 @@ def root_of(data: Data, folder: Path | None) -> Path:
 def _check(data: Data, train: Index, val: Index) -> None:
     """Raise DataError if the images do not match the recipe."""
     check_same_classes(train.root, train.classes, val.classes)
-    counts = {
-        "classes": len(train.classes),
-        "train_samples": len(train),
-        "val_samples": len(val),
-    }
-    require_described(data, counts, where=f"{train.root}", what="the folder")
+    counts = {"classes": len(train.classes), "train_samples": len(train), "val_samples": len(val)}
+    wrong = {key: number for key, number in counts.items() if number != getattr(data, key)}
+    if wrong:
+        expected = ", ".join(f"{key} {getattr(data, key)}" for key in wrong)
+        actual = ", ".join(f"{key} {number}" for key, number in wrong.items())
+        change = " ".join(f"--set data.{key}={number}" for key, number in wrong.items())
+        raise DataError(
+            f"{train.root}: the recipe describes {expected}, the folder has {actual}; if that is "
+            f"intended, add {change}"
+        )

@@ -20,11 +20,8 @@ Floats = npt.NDArray[np.float32]
 class Batch(NamedTuple):
     """One device batch, on the worker's device."""
 
-    images: Tensor
-    """float32, N x C x H x W, normalised."""
-
-    labels: Tensor
-    """int64, N."""
+    images: Tensor  # float32, N x C x H x W, normalised
+    labels: Tensor  # int64, N
 
 
 Batches = Generator[Batch, None, None]
@@ -39,15 +36,9 @@ class Request:
     workers, show the model the same pixels.
     """
 
-    samples: IntArray
-    """Rows of the index, N."""
-
-    boxes: IntArray
-    """Top, left, height and width of the part to resize, in source pixels, N x 4."""
-
-    flips: BoolArray
-    """True if an image is mirrored left to right after resizing, N."""
-
+    samples: IntArray  # rows of the index, N
+    boxes: IntArray  # top, left, height and width of the part to resize, in source pixels, N x 4
+    flips: BoolArray  # True if an image is mirrored left to right after resizing, N
     shifts: IntArray | None = None
     """Pixels by which the decoded images are moved down and right, N x 2. `translated` applies
     them after any decoder; None: not moved."""
@@ -57,33 +48,21 @@ class Request:
 class View:
     """How the requested part of an image becomes the model's input."""
 
-    image_size: int
-    """Side of the square input in pixels."""
-
+    image_size: int  # side of the square input in pixels
     mean: Triple
-    std: Triple
-    """Mean and standard deviation of red, green and blue on the scale 0 .. 1."""
-
+    std: Triple  # mean and standard deviation of red, green and blue on the scale 0 .. 1
     interpolation: Interpolation
 
-    channels_last: bool = False
-    """True for torch's channels_last memory format."""
+    channels_last: bool = False  # True for torch's channels_last memory format
 
 
 class Resources(NamedTuple):
     """Device, threads and limits that a worker decodes with."""
 
-    device: torch.device
-    """Device of the batches."""
-
-    threads: int
-    """Number of decoding threads."""
-
-    batch_size: int
-    """Number of images in the largest request."""
-
-    reads: int = 8
-    """Maximum number of images read at the same time."""
+    device: torch.device  # device of the batches
+    threads: int  # number of decoding threads
+    batch_size: int  # number of images in the largest request
+    reads: int = 8  # maximum number of images read at the same time
 
 
 Decode = Callable[[Iterable[Request]], Batches]

@@ -41,8 +41,8 @@ class Data(Section):
     """The images, and how they are shown to the model."""
 
     source: Literal["folder", "digits", "synthetic"]
-    """`folder`: images or tar shards under --data. `digits`: scikit-learn's 1,797 handwritten
-    digits, embedded. `synthetic`: generated, for trying a recipe without its data."""
+    """`folder`: images or tar shards under --data. `digits`: 1,797 embedded handwritten
+    digits. `synthetic`: generated, for trying a recipe without its data."""
 
     classes: Annotated[int, Field(ge=2, le=100_000)]
     """Number of classes; the folder must have exactly these. ImageNet-21k has 21,841."""

@@ -16,24 +16,14 @@ _PARTS = re.compile(r"(\d+)")
 
 
 def by_data_set() -> dict[str, dict[str, str]]:
-    """Return the text of every installed recipe, by its data set and its name.
-
-    The recipes of a data set are sorted by name, and by the numbers in it.
-    """
-    folders = (files("largebatch") / "recipes").iterdir()
-    texts = {
-        folder.name: {
-            Path(file.name).stem: file.read_text(encoding="utf-8")
-            for file in folder.iterdir()
-            if file.name.endswith(".yaml")
-        }
-        for folder in folders
-        if folder.is_dir()
-    }
-    return {
-        data_set: {name: recipes[name] for name in sorted(recipes, key=_natural)}
-        for data_set, recipes in texts.items()
-    }
+    """Return the text of every installed recipe, by its data set and, in order, its name."""
+    texts: dict[str, dict[str, str]] = {}
+    for folder in (files("largebatch") / "recipes").iterdir():
+        if folder.is_dir():
+            paths = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+            paths.sort(key=lambda file: _natural(Path(file.name).stem))
+            texts[folder.name] = {Path(p.name).stem: p.read_text(encoding="utf-8") for p in paths}
+    return texts
 
 
 def installed() -> dict[str, str]:

@@ -3,8 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -45,19 +44,17 @@ SYNONYMS = {
     }.items()
     for name in names.split()
 }
-"""Names in other programs, and the keys of a recipe that they stand for."""
+"""Names in other programs, and the keys of a recipe that they mean."""
 
-
+# Sections in which other programs have keys that are in another section of a recipe.
 _MOVED = {"optimizer": "schedule.", "model": "data.", "data": "batch."}
-"""Sections in which other programs have keys that stand in another section of a recipe."""
 
 
 def meant_key(word: str, root: type[Section]) -> str | None:
-    """Return the key of `root` that a word stands for; None if there is none.
+    """Return the key of `root` that a word means; None if there is none.
 
-    The word is a synonym, or the last part of a key. Of several keys with this last part, the one
-    with the fewest parts is meant; None if two have as few. A word in a section of `root` does not
-    stand for the key of another section that has the same name and means something else.
+    The word is a synonym, or the last part of a key: of several, of the one with the fewest parts;
+    None if two have as few. A word in a section of `root` does not mean a key of another section.
 
     >>> from largebatch.recipe.recipe import Recipe
     >>> [meant_key(word, Recipe) for word in ("batch-size", "train.lr", "momentum", "optimizer")]
@@ -112,20 +109,11 @@ def meant_words(key: str, value: str, root: type[Section]) -> str:
     return set_words(key, value)
 
 
-def explain_problems(
-    error: ValidationError,
-    root: type[Section],
-    *,
-    source: str,
-    typed: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """Return a message with every error in a section and those below it, each by its path.
-
-    `typed` has the values of the keys that `--set` gave.
-    """
+def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
+    """Return a message with every error in a section and those below it, each by its path."""
     errors = error.errors(include_url=False)
     problems = [each for each in errors if not _is_explained(each, errors)]
-    lines = [_explain(problem, root, typed) for problem in problems[: SHOWN + 1]]
+    lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
     head = f"{source}: {plural(len(problems), 'problem')}"
     return "\n  ".join([head, shorten(lines, between="\n  ")])
 
@@ -138,8 +126,7 @@ def _is_explained(problem: ErrorDetails, every: Iterable[ErrorDetails]) -> bool:
     return any(each["loc"][: len(where)] == where != each["loc"] for each in every)
 
 
-def _explain(problem: ErrorDetails, root: type[Section], typed: Mapping[str, str]) -> str:
-    """Return one of pydantic's errors in the terms of the author of a section."""
+def _explain(problem: ErrorDetails, root: type[Section]) -> str:
     keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
@@ -148,7 +135,7 @@ def _explain(problem: ErrorDetails, root: type[Section], typed: Mapping[str, str
         case "missing":
             return f"{where}: missing"
         case "extra_forbidden":
-            return f"{where}: unknown key; {_hint(keys, known, root, typed)}"
+            return f"{where}: unknown key; {_hint(keys, known, root)}"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "union_tag_not_found":
@@ -166,16 +153,13 @@ def _explain(problem: ErrorDetails, root: type[Section], typed: Mapping[str, str
             given = clip(json.dumps(problem["input"]), LONGEST_NAME)
             meant = _meant(problem["input"], context.get("expected", ""))
             if problem["type"] in {"model_type", "dict_type"}:  # one word in place of a section
-                meant = _instead(where, root, typed) or f"see `largebatch explain {where}`"
+                meant = _instead(where, root) or f"see `largebatch explain {where}`"
             return "; ".join(filter(None, [f"{where}: {message}, got {given}", meant]))
 
 
-def _hint(
-    keys: Sequence[str], known: Sequence[str], root: type[Section], typed: Mapping[str, str]
-) -> str:
-    """Suggest what was meant by an unknown key of a section with these `known` keys."""
+def _hint(keys: Sequence[str], known: Sequence[str], root: type[Section]) -> str:
     where = ".".join(keys)
-    instead = _instead(where, root, typed)
+    instead = _instead(where, root)
     in_list = any(key.isdigit() for key in keys)
     if instead and not in_list and {_plain(where), _plain(keys[-1])} & SYNONYMS.keys():
         return instead
@@ -185,18 +169,13 @@ def _hint(
     return nearest(keys[-1], known, otherwise=otherwise, most=1)
 
 
-def _instead(where: str, root: type[Section], typed: Mapping[str, str]) -> str | None:
-    """Suggest what to write in place of a key of another program; None where that is unknown."""
+def _instead(where: str, root: type[Section]) -> str | None:
+    """Suggest a key in place of one of another program; None where that is unknown."""
     meant = meant_key(where, root)
-    if meant is None or meant == where:
-        return None
-    if where not in typed:
-        return f"did you mean {meant!r}?"
-    return f"write {meant_words(meant, typed[where], root)}"
+    return None if meant in {None, where} else f"did you mean {meant!r}?"
 
 
 def _meant(given: object, expected: str) -> str:
-    """Suggest the nearest of the words in quotes; empty if none is near."""
     return nearest(str(given), re.findall("'([^']*)'", expected), otherwise="", most=1)
 
 

@@ -26,7 +26,6 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
 
 
 def _samples(recipe: Keys) -> Iterator[str]:
-    """Yield numbers of samples that exceed those of the training data."""
     data, polish, trained = recipe.data, recipe.polish, recipe.train_samples
     if data.train_split < 1:
         yield (
@@ -57,7 +56,6 @@ def _samples(recipe: Keys) -> Iterator[str]:
 
 
 def _protocol(recipe: Keys) -> Iterator[str]:
-    """Yield settings that a protocol excludes, and batches that its learners cannot share."""
     protocol, batch = recipe.protocol, recipe.batch
     if protocol is None:
         return
@@ -90,7 +88,6 @@ def _protocol(recipe: Keys) -> Iterator[str]:
 
 
 def _synchronous_settings(recipe: Keys) -> dict[str, bool]:
-    """Return the settings that exist only without a protocol, and True for each that is given."""
     polish, monitored = recipe.polish, set(recipe.monitor) - {"generalization_gap"}
     return {
         f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
@@ -113,7 +110,6 @@ def _polish(recipe: Keys) -> Iterator[str]:
 
 
 def _schedule_free(recipe: Keys) -> Iterator[str]:
-    """Yield other averages and decays, which Schedule-Free replaces, and missing statistics."""
     optimizer, polish = recipe.optimizer, recipe.polish
     if not isinstance(optimizer, ScheduleFree):
         return
@@ -149,7 +145,6 @@ def _cache(recipe: Keys) -> Iterator[str]:
 
 
 def _reduction(recipe: Keys) -> Iterator[str]:
-    """Yield types that lose small gradients, and parts that cannot divide every batch."""
     reduction, batch = recipe.reduction, recipe.batch
     if reduction.dtype == "fp16" and recipe.precision != "fp16":
         yield (
@@ -170,7 +165,6 @@ def _reduction(recipe: Keys) -> Iterator[str]:
 
 
 def _monitors(recipe: Keys) -> Iterator[str]:
-    """Yield measurements that the optimizer or the reduction does not offer."""
     if "noise_scale" in recipe.monitor and recipe.reduction.kind == "adasum":
         yield (
             "monitor: noise_scale compares gradients before and after their sum, and "

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError, clip
@@ -64,7 +64,7 @@ class Shown:
     """CHECKS validation images, or as many as there are."""
 
 
-def show(pipeline: ImagePipeline) -> Shown:
+def show(pipeline: Pipeline) -> Shown:
     """Decode one image of each of the classes that the run comes to first."""
     plan, index = pipeline.plan, pipeline.train_index
     samples = _one_of_each_class(pipeline)
@@ -82,13 +82,11 @@ def show(pipeline: ImagePipeline) -> Shown:
     )
 
 
-def _requests(
-    pipeline: ImagePipeline, positions: Iterable[int], *, clean: bool
-) -> Iterator[Request]:
+def _requests(pipeline: Pipeline, positions: Iterable[int], *, clean: bool) -> Iterator[Request]:
     return (pipeline.training_request(range(p, p + 1), clean=clean) for p in positions)
 
 
-def _training(pipeline: ImagePipeline, places: IntArray) -> list[Tensor]:
+def _training(pipeline: Pipeline, places: IntArray) -> list[Tensor]:
     """Return the augmented images of each pass in turn, each at the size of its update."""
     usual = pipeline.data.image_size
     found: list[Tensor] = []
@@ -106,7 +104,7 @@ def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
     return values.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 
 
-def _one_of_each_class(pipeline: ImagePipeline) -> IntArray:
+def _one_of_each_class(pipeline: Pipeline) -> IntArray:
     """Return the first sample of each class in the order of the run, sorted by class."""
     once = range(pipeline.plan.train_samples)
     order = pipeline.training_samples(once)
@@ -116,7 +114,7 @@ def _one_of_each_class(pipeline: ImagePipeline) -> IntArray:
     return order[chosen[np.argsort(labels[chosen])]]
 
 
-def _places(pipeline: ImagePipeline, samples: IntArray, num_passes: int) -> IntArray:
+def _places(pipeline: Pipeline, samples: IntArray, num_passes: int) -> IntArray:
     """Return len(samples) x num_passes positions of the run at which these samples come."""
     number = pipeline.plan.train_samples
     columns = []
@@ -127,7 +125,7 @@ def _places(pipeline: ImagePipeline, samples: IntArray, num_passes: int) -> IntA
     return np.array(columns, dtype=np.int64).T
 
 
-def _validation(pipeline: ImagePipeline, labels: IntArray) -> Rows:
+def _validation(pipeline: Pipeline, labels: IntArray) -> Rows:
     """Return the first CHECKS validation images of each of these classes, or what there are."""
     index = pipeline.val_index
     samples = pipeline.evaluated_samples
@@ -179,7 +177,7 @@ def write_sheet(
         raise LargebatchError(f"{path}: cannot write the sheet: {error.strerror}") from None
 
 
-def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
+def record_worst(pipeline: Pipeline, folder: Path) -> None:
     """Write the images that the model of a run folder got most wrong beside its records.
 
     Nothing is written where none was wrong or is known. Raises DataError where an image cannot be

@@ -14,9 +14,8 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from largebatch.data.batches import Pipeline
 from largebatch.data.datasets.own import import_own
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -138,7 +137,7 @@ def _joined(
     return join(options, {**facts, **recipe.model_dump(mode="json")}, splits=splits)
 
 
-def _open_images(recipe: Recipe, plan: Plan, backend: Backend, options: Options) -> ImagePipeline:
+def _open_images(recipe: Recipe, plan: Plan, backend: Backend, options: Options) -> Pipeline:
     return open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from largebatch.data.batches import Pipeline
-from largebatch.data.pipeline import ImagePipeline
+from largebatch.data.pipeline import Pipeline
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.compiled import failures_named
 from largebatch.report import write_report
@@ -79,8 +78,7 @@ def _finish(
 def _draw(pipeline: Pipeline, folder: Path) -> None:
     """Draw the report, with the worst misclassified images if they can be read again."""
     try:
-        if isinstance(pipeline, ImagePipeline):
-            record_worst(pipeline, folder)
+        record_worst(pipeline, folder)
     except Exception as error:  # a user's data set may raise anything; the run is finished
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
     try:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from largebatch.data.batches import Pipeline
+from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from largebatch.data.batches import CleanSamples, Pipeline
+from largebatch.data.pipeline import CleanSamples, Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.models.views import MeanOfViews

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-from largebatch.data.batches import Pipeline
+from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes

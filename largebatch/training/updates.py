@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from largebatch.data.batches import Pipeline
+from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.arithmetic.plan import Plan

@@ -16,20 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from largebatch.data.augment import clean_request
-from largebatch.data.decoders import cached, torchvision
+from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.index.index import Index
-from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batches, Bytes, Request
-from largebatch.distributed.serial import Serial
-from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
-from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Interpolation
-from largebatch.recipe.loading import load_recipe
 
 CPU = torch.device("cpu")
-DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 either_way = pytest.mark.parametrize("way", ["memory", "device"])
 either_filter = pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 
@@ -45,8 +39,8 @@ def folder(
 
 def kept_batches(way: str, index: Index, requests: list[Request], **changes: Any) -> Batches:  # noqa: ANN401 -- of any kind, as view's
     if way == "device":
-        return cached.decode_on_device(
-            cached.upload(open_cache(index), CPU), view(**changes), requests
+        return pixel_cache.decode_on_device(
+            pixel_cache.upload(open_cache(index), CPU), view(**changes), requests
         )
     return run_cached(index, requests, **changes)
 
@@ -90,17 +84,6 @@ def test_bicubic_matches_torchvision_on_bytes(way: str, folder: Index) -> None:
     ):
         expected = on_bytes(images.part(sample, box), 48, "bicubic")
         assert (image - (expected.flip(2) if flip else expected)).abs().max() <= 1.01
-
-
-@either_way
-def test_mean_and_spread_are_applied(way: str, folder: Index) -> None:
-    requests = augmented(folder, 5, 2)
-    mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 1.0)
-    plain = kept_batches(way, folder, requests)
-    scaled = kept_batches(way, folder, requests, mean=mean, std=std)
-    for a, b in zip(plain, scaled, strict=True):
-        center, spread = (torch.tensor(x).view(3, 1, 1) for x in (mean, std))
-        torch.testing.assert_close(b.images, (a.images / 255 - center) / spread)
 
 
 @either_filter
@@ -154,35 +137,6 @@ def test_a_device_resizes_a_few_images_at_a_time(
 ) -> None:
     requests = augmented(folder, 11, 2)
     whole = [batch.images for batch in kept_batches("device", folder, requests)]
-    monkeypatch.setattr(cached, "AT_ONCE", 40_000)
+    monkeypatch.setattr(pixel_cache, "AT_ONCE", 40_000)
     for a, b in zip(whole, kept_batches("device", folder, requests), strict=True):
         assert torch.equal(a, b.images)
-
-
-@pytest.mark.parametrize("clean", [False, True])
-def test_on_a_cpu_the_device_cache_is_host_memory(
-    clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cached, "upload", None)  # would fail if it were called
-    both = []
-    for way in ("memory", "device"):
-        recipe = load_recipe(DIGITS, [f"execution.cache={way}"])
-        plan = make_plan(recipe, workers=1)
-        pipeline = open_images(recipe, plan, Serial(CPU), folder=None)
-        both.append(list(pipeline.training(range(2), clean=clean)))
-    for ours, theirs in zip(*both, strict=True):
-        assert torch.equal(ours.images, theirs.images)
-        assert torch.equal(ours.labels, theirs.labels)
-
-
-def test_pixels_that_do_not_fit_on_a_device_are_an_error(folder: Index) -> None:
-    class Full:
-        def to(self, _: object) -> Tensor:
-            raise torch.OutOfMemoryError
-
-    images = open_cache(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "from_numpy", lambda _: Full())
-        with pytest.raises(DataError, match="do not fit on cpu; use execution.cache: memory"):
-            cached.upload(images, CPU)

@@ -7,13 +7,9 @@ DALI repeats the outermost one: a score of steps in the outermost rows and colum
 photographs (benchmarks/results/decoder_pixels_*.json).
 """
 
-import io
-import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +24,6 @@ from largebatch.data.datasets.digits import write_digits
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
-from largebatch.errors import MissingPackageError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -128,11 +123,6 @@ def test_batches_follow_the_order_of_the_requests(decode: Decode, folder: Index)
 
 
 @both_decoders
-def test_no_requests_give_no_batches(decode: Decode, folder: Index) -> None:
-    assert list(run(decode, folder, [])) == []
-
-
-@both_decoders
 def test_a_batch_does_not_change_while_others_are_decoded(decode: Decode, folder: Index) -> None:
     requests = augmented(folder, 5, 6)
     copies = [batch.images.clone() for batch in run(decode, folder, requests)]
@@ -222,23 +212,6 @@ def test_the_next_batches_are_requested_while_one_is_used(decode: Decode, folder
     batches.close()
 
 
-def test_unused_batches_are_not_decoded(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
-
-    def count(file: io.BytesIO) -> Image.Image:
-        opened.append(file)
-        return Image.open(file)
-
-    monkeypatch.setattr(torchvision, "Image", SimpleNamespace(open=count))
-    batches = run(torchvision.open_decoder, folder, augmented(folder, 40, 3))
-    next(batches)
-    batches.close()
-    number = len(opened)
-    assert 40 <= number < 120
-    time.sleep(0.1)
-    assert len(opened) == number
-
-
 @both_decoders
 def test_an_error_in_the_requests_reaches_the_caller(decode: Decode, folder: Index) -> None:
     def requests() -> Iterator[Request]:
@@ -247,13 +220,3 @@ def test_an_error_in_the_requests_reaches_the_caller(decode: Decode, folder: Ind
 
     with pytest.raises(ZeroDivisionError):
         list(run(decode, folder, requests()))
-
-
-def test_without_dali_the_error_names_the_install_command_and_the_alternative(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(MissingPackageError) as caught:
-        run(dali.open_decoder, folder, [])
-    assert "pip install nvidia-dali-cuda120" in str(caught.value)
-    assert "--decoder torchvision works without it" in str(caught.value)

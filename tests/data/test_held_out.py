@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 
 from largebatch.data.index.index import Index
 from largebatch.data.order import divide
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.contact_sheet import show
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))
@@ -54,7 +52,7 @@ def a_recipe(num_samples: int, held_out: int, *, batch: int = 12, measured: int 
     )
 
 
-def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> ImagePipeline:
+def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> Pipeline:
     plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
     return replace(open_images(recipe, plan, CPU, folder=None), rank=rank)
 
@@ -134,50 +132,6 @@ def test_the_held_out_samples_depend_on_the_seed_not_on_the_order_of_training() 
     assert len(set(first)) == 240  # else one would be missing from the epoch
 
 
-def test_the_plan_counts_only_the_remaining_images() -> None:
-    plan = make_plan(a_recipe(100, 28), workers=1)
-    assert (plan.train_samples, plan.steps_per_epoch) == (72, 6.0)
-    whole = load_recipe(DIGITS, ["polish={clean: {epochs: 1}, keep: better, held_out: 477}"])
-    assert make_plan(whole, workers=1).steps == 400  # 40 epochs of 960 in batches of 96
-    assert make_plan(whole, workers=1).clean_steps == 10
-
-
-def test_the_contact_sheet_shows_images_that_are_trained_on() -> None:
-    pipeline = worker(a_recipe(20, 12), 0, workers=1, device_batch=2)
-    asked: list[Request] = []
-
-    def note(index: Index, wanted: Iterable[Request]) -> Batches:
-        for request in wanted:
-            if index is pipeline.train_index:
-                asked.append(request)
-            yield from decode(index, iter([request]))
-
-    decode = pipeline.decode
-    show(with_decoder(pipeline, note))
-    assert asked
-    assert not {int(one.samples[0]) for one in asked} & by_hand(1, 20, 12)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["polish.keep=better"], "keep: better compares .*: give held_out"),
-        (["polish.held_out=9"], "held_out images would not be used: give keep: better"),
-        (
-            ["polish.keep=better", "polish.held_out=1437", "polish.statistics=null"],
-            r"polish.held_out \(1437\) must be fewer than data.train_samples \(1437\)",
-        ),
-        (
-            ["polish.keep=better", "polish.held_out=37"],
-            r"samples \(1437\) must not exceed data.train_samples less polish.held_out \(1400\)",
-        ),
-    ],
-)
-def test_a_guard_that_cannot_judge_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        load_recipe(DIGITS, words)
-
-
 def a_split_recipe(num_samples: int, *, seed: int = 3, polish: str = "null") -> Recipe:
     words = [f"data.held_out={{samples: 7, seed: {seed}}}", f"polish={polish}"]
     base = a_recipe(num_samples, 1).model_dump_json()
@@ -218,10 +172,3 @@ def test_an_evaluation_shows_the_training_images_held_out_with_their_labels() ->
     labels = torch.cat([batch.labels for batch in shown])
     assert labels.tolist() == pipeline.train_index.labels[rows].tolist()
     assert pipeline.plan.val_samples == 7
-
-
-def test_a_held_out_set_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"held_out.samples \(1437\) must be fewer than data.t"):
-        load_recipe(DIGITS, ["data.held_out={samples: 1437}"])
-    with pytest.raises(RecipeError, match=r"must not exceed data.train_samples less data.held_out"):
-        load_recipe(DIGITS, ["data.held_out={samples: 1}"])

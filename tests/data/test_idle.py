@@ -14,7 +14,7 @@ from short_runs import CLEAN, a_recipe, log
 from largebatch import run
 from largebatch.data.decoders import dali
 from largebatch.data.decoders.reader import Reader
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def opened(*changes: str) -> ImagePipeline:
+def opened(*changes: str) -> Pipeline:
     recipe = load_recipe(DIGITS, list(changes))
     return open_images(
         recipe, make_plan(recipe, workers=1), Serial(torch.device("cpu")), folder=None
@@ -101,19 +101,6 @@ def test_an_interrupted_evaluation_does_not_affect_the_next(way: str) -> None:
             list(islice(batches, 1))
         assert pipeline.idle.names == set(), "it has batches that nobody used"
         assert_same(copies(pipeline.validation()), expected)
-
-
-@every_way
-def test_concurrent_evaluations_have_separate_decoders(way: str) -> None:
-    with closing(opened(way)) as pipeline:
-        expected = copies(pipeline.validation())
-        first: list[Batch] = []
-        second: list[Batch] = []
-        for one, other in zip(pipeline.validation(), pipeline.validation(), strict=True):
-            first += copies([one])
-            second += copies([other])
-        assert_same(first, expected)
-        assert_same(second, expected)
 
 
 def test_the_threads_of_idle_decoders_end_with_the_pipeline() -> None:

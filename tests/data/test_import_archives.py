@@ -1,6 +1,8 @@
+"""Archives: links, names, damage, and members that no module of Python writes."""
+
 import gc
 import io
-import stat
+import random
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -8,21 +10,15 @@ from pathlib import Path
 
 import pytest
 import tars
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from importing import contents, imported, png
 
 from largebatch.data.datasets import archives
 from largebatch.errors import DataError
 
 VAL = tars.member("val/cat/a.png", png(0)) + tars.member("val/dog/a.png", png(1))
-
-
-def test_the_tests_sparse_member_is_one() -> None:
-    with tarfile.open(fileobj=io.BytesIO(tars.sparse("a", b"x" * 700) + tars.END)) as tar:
-        (info,) = tar
-        file = tar.extractfile(info)
-        assert info.issparse()
-        assert file is not None
-        assert file.read() == bytes(512) + b"x" * 700
+TRAIN = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
 
 
 def test_links_in_a_tar_are_the_images_they_point_to(tmp_path: Path) -> None:
@@ -47,23 +43,12 @@ def test_links_in_a_tar_are_the_images_they_point_to(tmp_path: Path) -> None:
         assert [path.read_bytes() for path in sorted(folder.iterdir())] == found[name]
 
 
-def test_links_in_a_zip_are_the_images_they_point_to(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
-        for name in ("train/cat/a.png", "val/cat/a.png"):
-            file.writestr(name, png(5))
-        info = zipfile.ZipInfo("train/cat/b.png")
-        info.external_attr = (stat.S_IFLNK | 0o777) << 16
-        file.writestr(info, "../../val/cat/a.png")
-    assert contents(imported(tmp_path / "all.zip", tmp_path / "out")) == {"cat": [png(5)] * 2}
-
-
 @pytest.mark.parametrize(
     ("written", "flagged", "read"),
     [
         ("Größe".encode(), True, "Größe"),
         ("Größe".encode(), False, "Größe"),  # as Info-ZIP and macOS write
         ("Größe".encode("cp437"), False, "Größe"),
-        ("Größe".encode("latin-1"), False, "Gr÷▀e"),  # wrong, but no name is refused
     ],
 )
 def test_names_in_a_zip_are_decoded_like_programs_encode_them(
@@ -79,7 +64,7 @@ def test_names_in_a_zip_are_decoded_like_programs_encode_them(
         for mark, offset in ((b"PK\3\4", 7), (b"PK\1\2", 9)):
             place = content.find(mark)
             while place >= 0:
-                content[place + offset] |= archives.UTF8_FLAG >> 8
+                content[place + offset] |= 8
                 place = content.find(mark, place + 1)
     (tmp_path / "all.zip").write_bytes(content)
     assert contents(imported(tmp_path / "all.zip", tmp_path / "out")) == {read: [png(1)]}
@@ -93,70 +78,76 @@ def test_a_zip_does_not_unpack_more_than_an_image_can_have(
         for name in ("train/cat/a.png", "val/cat/a.png"):
             file.writestr(name, png(5))
         file.writestr("train/cat/b.png", bytes(10**7))
-    with pytest.raises(
-        DataError, match="b.png: it has 10,000,000 bytes unpacked, expected at most"
-    ):
+    with pytest.raises(DataError, match="b.png: it has 10,000,000 bytes unpacked"):
         imported(tmp_path / "all.zip", tmp_path / "out")
 
 
-def test_links_of_a_folder_are_followed(tmp_path: Path) -> None:
-    """To an image and to a whole class."""
-    raw, root = tmp_path / "raw", tmp_path / "root"
-    for path in (raw / "a.png", root / "val/cat/a.png", root / "val/dog/a.png"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png(6))
-    (root / "train/dog").mkdir(parents=True)
-    (root / "train/dog/b.png").symlink_to(raw / "a.png")
-    (root / "train/cat").symlink_to(raw)
-    assert contents(imported(root, tmp_path / "out")) == {"cat": [png(6)], "dog": [png(6)]}
+@pytest.mark.parametrize("prefix", ["../../", "/", "./.././"])
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_a_path_out_of_the_archive_stays_inside(tmp_path: Path, prefix: str, form: str) -> None:
+    (tmp_path / "in").mkdir()
+    source = tmp_path / "in" / f"all.{form}"
+    images = {f"{prefix}train/cat/a.png": png(3), f"{prefix}val/cat/a.png": png(1)}
+    if form == "tar":
+        tars.write(source, *(tars.member(*each) for each in images.items()))
+    else:
+        with zipfile.ZipFile(source, "w") as file:
+            for name, content in images.items():
+                file.writestr(name, content)
+    before = set(tmp_path.rglob("*"))
+    out = imported(source, tmp_path / "out")
+    assert contents(out) == {"cat": [png(3)]}
+    assert {path for path in set(tmp_path.rglob("*")) - before if out not in path.parents} == {out}
 
 
-REFUSED = {
-    "a link to nowhere": (
-        tars.symbolic("train/cat/x.png", "../gone.png"),
-        "train/cat/x.png is a link to train/gone.png, and there is no such file",
-    ),
-    "a link to a folder": (
-        tars.symbolic("train/yak", "cat"),
-        "train/yak is a link to train/cat, and there is no such file",
-    ),
-    "links in a circle": (
-        tars.symbolic("train/cat/x.png", "y.png") + tars.symbolic("train/cat/y.png", "x.png"),
-        "train/cat/x.png is a link to train/cat/y.png",
-    ),
-    "a sparse file": (
-        tars.sparse("train/cat/x.png", png(2)),
-        "train/cat/x.png is a sparse file; unpack the archive",
-    ),
-    "a device": (tars.member("train/cat/x.png", kind=tarfile.FIFOTYPE), "x.png is a special"),
-    "one path twice": (
-        tars.member("./train/cat/a.png", png(3)),
-        "there are two files train/cat/a.png; unpack the archive, keep one of them",
-    ),
-    "a link over a file": (tars.hard("train/cat/a.png", "val/cat/a.png"), "two files train/cat/a"),
-}
+def with_path(name: str) -> bytes:
+    """Return a member whose unchanged path is in an extended header."""
+    record = f" path={name}\n"
+    length = len(record) + 2
+    text = f"{length + (length >= 99)}{record}".encode()
+    return tars.member("pax", text, kind=tarfile.XHDTYPE) + tars.member("x", png(5))
 
 
 @pytest.mark.parametrize(
-    ("more", "message"), [pytest.param(*each, id=name) for name, each in REFUSED.items()]
+    ("more", "part"),
+    [
+        pytest.param(
+            tars.symbolic("train/cat/x.png", "../gone.png"),
+            "train/cat/x.png is a link to train/gone.png",
+            id="a link to nowhere",
+        ),
+        pytest.param(
+            tars.symbolic("train/cat/x.png", "/etc/passwd"), "to etc/passwd", id="a link outside"
+        ),
+        pytest.param(tars.symbolic("train/yak", "cat"), "train/yak is a", id="a link to a folder"),
+        pytest.param(
+            tars.symbolic("train/cat/x.png", "y.png") + tars.symbolic("train/cat/y.png", "x.png"),
+            "train/cat/x.png is a link to train/cat/y.png",
+            id="links in a circle",
+        ),
+        pytest.param(tars.sparse("train/cat/x.png", png(2)), "train/cat/x.png is a", id="sparse"),
+        pytest.param(
+            tars.member("train/cat/x.png", kind=tarfile.FIFOTYPE), "x.png is a", id="a device"
+        ),
+        pytest.param(
+            tars.member("./train/cat/a.png", png(3)), "two files train/cat/a.png", id="a path twice"
+        ),
+        pytest.param(
+            tars.hard("train/cat/a.png", "val/cat/a.png"), "two files", id="a link over a file"
+        ),
+        pytest.param(
+            with_path("train/c\0t/b.png") + with_path("val/c\0t/b.png"), r"'c\x00t'", id="a NUL"
+        ),
+    ],
 )
 def test_a_special_file_in_an_archive_is_refused_by_name(
-    tmp_path: Path, more: bytes, message: str
+    tmp_path: Path, more: bytes, part: str
 ) -> None:
-    train = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
-    source = tars.write(tmp_path / "all.tar", train, more, VAL)
+    source = tars.write(tmp_path / "all.tar", TRAIN, more, VAL)
     with pytest.raises(DataError) as caught:
         imported(source, tmp_path / "out")
-    assert message in str(caught.value)
+    assert part in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_links_to_itself_is_refused(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-    (tmp_path / "train/cat/again").symlink_to(tmp_path / "train")
-    with pytest.raises(DataError, match="train/cat/again: links back to a folder"):
-        imported(tmp_path, tmp_path / "out")
 
 
 def spoil_a_header(content: bytearray) -> None:
@@ -184,22 +175,20 @@ def count_backwards(content: bytearray) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (spoil_a_header, "there is no header at byte 1024, or data after its end"),
-        (lose_the_end, "the zeros at its end are missing"),
-        (cut_an_image, "it is truncated in val/dog/a.png"),
-        (count_backwards, "the length of val/dog/a.txt is negative"),
+        (spoil_a_header, "at byte 1024"),
+        (lose_the_end, "zeros at its end"),
+        (cut_an_image, "truncated in val/dog/a.png"),
+        (count_backwards, "val/dog/a.txt is negative"),
     ],
 )
 def test_a_tar_that_is_not_whole_is_refused(
     tmp_path: Path, spoil: Callable[[bytearray], None], reason: str
 ) -> None:
-    train = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
-    content = bytearray(train + VAL + tars.END)
+    content = bytearray(TRAIN + VAL + tars.END)
     spoil(content)
     (tmp_path / "all.tar").write_bytes(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=f"all.tar: .*{reason}"):
         imported(tmp_path / "all.tar", tmp_path / "out")
-    assert f"all.tar: not a whole zip or tar ({reason}); download it again" in str(caught.value)
 
 
 def test_a_damaged_tar_in_a_tar_is_named(tmp_path: Path) -> None:
@@ -207,7 +196,7 @@ def test_a_damaged_tar_in_a_tar_is_named(tmp_path: Path) -> None:
     inner[inner.index(b"b.png")] ^= 1
     tars.write(tmp_path / "train.tar", tars.member("n01.tar", bytes(inner)))
     tars.write(tmp_path / "val.tar", tars.member("n01/a.png", png(0)))
-    with pytest.raises(DataError, match=r"train.tar: not a whole .*n01.tar in it: there is no"):
+    with pytest.raises(DataError, match=r"train.tar: .*n01.tar"):
         imported(tmp_path, tmp_path / "out")
 
 
@@ -229,3 +218,79 @@ def test_members_of_a_tar_do_not_stay_in_memory(
         assert len(files.names) == 500
     assert len(kept) == 1
     assert kept[0] < 10
+
+
+def write_zip(path: Path, images: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
+        for name, content in images.items():
+            file.writestr(name, content)
+
+
+def write_tar(path: Path, images: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in images.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(content), 1.5  # which gives it an extended header
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("write", [write_zip, write_tar])
+def test_any_damage_is_a_data_error_or_loses_nothing(
+    tmp_path: Path, write: Callable[[Path, dict[str, bytes]], None]
+) -> None:
+    places = [(s, c, n) for s in ("train", "val") for c in ("cat", "dog") for n in range(2)]
+    write(tmp_path / "source", {f"{s}/{c}/{n}.png": png(n) for s, c, n in places})
+    whole, chance, refused = (tmp_path / "source").read_bytes(), random.Random(0), 0
+    for attempt in range(30):
+        content = bytearray(whole)
+        if chance.random() < 0.3:
+            del content[chance.randrange(len(content)) :]
+        for _ in range(chance.choice([1, 2, 10])) if len(content) == len(whole) else ():
+            end = chance.choice([len(content), min(len(content), 300)])
+            content[chance.randrange(end)] = chance.choice([0, 255, chance.randrange(256)])
+        (tmp_path / "source").write_bytes(content)
+        try:
+            imported(tmp_path / "source", tmp_path / f"out{attempt}")
+        except DataError:
+            refused += 1
+        else:
+            assert (tmp_path / f"out{attempt}/train/000000.tar").exists()
+    assert refused > 5
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["", "train/", "val/", "train/cat/", "../", "/", "train/cat/a.tar/"]),
+            st.text("a./\0\x1b\udcff ", max_size=4),
+            st.sampled_from(["", ".png", ".cls", ".tar", ".jpg"]),
+            st.sampled_from([tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE]),
+            st.sampled_from(["", "a.png", "../../x", "/", "\0", "."]),
+        ),
+        max_size=4,
+    ),
+    st.binary(max_size=8),
+)
+@example([("train/", "..", ".png", tarfile.SYMTYPE, "..")], b"")
+@example([("", "", "", tarfile.REGTYPE, "")], b"")
+@example([("train/cat/", "a", ".tar", tarfile.REGTYPE, "")], b"\xff" * 8)
+def test_any_members_are_images_or_one_message(
+    tmp_path_factory: pytest.TempPathFactory,
+    members: list[tuple[str, str, str, bytes, str]],
+    spoiled: bytes,
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    more = []
+    for start, middle, end, kind, to in members:
+        content = png(1) if kind == tarfile.REGTYPE else b""
+        more.append(tars.member(f"{start}{middle}{end}", content, kind=kind, to=to))
+    archive = bytearray(b"".join([TRAIN, VAL, *more]))
+    for place, byte in enumerate(spoiled):
+        archive[-1 - 97 * place] = byte
+    source = tars.write(folder / "all.tar", bytes(archive))
+    try:
+        imported(source, folder / "out")
+    except DataError as error:
+        assert str(error)  # noqa: PT017 -- either outcome is right
+    assert {path.name for path in folder.iterdir()} <= {"all.tar", "out"}

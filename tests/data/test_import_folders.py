@@ -1,5 +1,8 @@
+"""Class folders in every form, ImageNet's archives, and a part of every class for validation."""
+
 import lzma
 import os
+import re
 import shutil
 import tarfile
 import zipfile
@@ -7,16 +10,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tars
 from class_folders import fields, write_folder, write_image
-from importing import imported
+from importing import contents, imported, png
 
 from largebatch.cli.main import DONE, USER, main
+from largebatch.data.datasets import import_data
 from largebatch.data.index.index import read_folder
-from largebatch.errors import SHOWN, DataError
+from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
 require_torchvision()
 from torchvision.datasets import ImageFolder  # noqa: E402 -- once it can be imported
+
+
+def with_options(source: Path, out: Path, **options: object) -> Path:
+    silent = lambda _done, _total: None  # noqa: E731 -- short
+    import_data("imagefolder", source, out, shard_bytes=10**6, progress=silent, options=options)
+    return out
+
+
+def command(source: Path, out: Path, *options: str) -> int:
+    return main(["data", "import", "imagefolder", str(source), "--out", str(out), *options])
 
 
 def zip_of(folder: Path, archive: Path) -> None:
@@ -24,12 +39,7 @@ def zip_of(folder: Path, archive: Path) -> None:
         for path in sorted(folder.rglob("*"), reverse=True):
             file.write(path, path.relative_to(folder.parent))
         file.writestr("__MACOSX/train/dog/._a.JPEG", b"left behind")
-        file.writestr(f"{folder.name}/readme.txt", b"no image")
-
-
-def tar_of(folder: Path, archive: Path, mode: str) -> None:
-    with tarfile.open(archive, mode) as tar:  # type: ignore[call-overload]
-        tar.add(folder, arcname=f"./{folder.name}")
+        file.writestr(f"{folder.name}/readme.txt", b"not an image")
 
 
 def as_folder(root: Path, source: Path) -> Path:
@@ -42,130 +52,31 @@ def as_zips(root: Path, source: Path) -> Path:
     return source
 
 
-def as_one_zip(root: Path, source: Path) -> Path:
-    zip_of(root, source / "all.zip")
-    return source / "all.zip"
-
-
 def as_bare_tars(root: Path, source: Path) -> Path:
     """Without the split in the paths; one of them compressed."""
     for split, mode in (("train", "w"), ("val", "w:gz")):
-        with tarfile.open(
-            source / f"{split}.{mode.replace('w', 'tar').replace(':', '.')}", mode
-        ) as t:  # type: ignore[call-overload]
+        name = f"{split}.{mode.replace('w', 'tar').replace(':', '.')}"
+        with tarfile.open(source / name, mode) as tar:  # type: ignore[call-overload]
             for path in (root / split).iterdir():
-                t.add(path, arcname=path.name)
+                tar.add(path, arcname=path.name)
     return source
 
 
-def as_one_tar(root: Path, source: Path) -> Path:
-    tar_of(root, source / "all.tgz", "w:gz")
-    return source / "all.tgz"
-
-
 def as_xz(root: Path, source: Path) -> Path:
-    tar_of(root, source / "all.tar", "w")
+    with tarfile.open(source / "all.tar", "w") as tar:
+        tar.add(root, arcname=f"./{root.name}")
     (source / "all.tar.xz").write_bytes(lzma.compress((source / "all.tar").read_bytes()))
     return source / "all.tar.xz"
 
 
-@pytest.mark.parametrize("form", [as_folder, as_zips, as_one_zip, as_bare_tars, as_one_tar, as_xz])
-def test_class_folders_keep_bytes_and_order_in_every_form(
-    tmp_path: Path, form: Callable[[Path, Path], Path]
-) -> None:
-    root, source = tmp_path / "root", tmp_path / "source"
-    source.mkdir()
-    for split in ("train", "val"):
-        write_folder(root, split)
-    out = imported(form(root, source), tmp_path / "out")
-    for split in ("train", "val"):
-        before, after = read_folder(root, split), read_folder(out, split)
-        for sample in range(len(before)):
-            path, offset, num_bytes, *_ = after.locate(sample)
-            content = path.read_bytes()[offset : offset + num_bytes]
-            assert content == before.locate(sample).path.read_bytes()
-        assert fields(after)["labels"] == fields(before)["labels"]
-        assert after.classes == before.classes
-
-
-def test_broken_images_of_an_archive_are_named(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        write_folder(tmp_path / "root", split)
-    (tmp_path / "root/train/dog/b.png").write_bytes(b"")
-    write_image(tmp_path / "root/train/dog/c.png")
-    source = as_one_zip(tmp_path / "root", tmp_path)
-    with pytest.raises(DataError) as caught:
-        imported(source, tmp_path / "out")
-    assert "1 of 9 images cannot be used" in str(caught.value)
-    assert "root/train/dog/b.png: the file is empty" in str(caught.value)
-    assert "the same `largebatch data import` with --drop-bad" in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_broken_images_can_be_left_out_as_the_message_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for split in ("train", "val"):
-        write_folder(tmp_path / "root", split)
-    (tmp_path / "root/train/dog/b.png").write_bytes(b"")
-    (tmp_path / "root/val/cat/c.jpg").write_text("no image")
-    words = ["data", "import", "imagefolder", f"{tmp_path}/root", "--out", f"{tmp_path}/out"]
-    assert main(words) == USER
-    assert "--drop-bad" in capsys.readouterr().err
-    assert main([*words, "--drop-bad"]) == DONE
-    shown = capsys.readouterr().out
-    assert "2 of 9 images left out:" in shown
-    assert "root: train/dog/b.png: the file is empty" in shown
-    assert "root: val/cat/c.jpg: not a readable image" in shown
-    assert "3 training and 4 validation images" in shown
-
-
-@pytest.mark.parametrize(
-    ("broken", "found"),
-    [
-        ("val/*", "3 of 3 classes have no image in val that can be used: Zebra, cat, dog"),
-        ("train/dog", "1 of 3 classes have no image in train that can be used: dog"),
-    ],
-    ids=["of a split", "of a class"],
-)
-def test_an_import_that_leaves_out_all_images_of_a_class_is_refused_and_leaves_nothing(
-    broken: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for split in ("train", "val"):
-        write_folder(tmp_path / "root", split)
-    for path in (tmp_path / "root").glob(f"{broken}/*.*"):
-        path.write_bytes(b"")
-    words = ["data", "import", "imagefolder", f"{tmp_path}/root", "--out", f"{tmp_path}/out"]
-    assert main([*words, "--drop-bad"]) == USER
-    assert f"out: not written: {found}" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["root"]
-
-
-def test_the_images_that_an_import_leaves_out_are_listed_up_to_a_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for split in ("train", "val"):
-        write_folder(tmp_path / "root", split)
-    for number in range(SHOWN + 1):
-        (tmp_path / f"root/train/dog/z{number:02}.png").write_bytes(b"")
-    words = ["data", "import", "imagefolder", f"{tmp_path}/root", "--out", f"{tmp_path}/out"]
-    assert main([*words, "--drop-bad"]) == DONE
-    shown = capsys.readouterr().out
-    assert f"{SHOWN + 1} of " in shown
-    assert shown.count("the file is empty") == SHOWN
-    assert "\n  ...\n" in shown
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"text", "not a whole zip or tar"), (b"\x1f\x8b\x08", "not a whole zip or tar")],
-)
-def test_a_file_that_is_not_an_archive_is_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
-    (tmp_path / "all.zip").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        imported(tmp_path / "all.zip", tmp_path / "out")
+def as_archive_around(root: Path, source: Path) -> Path:
+    """In two more folders, like Kaggle's ImageNet."""
+    (source / "ILSVRC/Data").mkdir(parents=True)
+    shutil.copytree(root, source / "ILSVRC/Data/CLS-LOC")
+    with zipfile.ZipFile(source / "all.zip", "w") as file:
+        for path in (source / "ILSVRC").rglob("*"):
+            file.write(path, path.relative_to(source))
+    return source / "all.zip"
 
 
 TINY = (
@@ -183,140 +94,134 @@ TINY = (
 """Paths like Tiny-ImageNet's, and some deeper; one class has the name of a split."""
 
 
-def write_tiny(root: Path) -> None:
-    for number, path in enumerate(TINY, start=1):
+@pytest.mark.parametrize("form", [as_folder, as_zips, as_bare_tars, as_xz, as_archive_around])
+def test_images_keep_their_bytes_and_have_the_classes_of_torchvision(
+    tmp_path: Path, form: Callable[[Path, Path], Path]
+) -> None:
+    root, source = tmp_path / "root", tmp_path / "source"
+    source.mkdir()
+    paths = [path for path in TINY if form != as_bare_tars or "train" not in path.split("/")[1:]]
+    for number, path in enumerate(paths, start=1):
         write_image(root / path, width=number)
     (root / "train/n01/boxes.txt").write_text("0 0 1 1")
     write_image(root / "train/n01/.thumbnails/0.png")
-
-
-def as_archive_around(root: Path, source: Path) -> Path:
-    """In two more folders, like Kaggle's ImageNet."""
-    (source / "ILSVRC/Data").mkdir(parents=True)
-    shutil.copytree(root, source / "ILSVRC/Data/CLS-LOC")
-    with zipfile.ZipFile(source / "all.zip", "w") as file:
-        for path in (source / "ILSVRC").rglob("*"):
-            file.write(path, path.relative_to(source))
-    return source / "all.zip"
-
-
-def as_bare_tiny(root: Path, source: Path) -> Path:
-    """Without folders named like a split, for which this form is refused."""
-    for path in ("train/train", "val/train", "val/n02/train"):
-        shutil.rmtree(root / path)
-    return as_bare_tars(root, source)
-
-
-def as_tars_around(root: Path, source: Path) -> Path:
-    """Without the split, and with another folder around the classes of one archive."""
-    for split, around in (("train", ""), ("val", "folder/")):
-        with tarfile.open(source / f"{split}.tar", "w") as tar:
-            for path in sorted((root / split).iterdir()):
-                tar.add(path, arcname=f"{around}{path.name}")
-    return source
-
-
-@pytest.mark.parametrize("form", [as_folder, as_zips, as_one_tar, as_bare_tiny, as_archive_around])
-def test_images_in_subfolders_of_a_class_belong_to_it(
-    tmp_path: Path, form: Callable[[Path, Path], Path]
-) -> None:
-    """In the layout of torchvision's ImageFolder."""
-    root, source = tmp_path / "root", tmp_path / "source"
-    source.mkdir()
-    write_tiny(root)
     out = imported(form(root, source), tmp_path / "out")
     shutil.rmtree(root / "train/n01/.thumbnails")
     for split in ("train", "val"):
-        expected = ImageFolder(str(root / split))
-        index = read_folder(out, split)
+        expected, index = ImageFolder(str(root / split)), read_folder(out, split)
         found = {
-            (TINY[width - 1], label)
+            (paths[width - 1], label)
             for width, label in zip(index.widths.tolist(), index.labels.tolist(), strict=True)
         }
         assert found == {
             (Path(path).relative_to(root).as_posix(), label) for path, label in expected.samples
         }
-        assert len(index) == len(expected)
         assert list(index.classes) == expected.classes
+        images = [content for name in index.classes for content in contents(out, split)[name]]
+        assert sorted(images) == sorted(Path(path).read_bytes() for path, _ in expected.samples)
 
 
-def test_one_folder_around_classes_is_not_a_class(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_images_have_the_numbers_of_their_folder(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
-    out = imported(as_tars_around(tmp_path / "root", source), tmp_path / "out")
-    assert read_folder(out, "val").classes == ("Zebra", "cat", "dog")
+    out = imported(tmp_path / "root", tmp_path / "out")
+    before, after = (fields(read_folder(each, "train")) for each in (tmp_path / "root", out))
+    for key in ("labels", "heights", "widths", "num_bytes", "classes"):
+        assert before[key] == after[key]
 
 
-UNCLEAR = {
-    "no class": (["train/0.png"], "train/0.png is not in a class folder of a split"),
-    "no split": (["test/cat/0.png"], "test/cat/0.png is not in a class folder of a split"),
-    "two folders of splits": (
-        ["old/train/cat/0.png", "train/cat/1.png"],
-        "old/train/cat/0.png and train/cat/1.png are not in the same folder of splits",
-    ),
-}
+def test_broken_images_are_named_and_can_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        write_folder(tmp_path / "root", split)
+    (tmp_path / "root/train/dog/b.png").write_bytes(b"")
+    (tmp_path / "root/val/cat/c.jpg").write_text("not an image")
+    assert command(tmp_path / "root", tmp_path / "out") == USER
+    assert "--drop-bad" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert command(tmp_path / "root", tmp_path / "out", "--drop-bad") == DONE
+    shown = capsys.readouterr().out
+    assert "2 of 9 images left out:" in shown
+    assert "root: train/dog/b.png: the file is empty" in shown
+    assert "root: val/cat/c.jpg: not a readable image" in shown
+    assert "3 training and 4 validation images" in shown
+    (tmp_path / "root/train/dog/a.JPEG").write_bytes(b"")  # the only other dog
+    assert command(tmp_path / "root", tmp_path / "none", "--drop-bad") == USER
+    assert "1 of 3 classes have no image in train" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "root"]
 
 
 @pytest.mark.parametrize(
-    ("paths", "message"), [pytest.param(*each, id=name) for name, each in UNCLEAR.items()]
+    ("paths", "part"),
+    [
+        pytest.param(["train/0.png"], "train/0.png is not in a class folder", id="no class"),
+        pytest.param(["test/cat/0.png"], "test/cat/0.png is not in a class folder", id="no split"),
+        pytest.param(
+            ["old/train/cat/0.png", "train/cat/1.png"],
+            "old/train/cat/0.png and train/cat/1.png",
+            id="two folders of splits",
+        ),
+        pytest.param(["train/cat/0.png"], "no images of val", id="one split"),
+        pytest.param(["train/n01.txt"], "no images", id="no images"),
+    ],
 )
 def test_an_image_whose_class_is_unclear_is_refused(
-    tmp_path: Path, paths: list[str], message: str
+    tmp_path: Path, paths: list[str], part: str
 ) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
         for path in paths:
-            file.writestr(path, "")
-    with pytest.raises(DataError) as caught:
+            file.writestr(path, png(1))
+    with pytest.raises(DataError, match=part):
         imported(tmp_path / "all.zip", tmp_path / "out")
-    assert f"all.zip: {message}; expected train/<class>/*.jpg" in str(caught.value)
 
 
-def test_an_image_beside_class_folders_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [as_folder, as_bare_tars])
+def test_an_image_beside_class_folders_is_refused(
+    tmp_path: Path, form: Callable[[Path, Path], Path]
+) -> None:
     """In a folder and in an archive of one split."""
-    root, source = tmp_path / "root", tmp_path / "source"
-    source.mkdir()
+    (tmp_path / "source").mkdir()
     for split in ("train", "val"):
-        write_folder(root, split)
-    write_image(root / "val/x.png")
-    for form in (as_folder, as_bare_tars):
-        with pytest.raises(DataError, match=r"x.png is not in a class folder.*; move it into one"):
-            imported(form(root, source), tmp_path / "out")
+        write_folder(tmp_path / "root", split)
+    write_image(tmp_path / "root/val/x.png")
+    with pytest.raises(DataError, match=r"x.png is not in a class folder"):
+        imported(form(tmp_path / "root", tmp_path / "source"), tmp_path / "out")
 
 
 def test_two_images_of_the_same_name_are_refused(tmp_path: Path) -> None:
-    """Two archives, both of which hold the split."""
+    """Two archives, both of which contain the split."""
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
-        tar_of(tmp_path / "root", tmp_path / f"{split}.tar", "w")
-    with pytest.raises(DataError) as caught:
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            tar.add(tmp_path / "root", arcname="root")
+    with pytest.raises(DataError, match=r"train\.tar: .* and .*val\.tar: .*z\.webp"):
         imported(tmp_path, tmp_path / "out")
-    assert str(caught.value) == (
-        f"{tmp_path}/train.tar: root/train/Zebra/z.webp and {tmp_path}/val.tar: "
-        "root/train/Zebra/z.webp are both train/Zebra/z.webp; remove one of them"
-    )
 
 
-def test_an_archive_of_only_one_split_is_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path / "root", "train")
-    zip_of(tmp_path / "root/train", tmp_path / "train.zip")
-    with pytest.raises(DataError, match="train.zip: there are no images of val; expected .* a f"):
-        imported(tmp_path / "train.zip", tmp_path / "out")
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_a_special_file_in_a_folder_is_refused_by_name(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    for split in ("train", "val"):
+        write_image(tmp_path / f"in/{split}/cat/a.png")
+    make(tmp_path / "in/train/cat/b.png")
+    with pytest.raises(DataError, match="in/train/cat/b.png: is a pipe"):
+        imported(tmp_path / "in", tmp_path / "out")
 
 
-def test_an_archive_without_images_is_refused(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
-        file.writestr("train/n01.tar", "")
-    with pytest.raises(DataError, match="contains no images; expected .*; found train/n01.tar"):
-        imported(tmp_path / "all.zip", tmp_path / "out")
-
-
-def test_archives_whose_splits_differ_are_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path / "root", "train")
-    write_image(tmp_path / "root/val/yak/a.png")
-    with pytest.raises(DataError, match="only in train: Zebra, cat, dog; only in val: yak"):
-        imported(tmp_path / "root", tmp_path / "out")
+def test_links_of_a_folder_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+    raw, root = tmp_path / "raw", tmp_path / "root"
+    for path in (raw / "a.png", root / "val/cat/a.png", root / "val/dog/a.png"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(6))
+    (root / "train/dog").mkdir(parents=True)
+    (root / "train/dog/b.png").symlink_to(raw / "a.png")
+    (root / "train/cat").symlink_to(raw)
+    assert contents(imported(root, tmp_path / "out")) == {"cat": [png(6)], "dog": [png(6)]}
+    (root / "train/dog/again").symlink_to(root / "train")
+    with pytest.raises(DataError, match="train/dog/again: links back to a folder"):
+        imported(root, tmp_path / "other")
 
 
 def test_real_imagenette_is_imported_with_its_bytes(real_data: Path, tmp_path: Path) -> None:
@@ -336,12 +241,193 @@ def test_real_imagenette_is_imported_with_its_bytes(real_data: Path, tmp_path: P
             assert name.split("/")[1] == val.classes[val.labels[sample]]
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
-def test_a_special_file_in_a_folder_is_refused_by_name(
-    tmp_path: Path, make: Callable[[Path], None]
-) -> None:
+def write_classes(root: Path, **numbers: int) -> Path:
+    """Write this number of images into each class folder, one of them in a subfolder."""
+    for place, (name, number) in enumerate(numbers.items()):
+        for image in range(number):
+            path = root / name / ("more/" if image == 1 else "") / f"{image:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(1000 * place + image))
+    return root
+
+
+def test_a_split_of_another_name_is_used_for_validation(tmp_path: Path) -> None:
     for split in ("train", "val"):
-        write_image(tmp_path / f"in/{split}/cat/a.png")
-    make(tmp_path / "in/train/cat/b.png")
-    with pytest.raises(DataError, match="in/train/cat/b.png: is not a file but a pipe"):
+        write_folder(tmp_path / "in", split)
+    expected = contents(imported(tmp_path / "in", tmp_path / "expected"), "val")
+    (tmp_path / "in/val").rename(tmp_path / "in/test")
+    with pytest.raises(DataError, match="--val-name test"):
         imported(tmp_path / "in", tmp_path / "out")
+    out = with_options(tmp_path / "in", tmp_path / "a", val_name="test")
+    assert contents(out, "val") == expected
+    shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path / "in")
+    out = with_options(tmp_path / "all.zip", tmp_path / "b", val_name="test")
+    assert contents(out, "val") == expected
+
+
+@pytest.mark.parametrize("form", ["train", "zip with a folder", "train.tar"])
+def test_class_folders_are_divided_equally_in_every_form(tmp_path: Path, form: str) -> None:
+    plain = write_classes(tmp_path / "plain", cat=20, dog=7, yak=2)
+    expected = with_options(plain, tmp_path / "expected", val_fraction=0.1)
+    source = tmp_path / "in"
+    if form == "train":
+        shutil.copytree(plain, source / "train")
+    elif form == "train.tar":
+        shutil.make_archive(str(source / "train"), "tar", plain)
+    else:
+        source = tmp_path / "all.zip"
+        with zipfile.ZipFile(source, "w") as archive:
+            for path in plain.rglob("*.png"):
+                archive.write(path, f"plain/{path.relative_to(plain)}")
+    out = with_options(source, tmp_path / "out", val_fraction=0.1)
+    for split in ("train", "val"):
+        assert contents(out, split) == contents(expected, split)
+
+
+def test_the_division_depends_only_on_names_and_seed_and_never_changes(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "in", cat=12)
+    first = contents(with_options(source, tmp_path / "a", val_fraction=0.25), "val")
+    chosen = [next(n for n in range(12) if png(n) == image) for image in first["cat"]]
+    assert chosen == [2, 8, 10]
+    assert first != contents(with_options(source, tmp_path / "b", val_fraction=0.25, seed=1), "val")
+    write_classes(source, dog=9, elk=3)  # other classes change no choice
+    again = contents(with_options(source, tmp_path / "c", val_fraction=0.25), "val")
+    assert again["cat"] == first["cat"]
+    assert {name: len(images) for name, images in again.items()} == {"cat": 3, "dog": 2, "elk": 1}
+
+
+def test_a_class_without_an_image_to_train_on_is_refused(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "in", cat=20, dog=1)
+    with pytest.raises(DataError, match="class dog has 1 images"):
+        with_options(source, tmp_path / "out", val_fraction=0.1)
+
+
+def test_the_command_describes_the_division_and_names_likely_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_classes(tmp_path / "in/train", cat=20, dog=8).parent
+    (source / "train/cat/a.gif").touch()
+    (source / "other").mkdir()
+    assert command(source, tmp_path / "a") == USER
+    assert "--val-fraction 0.1" in capsys.readouterr().err
+    options = ["--val-fraction", "0.1", "--seed", "3"]
+    assert command(source, tmp_path / "b", *options) == DONE
+    shown = capsys.readouterr().out
+    for part in ("1 .gif: train/cat/a.gif", "not imported: other", "seed 3", "25 training and 3 "):
+        assert part in shown
+    write_classes(tmp_path / "deep/images", cat=4, dog=4)
+    assert command(tmp_path / "deep", tmp_path / "c", *options) == DONE
+    assert "one class, images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_images_that_are_equal_in_both_splits_are_counted_and_named(
+    tmp_path: Path, divided: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies under other names: validation would measure what was learnt by heart."""
+    source = tmp_path / "in"
+    for split, start in (("", 0),) if divided else (("train", 0), ("val", 100)):
+        write_classes(source / split, cat=4, dog=4)
+        for path in (source / split).rglob("*.png"):
+            path.write_bytes(png(start + int(path.stem) + 10 * (path.parts[-2] == "dog")))
+    if divided:
+        for number in range(3):  # every one of the four cats is the same
+            shutil.copy(source / "cat/003.png", source / f"cat/{number:03d}.png")
+        named = r"cat/00\d.png = .*cat/00\d.png"
+    else:
+        shutil.copy(source / "train/dog/002.png", source / "val/cat/000.png")
+        named = r"val/cat/000.png = .*train/dog/002.png"
+    assert command(source, tmp_path / "out", *(["--val-fraction=0.25"] if divided else [])) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = (n for n, line in enumerate(lines) if " equal to one of train" in line)
+    assert lines[place].startswith(f"1 of {2 if divided else 8} images of val ")
+    assert re.search(named, lines[place + 1])
+    assert "= " not in lines[place + 2]
+
+
+def test_imagenets_archives_are_imported_unchanged(tmp_path: Path) -> None:
+    """Train is a tar with a tar per class; val has no folders, and its classes are in a list."""
+    inner = {
+        name: b"".join(
+            tars.member(f"{name}_{n}.JPEG", png(n + 10 * place)) for n in range(3 - place)
+        )
+        for place, name in enumerate(("n01440764", "n01443537"))
+    }
+    tars.write(
+        tmp_path / "ILSVRC2012_img_train.tar",
+        *(tars.member(f"{name}.tar", content + tars.END) for name, content in inner.items()),
+    )
+    val = [tars.member(f"ILSVRC2012_val_{n:08d}.JPEG", png(100 + n)) for n in (3, 1, 2)]
+    tars.write(tmp_path / "ILSVRC2012_img_val.tar", *val)
+    for text in (None, "n01443537\nn01440764\n", "n01443537\n\nn01440764\n"):
+        if text is not None:
+            (tmp_path / "val_labels.txt").write_text(text)
+        with pytest.raises(DataError, match=r"val_labels\.txt.*of the 3 images"):
+            imported(tmp_path, tmp_path / "out")
+    (tmp_path / "val_labels.txt").write_text("n01443537\nn01440764\nn01440764\n")
+    out = imported(tmp_path, tmp_path / "out")
+    assert contents(out) == {
+        "n01440764": [png(0), png(1), png(2)],
+        "n01443537": [png(10), png(11)],
+    }
+    assert contents(out, "val") == {"n01440764": [png(102), png(103)], "n01443537": [png(101)]}
+
+
+def write_kaggle(root: Path) -> Path:
+    """Write ImageNet as Kaggle packs it; return the folder of its splits."""
+    folder = root / "ILSVRC/Data/CLS-LOC"
+    for place, name in enumerate(("n01440764", "n01443537")):
+        for number in range(2):
+            path = folder / f"train/{name}/{name}_{number}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(10 * place + number))
+    rows = ["ImageId,PredictionString"]
+    for number in (2, 3, 1):  # not in the order of the names
+        for split in ("val", "test"):
+            path = folder / f"{split}/ILSVRC2012_{split}_{number:08d}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(100 + number))
+        wnid = "n01443537" if number == 1 else "n01440764"
+        rows.append(f"ILSVRC2012_val_{number:08d},{wnid} 1 2 3 4 {wnid} 5 6 7 8")
+    (root / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
+    (root / "ILSVRC/Annotations").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("given", ["root", "csv beside val", "list"])
+def test_imagenet_as_kaggle_packs_it_is_imported(given: str, tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    folder = write_kaggle(root)
+    if given == "csv beside val":
+        path = (root / "LOC_val_solution.csv").rename(folder / "LOC_val_solution.csv")
+        path.write_text(path.read_text(), encoding="utf-8-sig", newline="\r\n")  # of a spreadsheet
+    if given == "list":
+        (root / "LOC_val_solution.csv").unlink()
+        (folder / "val_labels.txt").write_text("n01443537\nn01440764\nn01440764\n")
+    out = imported(root if given == "root" else folder, tmp_path / "out")
+    assert contents(out) == {"n01440764": [png(0), png(1)], "n01443537": [png(10), png(11)]}
+    assert contents(out, "val") == {"n01440764": [png(102), png(103)], "n01443537": [png(101)]}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        pytest.param(lambda text: text[text.index("\n") + 1 :], "PredictionString", id="no header"),
+        pytest.param(lambda text: text[: text.index("\n", 60)], "val_00000003", id="rows missing"),
+    ],
+)
+def test_kaggles_table_of_another_form_is_named(
+    spoil: Callable[[str], str], named: str, tmp_path: Path
+) -> None:
+    folder = write_kaggle(tmp_path / "in")
+    path = tmp_path / "in/LOC_val_solution.csv"
+    path.write_text(spoil(path.read_text()))
+    with pytest.raises(DataError, match=named):
+        imported(folder, tmp_path / "out")
+
+
+def test_kaggles_zip_must_be_unpacked(tmp_path: Path) -> None:
+    write_kaggle(tmp_path / "in")
+    archive = shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path / "in")
+    with pytest.raises(DataError, match=r"LOC_val_solution.csv"):
+        imported(Path(archive), tmp_path / "out")

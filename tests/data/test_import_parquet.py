@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -170,25 +169,6 @@ def test_a_bad_row_is_named(
 
 
 @needs_pyarrow
-def test_bad_rows_can_be_left_out_of_a_divided_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    images = [image(number) for number in range(8)]
-    images[1] = {"bytes": b"GIF89a" + bytes(40), "path": "x"}
-    write(tmp_path / "in/data/train-00000-of-00001.parquet", images, [0, 0, 0, -1, 1, 1, 1, 1])
-    options = ("--val-fraction", "0.34", "--drop-bad")
-    assert command(tmp_path / "in", tmp_path / "out", *options) == DONE
-    shown = capsys.readouterr().out
-    assert "2 of 8 images left out:" in shown
-    assert "row 1: not a readable image" in shown
-    assert "row 3: its label is -1" in shown
-    used = [contents(tmp_path / "out", split) for split in ("train", "val")]
-    found = {name: sorted([*used[0][name], *used[1][name]]) for name in CLASSES}
-    expected = {"cat": (0, 2), "dog": (4, 5, 6, 7)}
-    assert found == {name: sorted(map(png, numbers)) for name, numbers in expected.items()}
-
-
-@needs_pyarrow
 def test_files_of_another_schema_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,12 +190,3 @@ def test_files_of_another_schema_are_refused(
     write(source / "data/train-00000-of-00002.parquet", [image(0)], [0], features=other)
     assert command(source, tmp_path / "out") == USER
     assert "different columns or classes" in capsys.readouterr().err
-
-
-def test_without_pyarrow_the_error_names_the_install_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert command(tmp_path, tmp_path / "out") == USER
-    assert "data import parquet needs pyarrow" in capsys.readouterr().err

@@ -5,27 +5,22 @@ import ctypes
 import gc
 import os
 import re
-import threading
 import time
-import uuid
 from contextlib import closing
 from itertools import islice
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, decode_all, has_dali, needs_dali, open_cache, photograph, view
-from on_workers import on_workers
+from decoding import augmented, decode_all, needs_dali, open_cache, photograph, view
 from PIL import Image
 
-from largebatch.data.decoders import cached
+from largebatch.data.decoders import pixel_cache
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Resources
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -81,16 +76,6 @@ def children() -> list[int]:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             parent = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
             if int(parent) == os.getpid():
-                found.append(int(process.name))
-    return found
-
-
-def marked(mark: str) -> list[int]:
-    """Return the processes that were started with this in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-            if mark.encode("ascii") in (process / "environ").read_bytes():
                 found.append(int(process.name))
     return found
 
@@ -154,56 +139,10 @@ def test_a_pipeline_releases_everything_fifty_times(
         gc.enable()
 
 
-def read_some() -> int:
-    """Run one of several workers: open the images in every way and read three batches."""
-    backend = connect("torch")
-    for way in WAYS:
-        assert open_and_close(way, 4, backend) == 3
-    backend.close()
-    return backend.world_size
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not has_dali, reason="NVIDIA DALI is not installed")
-def test_two_workers_leave_no_process_or_file_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resource_tracker.ensure_running()  # multiprocessing's own process, which stays for good
-    before = held()
-    mark = f"test-{uuid.uuid4().hex}"
-    monkeypatch.setenv("LARGEBATCH_TEST", mark)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    seen: set[int] = set()
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.5):
-            seen.update(marked(mark))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        assert on_workers(read_some, workers=2) == 2
-    finally:
-        over.set()
-        watcher.join()
-    assert len(seen) >= 2
-    assert_given_back(before)
-    assert marked(mark) == []
-
-
-def test_no_partial_file_is_left_in_the_pixel_cache(folder: Index, tmp_path: Path) -> None:
-    open_cache(folder)
-    (file,) = (tmp_path / "cache/largebatch/pixels").iterdir()
-    assert re.fullmatch(rf"{folder.digest}\.\d+\.pillow-[\d.]+\.pixels", file.name)
-    assert file.stat().st_size == 4 + sum(3 * (60 + number) * 80 for number in range(6))
-
-
 def test_cached_pixels_are_mapped_and_never_copied(folder: Index) -> None:
     """They are in memory once for any number of workers."""
     kept = open_cache(folder)
-    opened = cached.open_decoder(kept, view(), Resources(CPU, threads=2, batch_size=4))
+    opened = pixel_cache.open_decoder(kept, view(), Resources(CPU, threads=2, batch_size=4))
     list(decode_all(opened, augmented(folder, 4, 3)))
     mappings = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
     ours = [mapping for mapping in mappings if folder.digest in mapping]

@@ -44,23 +44,11 @@ def test_the_order_never_changes() -> None:
     assert sample_ids(range(20), seed=1234, num_samples=10).reshape(2, 10).tolist() == two_epochs
 
 
-def test_epochs_and_seeds_have_different_orders() -> None:
-    first, second = sample_ids(range(200), seed=0, num_samples=100).reshape(2, 100)
-    other = sample_ids(range(100), seed=1, num_samples=100)
-    for a, b in [(first, second), (first, other), (second, other)]:
-        assert (a == b).sum() < 10
-
-
 def test_every_sample_is_equally_likely_at_every_position() -> None:
     """Chi-squared over 10 x 10 cells and 4,000 epochs: 81 degrees of freedom, 150 is 1 in 10^5."""
     ids = sample_ids(range(40_000), seed=0, num_samples=10).reshape(-1, 10)
     counts = np.stack([np.bincount(column, minlength=10) for column in ids.T])
     assert ((counts - 400) ** 2 / 400).sum() < 150
-
-
-def test_a_caller_cannot_change_the_order_of_the_next() -> None:
-    sample_ids(range(5), seed=0, num_samples=5)[:] = -1
-    assert -1 not in sample_ids(range(5), seed=0, num_samples=5)
 
 
 @pytest.fixture
@@ -91,17 +79,6 @@ def test_the_next_epoch_is_drawn_ahead_and_none_twice(
     assert threading.current_thread() not in drawn.values()
 
 
-def test_statistics_over_the_first_epoch_keep_the_order_of_training_cached(
-    drawn: dict[int, threading.Thread],
-) -> None:
-    for batch in range(4):
-        sample_ids(range(70 + batch, 72 + batch), seed=0, num_samples=10)
-        sample_ids(range(batch, 2 + batch), seed=0, num_samples=10)
-    for epoch in (1, 8):
-        order._drawing(0, epoch, 10).wait()
-    assert sorted(drawn) == [0, 1, 7, 8]
-
-
 def test_an_order_is_drawn_on_demand_if_the_thread_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,33 +90,6 @@ def test_an_order_is_drawn_on_demand_if_the_thread_failed(
     order._drawing.cache_clear()
 
 
-def test_no_positions_have_no_samples() -> None:
-    assert sample_ids(range(10, 10), seed=0, num_samples=10).tolist() == []
-
-
-def test_an_order_takes_four_bytes_a_sample() -> None:
-    assert order._permutation(0, 0, 1000).nbytes == 4000
-
-
 def test_no_two_purposes_share_random_numbers() -> None:
     words = [random_words(0, stream, block=0, num_blocks=100) for stream in Stream]
     assert len(np.unique(words)) == len(Stream) * 400
-
-
-def test_random_words_depend_only_on_their_block() -> None:
-    words = random_words(7, Stream.CROP, block=0, num_blocks=50)
-    assert (random_words(7, Stream.CROP, block=20, num_blocks=3) == words[20:23]).all()
-
-
-@pytest.mark.parametrize(
-    ("positions", "num_samples", "message"),
-    [
-        pytest.param(range(0, 8, 2), 4, "consecutive", id="with gaps"),
-        pytest.param(range(8), 0, "at least 1, got 0", id="no samples"),
-    ],
-)
-def test_invalid_positions_and_sizes_are_refused(
-    positions: range, num_samples: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        sample_ids(positions, seed=0, num_samples=num_samples)

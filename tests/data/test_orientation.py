@@ -10,8 +10,7 @@ from decoding import Decode, augmented, both_decoders, photograph, run, run_cach
 from PIL import Image, ImageOps
 
 from largebatch.data.augment import clean_request
-from largebatch.data.datasets.packing import pack_folder
-from largebatch.data.index.build import BadImageError, measure_bytes
+from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
 
@@ -95,18 +94,6 @@ def test_cached_pixels_are_the_displayed_ones(
         expected = np.asarray(seen(folder, sample))[top : top + height, left : left + width]
         found = batch.images[sample].permute(1, 2, 0)
         assert torch.equal(found.round().to(torch.uint8), torch.from_numpy(expected.copy()))
-
-
-def test_shards_record_the_orientation(folder: Index, tmp_path: Path) -> None:
-    pack_folder(folder.root, tmp_path / "out", shard_bytes=10**6, progress=lambda *_: None)
-    shards = read_folder(tmp_path / "out", "train")
-    for name in ("orientations", "heights", "widths"):
-        assert getattr(shards, name).tolist() == getattr(folder, name).tolist()
-
-
-@pytest.mark.parametrize("orientation", [0, 9, 65_535])
-def test_an_invalid_orientation_is_ignored(orientation: int) -> None:
-    assert measure_bytes(turned(orientation)) == (90, 140, 1)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,9 +1,7 @@
 """A user's data set: its items in the recipe's order, boxes and flips."""
 
-import io
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +10,8 @@ from PIL import Image
 from short_runs import a_recipe
 
 from largebatch import run
-from largebatch.cli.main import USER, main
-from largebatch.data.datasets.own import Items, open_own
+from largebatch.cli.main import main
+from largebatch.data.datasets.own import Items
 from largebatch.errors import CheckpointError, DataError
 from largebatch.recipe.recipe import Recipe
 
@@ -135,11 +133,6 @@ def test_an_invalid_data_set_is_refused(place: Path, name: str, message: str) ->
     assert message in str(caught.value)
 
 
-def test_an_item_that_changes_is_named(place: Path) -> None:
-    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: it has .*, but had"):
-        run(recipe(), dataset="own_folder:shrinking", out=place / "out")
-
-
 @pytest.mark.parametrize(
     "change",
     ["data.source=digits", "execution.cache=memory", "execution.decoder=dali", "execution.reads=9"],
@@ -148,28 +141,6 @@ def test_a_setting_that_would_not_be_used_is_refused(place: Path, change: str) -
     key = change.replace("=", ": ")
     with pytest.raises(DataError, match=f"{key} would not be used"):
         run(recipe(change), dataset="own_folder:make", out=place / "out")
-
-
-def test_a_missing_module_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DataError, match="no_such: there is no such module in "):
-        open_own("no_such:make")
-    for module in ("", ".own_folder"):
-        with pytest.raises(DataError, match="expected the full name of a module, such as shapes"):
-            open_own(f"{module}:make")
-    (place / "own_broken.py").write_text("import no_such_package")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        open_own("own_broken:make")
-    (place / "r.yaml").write_text(recipe().model_dump_json())
-    assert main(["train", "r.yaml", "--import", "no_such", "--out", "x"]) == USER
-    assert "no_such: there is no such module" in capsys.readouterr().err
-
-
-def test_grey_tensors_are_shown_as_grey(place: Path) -> None:
-    (place / "own_grey.py").write_text(
-        BAD + "grey = lambda: (Items((torch.full((1, 8, 9), 7, dtype=torch.uint8), 1)),) * 2"
-    )
-    image, label = open_own("own_grey:grey")[0].read(0)
-    assert (image.mode, image.size, image.getpixel((4, 4)), label) == ("RGB", (9, 8), (7, 7, 7), 1)
 
 
 RAMP = np.arange(0, 256, 15, dtype=np.uint8)[None]  # 0 .. 255
@@ -208,25 +179,6 @@ def test_other_pixels_than_8_bits_a_channel_are_refused_as_in_folders(mode: str)
         Items("train", [(image, 0)]).read(0)
 
 
-def test_images_may_share_an_open_file() -> None:
-    """Pillow reads an image when its pixels are needed: that must be in the lock."""
-    file = io.BytesIO()
-    Image.new("RGB", (4, 3), (9, 8, 7)).save(file, "PPM")
-
-    class OneFile:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, number: int) -> tuple[Image.Image, int]:
-            return Image.open(file), 5
-
-    class ClosesTheFile:
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            file.close()
-
-    lock: Any = ClosesTheFile()
-    image, label = Items("train", OneFile(), lock).read(0)
-    assert (image.getpixel((3, 2)), label) == ((9, 8, 7), 5)
+def test_an_item_that_changes_is_named(place: Path) -> None:
+    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: it has .*, but had"):
+        run(recipe(), dataset="own_folder:shrinking", out=place / "out")

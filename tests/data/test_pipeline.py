@@ -9,7 +9,7 @@ import torch
 from decoding import with_decoder
 
 from largebatch.data.decoders import torchvision
-from largebatch.data.index import folder as index_folder
+from largebatch.data.index import index as module
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request, Resources
@@ -64,13 +64,6 @@ def test_two_workers_see_the_same_samples_as_one(clean: bool) -> None:
             np.testing.assert_array_equal(np.concatenate(parts), getattr(whole, field))
 
 
-def test_a_later_step_does_not_depend_on_the_start_of_the_run() -> None:
-    (later,) = requests(1, 0, clean=False, steps=range(20, 21))
-    np.testing.assert_array_equal(
-        later.boxes, requests(1, 0, clean=False, steps=range(18, 21))[2].boxes
-    )
-
-
 def test_statistics_are_measured_over_whole_spans_even_if_workers_share_them() -> None:
     """Spans of 48, trained on 24 samples a worker: the first 240 of the order, dealt out."""
     whole = requests(1, 0, statistics=240)
@@ -83,12 +76,6 @@ def test_statistics_are_measured_over_whole_spans_even_if_workers_share_them() -
     ]
     order = [spans[0][0], spans[1][0], spans[2][0], spans[3][0], spans[0][1]]
     np.testing.assert_array_equal(np.concatenate([part.samples for part in order]), expected)
-
-
-def test_an_unused_data_folder_is_refused() -> None:
-    recipe = load_recipe(DIGITS)
-    with pytest.raises(DataError, match="--data x would not be read: the recipe's data.source"):
-        open_images(recipe, make_plan(recipe, workers=1), CPU, folder=Path("x"))
 
 
 def test_cached_images_are_used_in_every_stage(
@@ -119,7 +106,7 @@ def test_cached_images_are_compared_with_every_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(index_folder, "MOST", 2)
+    monkeypatch.setattr(module, "MOST", 2)
 
     def train_index(*overrides: str) -> Index:
         recipe = load_recipe(DIGITS, list(overrides))

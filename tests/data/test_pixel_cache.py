@@ -3,26 +3,22 @@
 import errno
 import os
 import re
-import stat
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import PIL
 import pytest
 from decoding import open_cache, png_folder
 from PIL import Image
 
 from largebatch import storage
-from largebatch.data.decoders import pixel_cache, torchvision
-from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.decoders import pixel_cache
+from largebatch.data.index.index import Index
 from largebatch.errors import DataError
 from largebatch.storage import Progress
 
@@ -130,89 +126,6 @@ def test_a_file_renamed_to_another_is_written_again(
     assert np.array_equal(open_cache(folder).pixels, expected)
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "value"),
-    [
-        pytest.param(pixel_cache, "FORMAT", 1000, id="another format"),
-        pytest.param(PIL, "__version__", "0.1", id="another Pillow"),
-    ],
-)
-def test_other_versions_have_other_files(
-    module: ModuleType,
-    name: str,
-    value: object,
-    folder: Index,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    open_cache(folder)
-    monkeypatch.setattr(module, name, value)
-    open_cache(folder)
-    assert len(cache_files(tmp_path)) == 2
-
-
-def test_pixels_are_flushed_before_their_file_is_renamed(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    sync, rename = os.fsync, Path.replace
-
-    def note_sync(file: int) -> None:
-        found = os.fstat(file)
-        done.append("folder" if stat.S_ISDIR(found.st_mode) else f"{found.st_size} bytes")
-        sync(file)
-
-    def note_rename(path: Path, target: Path) -> Path:
-        done.append("renamed")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(Path, "replace", note_rename)
-    number = len(open_cache(folder).pixels)
-    assert done[-3:] == [f"{number + 4} bytes", "renamed", "folder"]
-
-
-def test_only_some_images_are_in_memory_during_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train/a").mkdir(parents=True)
-    for number in range(200):
-        Image.new("RGB", (3, 3), (number, 0, 0)).save(tmp_path / f"train/a/{number:03d}.png")
-    monkeypatch.setattr(pixel_cache, "EACH", 1)
-    decoded, decode_one = [], torchvision.to_pillow
-
-    def count(image: Any) -> Image.Image:  # noqa: ANN401 -- the decoder's own type
-        decoded.append(image)
-        return decode_one(image)
-
-    monkeypatch.setattr(pixel_cache, "to_pillow", count)
-    images = pixel_cache._decode_all(load_or_read(tmp_path, "train"), threads=2)
-    assert [int(pixels[0, 0, 0]) for pixels in islice(images, 40)] == list(range(40))
-    assert 40 <= len(decoded) <= 60
-    assert [int(pixels[0, 0, 0]) for pixels in images] == list(range(40, 200))
-
-
-def test_long_unused_files_are_removed_when_another_is_written(
-    folder: Index, tmp_path: Path
-) -> None:
-    open_cache(folder)
-    (ours,) = cache_files(tmp_path)
-    ages = {"old": 31, "old.0f3a": 31, "recent": 29, "older": 400}
-    for name, days in ages.items():
-        path = ours.with_name(name)
-        path.write_bytes(b"")
-        os.utime(path, 2 * (time.time() - days * 24 * 3600,))
-    os.utime(ours, 2 * (time.time() - 31 * 24 * 3600,))
-    open_cache(folder)  # a use, which makes it a recent one
-    assert len(cache_files(tmp_path)) == 5
-    open_cache(replace(folder, digest="another"))
-    assert {path.name.partition(".")[0] for path in cache_files(tmp_path)} == {
-        "recent",
-        "another",
-        folder.digest,
-    }
-
-
 def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     total = int((3 * folder.heights * folder.widths).sum())
     monkeypatch.setattr(pixel_cache, "LIMIT", total)
@@ -254,14 +167,3 @@ def test_without_a_writable_place_there_is_an_error_and_no_leftover(
     with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
         open_cache(folder)
     assert cache_files(tmp_path) == []
-
-
-def test_a_read_only_cache_is_used(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = open_cache(folder).pixels.copy()
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "utime", refuse)
-    monkeypatch.setattr(pixel_cache, "_write", None)  # would fail if it were called
-    assert np.array_equal(open_cache(folder).pixels, expected)

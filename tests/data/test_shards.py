@@ -1,20 +1,15 @@
 import io
-import os
 import shutil
-import signal
 import tarfile
-from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tars
 from class_folders import fields, write_folder, write_image
-from decoding import png_folder
 from PIL import Image
 
 from largebatch.cli.main import main
-from largebatch.data.datasets.packing import ShardWriter, extension_of, pack_folder
+from largebatch.data.datasets.packing import pack_folder
 from largebatch.data.index.index import BadImagesError, Index, load_or_read, make, read_folder
 from largebatch.errors import DataError
 
@@ -109,18 +104,6 @@ def test_packing_is_reproducible(folder: Path, tmp_path: Path) -> None:
         for root, name in ((folder, "one"), (copied, "other"))
     ]
     assert tars[0] == tars[1]
-
-
-def test_only_a_shard_of_one_image_exceeds_the_limit(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).bytes
-    lengths = [1, 511, 512, 513, 3000, 9000, 30_000, 100, 100]
-    with closing(ShardWriter(tmp_path, shard_bytes=25_000)) as writer:
-        for length in lengths:
-            writer.add(noise(length), extension="JPG", label=1)
-    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
-    assert (writer.num_samples, writer.num_shards) == (9, len(sizes))
-    assert sum(size > 25_000 for size in sizes) == 1
-    assert len(sizes) < 6
 
 
 def test_shards_of_other_programs_are_read(tmp_path: Path) -> None:
@@ -281,63 +264,6 @@ def test_failed_packing_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     pack(folder, tmp_path / "packed")
     with pytest.raises(DataError, match="already exists; remove it"):
         pack(folder, tmp_path / "packed")
-
-
-def test_shards_are_repacked_in_order(tmp_path: Path) -> None:
-    images = png_folder(tmp_path / "folder", one_size=False)
-    shutil.copytree(tmp_path / "folder/train", tmp_path / "folder/val")
-    pack(tmp_path / "folder", tmp_path / "one", shard_bytes=10**9)
-    pack(tmp_path / "one", tmp_path / "many", shard_bytes=10**5)
-    pack(tmp_path / "many", tmp_path / "again", shard_bytes=10**9)
-    assert len(list((tmp_path / "many/train").glob("*.tar"))) > 3
-    one, again = (tmp_path / name / "train/000000.tar" for name in ("one", "again"))
-    assert one.read_bytes() == again.read_bytes()
-    assert (tmp_path / "many/classes.txt").read_text() == (tmp_path / "one/classes.txt").read_text()
-    many = read_folder(tmp_path / "many", "train")
-    assert many.labels.tolist() == images.labels.tolist()
-    assert contents(many) == contents(images)
-
-
-@pytest.mark.parametrize("form", ["jpeg", "png", "bmp", "tiff", "webp", "ppm"])
-def test_the_extension_of_an_image_in_shards_is_that_of_its_format(form: str) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (3, 3)).save(buffer, format=form)
-    assert extension_of(buffer.getvalue()) == {"jpeg": "jpg", "tiff": "tif"}.get(form, form)
-
-
-def test_terminated_packing_leaves_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("largebatch.data.datasets.packing._read_samples", stop)
-    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        main(["data", "pack", str(folder), "--out", str(tmp_path / "packed")])
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_terminated_check_leaves_complete_shards(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    out = tmp_path / "packed"
-    monkeypatch.setattr("largebatch.data.index.index.refresh", stop)
-    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        main(["data", "pack", str(folder), "--out", str(out)])
-    assert capsys.readouterr().out == (
-        f"{out}: written; its images are checked now, or later with: largebatch data index {out}\n"
-    )
-    monkeypatch.undo()
-    assert main(["data", "index", str(out)]) == 0
-    assert "3 classes, 4 training and 4 validation images" in capsys.readouterr().out
 
 
 def test_the_command_packs_and_checks(

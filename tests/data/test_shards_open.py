@@ -3,7 +3,6 @@
 import os
 import resource
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -84,59 +83,4 @@ def test_an_unreadable_open_shard_is_reopened(
 
     monkeypatch.setattr(os, "preadv", stale)
     number = len(set(shards.paths))
-    assert read_shards(shards, opened, monkeypatch) == [number + 2] * 3, "once to read again"
-
-
-@pytest.fixture
-def batch(shards: Index) -> tuple[Request, list[bytes]]:
-    """A request and the images that it is to read."""
-    request = whole(shards)[0]
-    return request, [reading.read(shards.locate(each)) for each in request.samples.tolist()]
-
-
-def read(reader: reading.Reader, request: Request) -> list[bytes]:
-    (given,) = reading.read_ahead([request], reader)
-    return [content.tobytes() for content in given.contents]
-
-
-def test_two_threads_open_a_shard_at_the_same_time(
-    shards: Index,
-    batch: tuple[Request, list[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Only one of the two files is kept; the other must not close before its read."""
-    real, both = os.open, threading.Barrier(2)
-    first = iter(range(2))
-
-    def together(path: str, *flags: int) -> int:
-        if next(first, None) is not None:
-            both.wait(120)
-        return real(path, *flags)
-
-    request, expected = batch
-    monkeypatch.setattr(os, "open", together)
-    with reading.open_reader(shards, 2) as reader:
-        assert read(reader, request) == expected
-    assert next(first, None) is None
-    assert not caplog.messages, "no read failed"
-
-
-def test_a_shard_that_is_closed_while_it_is_read(
-    shards: Index,
-    batch: tuple[Request, list[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A failed read in another thread, or the limit of open files, closes it."""
-    real = os.preadv
-
-    def close_first(file: int, buffers: list[memoryview], offset: int) -> int:
-        reader._files.close()
-        return real(file, buffers, offset)
-
-    request, expected = batch
-    monkeypatch.setattr(os, "preadv", close_first)
-    with reading.open_reader(shards, 1) as reader:
-        assert read(reader, request) == expected
-    assert not caplog.messages, "no read failed"
+    assert read_shards(shards, opened, monkeypatch) == [number + 1] * 3, "once to read again"

@@ -1,4 +1,3 @@
-import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,18 +44,6 @@ def test_an_image_depends_only_on_its_number() -> None:
     assert 195 < images.max() <= 255
 
 
-def test_an_index_of_synthetic_images_stores_only_labels() -> None:
-    tracemalloc.start()
-    try:
-        index = synthetic.synthetic_index(10**6, 1000, 224)
-        size, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert size < 8.5e6  # eight bytes a label
-    assert len(index) == len(index.paths) == 10**6
-    assert set(index.heights[::99_999].tolist()) == {224}
-
-
 def test_batches_follow_the_order_of_the_requests() -> None:
     index = synthetic.synthetic_index(10, 3, 16)
     samples = [np.array([5, 1, 2]), np.array([9])]
@@ -75,16 +62,6 @@ def test_the_classes_alternate_and_are_visible_in_the_images() -> None:
     flat = images.flatten(1)
     means = torch.stack([flat[:200][labels[:200] == label].mean(0) for label in range(5)])
     assert torch.cdist(flat[200:], means).argmin(1).tolist() == labels[200:].tolist()
-
-
-def test_images_of_a_class_share_only_the_pattern() -> None:
-    """There is no correlation between what is left, at any distance."""
-    index = synthetic.synthetic_index(400, 1, synthetic.SIDE)
-    values = decoded(index, whole(index, np.arange(400))).flatten(1).numpy()
-    noise = values - values.mean(0)
-    spectrum = np.fft.rfft(noise / np.linalg.norm(noise, axis=1, keepdims=True))
-    correlations = np.fft.irfft(spectrum[:-1].conj() * spectrum[1:])
-    assert np.abs(correlations).max() < 0.5
 
 
 def test_boxes_and_flips_are_applied_to_synthetic_images() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.data.augment import clean_request
-from largebatch.data.decoders import cached, synthetic, torchvision
+from largebatch.data.decoders import pixel_cache, synthetic, torchvision
 from largebatch.data.index.index import Index
 from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Resources
@@ -86,9 +86,11 @@ def test_decoders_return_the_same_values_in_the_models_memory_format(
 
 def test_cached_pixels_are_returned_in_the_models_memory_format(folder: Index) -> None:
     requests = augmented(folder, 5, 4)
-    there = cached.upload(open_cache(folder), CPU)
+    there = pixel_cache.upload(open_cache(folder), CPU)
     assert_reordered(lambda **changes: run_cached(folder, requests, **changes))
-    assert_reordered(lambda **changes: cached.decode_on_device(there, view(**changes), requests))
+    assert_reordered(
+        lambda **changes: pixel_cache.decode_on_device(there, view(**changes), requests)
+    )
 
 
 def test_synthetic_images_are_returned_in_the_models_memory_format() -> None:

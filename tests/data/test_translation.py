@@ -12,12 +12,10 @@ from decoding import needs_dali, png_folder
 from torch import Tensor
 from torch.nn import functional as F
 
-from largebatch.data.augment import alternating_flips, random_shifts, train_request
+from largebatch.data.augment import random_shifts, train_request, translate
 from largebatch.data.index.index import load_or_read
 from largebatch.data.pipeline import open_images
-from largebatch.data.translation import translate
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -60,16 +58,6 @@ def test_flips_alternate_by_epoch_also_within_a_batch(tmp_path: Path) -> None:
             shown.setdefault(sample, []).append(flip)
     assert len(shown) == 13
     assert all(flips == [flips[0], not flips[0]] * 2 for flips in shown.values())
-
-
-def test_half_of_the_images_are_mirrored_first_and_every_seed_draws_others() -> None:
-    samples = np.arange(10_000)
-    first, other = (
-        alternating_flips(seed, samples, np.zeros_like(samples), num_samples=10_000)
-        for seed in (1, 2)
-    )
-    assert first.mean() == pytest.approx(0.5, abs=0.02)
-    assert (first ^ other).mean() == pytest.approx(0.5, abs=0.02)
 
 
 def test_any_number_of_workers_and_any_start_see_the_same_images() -> None:
@@ -116,18 +104,3 @@ def images(
     pipeline = open_images(recipe, make_plan(recipe, workers=workers), CPU, folder=folder)
     found = replace(pipeline, rank=rank).training(steps, clean=False)
     return torch.cat([batch.images for batch in found])
-
-
-def test_clean_images_are_not_moved() -> None:
-    recipe = load_recipe("digits_96", [*MOVED, *SMALL, "data.source=synthetic"])
-    pipeline = open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
-    still = replace(pipeline, data=load_recipe("digits_96", [*SMALL, *STILL]).data)
-    for batch, other in zip(
-        pipeline.training(range(2), clean=True), still.training(range(2), clean=True), strict=True
-    ):
-        torch.testing.assert_close(batch.images, other.images, rtol=0, atol=0)
-
-
-def test_more_pixels_than_the_image_has_are_refused_in_one_line() -> None:
-    with pytest.raises(RecipeError, match=r"translate \(32\) must be less than the smallest"):
-        load_recipe("digits_96", ["data.image_size=32", "data.translate=32"])

@@ -3,13 +3,11 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from class_folders import write_folder
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets.packing import pack_folder
-from largebatch.data.index.file import pack
 from largebatch.data.index.index import load_or_read, make
 
 
@@ -85,43 +83,6 @@ def test_an_image_that_cannot_be_read_is_named(
     assert "val/dog/b.png: cannot be read (Input/output error)" in capsys.readouterr().err
 
 
-def test_without_checksums_the_error_names_the_command(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "verify", str(root)]) == USER
-    shown = capsys.readouterr().err
-    assert "there are no checksums of train" in shown
-    assert f"largebatch data verify {root} --write" in shown
-
-
-def test_a_changed_folder_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "verify", str(root), "--write"]) == DONE
-    (root / "train/cat/x.jpg").write_bytes(b"short")
-    assert main(["data", "verify", str(root)]) == USER
-    assert "train/cat/x.jpg has 5 bytes" in capsys.readouterr().err
-
-
-def test_checksums_of_another_index_are_refused(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "verify", str(root), "--write"]) == DONE
-    (root / "train/cat/x.jpg").write_bytes((root / "train/dog/a.JPEG").read_bytes())
-    make(root, "train")
-    assert main(["data", "verify", str(root)]) == USER
-    assert "these checksums are of another index" in capsys.readouterr().err
-
-
-def test_checksums_of_other_images_under_the_same_digest_are_refused(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number, kind in ((3, np.uint8), (4, np.float32)):
-        noted = np.zeros((number, 16), dtype=kind)
-        digest = {"digest": load_or_read(root, "train").digest}
-        (root / ".largebatch-train.checksums").write_bytes(pack(digest, {"checksums": noted}))
-        assert main(["data", "verify", str(root)]) == USER
-        assert "these are not the checksums of 4 images" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
 def test_damaged_checksums_are_refused(
     root: Path, capsys: pytest.CaptureFixture[str], length: int
@@ -131,17 +92,3 @@ def test_damaged_checksums_are_refused(
     place.write_bytes(place.read_bytes()[:length])
     assert main(["data", "verify", str(root)]) == USER
     assert "these checksums are damaged" in capsys.readouterr().err
-
-
-def test_the_checksums_of_a_read_only_folder_are_stored_in_the_cache(
-    root: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for split in ("train", "val"):
-        (root / f".largebatch-{split}.checksums").mkdir()
-    assert main(["data", "verify", str(root), "--write"]) == DONE
-    assert str(tmp_path / "cache") in capsys.readouterr().out
-    assert main(["data", "verify", str(root)]) == DONE

@@ -5,18 +5,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
-from schedules_of import course_of
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
 from largebatch.recipe.explain import explain
-from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section, sections_of
-from largebatch.report.rates import draw_rates
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 DELL = "schedule={peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 5}, {epochs: 9}]}}"
@@ -141,51 +136,6 @@ def test_a_schedule_is_drawn_with_overrides_to_any_file(
     assert "0.4 at step 0 (epoch 0.00), 0.04 at step 75 (epoch 5.01), 0.004 at step 135" in shown
     assert "clean" not in shown
     assert (tmp_path / "dell.png").exists()
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param([], id="polynomial"),
-        pytest.param([DELL], id="steps"),
-        pytest.param(
-            ["schedule.decay={kind: tri, low_lr: 0.1, half_cycle: {epochs: 4}}", "polish=null"],
-            id="tri",
-        ),
-        pytest.param(
-            ["duration={steps: 4}", "schedule.warmup={steps: 1}", "polish.clean={steps: 2}"],
-            id="short",
-        ),
-        pytest.param(
-            ["duration={steps: 9}", "schedule.warmup={steps: 4}", "polish.clean={steps: 6}"],
-            id="clean in the warm-up",
-        ),
-    ],
-)
-def test_the_drawing_holds_every_rate_at_its_epoch(overrides: list[str]) -> None:
-    course = course_of(load_recipe(DIGITS, overrides))
-    figure = Figure()
-    draw_rates(figure, course, name="digits")
-    (axes,) = figure.axes
-    drawn: dict[int, float] = {}
-    for line in axes.lines:
-        assert line.get_drawstyle() == "steps-post"
-        steps = np.asarray(line.get_xdata(), float) * 1437 / 96
-        rates = np.asarray(line.get_ydata(), float)
-        np.testing.assert_allclose(steps, np.round(steps), atol=1e-9)
-        drawn |= dict(zip(np.round(steps).astype(int).tolist(), rates[:-1].tolist(), strict=False))
-    assert [drawn[step] for step in range(len(course.rates))] == list(course.rates)
-    assert axes.get_xlim() == (0, len(course.rates) * 96 / 1437)
-
-
-def test_a_drawing_names_few_rates_each_and_many_by_peak_and_last() -> None:
-    def words(*overrides: str) -> set[str]:
-        figure = Figure()
-        draw_rates(figure, course_of(load_recipe(DIGITS, overrides)), name="digits")
-        return {text.get_text() for text in figure.axes[0].texts}
-
-    assert words(DELL, "polish=null") == {"train", "0.4", "0.04", "0.004"}
-    assert words() == {"warm-up", "train", "clean", "0.5", "0.001"}
 
 
 @pytest.mark.parametrize(

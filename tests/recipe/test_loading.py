@@ -1,11 +1,13 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from largebatch.errors import RecipeError
+from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_commented, dump_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -24,11 +26,6 @@ def test_every_recipe_loads_and_survives_being_written_out(path: Path) -> None:
     assert parse_recipe(dump_recipe(recipe)) == recipe
 
 
-def test_there_are_the_recipes_the_readme_names() -> None:
-    names = {path.stem for path in RECIPES}
-    assert names >= {"digits_96", "resnet50_86016_fujitsu", "resnet50_32768_mlperf"}
-
-
 def test_numbers_are_read_as_yaml_1_2_does() -> None:
     text = DIGITS.read_text().replace("weight_decay: 1e-4", "weight_decay: 1e-4 # a number")
     recipe = parse_recipe(text, ["seed=1_000", "data.train_samples=1437"])
@@ -38,13 +35,6 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
     assert parse_recipe(DIGITS.read_text(), ["name=on"]).name == "on"  # YAML 1.1: true
 
 
-def test_an_override_is_judged_like_the_file() -> None:
-    assert load_recipe(DIGITS, ["optimizer.eta=0.5"]).optimizer.eta == 0.5  # type: ignore[union-attr]  # lars
-    assert problems(["optimizer.eta=-1"]) == (
-        "recipe: 1 problem\n  optimizer.eta: input should be greater than 0, got -1"
-    )
-
-
 def test_an_override_can_open_a_section_that_was_null() -> None:
     recipe = load_recipe(DIGITS, ["polish=null", "polish.clean.epochs=2"])
     assert recipe.polish is not None
@@ -52,129 +42,114 @@ def test_an_override_can_open_a_section_that_was_null() -> None:
     assert recipe.polish.clean.epochs == 2
 
 
-KINDS = "'lars', 'sgd', 'shampoo', 'schedule-free', 'lamb', 'adamw', 'muon'"
-
-
 def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
     message = problems(
         ["schedule.decay.pwer=1", "duration.epochs=0", "optimizer.kind=adam", "speed=1"]
     )
-    assert message.splitlines() == [
-        "recipe: 4 problems",
-        "  duration.epochs: input should be greater than 0, got 0",
-        f"  optimizer.kind: expected one of {KINDS}, got 'adam'; did you mean 'adamw'?",
-        "  schedule.decay.pwer: unknown key; did you mean 'power'?",
-        "  speed: unknown key; did you mean 'seed'?",
+    head, *lines = message.splitlines()
+    assert head == "recipe: 4 problems"
+    assert [(line.split(":")[0].strip(), line.rpartition(" ")[2]) for line in lines] == [
+        ("duration.epochs", "0"),
+        ("optimizer.kind", "'adamw'?"),
+        ("schedule.decay.pwer", "'power'?"),
+        ("speed", "'seed'?"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("override", "meant"),
+    ("overrides", "key", "part"),
     [
-        ("optimizer.kind=larz", "'lars'"),
-        ("precision=bf1", "'bf16'"),
-        ("optimizer.convention=refrence", "'reference'"),
-        ("schedule.decay.kind=cosin", "'cosine'"),
-    ],
-)
-def test_a_wrong_word_is_answered_with_the_nearest_choice(override: str, meant: str) -> None:
-    assert problems([override]).endswith(f"; did you mean {meant}?")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["seed='1'"], 'seed: input should be a valid integer, got "1"'),
-        (["data.flip=1"], "data.flip: input should be true, false or 'alternating', got 1"),
-        (["optimizer={eta: 1.0}"], "optimizer.kind: missing"),
-        (["schedule.warmup={}"], "schedule.warmup: give either epochs or steps"),
-        (["schedule.warmup={epochs: 1, steps: 1}"], "give either epochs or steps"),
-        (
-            ["batch.global_batch=64"],
-            "batch: global_batch (64) must be a multiple of bn_span (48); bn_span: 32 divides it",
-        ),
-        (["batch.global_batch=106"], "must be a multiple of bn_span (48); the nearest one is 96"),
-        (["batch.global_batch=61"], "must be a multiple of bn_span (48); the nearest one is 48"),
-        (
-            ["batch={global_batch: 97, bn_span: 2}"],
-            "multiple of bn_span (2); the nearest one is 96",
-        ),
-        (["batch.global_batch=7"], "must be a multiple of bn_span (48); the nearest one is 48"),
+        (["optimizer.eta=-1"], "optimizer.eta", "-1"),
+        (["optimizer.kind=larz"], "optimizer.kind", "did you mean 'lars'?"),
+        (["optimizer.convention=refrence"], "optimizer.convention", "did you mean 'reference'?"),
+        (["optimizer.lr=1"], "optimizer.lr", "did you mean 'schedule.peak_lr'?"),
+        (["data.decoder=dali"], "data.decoder", "did you mean 'execution.decoder'?"),
+        (["seed='1'"], "seed", '"1"'),
+        (["data.flip=1"], "data.flip", "1"),
+        (["optimizer={eta: 1.0}"], "optimizer.kind", "missing"),
+        (["schedule.warmup={}"], "schedule.warmup", "epochs or steps"),
+        (["schedule.warmup={epochs: 1, steps: 1}"], "schedule.warmup", "epochs or steps"),
+        (["batch.global_batch=64"], "batch", "bn_span: 32 divides it"),
+        (["batch.global_batch=106"], "batch", "the nearest one is 96"),
+        (["batch.global_batch=61"], "batch", "the nearest one is 48"),
+        (["batch={global_batch: 97, bn_span: 2}"], "batch", "the nearest one is 96"),
         (
             ["batch.schedule=[{after: {epochs: 1}, global_batch: 100, lr_factor: 1}]"],
-            "schedule.0.global_batch (100) must be a multiple of bn_span (48); the nearest one is",
+            "batch",
+            "schedule.0.global_batch (100)",
         ),
-        (["data.crop_area=[1, 0.5]"], "crop_area: the first bound must not exceed the second"),
-        (["data.eval_resize=8"], "eval_resize (8) must be at least image_size (32)"),
-        (
-            ["polish={}"],
-            "polish: give at least one of clean, ema, swa, affine and statistics",
-        ),
-        (["polish.statistics.samples=2000"], "(2000) must not exceed data.train_samples (1437)"),
-        (
-            ["polish.statistics_samples=9"],
-            "polish.statistics_samples: unknown key; did you mean 'st",
-        ),
-        (["polish.affine={epochs: 1}"], "polish.affine.lr: missing"),
-        (["polish.affine={lr: 1}"], "polish.affine: give either epochs or steps"),
-        (["polish.ema=1"], "polish.ema: input should be less than 1, got 1"),
-        (["batch.bn_span=null"], "polish is for models with BatchNorm"),
-        (["reduction.dtype=fp16"], "reduction.dtype: fp16 needs precision: fp16"),
-        (["loss.label_smoothing=0.95"], "makes the labelled one of 10 classes the least likely"),
-        (
-            ["schedule={peak_lr: 1, warmup: null, start_lr: 1, decay: {kind: constant}}"],
-            "give warmup",
-        ),
-        (["evaluation={offset_epochs: 1}"], "offset_epochs shifts every_epochs: give that too"),
-        (["seed=99999999999999999999"], "seed: input should be less than"),
-        (["schedule.peak_lr=1e999"], "schedule.peak_lr: input should be a finite number"),
-        (
-            ["tracking=[aim]"],
-            "tracking.0: input should be 'wandb', 'tensorboard', 'mlflow' or 'mlperf', got",
-        ),
-        (["monitor=[noise_scale, loss]"], "monitor.1: input should be 'noise_scale', 'gradient_n"),
-        (["name=a/b"], "name: string should match pattern"),
-        (["schedule.peak_lr=.inf"], "schedule.peak_lr: input should be a finite number, got Inf"),
-        (["workers=2"], "workers: unknown key"),
-        (["seed"], "--set seed: expected KEY=VALUE, such as optimizer.eta=0.002"),
-        (["=1"], "--set =1: expected KEY=VALUE"),
-        (["seed.a=1"], "--set seed.a=1: seed is 1, not a section"),
-        (["seed=[1"], "--set seed=[1:1: expected ',' or ']'"),
+        (["data.crop_area=[1, 0.5]"], "data", "crop_area"),
+        (["data.eval_resize=8"], "data", "eval_resize (8)"),
+        (["polish={}"], "polish", "at least one"),
+        (["polish.affine={epochs: 1}"], "polish.affine.lr", "missing"),
+        (["polish.affine={lr: 1}"], "polish.affine", "epochs or steps"),
+        (["polish.ema=1"], "polish.ema", "1"),
+        (["evaluation={offset_epochs: 1}"], "evaluation", "offset_epochs"),
+        (["seed=99999999999999999999"], "seed", "less than"),
+        (["schedule.peak_lr=1e999"], "schedule.peak_lr", "finite"),
+        (["schedule.peak_lr=.inf"], "schedule.peak_lr", "finite"),
+        (["tracking=[aim]"], "tracking.0", "'wandb'"),
+        (["monitor=[noise_scale, loss]"], "monitor.1", "'noise_scale'"),
+        (["name=a/b"], "name", "pattern"),
+        (["workers=2"], "workers", "unknown key"),
+        (["execution.reads=0"], "execution.reads", "0"),
+        (["execution.cache=disk"], "execution.cache", "'memory'"),
+        # Conflicts between sections, whose lines start with the keys.
+        (["polish.statistics.samples=2000"], "polish.statistics.samples (2000)", "(1437)"),
+        (["batch.bn_span=null"], "polish is for models with BatchNorm", "batch.bn_span"),
+        (["reduction.dtype=fp16"], "reduction.dtype", "precision"),
+        (["loss.label_smoothing=0.95"], "loss.label_smoothing (0.95)", "10 classes"),
+        (["data.source=synthetic", "execution.cache=memory"], "execution.cache", "synthetic"),
+        (["execution={decoder: dali, cache: memory}"], "execution", "dali"),
+        (["execution={reads: 20, cache: memory}"], "execution", "reads"),
+        (["data.held_out={samples: 2000}"], "data.held_out.samples (2000)", "(1437)"),
+        (["polish.keep=better", "polish.held_out=2000"], "polish.held_out (2000)", "(1437)"),
     ],
 )
-def test_the_message_says_what_is_wrong(overrides: list[str], message: str) -> None:
-    assert message in problems(overrides)
+def test_a_problem_names_its_key_and_what_was_expected(
+    overrides: list[str], key: str, part: str
+) -> None:
+    head, *lines = problems(overrides).splitlines()
+    assert head == "recipe: 1 problem"
+    assert lines[0].strip().startswith(key)
+    assert part in lines[0]
+
+
+@pytest.mark.parametrize("override", ["seed", "=1", "seed.a=1", "seed=[1"])
+def test_an_override_that_is_not_an_assignment_is_named(override: str) -> None:
+    assert problems([override]).startswith(f"--set {override}")
+
+
+def test_all_conflicts_of_a_recipe_are_reported_together() -> None:
+    changes = [
+        *("data.source=synthetic", "execution.cache=memory", "reduction.dtype=fp16"),
+        *("optimizer={kind: lamb}", "monitor=[trust_ratios]", "loss.label_smoothing=0.95"),
+    ]
+    head, *lines = problems(changes).splitlines()
+    assert head.endswith(": 4 problems")
+    starts = ["execution.cache: memory", "reduction.dtype: fp16", "monitor: trust_ratios", "loss."]
+    assert all(line.strip().startswith(start) for line, start in zip(lines, starts, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place"),
     [
         ("a: 1\nb: 2\na: 3\n", 'recipe:3: found duplicate key "a"'),
-        (
-            "- 1\n- 2\n",
-            "recipe: a recipe is a mapping of sections, found list; `largebatch recipes",
-        ),
-        (
-            "# none\n",
-            "recipe: a recipe is a mapping of sections, found nothing; `largebatch recipes",
-        ),
-        ("a: [1\n", "recipe:2: expected ',' or ']'"),
-        ("? [1]\n: 2\n", "recipe:1: key [1] is not a word"),
-        ("a: &a {b: 1}\nc: {<<: *a}\n", "recipe:2: write << out"),
-        ("a: &a [*a]\n", "or a section contains itself"),
-        ("1: 2\n", "recipe:1: key 1 is not a word"),
-        ("a: !!python/object:os.system 1\n", "could not determine a constructor"),
+        ("- 1\n- 2\n", "recipe: "),
+        ("# none\n", "recipe: "),
+        ("a: [1\n", "recipe:2: "),
+        ("a: &a {b: 1}\nc: {<<: *a}\n", "recipe:2: "),
     ],
 )
-def test_yaml_is_read_strictly(text: str, message: str) -> None:
-    assert message in problems([], text)
+def test_yaml_is_read_strictly(text: str, place: str) -> None:
+    assert problems([], text).startswith(place)
 
 
 def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no.yaml: cannot read the recipe: No such file"):
+    with pytest.raises(RecipeError, match=r"no\.yaml"):
         load_recipe(tmp_path / "no.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
-    with pytest.raises(RecipeError, match="latin.yaml: a recipe is UTF-8 text"):
+    with pytest.raises(RecipeError, match=r"latin\.yaml.*UTF-8"):
         load_recipe(tmp_path / "latin.yaml")
 
 
@@ -208,3 +183,76 @@ def test_another_kind_leaves_out_what_only_the_one_before_had(
 def test_a_key_of_neither_kind_stays_an_error() -> None:
     text = DIGITS.read_text().replace("power: 2.0", "pwoer: 2.0")
     assert "schedule.decay.pwoer: unknown key" in problems(["schedule.decay.kind=cosine"], text)
+
+
+PIECES = ", ".join(
+    f"{{length: {{steps: {steps}}}, peak_lr: 0.25, decay: {{kind: exp, gamma: 0.999}}}}"
+    for steps in (100, 90, 80, 70)
+)
+LAST = "{length: null, peak_lr: 0.5, decay: {kind: constant}}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([], id="usual"),
+        pytest.param(["name='2024'", "model.name='null'", "tracking=[wandb]"], id="strings"),
+        pytest.param(
+            [f"schedule.decay={{kind: piecewise, pieces: [{PIECES}, {LAST}]}}"], id="long value"
+        ),
+        pytest.param(["data.resolution=[{until: null, image_size: 4}]"], id="lists"),
+        pytest.param(["evaluation={}", "execution={}"], id="empty sections"),
+    ],
+)
+def test_a_commented_recipe_is_read_as_it_was(changes: list[str]) -> None:
+    recipe = load_recipe(DIGITS, changes)
+    comments = {"seed": "one", "schedule": "two: three", "schedule.peak_lr": "# 4", "loss": "5"}
+    text = dump_commented(recipe, comments, header=["name: none", ""])
+    assert parse_recipe(text) == recipe
+    assert all(len(line) <= 140 for line in text.splitlines())
+
+
+def test_an_installed_recipe_is_found_by_its_name_unless_there_is_such_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("digits_96") == load_recipe(DIGITS)
+    (tmp_path / "digits_96").mkdir()
+    assert load_recipe("digits_96", ["seed=3"]).seed == 3
+    (tmp_path / "digits_96").rmdir()
+    (tmp_path / "digits_96").write_text(DIGITS.read_text().replace("seed: 1", "seed: 2"))
+    assert load_recipe("digits_96").seed == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("digit_96", "'digits_96'"),
+        ("x", "`largebatch recipes`"),
+        ("recipes/digits_96", "'digits_96'"),
+        ("store", "--data store"),
+        ("run", "run/recipe.yaml"),
+    ],
+)
+def test_a_name_that_is_not_a_recipe_gets_a_hint(
+    name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("store").mkdir()
+    Path("run").mkdir()
+    Path("run/recipe.yaml").write_text("name: a")
+    with pytest.raises(RecipeError, match=re.escape(part)) as caught:
+        load_recipe(name)
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_installed_recipes_are_in_the_order_of_their_batches() -> None:
+    batches = [int(name.split("_")[1]) for name in installed() if name.startswith("resnet50_")]
+    assert len(batches) > 10
+    assert batches == sorted(batches)
+
+
+def test_a_change_of_the_machine_is_validated_like_a_recipe() -> None:
+    recipe = load_recipe(DIGITS, ["protocol={kind: hardsync, learners: 2}"])
+    with pytest.raises(ValueError, match="must be a learner's mini-batch with protocol"):
+        recipe.with_execution(device_batch=24)

@@ -9,7 +9,7 @@ from PIL import Image
 from real_subsets import SAMPLES, write_subset
 
 from largebatch.cli.main import DONE, main
-from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(chosen: Recipe, folder: Path) -> ImagePipeline:
+def opened(chosen: Recipe, folder: Path) -> Pipeline:
     plan = make_plan(chosen, workers=1)
     return open_images(chosen, plan, Serial(torch.device("cpu")), folder=folder)
 

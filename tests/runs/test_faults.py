@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
-from largebatch.data.pipeline import ImagePipeline
+from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.connection import connect
@@ -334,15 +334,15 @@ def test_a_run_that_an_image_ended_loses_the_updates_since_its_newest_checkpoint
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    real = ImagePipeline.training
+    real = Pipeline.training
 
-    def training(pipeline: ImagePipeline, steps: range, *, clean: bool) -> Iterator[Batch]:
+    def training(pipeline: Pipeline, steps: range, *, clean: bool) -> Iterator[Batch]:
         for number, batch in enumerate(real(pipeline, steps, clean=clean)):
             if number == 5:
                 raise DataError("7.png: not an image")
             yield batch
 
-    monkeypatch.setattr(ImagePipeline, "training", training)
+    monkeypatch.setattr(Pipeline, "training", training)
     with pytest.raises(DataError, match="7.png"):
         run(recipe("execution.checkpoints.every_steps=2"), out=out)
     monkeypatch.undo()

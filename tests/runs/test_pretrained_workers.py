@@ -11,7 +11,7 @@ from on_forked_workers import on_forked_workers
 from torch import Tensor
 
 from largebatch.data.datasets import digits
-from largebatch.data.index.file import Content
+from largebatch.data.index.index import Content
 from largebatch.models import zoo
 from largebatch.runs import pretrained
 from largebatch.runs.options import Options

@@ -15,11 +15,10 @@ from PIL import Image
 
 from largebatch.data import types
 from largebatch.data.augment import train_request
-from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
-from largebatch.data.decoders.idle import IdleDecoders
+from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.pipeline import ImagePipeline
+from largebatch.data.pipeline import IdleDecoders, Pipeline
 from largebatch.data.types import Batches, Bytes, Request, Resources, View
 from largebatch.distributed.serial import Serial
 
@@ -88,7 +87,7 @@ def run_cached(
 ) -> Batches:
     """Decode from cached pixels with two threads; `changes` are to the view."""
     resources = Resources(device, threads=2, batch_size=100)
-    opened = cached.open_decoder(open_cache(index), view(**changes), resources)
+    opened = pixel_cache.open_decoder(open_cache(index), view(**changes), resources)
     return decode_all(opened, requests)
 
 
@@ -101,8 +100,8 @@ def decode_all(
 
 
 def with_decoder(
-    pipeline: ImagePipeline, decode: Callable[[Index, Iterable[Request]], Batches]
-) -> ImagePipeline:
+    pipeline: Pipeline, decode: Callable[[Index, Iterable[Request]], Batches]
+) -> Pipeline:
     """Return a pipeline in which this takes the place of every decoder."""
     return replace(
         pipeline,

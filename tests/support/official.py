@@ -1,6 +1,6 @@
-"""Small CIFAR-10 and Fashion-MNIST, in the form of their official archives.
+"""Small data sets in the form of their official archives.
 
-torchvision, which reads them, knows the official ones by their MD5s; `declare` puts these in.
+torchvision, which reads them, knows the official ones by their MD5s; `write` replaces these.
 """
 
 import gzip
@@ -10,6 +10,7 @@ import pickle
 import struct
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,68 +19,75 @@ import pytest
 from largebatch.optional import require_torchvision
 
 require_torchvision()
-from torchvision.datasets import CIFAR10, FashionMNIST  # noqa: E402 -- once it can be imported
+from torchvision.datasets import (  # noqa: E402 -- once it can be imported
+    CIFAR10,
+    CIFAR100,
+    MNIST,
+    FashionMNIST,
+)
 
 Pixels = npt.NDArray[np.uint8]
 Splits = dict[str, tuple[Pixels, Pixels]]
-"""Pixels and labels of train and val."""
+"""Pixels and labels of train and val; CIFAR's pixels are N x 3,072 with all red first."""
 
-ARCHIVE = "cifar-10-python.tar.gz"
-BATCHES = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]
+KINDS: dict[str, Any] = {
+    "cifar10": CIFAR10,
+    "cifar100": CIFAR100,
+    "mnist": MNIST,
+    "fashion-mnist": FashionMNIST,
+}
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RANDOM = np.random.default_rng(0)
 
 
-def noise(*shape: int) -> Pixels:
-    return RANDOM.integers(0, 256, shape, dtype=np.uint8)
-
-
-def labels(number: int) -> Pixels:
-    return RANDOM.permutation(np.arange(number, dtype=np.uint8) % 10)
-
-
-def write_fashion(source: Path) -> Splits:
-    """Write 20 and 10 images."""
+def write(name: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    """Write 20 or 50 and 10 images of ten classes, and declare the archives official."""
     source.mkdir(parents=True, exist_ok=True)
-    splits = {"train": (noise(20, 28, 28), labels(20)), "t10k": (noise(10, 28, 28), labels(10))}
+    kind = KINDS[name]
+    return (_cifar if issubclass(kind, CIFAR10) else _mnist)(kind, source, monkeypatch)
+
+
+def _noise(number: int, *shape: int) -> tuple[Pixels, Pixels]:
+    pixels = RANDOM.integers(0, 256, (number, *shape), dtype=np.uint8)
+    return pixels, RANDOM.permutation(np.arange(number, dtype=np.uint8) % 10)
+
+
+def _mnist(kind: Any, source: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:  # noqa: ANN401 -- no types
+    splits = {"train": _noise(20, 28, 28), "t10k": _noise(10, 28, 28)}
+    resources = []
     for split, arrays in splits.items():
         for name, array in zip(("images-idx3", "labels-idx1"), arrays, strict=True):
             header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-            content = gzip.compress(header + array.tobytes())
-            (source / f"{split}-{name}-ubyte.gz").write_bytes(content)
+            path = source / f"{split}-{name}-ubyte.gz"
+            path.write_bytes(gzip.compress(header + array.tobytes()))
+            resources.append((path.name, _md5(path.read_bytes())))
+    monkeypatch.setattr(kind, "resources", resources)
     return {"train": splits["train"], "val": splits["t10k"]}
 
 
-def write_cifar(source: Path) -> Splits:
-    """Write 50 and 10 images; the pixels returned are N x 3,072 with all red first."""
-    made = {name: (noise(10, 3072), labels(10)) for name in BATCHES}
+def _cifar(kind: Any, source: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:  # noqa: ANN401 -- no types
+    key = "labels" if kind is CIFAR10 else "fine_labels"
+    batches = [name for name, _ in (*kind.train_list, *kind.test_list)]
+    made = {name: _noise(10, 3072) for name in batches}
     files: dict[str, object] = {
-        name: {"data": pixels, "labels": numbers.tolist()}
-        for name, (pixels, numbers) in made.items()
+        name: {"data": pixels, key: labels.tolist()} for name, (pixels, labels) in made.items()
     }
-    source.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(source / ARCHIVE, "w:gz") as tar:
-        for name, content in {**files, "batches.meta": {"label_names": NAMES}}.items():
-            packed = pickle.dumps(content, protocol=2)
-            info = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
-            info.size = len(packed)
-            tar.addfile(info, io.BytesIO(packed))
-    train = [made[name] for name in BATCHES[:5]]
-    pixels, numbers = (np.concatenate(each) for each in zip(*train, strict=True))
-    return {"train": (pixels, numbers), "val": made["test_batch"]}
-
-
-def declare(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
-    """Make the archives in a folder pass as the official ones."""
-    found = [(path.name, _md5(path.read_bytes())) for path in sorted(source.glob("*-ubyte.gz"))]
-    monkeypatch.setattr(FashionMNIST, "resources", found)
-    if (source / ARCHIVE).exists():
-        monkeypatch.setattr(CIFAR10, "tgz_md5", _md5((source / ARCHIVE).read_bytes()))
-        with tarfile.open(source / ARCHIVE) as tar:
-            sums = {Path(m.name).name: _md5(tar.extractfile(m).read()) for m in tar}  # type: ignore[union-attr]
-        monkeypatch.setattr(CIFAR10, "train_list", [[name, sums[name]] for name in BATCHES[:5]])
-        monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
-        monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
+    files[kind.meta["filename"]] = {kind.meta["key"]: NAMES}
+    packed = {name: pickle.dumps(content, protocol=2) for name, content in files.items()}
+    with tarfile.open(source / kind.filename, "w:gz") as tar:
+        for name, content in packed.items():
+            info = tarfile.TarInfo(f"{kind.base_folder}/{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    monkeypatch.setattr(kind, "tgz_md5", _md5((source / kind.filename).read_bytes()))
+    sums = {name: _md5(content) for name, content in packed.items()}
+    monkeypatch.setattr(kind, "train_list", [[name, sums[name]] for name in batches[:-1]])
+    monkeypatch.setattr(kind, "test_list", [[batches[-1], sums[batches[-1]]]])
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": sums[kind.meta["filename"]]})
+    train = [
+        np.concatenate(each) for each in zip(*map(made.__getitem__, batches[:-1]), strict=True)
+    ]
+    return {"train": (train[0], train[1]), "val": made[batches[-1]]}
 
 
 def _md5(content: bytes) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +30,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from benchmarks.speed.measuring import RESULTS, newest, on_two_workers, write
 from largebatch.audit import audit
 from largebatch.audit.findings import Check
-from largebatch.optional import require_digits
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
 from largebatch.runs.launch import start_workers
 
@@ -78,7 +78,7 @@ Curves = dict[str, list[float]]
 
 def data() -> tuple[TensorDataset, Tensor, Tensor]:
     """Return the training set, and images and labels for testing: every fifth one."""
-    digits = require_digits().load_digits()
+    digits = load_digits()
     images = torch.tensor(digits.data / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
     tests = torch.arange(len(labels)) % 5 == 0

@@ -28,14 +28,11 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
 
     `options` are the keyword arguments of its opener. Returns lines to print: the ignored files,
     the division, with `drop_bad` the images that cannot be used, and images of val that are equal
-    to one of train. Raises DataError if files are
-    missing; the message says which are expected and where to get them.
+    to one of train. Raises DataError if files are missing; the message says which are expected.
     """
+    official = ("cifar10", "cifar100", "mnist", "fashion-mnist")
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
-        "fashion-mnist": arrays.open_fashion_mnist,
-        "cifar10": arrays.open_cifar10,
-        "mnist": partial(arrays.open_idx, classes=arrays.DIGITS),
-        "idx": arrays.open_idx,
+        **{each: partial(arrays.open_official, name=each) for each in official},
         "imagefolder": image_folder.open_archives,
         "parquet": parquet.open_parquet,
     }

@@ -1,6 +1,6 @@
 """Random access to the files of a folder, a zip or a tar by path.
 
-A link in an archive stands for the file that it points to, and a tar in a tar for a folder, as in
+A link in a tar is read as the file that it points to, and a tar in a tar as a folder, as in
 ImageNet's archives. Any other special file with an image's name is an error, so no image is lost
 silently. Only the path and position of each file stay in memory: there may be a million.
 
@@ -14,28 +14,20 @@ import io
 import lzma
 import os
 import posixpath
-import stat
 import struct
 import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Generic, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
-from largebatch.data.index.build import MAX_BYTES
-from largebatch.data.index.folder import is_image, is_system, visible
-from largebatch.data.index.ignored import files_below
+from largebatch.data.index.folder import files_below, is_image, is_system, visible
+from largebatch.data.index.headers import MAX_BYTES
 from largebatch.data.index.shards import CHUNK, has_bytes, kind_of, members
 from largebatch.errors import DataError
-
-ZIP = b"PK"
-"""First bytes of a zip file."""
-
-UTF8_FLAG = 0x800
-"""Flag of a file in a zip: its name is UTF-8."""
 
 COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
@@ -43,20 +35,6 @@ COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\xfd7zXZ\0": lzma.open,
 }
 """Function that unpacks a file, by its first bytes."""
-
-MAX_PATH = 4096
-"""Maximum length in bytes of a link's target, as in Linux."""
-
-MAX_RATIO = 100
-"""Maximum ratio of an archive's unpacked to packed bytes; images hardly compress."""
-
-ALWAYS = 2**28
-"""Unpacked bytes that are always allowed, whatever the ratio."""
-
-MAX_TARS = 4
-"""Maximum nesting depth of tars; ImageNet's is two."""
-
-P = TypeVar("P")
 
 DAMAGED = (
     OSError,
@@ -96,8 +74,8 @@ def open_files(archive: Path, *, below: tuple[str, ...], scratch: Path) -> Itera
         start = file.read(6)
         file.seek(0)
         unpack = next((call for mark, call in COMPRESSED.items() if start.startswith(mark)), None)
-        if start.startswith(ZIP):
-            with zipfile.ZipFile(file) as opened:
+        if start.startswith(b"PK"):
+            with _open_zip(file) as opened:
                 yield _zip_files(archive, opened)
         elif unpack is None:
             yield _tar_files(archive, file)
@@ -124,102 +102,25 @@ def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator
             elif entry.is_file():
                 yield path
             elif is_image(entry.name):
-                raise DataError(
-                    f"{root / path}: is not a file but a pipe, a device or a broken link"
-                )
+                raise DataError(f"{root / path}: is a pipe, a device or a broken link, not a file")
 
 
-class _Listing(Generic[P]):
-    """Positions of an archive's files by path, collected while it is listed."""
-
-    def __init__(self, archive: Path) -> None:
-        self._archive = archive
-        self._places: dict[str, P] = {}
-        self._links: dict[str, str] = {}
-
-    def add(self, path: str, place: P) -> None:
-        """Add a file."""
-        self._places[self._new(path)] = place
-
-    def add_link(self, path: str, target: str) -> None:
-        """Add a link to another path of the archive."""
-        self._links[self._new(path)] = _clean(target)
-
-    def refuse(self, path: str, kind: str) -> None:
-        """Raise DataError if a special file has the name of an image."""
-        if is_image(_last(path)):
-            raise DataError(f"{self._archive}: {path} is {kind}; {self._unpack('make it a file')}")
-
-    def places(self) -> Mapping[str, P]:
-        """Return the positions of all files; a link has that of the file it points to."""
-        for name, target in self._links.items():
-            last, visited = target, {name}
-            while last in self._links and last not in visited:
-                visited.add(last)
-                last = self._links[last]
-            if last in self._places:
-                self._places[name] = self._places[last]
-            elif visible(_last(name)) and not is_system(name):
-                raise DataError(
-                    f"{self._archive}: {name} is a link to {target}, and there is no such file in "
-                    f"the archive; {self._unpack('fix the link')}"
-                )
-        return self._places
-
-    def _new(self, path: str) -> str:
-        if "\0" in path:
-            shown = repr(path.lstrip("/"))
-            raise DataError(
-                f"{self._archive}: {shown} is not a valid file name, because it contains a NUL; "
-                f"{self._unpack('rename it')}"
-            )
-        name = _clean(path)
-        if is_image(_last(name)) and (name in self._places or name in self._links):
-            raise DataError(
-                f"{self._archive}: there are two files {name}; {self._unpack('keep one of them')}"
-            )
-        return name
-
-    @staticmethod
-    def _unpack(then: str) -> str:
-        return f"unpack the archive, {then} and import the folder"
-
-
-def _clean(path: str) -> str:
-    """Return a path without dots, relative to the root of the archive."""
-    return posixpath.normpath(f"/{path}").lstrip("/")
-
-
-def _last(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
-def _beside(path: str, target: str) -> str:
-    """Return the path that a symbolic link at `path` points to."""
-    return posixpath.join(posixpath.dirname(path), target)
-
-
-def require_no_bomb(archive: Path, unpacked: int) -> None:
-    """Raise DataError if an archive unpacks to far more bytes than images do."""
-    packed = archive.stat().st_size
-    if unpacked > max(ALWAYS, MAX_RATIO * packed):
-        raise DataError(
-            f"{archive}: {packed:,} bytes would unpack to more than {unpacked - 1:,}, and images "
-            "hardly compress: this looks like an attack (a decompression bomb); if it is not, "
-            "unpack the archive and import the folder"
-        )
+def _open_zip(file: IO[bytes]) -> zipfile.ZipFile:
+    # Without a flag for UTF-8 a name should be in code page 437, but Info-ZIP and macOS write UTF-8
+    # without the flag; other text is hardly ever valid UTF-8 by chance.
+    try:
+        return zipfile.ZipFile(file, metadata_encoding="utf-8")
+    except UnicodeDecodeError:
+        file.seek(0)
+        return zipfile.ZipFile(file)
 
 
 def _zip_files(archive: Path, file: zipfile.ZipFile) -> Files:
-    require_no_bomb(archive, sum(info.file_size for info in file.infolist()))
-    listing = _Listing[zipfile.ZipInfo](archive)
+    places: dict[str, zipfile.ZipInfo] = {}
+    seen: set[str] = set()
     for info in file.infolist():
-        name = _name(info)
-        if stat.S_ISLNK(info.external_attr >> 16):  # Unix's file type
-            listing.add_link(name, _beside(name, _target(file, info)))
-        elif not name.endswith("/"):
-            listing.add(name, info)
-    places = listing.places()
+        if not info.is_dir():
+            places[_new(archive, info.filename, seen)] = info
 
     def read(name: str) -> bytes:
         num_bytes = places[name].file_size
@@ -230,33 +131,55 @@ def _zip_files(archive: Path, file: zipfile.ZipFile) -> Files:
     return Files(archive, list(places), read)
 
 
-def _name(info: zipfile.ZipInfo) -> str:
-    """Return the path of a file in a zip.
-
-    Without the UTF-8 flag a name should be in code page 437, and zipfile decodes it so. Info-ZIP
-    and macOS write UTF-8 without the flag; other text is hardly ever valid UTF-8 by chance.
-    """
-    name = info.orig_filename if "\0" in info.orig_filename else info.filename
-    if info.flag_bits & UTF8_FLAG:
-        return name
-    try:
-        return name.encode("cp437").decode()
-    except UnicodeError:
-        return name
+def _clean(path: str) -> str:
+    return posixpath.normpath(f"/{path}").lstrip("/")
 
 
-def _target(file: zipfile.ZipFile, link: zipfile.ZipInfo) -> str:
-    if link.file_size > MAX_PATH:
-        raise ValueError(f"{link.filename} is a link of {link.file_size:,} bytes")
-    return os.fsdecode(file.read(link))
+def _new(archive: Path, path: str, seen: set[str]) -> str:
+    name = _clean(path)
+    if is_image(posixpath.basename(name)) and name in seen:
+        raise DataError(
+            f"{archive}: there are two files {name}; unpack the archive, keep one of them and "
+            "import the folder"
+        )
+    seen.add(name)
+    return name
 
 
 def _tar_files(archive: Path, file: IO[bytes]) -> Files:
-    listing = _Listing[tuple[int, int]](archive)
+    places: dict[str, tuple[int, int]] = {}
+    links: dict[str, str] = {}
+    seen: set[str] = set()
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
-    _add_tar(listing, file, length, "")
-    places, number = listing.places(), file.fileno()
+
+    def add(end: int, folder: str) -> None:
+        for member in members(file, end):
+            path = f"{folder}/{member.name}"
+            if member.isdir():
+                continue
+            if member.issym() or member.islnk():
+                beside = posixpath.dirname(path) if member.issym() else folder
+                target = posixpath.join(beside, member.linkname)
+                links[_new(archive, path, seen)] = _clean(target)
+            elif not has_bytes(member):
+                if is_image(posixpath.basename(path)):
+                    raise DataError(
+                        f"{archive}: {path.lstrip('/')} is {kind_of(member)}; unpack the archive, "
+                        "make it a file and import the folder"
+                    )
+            elif path.endswith(".tar") and not folder:
+                file.seek(member.offset_data)
+                try:
+                    add(member.offset_data + member.size, path[:-4])
+                except tarfile.ReadError as error:
+                    raise tarfile.ReadError(f"{path.lstrip('/')} in it: {error}") from None
+            else:
+                places[_new(archive, path, seen)] = member.offset_data, member.size
+
+    add(length, "")
+    _resolve(archive, places, links)
+    number = file.fileno()
 
     def read(name: str) -> bytes:
         offset, num_bytes = places[name]
@@ -265,41 +188,20 @@ def _tar_files(archive: Path, file: IO[bytes]) -> Files:
     return Files(archive, list(places), read)
 
 
-def _add_tar(
-    listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, folder: str, *, depth: int = 1
-) -> None:
-    """List the tar between the current position of `file` and `end`, as the content of `folder`."""
-    for member in members(file, end):
-        path = f"{folder}/{member.name}"
-        if member.isdir():
-            continue
-        if member.issym():
-            listing.add_link(path, _beside(path, member.linkname))
-        elif member.islnk():
-            listing.add_link(path, f"{folder}/{member.linkname}")
-        elif not has_bytes(member):
-            listing.refuse(path.lstrip("/"), kind_of(member))
-        elif path.endswith(".tar"):
-            _add_tar_in_tar(listing, file, member, path, depth=depth + 1)
-        else:
-            listing.add(path, (member.offset_data, member.size))
-
-
-def _add_tar_in_tar(
-    listing: _Listing[tuple[int, int]],
-    file: IO[bytes],
-    member: tarfile.TarInfo,
-    path: str,
-    *,
-    depth: int,
-) -> None:
-    if depth > MAX_TARS:
-        raise tarfile.ReadError(f"more than {MAX_TARS} tars are nested")
-    file.seek(member.offset_data)
-    try:
-        _add_tar(listing, file, member.offset_data + member.size, path[:-4], depth=depth)
-    except tarfile.ReadError as error:
-        raise tarfile.ReadError(f"{path.lstrip('/')} in it: {error}") from None
+def _resolve(archive: Path, places: dict[str, tuple[int, int]], links: dict[str, str]) -> None:
+    """Add the links to the places, each with that of the file it points to."""
+    for name, target in links.items():
+        last, visited = target, {name}
+        while last in links and last not in visited:
+            visited.add(last)
+            last = links[last]
+        if last in places:
+            places[name] = places[last]
+        elif visible(posixpath.basename(name)) and not is_system(name):
+            raise DataError(
+                f"{archive}: {name} is a link to {target}, and there is no such file in the "
+                "archive; unpack the archive, fix the link and import the folder"
+            )
 
 
 @contextmanager
@@ -310,7 +212,6 @@ def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[by
         raw = tempfile.TemporaryFile(buffering=0, dir=scratch)  # noqa: SIM115 -- closed below
     with raw:  # unbuffered, so that closing has nothing left to write
         while chunk := packed.read(CHUNK):
-            require_no_bomb(archive, raw.tell() + len(chunk))
             with unpacking(archive, scratch):
                 while chunk:
                     chunk = chunk[raw.write(chunk) :]

@@ -1,30 +1,31 @@
-"""scikit-learn's handwritten digits as an image folder: real data without a download.
+"""Handwritten digits as an image folder: real data without a download.
 
-1,797 grey images of 8 x 8 pixels, 1,437 for training and 360 for validation. They are written
-once into the user's cache folder and read like any other image folder.
+1,797 grey images of 8 x 8 pixels, 1,437 for training and 360 for validation. They are the test set
+of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine Learning
+Repository, doi 10.24432/C50P49, CC BY 4.0), which scikit-learn's `load_digits` also returns. They
+are written once into the user's cache folder and read like any other image folder.
 """
 
 import shutil
 import tempfile
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from largebatch.errors import DataError
-from largebatch.optional import require_digits
 from largebatch.storage import user_cache
 
-FULL_SCALE = 16
-"""Value of white in scikit-learn's copy."""
+FULL_SCALE = 16  # value of white
 
 
 def write_digits() -> Path:
     """Write train/<digit>/*.png and val/<digit>/*.png unless they exist; return the folder.
 
     The folder is created atomically, so processes that start together do not disturb each other.
-    The images are sorted by digit and otherwise in scikit-learn's order; every fifth one, from the
-    first, is used for validation: always the same 35 to 37 of each digit.
+    The images are sorted by digit and otherwise in UCI's order; every fifth one, from the first, is
+    used for validation: always the same 35 to 37 of each digit.
     """
     cache = user_cache()
     root = cache / "digits"
@@ -50,11 +51,11 @@ def write_digits() -> Path:
 
 
 def _write_images(folder: Path) -> None:
-    digits = require_digits().load_digits()
-    images, labels = digits.images, digits.target
+    with (files(__package__) / "digits.npz").open("rb") as file, np.load(file) as digits:
+        images, labels = digits["images"], digits["labels"]
     for place, sample in enumerate(np.argsort(labels, kind="stable")):
         split = "train" if place % 5 else "val"
-        pixels = np.rint(images[sample] * 255 / FULL_SCALE).astype(np.uint8)
+        pixels = np.rint(images[sample] * (255 / FULL_SCALE)).astype(np.uint8)
         path = folder / split / str(labels[sample]) / f"{sample:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)

@@ -7,19 +7,19 @@ every class can be used for validation.
 """
 
 import csv
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
-from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
-from largebatch.data.index.build import BadImageError, measure_bytes
-from largebatch.data.index.folder import EXTENSIONS, is_system, visible
-from largebatch.data.index.ignored import by_kind, describe, kind_of
+from largebatch.data.index.folder import EXTENSIONS, by_kind, describe, is_system, kind_of, visible
+from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
@@ -27,34 +27,60 @@ from largebatch.errors import DataError, shorten
 ENDINGS = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 LAYOUT = (
-    "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or tar, or in "
-    "a folder that holds train.zip and val.zip (or train.tar, train.tar.gz, ...; ImageNet's are "
-    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download; "
-    "Kaggle's archive must be unpacked). "
-    "If val has another name: --val-name test; to divide train/<class>/*.jpg, or only "
-    "<class>/*.jpg: --val-fraction 0.1"
+    "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or tar, or in a "
+    "folder with train.zip and val.zip (or .tar, .tar.gz, ...; for ImageNet: "
+    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, or the unpacked archive of Kaggle). If "
+    "val has another name: --val-name test; to divide train/<class>/*.jpg, or only <class>/*.jpg: "
+    "--val-fraction 0.1"
 )
-
-IMAGENET = (
-    "for ImageNet that is imagenet_2012_validation_synset_labels.txt, in research/slim/datasets of "
-    "https://github.com/tensorflow/models"
-)
-
 
 KAGGLE = "ILSVRC/Data/CLS-LOC"
 """Folder of ImageNet's splits as Kaggle packs them; the images of val are in no class folders."""
 
-SOLUTION = "LOC_val_solution.csv"
-"""Kaggle's list of the classes of val, beside ILSVRC."""
+SOLUTION = "LOC_val_solution.csv"  # Kaggle's list of the classes of val, beside ILSVRC
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Fraction of every class that is used for validation, chosen by names and a seed.
+
+    The order, time and content of the files do not matter: the same names give the same division
+    on every machine, and adding images to one class does not change another.
+    """
+
+    fraction: float
+    seed: int
+
+    def validating(self, class_name: str, names: Sequence[str]) -> set[str]:
+        """Return the validation images of a class: at least one, the names of smallest hashes.
+
+        Raises DataError if none would be left for training.
+        """
+        number = max(1, round(self.fraction * len(names)))
+        if number >= len(names):
+            raise DataError(
+                f"class {class_name} has {len(names)} images, of which {number} would be used for "
+                "validation and none for training: add images, or lower --val-fraction"
+            )
+
+        def key(name: str) -> bytes:
+            text = os.fsencode(f"{self.seed}/{class_name}/{name}")
+            return hashlib.blake2b(text, digest_size=16).digest()
+
+        return set(sorted(names, key=key)[:number])
+
+    def describe(self) -> str:
+        """Return a line that describes the division."""
+        return (
+            f"val: {self.fraction:.4g} of every class, at least one image: the names with the "
+            f"smallest hashes with seed {self.seed}; the same names give the same division"
+        )
 
 
 class _Image(NamedTuple):
     files: Files
-    path: str
-    """Path in the archive."""
-
-    start: int
-    """Position in the path of the image's name within its class."""
+    path: str  # path in the archive
+    start: int  # position in the path of the image's name within its class
 
     @property
     def name(self) -> str:
@@ -64,18 +90,16 @@ class _Image(NamedTuple):
         return f"{self.files.archive}: {self.path}"
 
 
-Classes = dict[str, list[_Image]]
-"""Images of a split by class name."""
+Classes = dict[str, list[_Image]]  # images of a split by class name
+
+_Placed = Iterator[tuple[str, str, _Image]]  # split, class and image
 
 
 class _Layout(NamedTuple):
-    """Names of the folders and archives of the splits."""
-
     names: tuple[str, ...]
     """Names of the splits: training, then validation unless training is divided."""
 
-    divided: bool
-    """True if a fraction of the training images is used for validation."""
+    divided: bool  # True if a fraction of the training images is used for validation
 
 
 @contextmanager
@@ -110,56 +134,29 @@ def open_archives(
                 files = stack.enter_context(open_files(archive, below=below, scratch=scratch))
             except DAMAGED as error:
                 raise fault(archive, error, expected="zip or tar") from error
-            wanted, others = _wanted(files, layout.names)
-            unread += others
+            shown = [name for name in files.names if is_system(name) or _is_shown(name, layout)]
+            wanted = [name for name in shown if kind_of(name) in EXTENSIONS]
+            if not wanted:
+                found = shorten(sorted(files.names))
+                raise DataError(f"{archive}: contains no images; {LAYOUT}; found {found}")
+            unread += sorted(set(shown) - set(wanted))
             for name, class_name, image in _images(files, wanted, layout):
                 splits[name].setdefault(class_name, []).append(image)
         remarks = describe(by_kind((kind_of(path), path) for path in unread), where=str(source))
-        remarks += _without_images(unread, splits, where=str(source))
-        remarks += _other_folders(source, layout)
+        if (source / TRAIN).is_dir():
+            folders = sorted(path.name for path in source.iterdir() if path.is_dir())
+            others = [name for name in folders if name[0] != "." and name not in layout.names]
+            remarks += [f"{source}: not imported: {shorten(others)}"] if others else []
+        images = {TRAIN: splits[TRAIN], VAL: splits[layout.names[-1]]}
         if val_fraction is not None:
             division = Division(val_fraction, seed)
-            images = _divide(splits[TRAIN], division)
+            images = {TRAIN: {}, VAL: {}}
+            for name, members in splits[TRAIN].items():
+                chosen = division.validating(name, [image.name for image in members])
+                images[TRAIN][name] = [image for image in members if image.name not in chosen]
+                images[VAL][name] = [image for image in members if image.name in chosen]
             remarks.append(division.describe())
-        else:
-            images = {TRAIN: splits[TRAIN], VAL: splits[val_name]}
         yield _data_set(source, images, remarks)
-
-
-def _without_images(unread: Sequence[str], splits: dict[str, Classes], *, where: str) -> list[str]:
-    """Return a line that names the folders beside the classes without readable images."""
-    images = [
-        image for classes in splits.values() for members in classes.values() for image in members
-    ]
-    folders = {image.path[: image.start] for image in images} - {""}
-    around = {folder[: folder[:-1].rfind("/") + 1] for folder in folders}
-    beside = {
-        f"{parent}{rest.partition('/')[0]}/"
-        for path in unread
-        for parent in around
-        if path.startswith(parent) and "/" in (rest := path.removeprefix(parent))
-    }
-    empty = [folder for folder in sorted(beside - folders - around) if not is_system(folder)]
-    named = shorten([folder[:-1] for folder in empty])
-    return [f"{where}: not a class, because it has no readable image: {named}"] if empty else []
-
-
-def _other_folders(source: Path, layout: _Layout) -> list[str]:
-    """Return a line that names the folders beside the splits."""
-    if not (source / TRAIN).is_dir():
-        return []
-    folders = sorted(path.name for path in source.iterdir() if path.is_dir())
-    others = [name for name in folders if name[0] != "." and name not in layout.names]
-    return [f"{source}: not imported: {shorten(others)}"] if others else []
-
-
-def _divide(images: Classes, division: Division) -> dict[str, Classes]:
-    splits: dict[str, Classes] = {TRAIN: {}, VAL: {}}
-    for name, members in images.items():
-        chosen = division.validating(name, [image.name for image in members])
-        splits[TRAIN][name] = [image for image in members if image.name not in chosen]
-        splits[VAL][name] = [image for image in members if image.name in chosen]
-    return splits
 
 
 def _archives(source: Path, layout: _Layout) -> list[Path]:
@@ -188,20 +185,17 @@ def _split_of(archive: Path) -> str:
     return archive.name.partition(".")[0].rpartition("_")[2]
 
 
-def _wanted(files: Files, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the images, and the other files that are not hidden."""
-    shown = [path for path in files.names if is_system(path) or _is_shown(path, names)]
-    wanted = [path for path in shown if kind_of(path) in EXTENSIONS]
-    if not wanted:
-        listed = shorten(sorted(files.names))
-        raise DataError(f"{files.archive}: contains no images; {LAYOUT}; found {listed}")
-    return wanted, sorted(set(shown) - set(wanted))
+def _is_shown(path: str, layout: _Layout) -> bool:
+    parts = path.split("/")
+    return all(map(visible, parts[_place_of_split(parts, layout.names) or 0 :]))
 
 
-def _images(
-    files: Files, wanted: Sequence[str], layout: _Layout
-) -> Iterator[tuple[str, str, _Image]]:
-    """Yield split, class and image for every image."""
+def _place_of_split(parts: Sequence[str], names: Sequence[str]) -> int | None:
+    """Return the position of the split in a path: the first with a class and a file below it."""
+    return next((place for place, part in enumerate(parts[:-2]) if part in names), None)
+
+
+def _images(files: Files, wanted: Sequence[str], layout: _Layout) -> _Placed:
     around: dict[tuple[str, ...], str] = {}
     bare: list[str] = []
     for name in wanted:
@@ -216,36 +210,64 @@ def _images(
     val = layout.names[-1]
     if bare and in_folders and bare == [name for name in wanted if name.startswith(f"{val}/")]:
         others = [name for name in wanted if not name.startswith(f"{val}/")]
-        return chain(_in_class_folders(files, others, depth=1), _flat(files, bare, val))
-    if bare and (around or in_folders or split not in layout.names):
-        unlike = f", unlike {next(iter(around.values()))}" if around else ""
-        remedy = _move(bare) if around else LAYOUT
+        yield from _in_class_folders(files, others, depth=1)
+        yield from _without_classes(files, bare, val)
+    elif bare and not around and not in_folders and split in layout.names:
+        yield from _without_split(files, wanted, split)
+    elif bare:
+        kaggle = f"unpack the archive of Kaggle, with {SOLUTION} beside ILSVRC"
+        remedy = kaggle if KAGGLE in bare[0] else LAYOUT
         raise DataError(
-            f"{files.archive}: {bare[0]} is not in a class folder of a split{unlike}; {remedy}"
+            f"{files.archive}: {bare[0]} is not in a class folder of a split ({len(bare):,} images "
+            f"are not); {remedy}"
         )
-    if bare:
-        return _without_split(files, wanted, split)
-    if len(around) > 1:
+    elif len(around) > 1:
         raise DataError(
             f"{files.archive}: {' and '.join(list(around.values())[:2])} are not in the same "
             f"folder of splits; {LAYOUT}"
         )
-    (outer,) = around
-    return _in_class_folders(files, wanted, depth=len(outer) + 1)
+    else:
+        (outer,) = around
+        yield from _in_class_folders(files, wanted, depth=len(outer) + 1)
 
 
-def _flat(files: Files, paths: Sequence[str], split: str) -> Iterator[tuple[str, str, _Image]]:
-    """Yield images in a split's folder itself; their classes are in SOLUTION, or in a list."""
+def _in_class_folders(
+    files: Files, paths: Sequence[str], *, depth: int, split: str = ""
+) -> _Placed:
+    """Yield the images; a path's component at `depth` is the class, the one before it the split."""
+    for path in paths:
+        parts = path.split("/", depth + 1)
+        image = _Image(files, path, len(path) - len(parts[-1]))
+        yield split or parts[depth - 1], parts[depth], image
+
+
+def _without_split(files: Files, paths: Sequence[str], split: str) -> _Placed:
+    """Yield the images of one split: in class folders, in one folder around these, or in none."""
+    depths = {path.count("/") for path in paths}
+    if depths == {0}:
+        yield from _without_classes(files, paths, split)
+        return
+    if 0 in depths:
+        bare = next(path for path in paths if "/" not in path)
+        raise DataError(f"{files.archive}: {bare} is not in a class folder; move it into one")
+    one_around = 1 not in depths and len({path.partition("/")[0] for path in paths}) == 1
+    depth = int(one_around and not files.archive.is_dir())
+    yield from _in_class_folders(files, paths, depth=depth, split=split)
+
+
+def _without_classes(files: Files, paths: Sequence[str], split: str) -> _Placed:
+    """Yield images in no class folders; their classes are in SOLUTION, or in a list."""
+    paths = sorted(paths, key=os.fsencode)
     folder = files.archive.resolve()
     places = [place / SOLUTION for place in (folder, *folder.parents[:3])]
-    solution = next(filter(Path.is_file, places), None)
-    paths = sorted(paths, key=os.fsencode)
+    solution = next(filter(Path.is_file, places), None) if folder.is_dir() else None
     if solution is None:
-        classes = _listed_classes(files.archive / split, split, len(paths))
+        beside = files.archive / split if folder.is_dir() else files.archive
+        classes = _listed_classes(beside.with_name(f"{split}_labels.txt"), beside, len(paths))
     else:
         classes = _solved_classes(solution, [Path(path).stem for path in paths])
     for path, name in zip(paths, classes, strict=True):
-        yield split, name, _Image(files, path, len(split) + 1)
+        yield split, name, _Image(files, path, path.rfind("/") + 1)
 
 
 def _solved_classes(path: Path, names: Sequence[str]) -> list[str]:
@@ -263,72 +285,20 @@ def _solved_classes(path: Path, names: Sequence[str]) -> list[str]:
     return [classes[name] for name in names]
 
 
-def _move(bare: Sequence[str]) -> str:
-    if KAGGLE in bare[0]:
-        return f"unpack the archive and import its folder, with {SOLUTION} beside ILSVRC"
-    others = f", and {len(bare) - 1:,} more like it," if bare[1:] else ""
-    return f"move it{others} into one, or out of the imported folder"
-
-
-def _is_shown(path: str, names: Sequence[str]) -> bool:
-    parts = path.split("/")
-    return all(map(visible, parts[_place_of_split(parts, names) or 0 :]))
-
-
-def _place_of_split(parts: Sequence[str], names: Sequence[str]) -> int | None:
-    """Return the position of the split in a path: the first with a class and a file below it."""
-    return next((place for place, part in enumerate(parts[:-2]) if part in names), None)
-
-
-def _in_class_folders(
-    files: Files, paths: Sequence[str], *, depth: int, split: str = ""
-) -> Iterator[tuple[str, str, _Image]]:
-    """Yield the images; a path's component at `depth` is the class, the one before it the split."""
-    for path in paths:
-        parts = path.split("/", depth + 1)
-        yield (
-            split or parts[depth - 1],
-            parts[depth],
-            _Image(files, path, len(path) - len(parts[-1])),
-        )
-
-
-def _without_split(
-    files: Files, paths: Sequence[str], split: str
-) -> Iterator[tuple[str, str, _Image]]:
-    """Yield the images of one split: in class folders, in one folder around these, or in none."""
-    depths = {path.count("/") for path in paths}
-    if depths == {0}:
-        classes = _listed_classes(files.archive, split, len(paths))
-        for path, name in zip(sorted(paths, key=os.fsencode), classes, strict=True):
-            yield split, name, _Image(files, path, 0)
-        return
-    if 0 in depths:
-        bare = [path for path in paths if "/" not in path]
-        raise DataError(f"{files.archive}: {bare[0]} is not in a class folder; {_move(bare)}")
-    in_archive = not files.archive.is_dir()
-    one_around = (
-        in_archive and 1 not in depths and len({path.partition("/")[0] for path in paths}) == 1
-    )
-    yield from _in_class_folders(files, paths, depth=int(one_around), split=split)
-
-
-def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
+def _listed_classes(path: Path, images: Path, number: int) -> list[str]:
     """Read the classes of images without class folders from a file, as for ImageNet's val."""
-    path = archive.with_name(f"{split}_labels.txt")
-    expected = (
-        f"expected {path} with the classes of the {number} images of {archive.name}, which are "
-        f"not in class folders: one per line, in the order of the images' names; {IMAGENET}, or "
-        f"Kaggle's {SOLUTION}"
-    )
     try:
         classes = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; {expected}") from None
-    except ValueError:
-        raise DataError(f"{path}: not a text file; {expected}") from None
+    except (OSError, ValueError):
+        classes = []
     if len(classes) != number or "" in classes:
-        raise DataError(f"{path}: has {len([c for c in classes if c])} classes; {expected}")
+        raise DataError(
+            f"{path}: found {len([c for c in classes if c])} classes; expected this file with the "
+            f"classes of the {number} images of {images.name}, which are not in class folders: one "
+            "per line, in the order of the images' names (for ImageNet that is "
+            "imagenet_2012_validation_synset_labels.txt of https://github.com/tensorflow/models, "
+            f"or Kaggle's {SOLUTION})"
+        )
     return classes
 
 
@@ -342,9 +312,11 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
     if len(classes) == 1:
         text = f"{source}: all images are of one class, {classes[0]}; if the class folders are "
         remarks = [*remarks, f"{text}below it, import that folder"]
-    for name in classes:
-        for split in SPLITS:
-            _sort(splits[split][name], f"{split}/{name}")
+    for images in (images for split in SPLITS for images in splits[split].values()):
+        images.sort(key=lambda image: os.fsencode(image.name))
+        for first, second in pairwise(images):
+            if first.name == second.name:
+                raise DataError(f"{first} and {second} have the same name; remove one of them")
     return DataSet(
         classes,
         {split: sum(map(len, splits[split].values())) for split in SPLITS},
@@ -353,18 +325,7 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
     )
 
 
-def _sort(images: list[_Image], where: str) -> None:
-    """Sort the images of a class bytewise; raise DataError if two have the same name."""
-    images.sort(key=lambda image: os.fsencode(image.name))
-    for first, second in pairwise(images):
-        if first.name == second.name:
-            raise DataError(
-                f"{first} and {second} are both {where}/{first.name}; remove one of them"
-            )
-
-
 def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Unusable]:
-    """Yield the images of the classes in order."""
     images = [image for members in classes for image in members]
     labels = [label for label, members in enumerate(classes) for _ in members]
     contents = in_parts(lambda row: _read(images[row]), len(images))
@@ -376,7 +337,6 @@ def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Unusable]:
 
 
 def _read(image: _Image) -> bytes | Exception:
-    """Return the bytes of an image, or the error if it cannot be used."""
     try:
         content = image.files.read(image.path)
         measure_bytes(content)

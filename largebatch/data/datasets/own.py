@@ -29,9 +29,8 @@ from PIL import Image
 
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, show
-from largebatch.data.index.build import BadImageError, require_mode
-from largebatch.data.index.file import Paths, pack, unpack
-from largebatch.data.index.index import Index
+from largebatch.data.index.headers import BadImageError, require_mode
+from largebatch.data.index.index import Index, Paths, pack, unpack
 from largebatch.data.types import Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
@@ -55,9 +54,7 @@ class MapStyle(Protocol):
 class Items:
     """One split of a user's data set."""
 
-    name: str
-    """Name of the split and its function, for messages."""
-
+    name: str  # name of the split and its function, for messages
     dataset: MapStyle
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -175,7 +172,6 @@ def open_decoder(items: Items, index: Index, view: View, resources: Resources) -
 def _fill(
     items: Items, index: Index, view: View, request: Request, rows: slice, pixels: Bytes | Floats
 ) -> None:
-    """Write the images of these rows of a request into `pixels`."""
     samples = request.samples[rows].tolist()
     images = zip(samples, request.boxes[rows], request.flips[rows], pixels, strict=True)
     for sample, box, flip, out in images:
@@ -183,7 +179,6 @@ def _fill(
 
 
 def _read_same(items: Items, index: Index, sample: int) -> Image.Image:
-    """Return an item's image; raise DataError if its size or label changed since the start."""
     image, label = items.read(sample)
     indexed = index.heights[sample], index.widths[sample], index.labels[sample]
     if indexed != (image.height, image.width, label):

@@ -9,7 +9,7 @@ import hashlib
 import io
 import math
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,9 +26,7 @@ from largebatch.storage import THREADS, Progress, new_folder
 
 TRAIN, VAL = SPLITS = ("train", "val")
 
-PART = 256
-"""Number of samples prepared together, in several threads."""
-
+PART = 256  # number of samples prepared together, in several threads
 STARTS = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",
@@ -47,12 +45,9 @@ class Sample(NamedTuple):
     """One encoded image."""
 
     content: bytes
-    extension: str
-    """Extension of the file name, without a dot."""
-
+    extension: str  # extension of the file name, without a dot
     label: int
-    origin: object = None
-    """What `str` turns into the image's name in its source, if it has one."""
+    origin: object = None  # what `str` turns into the image's name in its source, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +55,11 @@ class DataSet:
     """A data set to be written as shards."""
 
     classes: Sequence[str]
-    sizes: Mapping[str, int]
-    """Number of samples of each split, for the progress."""
-
+    sizes: Mapping[str, int]  # number of samples of each split, for the progress
     samples: Callable[[str], Iterable[Sample | Unusable]]
     """Function that yields the samples of a split in order."""
 
-    remarks: Sequence[str] = ()
-    """Lines to print after the import: ignored files, and the division."""
+    remarks: Sequence[str] = ()  # lines to print after the import: ignored files, and the division
 
 
 def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) -> None:
@@ -109,14 +101,18 @@ def write_shards(
         for split in data_set.sizes:
             with closing(ShardWriter(folder / split, shard_bytes=shard_bytes)) as writer:
                 for sample in _read_samples(data_set, split):
+                    done += 1
                     if isinstance(sample, Unusable):
                         bad.append(str(sample))
                     else:
                         origin = sample.origin or f"{split}, image {writer.num_samples}"
-                        equal += _twins(sample.content, origin, split, trained)
+                        key = hashlib.blake2b(sample.content, digest_size=CHECKSUM_BYTES).digest()
+                        if split == TRAIN:
+                            trained.setdefault(key, origin)
+                        elif key in trained:
+                            equal.append(f"{origin} = {trained[key]}")
                         writer.add(sample.content, extension=sample.extension, label=sample.label)
                         used[split].add(sample.label)
-                    done += 1
                     if done % PART == 0 or done == total:
                         progress(done, total)
         if bad and not drop_bad:
@@ -125,39 +121,20 @@ def write_shards(
                 "or leave them out: the same `largebatch data import` with --drop-bad\n  "
                 + shorten(bad, between="\n  ")
             )
-        _require_every_class(data_set.classes, used, out)
-    heads = {
-        f"{len(bad)} of {total} images left out:": bad,
-        f"{len(equal)} of {data_set.sizes.get(VAL)} images of val are equal to one of train, byte "
-        "by byte: their accuracy is of what was learnt by heart; remove one of each two:": equal,
-    }
-    return [
-        shorten([head, *names], most=1 + SHOWN, between="\n  ")
-        for head, names in heads.items()
-        if names
-    ]
-
-
-def _twins(content: bytes, origin: object, split: str, trained: dict[bytes, object]) -> list[str]:
-    """Return a line if an image of val is among the `trained`, by checksum; add those of train."""
-    key = hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).digest()
-    if split == TRAIN:
-        trained.setdefault(key, origin)
-    return [f"{origin} = {trained[key]}"] if split == VAL and key in trained else []
-
-
-def _require_every_class(
-    classes: Sequence[str], used: Mapping[str, Collection[int]], out: Path
-) -> None:
-    """Raise DataError unless every class has one of the `used` labels in each split."""
-    for split, labels in used.items():
-        missing = [name for label, name in enumerate(classes) if label not in labels]
-        if missing:
-            raise DataError(
-                f"{out}: not written: {len(missing)} of {len(classes)} classes have no image in "
-                f"{split} that can be used: {shorten(missing)}; replace images of these classes, "
-                "or leave the classes out"
-            )
+        for split, labels in used.items():
+            names = data_set.classes
+            missing = [name for label, name in enumerate(names) if label not in labels]
+            if missing:
+                raise DataError(
+                    f"{out}: not written: {len(missing)} of {len(names)} classes have no image in "
+                    f"{split} that can be used: {shorten(missing)}; replace images of these "
+                    "classes, or leave the classes out"
+                )
+    remarks = [[f"{len(bad)} of {total} images left out:", *bad]] if bad else []
+    if equal:
+        head = f"{len(equal)} of {data_set.sizes[VAL]} images of val are equal to one of train, "
+        remarks.append([f"{head}byte by byte; remove one of each two:", *equal])
+    return [shorten(lines, most=1 + SHOWN, between="\n  ") for lines in remarks]
 
 
 def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample | Unusable]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from largebatch.data.datasets.division import Division
+from largebatch.data.datasets.image_folder import Division
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, extension_of
-from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.folder import visible
+from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.optional import require_parquet
@@ -25,13 +25,10 @@ from largebatch.optional import require_parquet
 VAL_NAMES = ("val", "valid", "validation", "dev")
 """Names of validation on the hub; `test` is used only if requested."""
 
-ROWS = 256
-"""Number of rows in memory at a time."""
+ROWS = 256  # number of rows in memory at a time
 
 
 class _Columns(NamedTuple):
-    """Columns of the images and labels of a data set."""
-
     image: str
     label: str
     classes: tuple[str, ...]
@@ -110,7 +107,6 @@ def _divided(
 
 
 def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str, list[Path]]:
-    """Return the files of each split, sorted by name."""
     splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
     found = sorted(path.relative_to(source) for path in source.rglob("*.parquet"))
     names = [path.as_posix() for path in found if all(map(visible, path.parts))]
@@ -147,7 +143,6 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def _columns(schema: Any, path: Path, label: str | None) -> _Columns:  # noqa: ANN401 -- as above
-    """Return the columns of images and class numbers, and the names of the classes."""
     metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:
         features = json.loads(metadata).get("info", {}).get("features", {})
@@ -175,7 +170,6 @@ def _shown(schema: Any, kinds: dict[str, str]) -> str:  # noqa: ANN401 -- as abo
 def _samples(
     paths: Sequence[Path], files: dict[Path, Any], columns: _Columns
 ) -> Iterator[Sample | Unusable]:
-    """Yield the images in order."""
     for path in paths:
         for row, (image, label) in enumerate(
             _rows(path, files[path], columns.image, columns.label)
@@ -190,7 +184,6 @@ def _samples(
 
 
 def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above
-    """Yield the rows of these columns."""
     try:
         for batch in file.iter_batches(ROWS, columns=list(names)):
             yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
@@ -199,7 +192,6 @@ def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # n
 
 
 def _fault(image: Any, label: Any, num_classes: int) -> str | None:  # noqa: ANN401 -- as above
-    """Return why a row cannot be used, or None."""
     content = image.get("bytes") if isinstance(image, dict) else None
     if not isinstance(content, bytes):
         return "it has no image bytes"

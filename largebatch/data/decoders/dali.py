@@ -25,9 +25,7 @@ from largebatch.data.types import Batch, Batches, Decode, Request, Resources, Vi
 from largebatch.errors import DataError
 from largebatch.optional import require_dali
 
-AHEAD = 2
-"""Number of batches finished or in progress when one is requested."""
-
+AHEAD = 2  # number of batches finished or in progress when one is requested
 WEBP_WITH_FLAGS, WEBP_FLAGS, WEBP_EXIF = b"WEBPVP8X", 20, np.uint8(8)
 """Bytes 8 to 15 of a WebP with flags, the position of the flags, and that of EXIF, which is cleared
 because DALI fails to find EXIF behind a chunk of odd length; the index holds the orientation."""
@@ -53,15 +51,12 @@ def open_decoder(index: Index, view: View, resources: Resources) -> AbstractCont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
-    """Builds DALI pipelines that decode the images of an index."""
-
     dali: ModuleType
     index: Index
     view: View
     device: torch.device
 
     def build(self, source: "_Source", *, batch_size: int, threads: int, ahead: int) -> Any:  # noqa: ANN401 -- DALI is optional
-        """Return a pipeline that keeps `ahead` batches finished or in progress."""
         at_once = ahead > 1
         pipeline = self.dali.Pipeline(
             batch_size=batch_size,
@@ -76,7 +71,6 @@ class _Graph:
         return pipeline
 
     def _images(self, source: "_Source") -> Any:  # noqa: ANN401 -- DALI is optional
-        """Return the pipeline's outputs: decode the box, resize, mirror and normalise."""
         fn, types, view = self.dali.fn, self.dali.types, self.view
         on_gpu = self.device.type == "cuda"
         encoded, corners, shapes, flips = fn.external_source(
@@ -113,8 +107,6 @@ class _Graph:
 
 
 class _Source:
-    """Inputs of a pipeline, for one pass over images after another."""
-
     def __init__(self) -> None:
         self._inputs: Iterator[_Inputs] = iter(())
 
@@ -132,7 +124,6 @@ class _Source:
             self._inputs = iter(())
 
     def next(self) -> _Inputs:
-        """Return the next inputs; raise StopIteration at the end of a pass."""
         return next(self._inputs)
 
 
@@ -227,6 +218,5 @@ def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
 
 
 def _gist(error: RuntimeError) -> str:
-    """Return the line of DALI's report that states the error."""
     line = str(error).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
     return line.replace("sample #0 :", "it").strip()

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from largebatch.data.index.build import TRANSPOSED
+from largebatch.data.index.headers import TRANSPOSED
 from largebatch.data.index.index import Index
 from largebatch.data.types import BoolArray, IntArray, Request
 

@@ -16,12 +16,10 @@ from torch import Tensor
 from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, Resources, View
 
-Order = TypeVar("Order")
-"""Description of a batch: a request, alone or with the bytes read for it."""
+Order = TypeVar("Order")  # description of a batch: a request, alone or with the bytes read for it
 
 
-AHEAD = 2
-"""Number of batches filled in while one is used."""
+AHEAD = 2  # number of batches filled in while one is used
 
 
 class Part(NamedTuple):
@@ -52,8 +50,6 @@ class _Scale(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A batch in progress."""
-
     jobs: list[Future[None]]
     images: Tensor
     """N x 3 x H x W. On a CPU float32, normalised; otherwise uint8, channels last, because the copy

@@ -104,11 +104,9 @@ def _cubic(distance: Tensor) -> Tensor:
 
 
 def _whole(values: Tensor) -> Tensor:
-    """Round to bytes, in place."""
     return values.add_(0.5).floor_().clamp_(0.0, 255.0)
 
 
 def _to_whole(values: Floats) -> Floats:
-    """Round to bytes, in place."""
     values += 0.5
     return np.clip(np.floor(values, out=values), 0.0, 255.0, out=values)

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from largebatch.data.index.file import Paths
-from largebatch.data.index.index import Index
+from largebatch.data.index.index import Index, Paths
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
 from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
 
-SIDE = 8
-"""Side of the grid of colours that an image is interpolated from."""
+SIDE = 8  # side of the grid of colours that an image is interpolated from
 
 
 def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:

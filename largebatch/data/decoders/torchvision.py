@@ -20,8 +20,7 @@ from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Requ
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
-AT_A_TIME = 16
-"""Number of images in one thread's task; a task costs about ten microseconds."""
+AT_A_TIME = 16  # number of images in one thread's task; a task costs about ten microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,6 @@ def to_pillow(encoded: Encoded) -> Image.Image:
 
 
 def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:
-    """Write the images of these rows of a request into `pixels`."""
     boxes, flips = reading.request.boxes[rows], reading.request.flips[rows]
     images = encoded_images(reading, rows)
     for encoded, box, flip, out in zip(images, boxes, flips, pixels, strict=True):

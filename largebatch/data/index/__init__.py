@@ -1,6 +1,5 @@
 """The index of images: built and checked once, stored in one file, compared with its folder.
 
-`folder` lists a folder and detects changes, `build` reads the headers of images, `shards` those of
-tar files, `file` is the file format, `index` is what a run uses, and `sharing` sends worker 0's
-index to the others.
+`folder` lists a folder, `headers` measures an image, `shards` reads tar files, `index` is what a
+run uses, and `verify` compares the images with checksums.
 """

@@ -1,39 +1,27 @@
-"""List the files of one split without opening any, and compare them with an index.
+"""List the files of one split without opening any, and count the ignored ones.
 
 A split is in `root/split`: either class folders, `<class>/*`, or shards, `*.tar`, with the names of
 the classes in `root/classes.txt`. The content of the folder decides which.
 
-When a run starts, the folder is compared with its index:
-
-- every shard;
-- the names of the class folders, and their times, which change when files are added, removed or
-  renamed;
-- every file of a class folder whose time has changed;
-- of the other files at most `MOST`, evenly spaced: a new copy of the data set changes all of them,
-  and checking a million files takes seconds on a disk and minutes over a network.
-
-Other files that were overwritten in place are detected when they are read: `Index.locate` returns
-the length and time that a file must have. `largebatch data index` compares every file. Threads are
-used because over a network they mostly wait.
+Images of other formats or in other places must not be lost silently: `data index` and `data import`
+print the counts of ignored files, by kind and with the first names of each, and a run logs them at
+its start. Hidden files belong to the system or to this package and are not counted, except in
+folders of the system. Nor are other members of a sample in a shard; a sample without an image is a
+bad one.
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
-
-from largebatch.data.index.file import Content, Paths, paths
 from largebatch.errors import DataError, shorten
-from largebatch.storage import PART, THREADS
 
 JPEG = (".jfif", ".jpe", ".jpeg", ".jpg")
 EXTENSIONS = (".bmp", *JPEG, ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Suffixes that both decoders read. Other files are ignored and counted by `ignored`; hidden files
-are skipped."""
+"""Suffixes that both decoders read. Other files are ignored and counted; hidden files are
+skipped."""
 
 SYSTEM = frozenset(
     (
@@ -43,13 +31,23 @@ SYSTEM = frozenset(
     )
 )
 """Folders, in lower case, in which systems and their storage keep thumbnails, deleted files and
-older copies of a user's. They are counted by `ignored`."""
+older copies of a user's. They are counted."""
 
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
 
-MOST = 20_000
-"""Maximum number of compared files of unchanged folders, unless all are compared."""
+EXAMPLES = 3  # number of example names per kind of ignored files
+LOOSE = "beside the class folders or shards"
+NESTED = "in subfolders of a class (`largebatch data import imagefolder` reads those)"
+SYSTEMS = "in folders of the system, such as @eaDir and #recycle"
+
+
+class Ignored(NamedTuple):
+    """Files of one kind that are not read."""
+
+    kind: str  # suffix such as `.gif`, or the location
+    number: int
+    examples: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,119 +204,86 @@ def _found(folder: Path) -> str:
     return shorten(sorted(path.name for path in folder.iterdir()))
 
 
-def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
-    """Return the first difference between an index and its folder, or None."""
-    header = content.header
-    names, shards = layout(root, header["split"])
-    if bool(shards) != bool(header["shards"]):
-        now, then = ("shards", "class folders") if shards else ("class folders", "shards")
-        return f"{header['split']} holds {now}, it held {then}"
-    if shards:
-        return _shards(content, root, {shard.name: (shard.size, shard.mtime) for shard in shards})
-    names_differ = _names(header["split"], "class folders", header["classes"], names)
-    return names_differ or _class_folders(content, root, every_file=every_file)
+def list_ignored(root: Path, split: str) -> list[Ignored]:
+    """Count the files that the index of `root/split` leaves out."""
+    return by_kind(_in_split(root, split))
 
 
-def changed(path: str, then: tuple[int, int], now: tuple[int, int]) -> str | None:
-    """Return the difference between a file's (length, time in nanoseconds) pairs, or None.
+def by_kind(found: Iterable[tuple[str, str]]) -> list[Ignored]:
+    """Group (kind, path) pairs by kind, the most frequent first."""
+    groups: dict[str, list[str]] = {}
+    for kind, path in found:
+        groups.setdefault(kind, []).append(path)
+    counted = [Ignored(k, len(paths), sorted(paths)[:EXAMPLES]) for k, paths in groups.items()]
+    return sorted(counted, key=lambda ignored: (-ignored.number, ignored.kind))
 
-    >>> changed("a.png", (7, 10**18), (7, 10**18 + 1))  # doctest: +NORMALIZE_WHITESPACE
-    'a.png was changed 2001-09-09 01:46:40.000000001 UTC,
-     it had been changed 2001-09-09 01:46:40.000000000 UTC'
+
+def kind_of(path: str) -> str:
+    """Return the kind of an ignored file: its place, its suffix, or a phrase if it has none.
+
+    >>> [kind_of(path) for path in ("a.GIF", "cat/a.b.heic", "cat.d/README")]
+    ['.gif', '.heic', 'without a suffix']
     """
-    if then[0] != now[0]:
-        return f"{path} has {now[0]:,} bytes, it had {then[0]:,}"
-    if then[1] != now[1]:
-        return f"{path} was changed {_time(now[1])}, it had been changed {_time(then[1])}"
-    return None
+    if is_system(path):
+        return SYSTEMS
+    return os.path.splitext(path)[1].lower() or "without a suffix"  # noqa: PTH122 -- a string
 
 
-def _shards(content: Content, root: Path, found: dict[str, tuple[int, int]]) -> str | None:
-    header = content.header
-    then = {name: (size, mtime) for name, size, mtime in header["shards"]}
-    differing = _names(header["split"], "shards", tuple(then), tuple(found))
-    if differing:
-        return differing
-    if list(read_classes(root)) != header["classes"]:
-        return f"{CLASSES} names other classes"
-    for name, (size, mtime) in then.items():
-        differing = changed(f"{header['split']}/{name}", (size, mtime), found[name])
-        if differing:
-            return differing
-    return None
+def describe(ignored: Sequence[Ignored], *, where: str) -> list[str]:
+    """Return a line with the total and one line per kind; an empty list if there are none.
+
+    >>> describe([Ignored(".gif", 4, ["a.gif", "b.gif", "c.gif"])], where="train")[1]
+    '  4 .gif: a.gif, b.gif, c.gif, ...'
+    """
+    if not ignored:
+        return []
+    lines = [f"{where}: {number_of(ignored)} files ignored (read are {' '.join(EXTENSIONS)}):"]
+    for kind, number, examples in ignored:
+        more = ", ..." if number > len(examples) else ""
+        lines.append(f"  {number} {kind}: {', '.join(examples)}{more}")
+    return lines
 
 
-def _class_folders(content: Content, root: Path, *, every_file: bool) -> str | None:
-    number = len(content.arrays["labels"])
-    rows = range(0, number, 1 if every_file else -(-number // MOST))
-    parts = [rows[start : start + PART] for start in range(0, len(rows), PART)]
-    known = paths(content.header, content.arrays)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="compare") as pool:
-        labels = range(len(content.header["folders"]))
-        return (
-            _first(pool.map(lambda label: _folder(content, known, root, label), labels))
-            or _first(pool.map(lambda part: _files(content, known, root, part), parts))
-            or _bad_files(content, root)
+def number_of(ignored: Iterable[Ignored]) -> int:
+    """Return the number of files of all kinds."""
+    return sum(kind.number for kind in ignored)
+
+
+def _in_split(root: Path, split: str) -> Iterator[tuple[str, str]]:
+    with os.scandir(root / split) as entries:
+        for entry in filter(_counts, entries):
+            path = f"{split}/{entry.name}"
+            if entry.is_dir():
+                yield from (files_below if is_system(entry.name) else _in_class)(root, path)
+            elif not entry.name.endswith(".tar"):
+                yield LOOSE, path
+
+
+def _in_class(root: Path, folder: str) -> Iterator[tuple[str, str]]:
+    with os.scandir(root / folder) as entries:
+        for entry in filter(_counts, entries):
+            path = f"{folder}/{entry.name}"
+            if entry.is_dir():
+                yield from files_below(root, path)
+            elif not is_image(entry.name):
+                yield kind_of(path), path
+
+
+def files_below(root: Path, folder: str) -> Iterator[tuple[str, str]]:
+    """Yield kind and path of the files in a folder and its subfolders, as far as they are readable.
+
+    Links to folders are not followed, hidden files are left out except in folders of the system.
+    """
+    for place, folders, names in os.walk(root / folder):
+        inside = Path(place).relative_to(root).as_posix()
+        system = is_system(inside)
+        folders[:] = [name for name in folders if system or visible(name) or is_system(name)]
+        yield from (
+            (SYSTEMS if system else NESTED, f"{inside}/{name}")
+            for name in names
+            if system or visible(name)
         )
 
 
-def _first(differences: Iterator[str | None]) -> str | None:
-    return next(filter(None, differences), None)
-
-
-def _folder(content: Content, known: Paths, root: Path, label: int) -> str | None:
-    """Return the first difference in a class folder whose time has changed, or None."""
-    header, arrays, _ = content
-    name, mtime = header["folders"][label]
-    place = f"{header['split']}/{name}"
-    if (root / place).stat().st_mtime_ns == mtime:
-        return None
-    rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
-    then = [os.path.basename(known[row]) for row in rows]  # noqa: PTH119 -- a string
-    bad = [path for path, *_ in content.bad if path.startswith(f"{place}/")]
-    then += [path.removeprefix(f"{place}/") for path in bad]
-    now = scan_class(root / header["split"], name).names
-    return _names(place, "images", then, now) or _files(content, known, root, rows)
-
-
-def _bad_files(content: Content, root: Path) -> str | None:
-    for path, _, size, mtime in content.bad:
-        try:
-            stat = (root / path).stat()
-        except OSError:  # a broken link
-            stat = (root / path).lstat()
-        differing = changed(path, (size, mtime), (stat.st_size, stat.st_mtime_ns))
-        if differing:
-            return differing
-    return None
-
-
-def _files(content: Content, known: Paths, root: Path, rows: range) -> str | None:
-    sizes, mtimes = content.arrays["num_bytes"], content.arrays["mtimes"]
-    start = f"{root}/"
-    for row in rows:
-        path = known[row]
-        try:
-            stat = os.stat(start + path)  # noqa: PTH116 -- a path object takes longer than the call
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-        then = (int(sizes[row]), int(mtimes[row]))
-        if then != (stat.st_size, stat.st_mtime_ns):
-            return changed(path, then, (stat.st_size, stat.st_mtime_ns))
-    return None
-
-
-def _names(place: str, kind: str, then: Iterable[str], now: Iterable[str]) -> str | None:
-    before, after = set(then), set(now)
-    if before == after:
-        return None
-    return (
-        f"{place} holds {len(after)} {kind}, it held {len(before)} (new: "
-        f"{shorten(sorted(after - before))}; gone: {shorten(sorted(before - after))})"
-    )
-
-
-def _time(nanoseconds: int) -> str:
-    """Format a time with all its digits, so that different times look different."""
-    seconds, rest = divmod(nanoseconds, 10**9)
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{rest:09d} UTC"
+def _counts(entry: os.DirEntry[str]) -> bool:
+    return visible(entry.name) or is_system(entry.name)

@@ -18,18 +18,10 @@ from largebatch.errors import DataError
 
 LABEL = "cls"
 
-BLOCK = 512
-"""Block size of a tar file: headers are one block, contents are padded to a multiple."""
-
-END = 2 * BLOCK
-"""Minimum number of zeros at the end of a tar file."""
-
-CHUNK = 2**20
-"""Number of bytes read at a time."""
-
-LABEL_BYTES = 32
-"""Maximum number of bytes of a label."""
-
+BLOCK = 512  # block size of a tar file: headers are one block, contents are padded to a multiple
+END = 2 * BLOCK  # minimum number of zeros at the end of a tar file
+CHUNK = 2**20  # number of bytes read at a time
+LABEL_BYTES = 32  # maximum number of bytes of a label
 REPACK = "create the tar with: tar --dereference --hard-dereference, without --sparse"
 
 
@@ -54,8 +46,6 @@ class Unusable(NamedTuple):
 
 @dataclass(slots=True)
 class _Parts:
-    """The members of one key."""
-
     key: str
     images: list[tarfile.TarInfo]
     label: str | None = None
@@ -119,7 +109,6 @@ def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
 
 
 def _samples(listed: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
-    """Group consecutive members with the same key."""
     parts: _Parts | None = None
     for member in listed:
         folder, slash, name = member.name.rpartition("/")
@@ -137,7 +126,6 @@ def _samples(listed: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
 
 
 def _add(parts: _Parts, member: tarfile.TarInfo, extension: str, file: int) -> None:
-    """Add a member to a sample if it is an image or a label."""
     image = f".{extension.lower()}" in EXTENSIONS
     if not image and extension != LABEL:
         return

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.data.index.file import Arrays, open_mapped, pack
-from largebatch.data.index.index import Index, Location, places
+from largebatch.data.index.index import Index, Location, open_mapped, pack, places
 from largebatch.data.index.shards import CHUNK
 from largebatch.data.types import Bytes
 from largebatch.errors import DataError
@@ -30,9 +29,7 @@ def note(index: Index, split: str, *, progress: Progress) -> Path:
     checksums, unread = _read_all(index, progress)
     if unread:
         row, problem = next(iter(unread.items()))
-        raise DataError(
-            f"{_name(index, row)}: cannot be read ({problem}); no checksums were stored"
-        )
+        raise DataError(f"{_name(index, row)}: cannot be read ({problem}); no checksums are stored")
     content = pack({"digest": index.digest}, {"checksums": checksums})
     problems = []
     for place in _places(index.root, split):
@@ -58,10 +55,6 @@ def differing(index: Index, split: str, *, progress: Progress) -> list[str]:
 
 
 def _stored(index: Index, split: str) -> Bytes:
-    """Return the stored checksums; outdated ones beside the images do not hide those in the cache.
-
-    Raises DataError if there are none of this index.
-    """
     problem = f"{index.root}: there are no checksums of {split}"
     for place in _places(index.root, split):
         try:
@@ -71,20 +64,13 @@ def _stored(index: Index, split: str) -> Bytes:
         except (OSError, ValueError):
             problem = f"{place}: these checksums are damaged"
             continue
-        if header.get("digest") == index.digest:
-            return _checked(arrays, len(index), place)
+        if header["digest"] == index.digest:
+            return arrays["checksums"]
         problem = f"{place}: these checksums are of another index"
     raise DataError(
         f"{problem}; store them, while the images are known to be good, with: "
         f"largebatch data verify {index.root} --write"
     )
-
-
-def _checked(arrays: Arrays, number: int, place: Path) -> Bytes:
-    stored = arrays.get("checksums")
-    if stored is None or stored.dtype != np.uint8 or stored.shape != (number, CHECKSUM_BYTES):
-        raise DataError(f"{place}: these are not the checksums of {number} images; remove the file")
-    return stored
 
 
 def _read_all(index: Index, progress: Progress) -> tuple[Bytes, dict[int, str]]:
