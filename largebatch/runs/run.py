@@ -193,7 +193,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 session.log.note("train", remark)
             return run_stages(profiled, until=until)
 
-        ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}
+        ids = checkpoint.origin.trackers if checkpoint else {}
         resume, draws = bool(options.resume), options.report
         return record(session, folder, train, resume=resume, ids=ids, draws=draws)
 

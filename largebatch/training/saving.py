@@ -1,5 +1,6 @@
 """Saves a run and restores it, and compares the weights of the workers."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,8 @@ from largebatch.tracking.events import CHECKPOINTS, StageName
 from largebatch.tracking.identity import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
+    Found,
+    Origin,
     Writer,
     copy_state,
     newest_checkpoint,
@@ -57,20 +60,24 @@ class Saver:
         Raises CheckpointError on worker 0, which writes, if the previous checkpoint could not be
         written and the recipe stops for that; DesynchronizedError as `compare`.
         """
+        begin = time.perf_counter()
         if self.recipe.execution.compare_every is not None:
             self.compare()
-        self.requests.note_saved()
         if self.backend.rank == 0:
             checkpoint = Checkpoint.of(
                 self.recipe,
                 copy_state(self.state.state_dict()),
-                plan=asdict(self.pipeline.plan),
-                data=self.pipeline.splits,
-                classes=list(map(printable, self.pipeline.classes)),
-                versions=versions(),
-                trackers=read_ids(self.log.folder),
+                Origin(
+                    plan=asdict(self.pipeline.plan),
+                    data=self.pipeline.splits,
+                    classes=list(map(printable, self.pipeline.classes)),
+                    versions=versions(),
+                    trackers=read_ids(self.log.folder),
+                ),
             )
             self._write(lambda: self.writer.write(checkpoint))
+        seconds = time.perf_counter() - begin + self.writer.seconds
+        self.requests.note_saved(seconds=seconds)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk; raises as `save` does."""
@@ -110,10 +117,9 @@ class Saver:
         self.finish()
         folder = self.log.folder / CHECKPOINTS
         newest = newest_checkpoint(folder) if self.backend.rank == 0 else None
-        content = broadcast_bytes(newest.content if newest else None, self.backend)
-        checkpoint = parse_checkpoint(content, source=str(folder)) if content else None
-        if checkpoint is not None and self.backend.rank == 0:
-            set_aside_damaged(folder, step=checkpoint.progress.step)
+        if newest is not None:
+            set_aside_damaged(folder, step=newest.checkpoint.progress.step)
+        checkpoint = share_checkpoint(newest, self.backend)
         if checkpoint is None or len(checkpoint.stages) != len(self.state.stages):
             return False
         to = checkpoint.progress.step
@@ -137,6 +143,14 @@ class Saver:
     @property
     def _stage(self) -> StageName:
         return self.pipeline.plan.stage_after(self.state.progress.step)
+
+
+def share_checkpoint(newest: Found | None, backend: Backend) -> Checkpoint | None:
+    """Return the checkpoint that worker 0 has read on every worker; the others pass None."""
+    content = broadcast_bytes(newest.content if newest else None, backend)
+    if newest is not None:
+        return newest.checkpoint
+    return parse_checkpoint(content, source="the checkpoint of worker 0") if content else None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from largebatch.errors import DivergedError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import Event, Note, NoteKind, StageName, Step, System, Tracker
 from largebatch.tracking.log import record
+from largebatch.training.checkpoint import SaveClock
 from largebatch.training.divergence import DivergenceCheck
 from largebatch.training.loop import Update
 from largebatch.training.monitors import Monitors
@@ -53,11 +54,10 @@ class Requests:
         backend: Backend,
         *,
         wants_stop: Callable[[], bool] = lambda: False,
-        save_minutes: float | None = None,
+        save_minutes: float | Literal["auto"] | None = None,
     ) -> None:
         self._backend, self._wants_stop = backend, wants_stop
-        self._save_seconds = math.inf if save_minutes is None else 60 * save_minutes
-        self._saved = time.perf_counter()
+        self._save_clock = SaveClock(save_minutes)
         self.stopped = False
         """True if any worker was asked to stop."""
 
@@ -83,14 +83,13 @@ class Requests:
         self._backend.all_reduce(sums).wait()
         self.take(*sums.tolist())  # sync: between updates
 
-    def note_saved(self) -> None:
-        """Count the time to the next checkpoint from now."""
-        self._saved = time.perf_counter()
+    def note_saved(self, *, seconds: float) -> None:
+        """Count the time to the next checkpoint from now; `seconds` are those it took."""
+        self._save_clock.note_saved(seconds=seconds)
         self.save_due = False
 
     def _save_is_late(self) -> bool:
-        late = time.perf_counter() - self._saved > self._save_seconds
-        return late and self._backend.rank == 0
+        return self._backend.rank == 0 and self._save_clock.is_late()
 
 
 class _Own(NamedTuple):
