@@ -23,7 +23,6 @@ from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.connection import connect
 from largebatch.errors import CheckpointError, DataError, DesynchronizedError, DivergedError
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs import build
 from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion
@@ -367,7 +366,8 @@ class _BadOnce:
 def bad_numbers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def plant(*calls: int) -> None:
         monkeypatch.setattr(
-            build, "build_criterion", lambda recipe: _BadOnce(set(calls), build_criterion(recipe))
+            "largebatch.runs.state.build_criterion",
+            lambda recipe: _BadOnce(set(calls), build_criterion(recipe)),
         )
 
     return plant
