@@ -18,9 +18,9 @@ from largebatch.optim.kernels import batched, fused
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Monitor
+from largebatch.tracking.environment import Sampler
 from largebatch.tracking.events import SYSTEM, Step, System
 from largebatch.tracking.noise_scale import RunningNoise
-from largebatch.tracking.system import Sampler
 from largebatch.training.loop import Update
 from largebatch.training.state import TrainState
 

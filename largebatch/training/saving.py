@@ -13,7 +13,7 @@ from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, StageName
-from largebatch.tracking.identity import read_ids
+from largebatch.tracking.scalars import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
     Found,
