@@ -27,9 +27,10 @@ from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
+from largebatch.training.judging import describe_unsettled
 from largebatch.training.saving import require_fit
 from largebatch.training.session import Session
-from largebatch.training.stages.statistics import describe_unsettled, polish_statistics
+from largebatch.training.stages.statistics import polish_statistics
 from largebatch.training.updates import Part
 
 Mode = Literal["none", "statistics", "affine", "clean"]
@@ -217,7 +218,7 @@ def polish_checkpoint(
         def polish() -> bool:
             assert session.polish.statistics is not None
             session.judge.end(stage, num_steps=session.state.progress.updates)
-            polish_statistics(session, session.polish.statistics)
+            polish_statistics(session.judge, session.polish.statistics)
             return True
 
         return record(session, options.out, polish)

@@ -29,7 +29,7 @@ from largebatch.runs.checkpoints import Comparison, compare, with_statistics, wi
 from largebatch.runs.options import Options
 from largebatch.runs.weights import Weights, check_new, read_weights
 from largebatch.training.evaluation import Metrics
-from largebatch.training.stages.statistics import describe_unsettled
+from largebatch.training.judging import describe_unsettled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ If stages are judged, the statistics of the mean are measured before it is.
 
 from largebatch.training.averages import SWA
 from largebatch.training.session import Session
-from largebatch.training.stages.statistics import measure
 
 
 def run(session: Session, _: range, __: int) -> None:
@@ -20,5 +19,7 @@ def run(session: Session, _: range, __: int) -> None:
         return
     session.judge.begin()
     state.store_average()
-    section = session.polish.statistics if session.judge.decides else None
-    session.judge.end("swa", note=measure(session, "swa", section) if section else None)
+    section, note = session.polish.statistics, None
+    if session.judge.decides and section is not None:
+        note = session.judge.measure_statistics("swa", section)
+    session.judge.end("swa", note=note)

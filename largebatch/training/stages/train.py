@@ -21,7 +21,7 @@ def run_updates(
     """
     state, judge = session.state, session.judge
     unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
-    if is_over(session, steps, until) and not unjudged:
+    if session.is_over(steps, until) and not unjudged:
         return
     judge.begin()
     failed: set[int] = set()
@@ -50,10 +50,3 @@ def run_updates(
         if steps.stop == session.training.plan.steps:  # the schedule has ended
             session.evaluator.store_average()
         judge.end(name, num_steps=made, note=diverged, failed=diverged is not None)
-
-
-def is_over(session: Session, steps: range, until: int) -> bool:
-    """Return True if none of these updates remains to be made now."""
-    progress = session.state.progress
-    end = min(steps.stop, until + progress.discarded)
-    return progress.step >= end or session.training.requests.stopped
