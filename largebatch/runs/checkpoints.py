@@ -143,7 +143,6 @@ def _rows(session: Session) -> Iterator[Row]:
 
 
 def _update(session: Session, mode: Literal["affine", "clean"]) -> int:
-    """Make the updates of a mode on clean images; return the number that were not skipped."""
     training, state = session.training, session.state
     plan, skipped, recipe = training.plan, state.progress.skipped, session.saver.recipe
     every = mode == "clean"
@@ -286,7 +285,6 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
 
 
 def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:
-    """Return the recipe of a checkpoint with other settings of its execution and evaluation."""
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
