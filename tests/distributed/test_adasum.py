@@ -116,9 +116,8 @@ def solve_all(path: Path) -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_workers_with_several_parts_one_or_half_a_part_agree(workers: int, tmp_path: Path) -> None:
-    on_forked_workers(solve_all, tmp_path / "solved.pt", workers=workers)
+def test_workers_with_one_or_half_a_part_agree(tmp_path: Path) -> None:
+    on_forked_workers(solve_all, tmp_path / "solved.pt", workers=4)
     solved: dict[tuple[int, int], State] = torch.load(tmp_path / "solved.pt")
     assert len(solved) == 4
     for (parts, _), ours in solved.items():
@@ -159,7 +158,10 @@ def test_a_step_with_a_wrong_number_of_passes_is_refused() -> None:
     assert not model._forward_pre_hooks
 
 
-ADASUM = ("reduction={kind: adasum, parts: 4}", "batch.bn_span=12", "model.arguments.drop_rate=0")
+ADASUM = (
+    *("reduction={kind: adasum, parts: 4}", "batch.bn_span=12", "model.arguments.drop_rate=0"),
+    *("duration={steps: 4}", "schedule.warmup={steps: 1}"),
+)
 
 
 def train(folder: Path) -> None:
@@ -180,7 +182,6 @@ def test_a_run_of_a_recipe_is_the_same_on_one_worker_and_on_two(tmp_path: Path) 
     ("reduction", "message"),
     [
         ("{kind: adasum}", "kind: adasum and parts belong together"),
-        ("{parts: 4}", "kind: adasum and parts belong together"),
         ("{kind: adasum, parts: 6}", r"parts \(6\) must be a power of two"),
         ("{kind: adasum, parts: 4, dtype: bf16}", "kind: adasum sends in fp32: leave dtype: bf16"),
         ("{kind: adasum, parts: 4}", r"reduction.parts \(4\) does not divide batch.global_batch"),

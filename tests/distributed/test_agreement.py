@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from short_runs import DIGITS
 from threads import Thread, on_threads
@@ -59,6 +59,7 @@ def of_a_run(*overrides: str, command: str = "train", **options: object) -> Fact
     return {"command": command, **recipe.model_dump(mode="json"), **shared}
 
 
+@settings(max_examples=25)
 @given(facts=st.dictionaries(st.text(), JSON))
 def test_workers_that_agree_exchange_only_checksums(facts: Facts) -> None:
     class Watched:

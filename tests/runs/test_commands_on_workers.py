@@ -1,13 +1,12 @@
 """`evaluate` and `polish` on several local workers, started by --workers as `train` starts them."""
 
-import json
 import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from short_runs import CLEAN, STATISTICS, a_recipe, weights
+from short_runs import CLEAN, STATISTICS, a_recipe
 
 from largebatch import run
 from largebatch.cli.main import DONE, main
@@ -36,17 +35,6 @@ def test_evaluate_measures_on_two_workers_what_one_measures(
     assert numbers(together) == pytest.approx(numbers(alone), abs=1e-4)
     assert together.count("top-1") == 1
     assert "(360 images)" in together
-
-
-@pytest.mark.long
-def test_polish_measures_on_two_workers_what_one_measures(trained: Path, tmp_path: Path) -> None:
-    for workers in (1, 2):
-        out = tmp_path / str(workers)
-        words = ["polish", str(trained), "--out", str(out), "--workers", str(workers)]
-        assert main(words) == DONE
-        assert json.loads((out / "summary.json").read_text())["workers"] == workers
-    one, two = (weights(tmp_path / str(workers)) for workers in (1, 2))
-    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
 def test_threads_sleep_while_they_wait_unless_the_user_chose(

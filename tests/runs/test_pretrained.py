@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.optional import require_torchvision
 from largebatch.runs.options import Options
@@ -243,12 +242,3 @@ def test_a_model_with_auxiliary_classifiers_is_polished_and_not_compared(
     after = torch.load(tmp_path / "ours.pth")
     assert after["main.1.running_mean"].any()
     assert not after["side.running_mean"].any()
-
-
-def test_unknown_models_of_torchvision_and_unknown_tags_get_the_nearest() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'torchvision/resnet18"):
-        zoo.require_known("torchvision/resnet1")
-    with pytest.raises(RecipeError, match="timm has no model 'resnet50.a9_in1k'; did you mean"):
-        zoo.require_known("resnet50.a9_in1k")
-    zoo.require_known("resnet50.a1_in1k")
-    assert isinstance(zoo.build("torchvision/resnet18", num_classes=3, arguments={}), nn.Module)

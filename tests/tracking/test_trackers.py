@@ -266,6 +266,12 @@ def test_a_missing_package_is_named_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingPackageError, match="wandb"):
+        Wandb(tmp_path, {}, note=print)
+
+
 @pytest.fixture(name="refusing")
 def without_a_server(uri: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     """Return a function that sets the place of MLflow to a port where nothing listens."""
@@ -300,9 +306,8 @@ def test_a_resumed_run_continues_if_mlflow_does_not_answer(
     assert (note["kind"], there in note["text"]) == ("tracker", True)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: str) -> None:
-    """Or all that was made where it knows nothing of the run; and nothing that was made again."""
+def test_mlflow_gets_what_parts_without_it_made(folder: Path, uri: str) -> None:
+    """Nothing that was made again is there twice."""
     from mlflow import MlflowClient
 
     updates = [replace(LAST, step=step, lr=float(step)) for step in range(7)]
@@ -315,7 +320,7 @@ def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: 
         [replace(BEGUN, resume_step=5), *updates[5:], FINISH],
     ]
     without: Any = Recorder()
-    trackers = iter([MLflow(folder, CONFIG) if known else without, without, without, None])
+    trackers = iter([MLflow(folder, CONFIG), without, without, None])
     follow(folder, parts, lambda: next(trackers) or MLflow(folder, CONFIG))
     identity = (folder / "mlflow-id").read_text()
     client = MlflowClient(uri)

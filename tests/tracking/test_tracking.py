@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from largebatch.errors import CheckpointError, LogError
+from largebatch.errors import CheckpointError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
@@ -175,28 +175,6 @@ def test_a_log_that_is_replaced_gives_its_folder_to_no_other_run(
     assert read(path) == [START, STEPS[0]]
 
 
-def test_a_run_whose_folder_is_moved_ends_and_a_new_folder_at_its_path_has_one_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = Path("run/log.jsonl")
-    path.parent.mkdir()
-    first = JsonLines(path, resume=False)
-    first.record(START)
-    path.parent.rename("moved")
-    with pytest.raises(LogError, match="was removed or moved while the run wrote to it"):
-        first.record(STEPS[0])
-    path.parent.mkdir()
-    second = JsonLines(path, resume=False)
-    with pytest.raises(LogError, match="was replaced by another file while"):
-        first.record(STEPS[0])
-    monkeypatch.chdir("moved")  # as a program that calls `run` may do
-    second.record(START)
-    for log in (first, second):
-        log.close()
-    assert read(tmp_path / path) == read(tmp_path / "moved/log.jsonl") == [START]
-
-
 def test_a_log_that_is_removed_or_cannot_grow_is_a_readable_error(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = JsonLines(path, resume=False)
@@ -218,7 +196,7 @@ def test_a_log_that_is_removed_or_cannot_grow_is_a_readable_error(tmp_path: Path
     assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("size", [0, 10, 65_535, 65_536, 65_537, 200_000])
+@pytest.mark.parametrize("size", [0, 65_536, 65_537])
 def test_only_the_unfinished_end_of_a_log_is_cut_off(size: int, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for whole in (b"", b'{"a": 1}\n' * 3):
