@@ -439,7 +439,6 @@ def compare(
 
 
 def _left_out(rows: Sequence[Row], refused: Mapping[int, str]) -> Iterator[str]:
-    """Yield why the table begins at its smallest batch, and why the first larger one is missing."""
     smallest = rows[0].batch
     below = max((size for size in refused if size < smallest), default=None)
     above = min((size for size in refused if size > smallest), default=None)
@@ -466,7 +465,6 @@ def recommend(rows: Sequence[Row], *, most: float, own: int) -> Row:
 
 
 def _bounds(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[int, int]:
-    """Return the batches that are recommended at both ends of the noise scale."""
     low, high = (
         recommend(
             compare(question, cluster, replace(noise, value=max(1e-9, end)))[0],
@@ -549,7 +547,6 @@ def _recommended(advice: Advice) -> Iterator[str]:
 
 
 def _table(advice: Advice) -> str:
-    """Return a table of the batches; each change is from the batch before, half as large."""
     priced = ["cost"] if any(row.cost is not None for row in advice.rows) else []
     rows = [["batch", "epochs", "interval", "time", *priced, "doubling", "", ""]]
     for before, row in zip([None, *advice.rows[:-1]], advice.rows, strict=True):

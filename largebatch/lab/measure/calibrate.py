@@ -87,7 +87,6 @@ def cluster_of(measured: Measured, *, name: str) -> Cluster:
 
 
 def _require_writable(out: Path) -> None:
-    """Raise LargebatchError if the file cannot be written, before the measurement starts."""
     try:
         out.touch(exist_ok=False)
         out.unlink()
@@ -183,7 +182,6 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
 
 
 def _group_bytes(recipe: Recipe, model: nn.Module) -> list[int]:
-    """Return the bytes that each group of gradients sends."""
     exact, width = kept_exact(recipe, model), 4 if recipe.reduction.dtype == "fp32" else 2
     grouping = grouping_of(recipe.execution.groups)
     groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
@@ -200,7 +198,6 @@ def _places(device: str) -> int:
 def _computing(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
 ) -> tuple[dict[int, float], float]:
-    """Return the seconds of a pass by device batch, and of an update."""
     optimizer = build_optimizer(recipe, model, backend)
     criterion = cross_entropy(
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
@@ -244,7 +241,6 @@ def _device_batches(plan: Plan) -> list[int]:
 def _take_turns(
     rivals: dict[int, Callable[[], object]], backend: Backend, clock: Callable[[], float]
 ) -> dict[int, list[float]]:
-    """Return the seconds of each function, round by round, without a first round."""
     times: dict[int, list[float]] = {name: [] for name in rivals}
     for _ in range(ROUNDS + 1):
         for name, rival in rivals.items():
@@ -301,7 +297,6 @@ def _reading(
 
 
 def _exchanging() -> dict[int, float]:
-    """Return the seconds of an all-reduce between two workers, by message size."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "exchange.json")
         start_workers(["-m", "largebatch.lab.measure.calibrate", str(file)], workers=2)

@@ -90,7 +90,6 @@ class Curve:
 
     @property
     def _edge(self) -> int:
-        """Number of steps that count as the start."""
         return max(3, round(WINDOW * len(self.rates)))
 
     @cached_property
@@ -493,7 +492,6 @@ def _found(test: RangeTest) -> Iterator[str]:
 
 
 def _uncertain(test: RangeTest) -> Iterator[str]:
-    """Yield which end of the range to widen, and which bounds are uncertain."""
     still = [curve for curve in test.curves if not curve.falls]
     if still:
         only_rises = all(curve.rises or curve.diverged is not None for curve in still)
@@ -521,7 +519,6 @@ def _uncertain(test: RangeTest) -> Iterator[str]:
 
 
 def _setting(test: RangeTest) -> Iterator[str]:
-    """Yield where the recipe's own rate is, and what a rate means for its optimizer."""
     recipe, optimizer = test.recipe, test.recipe.optimizer
     if test.peak_is is not None:
         yield f"peak_lr of the recipe, {rate(recipe.schedule.peak_lr)}, is {test.peak_is} bounds."

@@ -72,7 +72,6 @@ def read_log(path: Path) -> Log:
 
 
 def _values(path: Path) -> dict[str, list[Any]]:
-    """Return the values of a log by key; raise LogError if it is damaged."""
     parser = require_mlperf("compliance_checker.mlp_parser", PURPOSE)
     values: dict[str, list[Any]] = {}
     try:
@@ -128,7 +127,6 @@ def _evaluations_have_epochs(values: Mapping[str, Any]) -> bool:
 
 
 def _epochs(path: Path) -> float | None:
-    """Return the epochs to the target as the RCP checker counts them."""
     checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
     with captured_log():
         failed, epochs, _, _ = checker.read_submission_file(path, ROUND, False)  # noqa: FBT003
@@ -136,7 +134,6 @@ def _epochs(path: Path) -> float | None:
 
 
 def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield remarks that a reviewer would make and no checker does."""
     if not any(entry["value"] for entry in values.get("cache_clear", [])):
         yield "cache_clear is false: the rules ask for an empty page cache (MLPERF_CACHE_CLEARED=1)"
     for key in ("submission_org", "submission_platform"):

@@ -74,7 +74,6 @@ def write_convergence(
 def _draw_points(
     axes: "Axes", points: Sequence[Point], *, batch: int, epochs: Sequence[float]
 ) -> None:
-    """Plot all runs of the reference, the line that bounds submissions, and our runs."""
     for point in points:
         axes.plot(
             [point.batch] * len(point.epochs), point.epochs,
@@ -92,7 +91,6 @@ def _draw_points(
 
 
 def _draw_distribution(axes: "Axes", reference: Reference, *, epochs: Sequence[float]) -> None:
-    """Plot the reference's normal distribution, our runs and their mean."""
     import numpy as np
 
     spread = max(reference.std, 0.01)

@@ -101,7 +101,6 @@ def _check_compliance(logs: Sequence[Log]) -> Verdict:
 
 
 def _broken_rules(path: Path) -> list[str]:
-    """Return the compliance checker's failures for a log."""
     package = require_mlperf("compliance_checker.mlp_compliance", PURPOSE)
     checker = package.make_checker(USAGE, ROUND, quiet=True, werror=False)
     package.enqueued_configs.clear()  # of a check that ended by an exception
@@ -148,7 +147,6 @@ def _rule(test: str, key: str) -> str:
 
 
 def _check_seeds(logs: Sequence[Log]) -> Verdict:
-    """Check that every run logs a seed and that seeds differ."""
     package = require_mlperf("package_checker.seed_checker", PURPOSE)
     with captured_log() as captured, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a log of several seeds is allowed
@@ -165,7 +163,6 @@ def _check_seeds(logs: Sequence[Log]) -> Verdict:
 
 
 def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
-    """Compare epochs to the target with the reference's, by the RCP checker."""
     reason = _why_not_compared(logs)
     if reason:
         return Verdict("convergence", None, reason), None
@@ -199,7 +196,6 @@ def _why_not_compared(logs: Sequence[Log]) -> str | None:
 
 
 def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
-    """Return the reference that the RCP checker logged; None if it compared nothing."""
     records = [message.args for message in captured if str(message.msg).startswith(" RCP Record")]
     means = [
         message.args
@@ -238,7 +234,6 @@ def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
 
 
 def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor: float) -> str:
-    """Describe how our runs compare with the reference, and the consequence."""
     ours = f"{reference.ours:.2f}"
     if reference.interval is not None:
         low, high = reference.interval
@@ -257,7 +252,6 @@ def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor
 
 
 def _points() -> tuple[Point, ...]:
-    """Return all reference points, ordered by batch."""
     package = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
     checker = package.RCP_Checker(USAGE, ROUND, BENCHMARK, False)  # noqa: FBT003
     return tuple(
@@ -273,7 +267,6 @@ def _points() -> tuple[Point, ...]:
 
 
 def _check_system(path: Path | None) -> Verdict:
-    """Check a system description, if there is one."""
     if path is None:
         text = "no description of the system is given (--describe drafts one)"
         return Verdict("system", None, text)

@@ -108,7 +108,6 @@ def problems(path: Path) -> list[str]:
 
 
 def _reasons(path: Path) -> list[str]:
-    """Return the failures that the checker logs."""
     package = require_mlperf("system_desc_checker.system_desc_checker", PURPOSE)
     with captured_log() as captured:
         if package.check_system_desc(path, USAGE, ROUND)[0]:
@@ -122,14 +121,12 @@ def _mark(field: str) -> str:
 
 
 def _summary(folder: Path) -> Summary | None:
-    """Return the summary of a run; None if there is none, as with result_*.txt."""
     with suppress(OSError, ValidationError):
         return TypeAdapter(Summary).validate_json((folder / SUMMARY).read_bytes())
     return None
 
 
 def _submission(log: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the log's values on the submission."""
     return {
         "submitter": log.get("org"),
         "division": log.get("division"),
@@ -139,7 +136,6 @@ def _submission(log: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _software(summary: Summary | None) -> dict[str, str | None]:
-    """Return the versions of packages in the run's summary."""
     if summary is None:
         return {}
     versions = [f"{name} {number}" for name, number in summary.versions.items()]
@@ -152,7 +148,6 @@ def _software(summary: Summary | None) -> dict[str, str | None]:
 
 
 def _lscpu() -> dict[str, str]:
-    """Return the output of `lscpu` for this machine; empty if it fails."""
     try:
         done = subprocess.run(
             ["lscpu", "--json"],  # noqa: S607 -- of the system's PATH
@@ -188,7 +183,6 @@ def _processors(cpu: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _accelerators(workers: int | None) -> dict[str, str | None]:
-    """Return the GPUs of this machine, and the number of such nodes for the run's workers."""
     from largebatch import accelerator  # checking needs no torch
 
     names = accelerator.names()

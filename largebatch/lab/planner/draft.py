@@ -75,7 +75,6 @@ def words(found: Suggestion, *, has_warmup: bool = True, base: Recipe | None = N
 
 
 def _few_updates(it: Drafted) -> Numbers | None:
-    """Return the updates if they are far fewer than those of any reference point."""
     found = it.found
     updates = found.epochs * found.data.samples / found.batch
     fewest = min(
@@ -90,7 +89,6 @@ def _few_updates(it: Drafted) -> Numbers | None:
 
 
 def _longer_steps(it: Drafted) -> Numbers | None:
-    """Return the length of a step relative to that of the recipe that is kept, if much longer."""
     found, base = it.found, it.base
     if base is None or base.optimizer.kind != "lars":
         return None
@@ -121,7 +119,6 @@ def _between(it: Drafted) -> Numbers | None:
 
 
 def _published(it: Drafted) -> Numbers | None:
-    """Return the installed recipes for ImageNet in batches of this size, with their origin."""
     same = [
         f"{name} ({origin(text).after})"
         for name, text in installed().items()
@@ -131,7 +128,6 @@ def _published(it: Drafted) -> Numbers | None:
 
 
 def _settings(it: Drafted) -> Numbers:
-    """Return the table of settings with the error of each point, from its own neighbours."""
     found = it.found
     settings = {
         "learning rate": found.peak_lr,
@@ -152,7 +148,6 @@ def _settings(it: Drafted) -> Numbers:
 
 
 def _law(it: Drafted) -> Numbers:
-    """Return the epochs of the law, with the largest error of a point that is left out."""
     points, epochs = reference_points(), it.found.law_epochs
     errors = sorted(map(abs, epoch_errors(points)))
     return {
@@ -310,7 +305,6 @@ def _kept(base: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tree(found: Suggestion, name: str) -> dict[str, Any]:
-    """Return the sections of the suggested recipe."""
     data, model, small = found.data, {"name": found.model}, _is_small(found)
     return {
         "name": name,
@@ -353,7 +347,6 @@ def _tree(found: Suggestion, name: str) -> dict[str, Any]:
 
 
 def _comments(found: Suggestion) -> dict[str, str]:
-    """Return the source of each setting by its key."""
     return {
         "duration": f"{found.law_epochs:.1f} to 75.9 % on ImageNet, by the law",
         "data.crop_area": "for small images" if _is_small(found) else "MLPerf's",
@@ -376,7 +369,6 @@ def _is_small(found: Suggestion) -> bool:
 
 
 def _source(found: Suggestion) -> str:
-    """Return the points that a suggestion is from, and the rule, for the head of the recipe."""
     lower, upper = found.lower.name, found.upper.name
     where = f" (at {found.alike:,.0f} by updates in an epoch)" if found.elsewhere else ""
     if found.extrapolated:

@@ -58,7 +58,6 @@ def draw_forecast(figure: "Figure", recipe: Recipe, cluster: Cluster, found: Pre
 
 
 def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
-    """Draw the time with the best batch, and its interval."""
     workers, seconds = [p.workers for p in best], [p.seconds for p in best]
     low, high = found.low / found.seconds, found.high / found.seconds
     colour = COLOURS["train"]
@@ -80,7 +79,6 @@ def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
 
 
 def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
-    """Draw the time by batch on the number of GPUs of the run, on fewer and on more."""
     numbers = {max(1, min(cluster.workers, round(found.workers * one))) for one in NEIGHBOURS}
     times = [found.low, found.high]
     for workers in sorted(numbers):
@@ -102,7 +100,6 @@ def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Predict
 
 
 def _draw_run(axes: "Axes", place: float, found: Prediction, *, below: bool) -> None:
-    """Mark the run of the recipe."""
     around = [[found.seconds - found.low], [found.high - found.seconds]]
     axes.errorbar(
         place, found.seconds, yerr=around, color=INK, marker="D", ms=6, lw=1.2, zorder=3,

@@ -67,7 +67,6 @@ def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) 
 
 
 def _beyond_generation(plan: Plan, gpu: Gpu, own: Sequence[Published]) -> dict[str, bool]:
-    """Return extrapolations beyond the published runs on GPUs of one generation."""
     if not own:
         return {f"no published run on {gpu.generation} GPUs: its data sheet alone": True}
     most, batches = max(run.workers for run in own), [run.device_batch for run in own]
@@ -134,7 +133,6 @@ def require_cacheable(recipe: Recipe) -> None:
 
 
 def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object]]:
-    """Return the settings behind a machine's times: the recipe's, and those of the measurement."""
     return {
         "model.name": (recipe.model.name, found.model),
         "model.arguments": (recipe.model.arguments, found.arguments),

@@ -166,7 +166,6 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
 
 
 def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -> dict[str, float]:
-    """Return the seconds of a whole run by its parts."""
     on = machine_for(recipe, cluster, constants)
     parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
     usual = recipe.data.image_size
@@ -206,7 +205,6 @@ def _measures_last(polish: Polish) -> bool:
 
 
 def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) -> float:
-    """Return the seconds of evaluations, also of training images, statistics, and decisions."""
     pixels = _pixels(cluster, recipe.data.image_size)
     polish, views = recipe.polish, recipe.evaluation.views
     passes = [(plan.val_samples, views * count_evaluations(recipe, plan))]
@@ -305,7 +303,6 @@ def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
 
 
 def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
-    """Return the limit of a run, and a way to shorten its largest part except computing."""
     if not fits:
         return {"limit": "memory", "help": f"against memory: {HELP['memory']}"}
     largest = sorted(parts, key=lambda name: -parts[name])
@@ -315,7 +312,6 @@ def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
 
 
 def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
-    """Return the energy at the maximum power of nodes or GPUs, and the cost if there is a price."""
     nodes, hours = math.ceil(workers / cluster.gpus_per_node), seconds / 3600
     watts = None
     if cluster.node_watts is not None:

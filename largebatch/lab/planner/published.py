@@ -158,7 +158,6 @@ def _cluster(row: dict[str, str], gpus_per_node: int, *, nodes: int = 1) -> Clus
 
 
 def _with_watts(gpu: Gpu, accelerator: str) -> Gpu:
-    """Return a GPU with the watts in the name of its row, if there are any."""
     named = re.search(r"(\d{3,4})W\b", accelerator)
     watts = float(named[1]) if named else _CTS_WATTS if "CTS" in accelerator else gpu.watts
     if watts == gpu.watts:

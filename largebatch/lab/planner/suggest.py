@@ -273,7 +273,6 @@ def _require_in_range(batch: int, alike: float, points: Sequence[Point], data: D
 
 
 def _span(batch: int, wanted: float) -> int:
-    """Return the divisor of the batch in SPANS that is nearest to a span, by ratio."""
     possible = _spans(batch)
     if not possible:
         below = next(filter(_spans, range(batch, 0, -1)), None)

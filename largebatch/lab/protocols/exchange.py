@@ -189,7 +189,6 @@ class Exchange:
 
     @contextmanager
     def _refused_if_lost(self) -> Iterator[None]:
-        """Explain the loss of the servers if they continued without this worker."""
         try:
             yield
         except PeerLostError as error:
@@ -198,7 +197,6 @@ class Exchange:
             raise
 
     def _leave_the_lost(self) -> None:
-        """Continue with this worker and the others that remain."""
         if self._dropped is None:
             return
         assert isinstance(self.backend, TorchDistributed)
@@ -264,7 +262,6 @@ class Exchange:
                 optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
 
     def _collect(self, own: Service | None, mini_batches: MiniBatches) -> Record:
-        """Return the record of all servers on every worker."""
         own_values: dict[str, Any] = {}
         if own is not None:
             own_values = {
@@ -302,7 +299,6 @@ def _refusal(worker: int) -> str:
 def _copied(
     weights: Sequence[Tensor], optimizer: Optimizer, part: Sequence[int]
 ) -> tuple[list[Tensor], Optimizer]:
-    """Return copies of some of the weights, and a copy of the optimizer with them."""
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(optimizer, memo)
     own = [memo[id(weights[number])] for number in part]

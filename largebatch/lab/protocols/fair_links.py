@@ -72,7 +72,6 @@ class FairLinks:
         self._env.timeout(delay).callbacks.append(fire)
 
     def _go_on(self) -> None:
-        """Deliver the messages that have ended, and set the rates of the others."""
         self._advance()
         ended = [one for one in self._under_way if one.left <= _ROUNDING * one.size]
         if ended:

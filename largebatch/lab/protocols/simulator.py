@@ -142,7 +142,6 @@ class _Server:
         return self._free_at
 
     def record(self, connection: "_Connection", now: float) -> None:
-        """Record a gradient that arrives."""
         learners, mini_batches, clocks, updates = self._columns
         learners.append(connection.learner.number)
         mini_batches.append(connection.learner.mini_batch)
@@ -151,7 +150,6 @@ class _Server:
         self.seconds.append(now)
 
     def arrivals(self) -> Arrivals:
-        """Return the record."""
         learner, mini_batch, clock_read, update = (
             np.frombuffer(column, dtype=np.int64) for column in self._columns
         )
@@ -180,18 +178,15 @@ class _Learner:
         """Number of restarts; events of earlier rounds are ignored."""
 
     def pull(self, begin: float) -> None:
-        """Read the weights of the first server and, if it has a mini-batch left, of the others."""
         self._asked = 1
         self._ask(self.connections[:1], begin)
 
     def push(self) -> None:
-        """Send every server its part of the gradient."""
         self._expect(len(self.connections))
         for connection in self.connections:
             connection.send_gradient()
 
     def take_weights(self, at: float) -> None:
-        """Start to compute once the weights of all servers have arrived."""
         if not self._was_last(at):
             return
         if self._asked < len(self.connections):
@@ -203,7 +198,6 @@ class _Learner:
         engine.at(self.ready_at + seconds, self, self.push)
 
     def acknowledge(self, at: float) -> None:
-        """Continue once all servers have acknowledged the gradient."""
         if self._was_last(at):
             self.pull(self.ready_at)
 
@@ -232,13 +226,11 @@ class _Connection:
         self.latency = 0.0 if host is server.host else host.latency + server.host.latency
 
     def read(self) -> None:
-        """Read the server's current weights once it is free."""
         engine = self._engine
         end = self.server.serve(engine.env.now, engine.pull_seconds * self.server.share)
         engine.at(end, self.learner, self._answer)
 
     def _answer(self) -> None:
-        """Send the weights, if there is anything left to do."""
         engine, learner = self._engine, self.learner
         if self.server is engine.servers[0]:
             number = engine.mini_batches.next(learner.number)
@@ -249,14 +241,12 @@ class _Connection:
         self._send(self.server.host, self._host, learner.take_weights)
 
     def send_gradient(self) -> None:
-        """Send the server its part of the gradient."""
         self._send(self._host, self.server.host, self._arrive)
 
     def _arrive(self, at: float) -> None:
         self._engine.at(at, self.learner, self._receive)
 
     def _receive(self) -> None:
-        """Push the gradient once the server is free and has made the update it completes."""
         engine, server = self._engine, self.server
         server.arrived += 1
         completes = server.arrived % engine.rule.gradients == 0
@@ -315,7 +305,6 @@ class _Engine:
             self.learners.append(learner)
 
     def run(self, updates: int) -> None:
-        """Process events until every server has made its updates."""
         self.mini_batches = MiniBatches(self.rule, range(updates * self.rule.local_steps))
         for learner in self.learners:
             learner.pull(0.0)
@@ -336,7 +325,6 @@ class _Engine:
         self.env.timeout(delay).callbacks.append(fire)
 
     def take(self, connection: _Connection) -> None:
-        """Add a gradient to its server, and make the update that it completes."""
         server = connection.server
         server.record(connection, self.env.now)
         server.pushed.append(connection)
@@ -351,7 +339,6 @@ class _Engine:
             each.learner.acknowledge(self.env.now + each.latency)
 
     def _restart(self, in_time: set[_Learner]) -> None:
-        """Cancel the work of all other learners and restart them."""
         for learner in self.learners:
             if learner not in in_time:
                 learner.round += 1

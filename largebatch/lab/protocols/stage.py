@@ -125,7 +125,6 @@ class _Segment:
         )
 
     def run(self, updates: range) -> None:
-        """Make these updates, or fewer if a worker is asked to stop or to save."""
         trainer, rule = self._trainer, self._rule
         local = isinstance(self._section, LocalSteps)
         if local and updates.start < _begin(trainer):
@@ -169,7 +168,6 @@ class _Segment:
             raise
 
     def _add(self, record: Record, rule: Rule, *, begun: int) -> DivergedError | None:
-        """Count and emit the updates; return the error if a loss is not finite."""
         try:
             for step in self._steps(record, rule, begun=begun):
                 self._trainer.step_log.add_record(step)
@@ -193,14 +191,12 @@ class _Segment:
     def _held(
         self, optimizer: Optimizer, gradient: Gradient
     ) -> AbstractContextManager[tuple[Sequence[Tensor], Optimizer, Gradient]]:
-        """Return the weights as servers hold them, with their optimizer and gradients."""
         weights, section = self._gradients.weights, self._section
         if section.split:
             return split_over(section.num_servers, weights, optimizer, gradient)
         return nullcontext((weights, optimizer, gradient))
 
     def _run_locally(self, updates: range) -> Record:
-        """Make local updates on learners, whose changes the servers average."""
         assert isinstance(self._section, LocalSteps)
         section, outer = self._section, self._section.outer
         trainer, momentum = self._trainer, self._state.momentum
@@ -236,7 +232,6 @@ class _Segment:
         return record
 
     def _count(self, record: Record) -> None:
-        """Count the gradients of each learner, and note which learners were lost."""
         state = self._state
         pushed = Counter(arrival.learner for arrival in record.arrivals[0])
         before = state.gradients or [0] * self._section.learners
@@ -250,7 +245,6 @@ class _Segment:
                 )
 
     def _batch(self, number: int) -> Batch:
-        """Return the samples of a mini-batch."""
         positions = range(number * self._size, (number + 1) * self._size)
         clean = self._name != "train"
         with closing(self._trainer.pipeline.at([positions], clean=clean)) as batches:
@@ -327,7 +321,6 @@ def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor) -> None:
-    """Load a flat tensor that `_momentum` returned."""
     parts = flat.to(weights[0].device).split([weight.numel() for weight in weights])
     for weight, part in zip(weights, parts, strict=True):
         optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))
