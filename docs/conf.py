@@ -1,8 +1,7 @@
 """How Sphinx makes the documents a site: `make docs`.
 
-Its sources are the repository itself, so that a link between files is the same here and on a code
-host: a page of docs/, README.md and the other Markdown files are pages, any other file that is
-linked is copied. What is generated comes from the package: no copy of it is kept.
+Its sources are the repository itself, so that links between files work on a code host too: Markdown
+files are pages, any other linked file is copied. Reference pages are generated from the package.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What of the site is made from the package: keys of recipes and studies, marked-up docstrings."""
+"""Parts of the site that come from the package: keys, commands, docstrings with safe markup."""
 
 import re
 from collections.abc import Iterator
@@ -6,20 +6,17 @@ from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-from cyclopts import App, Parameter
-from cyclopts.argument import Argument
-from cyclopts.help.help import docstring_parse
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from largebatch.cli.main import COMMANDS, make_app, shown
+from largebatch.cli.main import make_app
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.section import Section, chooser_of, kinds_of
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register both with Sphinx."""
+    """Register them with Sphinx."""
     app.add_directive("keys", Keys)
     app.add_directive("commands", Commands)
     app.connect("autodoc-process-docstring", mark_up)
@@ -29,8 +26,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
 class Keys(SphinxDirective):
     """Every key of a file: values, default and meaning, from its schema and docstrings.
 
-    The first argument names the section that the file is. The second one, where there is one,
-    stands before the keys in the targets of links, for other files have keys of the same name.
+    The first argument names the section of the whole file. The second one is a prefix of the keys
+    in the targets of links, because other files have keys of the same name.
     """
 
     required_arguments = 1
@@ -55,7 +52,7 @@ class Keys(SphinxDirective):
         return part
 
     def _keys(self, key: str) -> Iterator[str]:
-        """Yield the keys below a key, and not again those of a section that stood before."""
+        """Yield the keys below a key, except those of an earlier section."""
         below = [section for section in sections_below(key, self.root) if section not in self.first]
         self.first |= dict.fromkeys(below, key)
         for name in dict.fromkeys(name for section in below for name in section.model_fields):
@@ -63,9 +60,9 @@ class Keys(SphinxDirective):
             yield from self._keys(f"{key}.{name}")
 
     def _entry(self, key: str) -> Iterator[nodes.Node]:
-        """Yield a definition for each meaning; the first one is what a link to the key leads to."""
+        """Yield a definition for each meaning; a link to the key leads to the first one."""
         self._note(key)
-        if key.endswith(".kind"):  # the list of kinds stands above
+        if key.endswith(".kind"):  # the list of kinds is above
             return
         target = self.before + key
         for place, meaning in enumerate(meanings(key, self.root)):
@@ -83,7 +80,7 @@ class Keys(SphinxDirective):
         labels.anonlabels[target] = self.env.docname, target
 
     def _kinds(self, key: str) -> list[nodes.Node]:
-        """Return what the kinds of a section are, where it has some; or what the section is."""
+        """Return the kinds of a section, described, or the description of one without kinds."""
         new = [
             section
             for section in sections_below(key, self.root)
@@ -98,7 +95,7 @@ class Keys(SphinxDirective):
         return self._text("\n".join(lines))
 
     def _elsewhere(self, key: str) -> list[nodes.Node]:
-        """Return where the keys of a section stand that was there before."""
+        """Return links to the keys of sections that came before."""
         before = dict.fromkeys(
             self.first.get(section, key) for section in sections_below(key, self.root)
         )
@@ -115,45 +112,16 @@ class Keys(SphinxDirective):
 
 
 class Commands(SphinxDirective):
-    """Every command: its usage, its description, and its arguments and options."""
+    """Every command with its arguments and options, from the command line itself."""
 
     def run(self) -> list[nodes.Node]:
         """Return a section for each command."""
-        app = make_app()
-        return [part for name in COMMANDS for part in self._parts(app[name], f"largebatch {name}")]
-
-    def _parts(self, app: App, name: str) -> Iterator[nodes.Node]:
-        text = docstring_parse(app.help, "plaintext")
-        part = nodes.section("", nodes.title(name, name), ids=[nodes.make_id(name)])
-        for paragraph in filter(None, (text.short_description, text.long_description)):
-            part += nodes.paragraph(text=paragraph)
-        if app.default_command is not None:
-            every = app.assemble_argument_collection(
-                default_parameter=Parameter(negative=()), parse_docstring=True
-            )
-            items = [_option(each) for each in every if each.parse and each.name != "*"]
-            part += nodes.definition_list("", *items)
-        yield part
-        for below in app:
-            if not below.startswith("-"):
-                yield from self._parts(app[below], f"{name} {below}")
-
-
-def _option(argument: Argument) -> nodes.definition_list_item:
-    """Return an argument or option with its values, default and help."""
-    metavar, default = argument.parameter.metavar, argument.field_info.default
-    values = [f"one of {', '.join(choices)}"] if (choices := argument.get_choices()) else []
-    if argument.required:
-        values.append("required")
-    elif shown(default) is not None:
-        values.append(f"default {default}")
-    term = nodes.term("", "", nodes.literal(text=f"{argument.name} {metavar or ''}".strip()))
-    text = " ".join(
-        filter(None, [argument.parameter.help, f"({'; '.join(values)})" * bool(values)])
-    )
-    return nodes.definition_list_item(
-        "", term, nodes.definition("", nodes.paragraph(text=text or "as said above"))
-    )
+        text = make_app().generate_docs(output_format="rst", heading_level=2)
+        text = re.sub(r"^\.\. contents::.*\n(   .*\n)*", "", text, flags=re.MULTILINE)
+        lines = text.replace("[**Required**]", "[required]").splitlines()
+        marked = ("**", "``", "..", "::")  # headings of lists, names of options, targets
+        safe = [line if line.startswith(marked) else _escape(line) for line in lines]
+        return self.parse_text_to_nodes("\n".join(safe), allow_section_headings=True)
 
 
 def _text_of(section: type[Section]) -> str:
@@ -163,8 +131,7 @@ def _text_of(section: type[Section]) -> str:
 def mark_up(*event: Any) -> None:  # noqa: ANN401 -- Sphinx's
     """Keep reStructuredText from reading formulas in a docstring, such as |w|, as markup.
 
-    Also remove what pydantic's types hold besides the type from the fields of a class: Sphinx
-    prints its internals.
+    Also reduce pydantic's annotations of fields to their types: Sphinx prints its internals.
     """
     _, _, _, documented, _, lines = event
     if is_dataclass(documented):
@@ -173,7 +140,7 @@ def mark_up(*event: Any) -> None:  # noqa: ANN401 -- Sphinx's
 
 
 def _escape(text: str) -> str:
-    """Take from |, * and a last _ what they mean in reStructuredText, but in `code`."""
+    """Escape |, * and a final _ in reStructuredText, except in `code`."""
     parts = re.split(r"(`[^`]*`)", text)
     parts[::2] = [re.sub(r"([|*\\]|_\b)", r"\\\1", part) for part in parts[::2]]
     return "".join(parts)

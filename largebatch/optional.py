@@ -96,9 +96,6 @@ require_dali = partial(
 )
 require_parquet = partial(_import, "pyarrow.parquet", "pyarrow", "data import parquet")
 require_matplotlib = partial(_import, "matplotlib", "matplotlib", "a report")
-require_bokeh = partial(
-    _import, "bokeh", "bokeh", "a page that compares runs", install="pip install 'bokeh>=3.8'"
-)
 require_wandb = partial(_import, "wandb", "wandb", "tracking: [wandb]")
 require_tensorboard = partial(_import, "tensorboard", "tensorboard", "tracking: [tensorboard]")
 require_mlflow = partial(
@@ -118,6 +115,13 @@ require_schedulefree = partial(
 require_optuna = partial(
     _import, "optuna", "optuna", "a study", install="pip install 'largebatch[studies]'"
 )
+
+
+def require_scipy(module: str) -> ModuleType:
+    """Import a module of SciPy, such as scipy.stats."""
+    return _import(module, "scipy", "this fit", install="pip install 'largebatch[studies]'")
+
+
 require_simpy = partial(
     _import, "simpy", "simpy", "a simulation", install="pip install 'largebatch[studies]'"
 )

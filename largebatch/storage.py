@@ -82,8 +82,8 @@ def write_html(path: Path, html: str) -> Path:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write to; it appears at `path` when the block ends, not if the block fails.
+def whole_path(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write; it appears at `path` when the block ends without an error.
 
     The content is flushed to disk before the file is renamed, and the rename before this returns,
     so after a power failure `path` holds the whole new content or the previous one.
@@ -93,14 +93,23 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
+        partial.touch()
+        mode = partial.stat().st_mode
+        yield partial
+        partial.chmod(mode)  # safetensors replaces it by a file that only its owner can read
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
         _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write to; as whole_path."""
+    with whole_path(path) as partial, partial.open("wb") as file:
+        yield file
 
 
 def remove_leftovers(*folders: Path) -> None:
@@ -111,8 +120,9 @@ def remove_leftovers(*folders: Path) -> None:
 
 
 def find_leftovers(folder: Path) -> Iterator[Path]:
-    """Yield the partial files in a folder."""
-    return folder.glob(f".*{_PARTIAL}")
+    """Yield the partial files in a folder, ours and those of safetensors' writer."""
+    yield from folder.glob(f".*{_PARTIAL}")
+    yield from folder.glob(".tmp??????")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 from documents import DOCS, PAGES, ROOT, arguments, blocks, commands, name_of
 
-from largebatch.cli import main as command_line
 from largebatch.cli.main import DONE, FAILED, main
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(command_line, "parse"), reason="the pages show commands of the new command line"
-)
 
 QUICK = {"check", "explain", "launch", "recipes", "lab suggest", "lab sweep"}
 """Commands that need no PyTorch, and take no time."""

@@ -314,8 +314,8 @@ def test_a_manifest_matches_its_operators_schema(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["slrm", "digits_96", "--nodes", "2"], "launch slrm: no such kind of job; did you mean "),
-        (["k8s", "digits_96", "--nodes", "2"], "launch k8s: no such kind of job; expected one of "),
+        (["slrm", "digits_96", "--nodes", "2"], 'launch: Invalid value "slrm"'),
+        (["k8s", "digits_96", "--nodes", "2"], 'launch: Invalid value "k8s"'),
         (["pbs", "digits_96", "--nodes", "5"], "--nodes 5 with 8 GPUs each: the global batch of "),
         (["pbs", "digit_96", "--nodes", "2"], "digit_96: neither a file nor an installed recipe;"),
     ],

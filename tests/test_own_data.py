@@ -61,7 +61,3 @@ def test_every_command_of_the_table_is_parsed() -> None:
     assert len(found) >= 5
     for words in found:
         parse(shlex.split(words))
-
-
-def test_there_are_at_most_ten_commands() -> None:
-    assert 4 <= len(commands()) <= 10

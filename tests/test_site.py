@@ -13,21 +13,14 @@ from documents import PAGES, ROOT
 
 import largebatch
 from largebatch.cli.main import make_app
-from largebatch.lab.studies.queue.study import ConfigurationStudy, Study
-from largebatch.lab.studies.scaling.study import ScalingStudy
-from largebatch.lab.studies.servers.study import ServersStudy
-from largebatch.lab.studies.staleness.study import StalenessStudy
+from largebatch.lab.studies.study import Study
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section
 
 FILES: list[tuple[str, str, type[Section]]] = [
     ("recipe", "", Recipe),
-    ("studies", "lr-bench.", Study),
-    ("studies", "bench.", ConfigurationStudy),
-    ("studies", "staleness.", StalenessStudy),
-    ("studies", "servers.", ServersStudy),
-    ("studies", "scaling.", ScalingStudy),
+    ("studies", "study.", Study),
 ]
 """A page, what stands before keys in links to it, and the section that such a file is."""
 
@@ -80,7 +73,10 @@ def commands(app: App, prefix: str) -> Iterator[tuple[str, list[str]]]:
         yield from commands(app[name], f"{prefix} {name}")
         if app[name].default_command is not None:
             arguments = app[name].assemble_argument_collection()
-            yield f"{prefix} {name}", [each.name for each in arguments if each.parse]
+            yield (
+                f"{prefix} {name}",
+                [each.name for each in arguments if each.parse and each.name != "*"],
+            )
 
 
 def keys(key: str, seen: list[str], root: type[Section]) -> Iterator[str]:

@@ -6,19 +6,19 @@ accelerate launch --cpu --num_processes 2 docs/examples/audit_accelerate.py
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from largebatch.audit import audit
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build
 
 
 def main() -> None:
     """Audit the loop, then train on the digits."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     set_seed(0)
     model = build("cifar_resnet8", num_classes=10)

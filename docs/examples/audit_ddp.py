@@ -5,7 +5,6 @@ torchrun --nproc-per-node=2 docs/examples/audit_ddp.py
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -13,13 +12,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from largebatch.audit import audit
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build
 
 
 def main() -> None:
     """Audit the loop, then train on the digits."""
     dist.init_process_group("gloo")  # "nccl" on GPUs
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     sampler = DistributedSampler(digits)
     loader = DataLoader(digits, 48, sampler=sampler, drop_last=True)

@@ -5,18 +5,18 @@ horovodrun -np 2 python docs/examples/audit_horovod.py
 
 import horovod.torch as hvd
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from largebatch.audit import audit
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build
 
 
 def main() -> None:
     """Audit the loop, then train on the digits."""
     hvd.init()
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     sampler = DistributedSampler(digits, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(digits, 48, sampler=sampler, drop_last=True)

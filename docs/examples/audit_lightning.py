@@ -7,12 +7,12 @@ from typing import Any
 
 import lightning
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from largebatch.audit import audit
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build
 
 
@@ -49,7 +49,7 @@ class Audit(lightning.Callback):
 
 def main() -> None:
     """Audit the loop, then train on the digits."""
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     lightning.seed_everything(0, verbose=False)
     trainer = lightning.Trainer(

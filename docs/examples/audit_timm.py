@@ -5,12 +5,12 @@ torchrun --nproc-per-node=2 docs/examples/audit_timm.py
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from largebatch.audit import audit
+from largebatch.data.datasets.digits import load_digits
 from largebatch.optional import require_timm
 
 timm = require_timm()  # as `import timm`, also where torchvision was built for another torch
@@ -23,7 +23,7 @@ from timm.utils import ModelEmaV3, dispatch_clip_grad  # noqa: E402
 def main() -> None:
     """Audit the loop, then train on the digits."""
     dist.init_process_group("gloo")  # "nccl" on GPUs
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 4, 4).float() / 16, labels)
     sampler = DistributedSampler(digits)
     loader = DataLoader(digits, 48, sampler=sampler, drop_last=True)

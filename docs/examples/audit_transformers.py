@@ -7,20 +7,20 @@ import tempfile
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 from largebatch.audit import audit
+from largebatch.data.datasets.digits import load_digits
 
 
 class Digits(Dataset[dict[str, torch.Tensor]]):
     """Images of 32 x 32 pixels and their labels, by the names that the model expects."""
 
     def __init__(self) -> None:
-        images, self.labels = map(torch.as_tensor, load_digits(return_X_y=True))
+        images, self.labels = map(torch.as_tensor, load_digits())
         self.images = images.view(-1, 1, 8, 8).repeat(1, 3, 4, 4).float() / 16
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:

@@ -6,11 +6,11 @@ accelerate launch --cpu --num_processes 2 docs/examples/averaged_accelerate.py
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build
 from largebatch.polish import polish
 from largebatch.training import evaluate
@@ -20,7 +20,7 @@ def main() -> None:
     """Train on the digits, average the weights, and print top-1 as left and polished."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     rank, workers = accelerator.process_index, accelerator.num_processes
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     train_set, val_set = Subset(digits, range(1437)), Subset(digits, range(1437, 1797))
     set_seed(0)

@@ -6,11 +6,11 @@ python docs/examples/averaged_lightning.py
 import lightning
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build
 from largebatch.polish import polish
 from largebatch.training import evaluate
@@ -34,7 +34,7 @@ class Classifier(lightning.LightningModule):
 
 def main() -> None:
     """Train on the digits; print top-1 as the callback leaves the model, and polished."""
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     train_set, val_set = Subset(digits, range(1437)), Subset(digits, range(1437, 1797))
     lightning.seed_everything(0, verbose=False)

@@ -5,12 +5,12 @@ torchrun --nproc-per-node=2 docs/examples/ddp.py
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build, param_groups, with_span
 from largebatch.optim import LARS
 from largebatch.polish import polish
@@ -24,7 +24,7 @@ def main() -> None:
     """Train on the digits, polish, and print what each step gave."""
     dist.init_process_group("gloo")  # "nccl" on GPUs
     rank, workers = dist.get_rank(), dist.get_world_size()
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     train_set, val_set = Subset(digits, range(1437)), Subset(digits, range(1437, 1797))
     sampler = DistributedSampler(train_set)

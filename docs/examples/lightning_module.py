@@ -5,13 +5,13 @@ python docs/examples/lightning_module.py
 
 import lightning
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from largebatch.data.datasets.digits import load_digits
 from largebatch.models import build, param_groups, with_span
 from largebatch.optim import LARS
 from largebatch.polish import polish
@@ -44,7 +44,7 @@ class Classifier(lightning.LightningModule):
 
 def main() -> None:
     """Train on the digits."""
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = map(torch.as_tensor, load_digits())
     digits = TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 2, 2).float() / 16, labels)
     train_set, val_set = Subset(digits, range(1437)), Subset(digits, range(1437, 1797))
     loader = DataLoader(train_set, 48, shuffle=True, drop_last=True)

@@ -11,7 +11,15 @@ from largebatch.distributed.environment import worker_rank
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import InterruptedStudyError
-from largebatch.runs.options import NEW_FOLDER, Folder, Given, Machine, Number, chosen_folder
+from largebatch.runs.options import (
+    NEW_FOLDER,
+    Folder,
+    Given,
+    Machine,
+    Number,
+    RecipeFile,
+    chosen_folder,
+)
 from largebatch.tracking.events import write_json
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ CHART, RESULT = "batch.png", "batch.json"
 
 
 def batch(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     minutes: Number = 10.0,
@@ -34,7 +42,6 @@ def batch(
     """Measure how large a batch pays on your images, and write the recipe for it.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         minutes: Time of the measurements.
         cluster: The cluster it will run on: a name or a file.
         price: Price of a GPU hour there.

@@ -14,17 +14,16 @@ from cyclopts import App, Parameter
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
 from largebatch.formatting import aligned, duration, plural
-from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
-from largebatch.runs.options import Count, Folder, Overrides
+from largebatch.runs.options import Count, Folder, Overrides, RecipeFile
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Content, Index
-    from largebatch.lab.measure.initial import Survey, TimeEstimate
+    from largebatch.lab.measure.initial import TimeEstimate
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
@@ -231,7 +230,7 @@ def import_(  # noqa: PLR0913 -- its options
 
 @app.command
 def show(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     data: Path | None = None,
@@ -241,10 +240,8 @@ def show(
     """Draw the images of training, clean training and evaluation as the model gets them.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         data: The folder that `train --data` is given.
         out: PNG to write (<recipe name>-sheet.png).
-        overrides: Override a key of the recipe; may be repeated.
     """
     loaded = load_recipe(recipe, overrides)
     path = out or Path(f"{loaded.name}-sheet.png")
@@ -316,9 +313,8 @@ def init(folder: Path, /, *, out: Path | None = None) -> None:
     text = draft(found, name=name)
     recipe = parse_recipe(text, source=str(out))
     write_recipe(out, text)
-    plan = make_plan(recipe, workers=1)
-    _show_choices(found, recipe, plan)
-    _show_time(estimate_time(recipe, plan, found))
+    _show_time(estimate_time(recipe, make_plan(recipe, workers=1), found))
+    print("every assumption is a comment of the recipe")
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
     print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
@@ -359,33 +355,6 @@ def _show_classes(train: "Index", val: "Index") -> None:
                 f"{many[1]:,}; top-1 counts images, so it is mostly that of large classes"
             )
         )
-
-
-def _show_choices(found: "Survey", recipe: Recipe, plan: Plan) -> None:
-    """Print the assumptions of the recipe, one per line."""
-    import numpy as np
-
-    sides = np.minimum(found.train.heights, found.train.widths)
-    quantiles = np.quantile(sides, [0, 0.1, 0.5, 0.9, 1]).astype(int).tolist()
-    data, batch = recipe.data, recipe.batch
-    lines = [
-        (
-            f"short sides of the images: {quantiles[0]} to {quantiles[4]} pixels, half up to "
-            f"{quantiles[2]} (10 %: {quantiles[1]}, 90 %: {quantiles[3]})"
-        ),
-        (
-            f"assumed: trained at {data.image_size} x {data.image_size} pixels, by "
-            f"{recipe.model.name} from random weights"
-        ),
-        (
-            f"assumed: a global batch of {batch.global_batch}, {plan.steps_per_epoch:.1f} updates "
-            f"an epoch, for {plan.epoch(plan.steps):.0f} epochs"
-        ),
-        f"measured: mean {list(data.mean)} and std {list(data.std)}",
-        "assumed: an image mirrored left to right is of the same class (data.flip)",
-        f"assumed: decoded images are {'' if recipe.execution.cache else 'not '}cached",
-    ]
-    print("\n".join(lines))
 
 
 def _show_time(found: "TimeEstimate") -> None:

@@ -45,7 +45,7 @@ def examine() -> Iterator[tuple[str, str]]:
     from largebatch import accelerator, models
     from largebatch.data.decoders import dali, torchvision
     from largebatch.distributed import horovod
-    from largebatch.lab.studies.hosts.namespaces import lacking
+    from largebatch.lab.studies.namespaces import lacking
     from largebatch.models.compiled import require_compiler
 
     yield "torch", f"works  {torch.__version__}, {_devices(accelerator.names())}"

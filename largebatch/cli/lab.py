@@ -13,11 +13,12 @@ from cyclopts import App, Parameter, Token
 from largebatch.cli.data import show_index
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
+from largebatch.cli.study import recommend, study
+from largebatch.cli.sweep import sweep
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import (
     CheckpointError,
     LargebatchError,
-    MissingPackageError,
     StudyError,
     printable,
     shorten,
@@ -40,6 +41,7 @@ from largebatch.runs.options import (
     Given,
     Machine,
     Number,
+    RecipeFile,
     chosen_folder,
 )
 from largebatch.tracking.events import LOG, REPORT
@@ -47,44 +49,19 @@ from largebatch.tracking.events import LOG, REPORT
 if TYPE_CHECKING:
     from largebatch.lab.measure.critical_batch import Critical
     from largebatch.lab.measure.rehearsal import Message, Rehearsal
-    from largebatch.lab.studies.policies.shape import Shape
+    from largebatch.lab.studies.recommend import Shape
 
 _MONITOR = "monitor=noise_scale"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
-Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
-"""Words of a command that reads them itself."""
-
-
-def _passed_on(name: str, words: Sequence[str]) -> int:
-    """Run a study's command, which reads its words with argparse."""
-    from largebatch.cli.arguments import run_command
-
-    return run_command(name, words)
-
-
-@app.command(help_flags=())
-def study(*words: Words) -> int:
-    """Run a study, or draw its page: bench, report, settings, staleness, servers, scaling."""
-    return _passed_on("study", words)
-
-
-@app.command(help_flags=())
-def recommend(*words: Words) -> int:
-    """Print the best policy that studies measured."""
-    return _passed_on("recommend", words)
-
-
-@app.command(help_flags=())
-def sweep(*words: Words) -> int:
-    """Print a W&B sweeps file for a recipe."""
-    return _passed_on("sweep", words)
+for _command in (study, recommend, sweep):
+    app.command(_command)
 
 
 @app.command(name="range")
 def range_(  # noqa: PLR0913 -- its options
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     low: Number | None = None,
@@ -97,7 +74,6 @@ def range_(  # noqa: PLR0913 -- its options
     """Range test: train while the learning rate rises, and find the usable rates.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         low: First learning rate (peak_lr / 1000).
         high: Last learning rate (100 x peak_lr).
         steps: Updates from one to the other.
@@ -135,7 +111,7 @@ def _sizes(_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
 
 @app.command
 def noise(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     max_steps: Count | None = None,
@@ -274,7 +250,7 @@ def suggest(  # noqa: PLR0913 -- its options
     val_samples: Count | None = None,
     classes: Count | None = None,
     image_size: Count | None = None,
-    storage: tuple[str, ...] = (),
+    studies: Annotated[tuple[Path, ...], Parameter(name="--study", metavar="DIR")] = (),
     out: Path | None = None,
 ) -> None:
     """Write a recipe for a batch between published ones.
@@ -289,7 +265,7 @@ def suggest(  # noqa: PLR0913 -- its options
         val_samples: Validation images.
         classes: Number of classes.
         image_size: Side in pixels (224).
-        storage: Database of a study of policies; may be repeated (every runs/*/study.db).
+        studies: Folder of a study of policies; may be repeated (every runs/*).
         out: Recipe to write (<name>.yaml).
     """
     if model is not None:
@@ -303,7 +279,7 @@ def suggest(  # noqa: PLR0913 -- its options
     network = model or (base.model.name if base else "resnet50")
     found = suggest_recipe(batch, data=data_set, model=network, epochs=epochs)
     out = out or Path(f"{suggested_name(found)}.yaml")
-    shape = _measured(found, storage)
+    shape = _measured(found, studies)
     text = draft(found, schedule=shape.schedule if shape else None, base=base)
     write_planned(out, text)
     for line in words(found, has_warmup=shape is None or shape.schedule is None, base=base):
@@ -313,26 +289,20 @@ def suggest(  # noqa: PLR0913 -- its options
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 
-def _measured(found: Suggestion, storages: Sequence[str]) -> "Shape | None":
-    """Return the schedule measured for such a recipe; None if there is none.
+def _measured(found: Suggestion, folders: Sequence[Path]) -> "Shape | None":
+    """Return the schedule measured for such a recipe; None if there is none."""
+    from largebatch.lab.studies.recommend import read_groups, shape_for
 
-    An unnamed database that cannot be read is skipped with a message.
-    """
-    from largebatch.cli.recommend import default_storages, read_groups
-
-    if not storages and not default_storages():
-        return None
     try:
-        groups = read_groups(storages)
-    except (MissingPackageError, StudyError) as error:
-        if storages:
+        groups = read_groups(folders)
+    except StudyError as error:
+        if folders:
             raise
-        print(wrapped(f"no measured policies: {error}"))
+        if any(Path("runs").glob("*/*/*/cell.json")):
+            print(wrapped(f"no measured policies: {error}"))
         return None
-    from largebatch.lab.studies.policies.shape import shape_for
-
     shape = shape_for(found, groups)
-    if shape is None and storages:
+    if shape is None and folders:
         print(wrapped(f"no measured policies: none is of {found.model} on these images"))
     return shape
 
@@ -387,7 +357,7 @@ def _data_set(numbers: dict[str, int | None]) -> DataSet:
 
 @app.command
 def rehearse(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     workers: Count = 1,
@@ -398,7 +368,6 @@ def rehearse(
     """Print the work of one worker of a job, without the job's machines.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         workers: Workers of the job.
         rank: Rank of the worker.
         cluster: The cluster it will run on: a name or a file.

@@ -19,7 +19,7 @@ from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe, require_backend
-from largebatch.runs.options import Count, Overrides
+from largebatch.runs.options import Count, Overrides, RecipeFile
 
 Kind = Literal[
     "slurm", "slurm-servers", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "indexedjob",
@@ -60,7 +60,7 @@ _BEFORE, _SERVERS = (
 
 def launch(
     kind: Kind,
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     nodes: Count,
@@ -72,11 +72,9 @@ def launch(
 
     Args:
         kind: Kind of job.
-        recipe: A YAML file, or the name of an installed recipe.
         nodes: Number of hosts.
         gpus_per_node: Workers of each host.
         data: Passed on to `train`.
-        overrides: Override a key of the recipe; may be repeated.
     """
     loaded = load_recipe(recipe, overrides)
     if kind not in BY_TORCH:

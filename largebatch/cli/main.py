@@ -14,7 +14,6 @@ import select
 import shlex
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,7 +50,6 @@ from largebatch.errors import (
     nearest,
     printable,
 )
-from largebatch.formatting import aligned
 from largebatch.runs.interrupts import Requests
 from largebatch.runs.options import Workers
 
@@ -77,14 +75,10 @@ COMMANDS = {
 }
 """Modules of largebatch.cli with the functions of the commands, or with the commands below one."""
 
-_FIRST = {
-    "train digits_96": "train, polish and evaluate a recipe",
-    "plan digits_96": "print the arithmetic of a run",
-    "explain": "explain a key of a recipe",
-    "recipes": "list the installed recipes, or copy one to edit",
-    "init DIR": "write a recipe for a folder of images",
-}
-"""Example commands for a first start."""
+_HELP = """Train image classifiers with very large mini-batches, then polish them.
+
+To start: train digits_96, plan digits_96, explain, recipes, init DIR.
+"""
 
 _ELSEWHERE = {
     "compare": "to compare runs: largebatch report A B",
@@ -119,7 +113,7 @@ def make_app() -> App:
     """Return the parser of all commands."""
     app = App(
         name="largebatch",
-        help="Train image classifiers with very large mini-batches, then polish them.",
+        help=_HELP,
         version=__version__,
         help_format="plaintext",
         default_parameter=Parameter(negative=(), show_default=shown),
@@ -162,7 +156,7 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
     Raises UsageError for words that are not a command.
     """
     app = make_app()
-    if words[:1] in (["--help"], ["-h"]):
+    if words[:1] in ([], ["--help"], ["-h"]):
         for name in COMMANDS:
             _ = app[name]  # imported, for its description
     try:
@@ -207,9 +201,6 @@ def _interrupt(*_: object) -> None:
 
 def _on_workers(words: Sequence[str]) -> int:
     """Run a command in this process, or start local workers that each run it."""
-    if not words:
-        _print_overview()
-        return DONE
     call, workers = parse(words)
     if workers.workers == 1:
         return call() or DONE
@@ -276,14 +267,6 @@ def _reader_is_gone() -> bool:
     if gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), out)
     return gone
-
-
-def _print_overview() -> None:
-    """Print how to start, and the names of all commands, in 80 columns."""
-    print("Train image classifiers with very large mini-batches, then polish them.\n")
-    print(aligned([(f"  largebatch {words}", text) for words, text in _FIRST.items()]))
-    names = textwrap.fill(f"all commands: {', '.join(COMMANDS)}", 80, subsequent_indent="  ")
-    print(f"\n{names}\n`largebatch COMMAND --help` describes one.")
 
 
 def _describe(error: CycloptsError, words: Sequence[str]) -> str:

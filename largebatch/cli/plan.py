@@ -19,16 +19,15 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.options import Changes, Count, Given
+from largebatch.runs.options import Changes, Count, Given, RecipeFile
 from largebatch.schedules.build import follow
 
 if TYPE_CHECKING:
-    from largebatch.lab.planner.prediction import Prediction
     from largebatch.lab.planner.scan import Point
 
 
 def plan(  # noqa: PLR0913 -- its options
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
     workers: Count = 1,
@@ -42,7 +41,6 @@ def plan(  # noqa: PLR0913 -- its options
     """Print the arithmetic of a run, and measure the time of a step on this machine.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         workers: Number of workers to plan for.
         cluster: Predict the time there instead: the name of a cluster, or a file.
         json: Print the prediction as JSON.
@@ -180,7 +178,7 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
 def _predict(recipe: Recipe, name: str, *, workers: int, out: Path | None, as_json: bool) -> None:
     """Print the prediction for a recipe on a cluster."""
     from largebatch.lab.planner.cluster import load_cluster
-    from largebatch.lab.planner.prediction import predict
+    from largebatch.lab.planner.prediction import describe, predict
     from largebatch.lab.planner.scan import best_batches, has_epoch_law
 
     cluster = load_cluster(name)
@@ -195,62 +193,7 @@ def _predict(recipe: Recipe, name: str, *, workers: int, out: Path | None, as_js
         print(json.dumps(content, indent=2))
         return
     drawn = {"drawn": out} if out is not None else {}
-    print_rows({**_rows(prediction), **_best(best), **drawn})
-
-
-def _rows(prediction: "Prediction") -> dict[str, str]:
-    """Return the rows of a prediction."""
-    step = sum(prediction.step.values())
-    rows = {
-        "recipe": prediction.recipe,
-        "cluster": f"{prediction.cluster}, {prediction.workers:,} workers",
-        "global batch": f"{prediction.global_batch:,} = {prediction.workers:,} workers x "
-        f"{prediction.accumulation} micro-batches x {prediction.device_batch}",
-        "time": f"{duration(prediction.seconds)}, {prediction.coverage:.0%} of such runs within "
-        f"{duration(prediction.low)} to {duration(prediction.high)}",
-        "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "
-        f"{_shares(prediction.step, step)}",
-        "the run": _shares(prediction.parts, prediction.seconds),
-        "included": "getting up to speed, updates, waits for input, evaluations, statistics",
-        "not included": "the job's own start (a minute or two), queues, checkpoints, the report, "
-        "slower software",
-        "throughput": f"{prediction.images_per_second:,.0f} images/s, "
-        f"{prediction.images_per_second / prediction.workers:,.0f} a worker, efficiency "
-        f"{prediction.efficiency:.0%}",
-        "input": _input(prediction),
-    }
-    if prediction.memory_bytes is not None and prediction.memory_available is not None:
-        rows["memory"] = (
-            f"{prediction.memory_bytes / 1e9:.0f} of {prediction.memory_available / 1e9:.0f} "
-            "GB a GPU"
-        )
-    if prediction.kilowatt_hours is not None:
-        alone = ", GPUs alone" if prediction.energy_of == "GPUs" else ""
-        rows["energy"] = f"at most {three_digits(prediction.kilowatt_hours)} kWh{alone}"
-    if prediction.cost is not None:
-        rows["cost"] = f"{prediction.cost:,.2f}"
-    unfit = ": a device batch does not fit, so there is no such run"
-    rows["limited by"] = prediction.limit + unfit * (prediction.limit == "memory")
-    rows["what helps"] = prediction.help
-    if prediction.extrapolates:
-        rows["extrapolates"] = "; ".join(prediction.extrapolates)
-    return rows
-
-
-def _input(prediction: "Prediction") -> str:
-    if not prediction.read_bytes_per_second:
-        return "no image files are decoded on the way"
-    return (
-        f"{three_digits(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; "
-        f"decoding on CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
-        f"{prediction.cores_available:g}"
-    )
-
-
-def _shares(parts: dict[str, float], whole: float) -> str:
-    """Format the parts of a time as percentages, largest first."""
-    ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)
+    print_rows({**describe(prediction), **_best(best), **drawn})
 
 
 def _best(points: "list[Point]") -> dict[str, str]:

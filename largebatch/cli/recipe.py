@@ -13,16 +13,14 @@ from cyclopts import App
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
 from largebatch.formatting import aligned, plural
-from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.plan import make_plan, plan_updates
 from largebatch.recipe.explain import explain as explain_key
 from largebatch.recipe.installed import by_data_set, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.recipe import Recipe, require_backend
-from largebatch.runs.options import Overrides
+from largebatch.runs.options import Overrides, RecipeFile
 from largebatch.schedules.build import build_schedule, follow
-from largebatch.tracking.events import RECIPE
 
 if TYPE_CHECKING:
     from largebatch.report.rates import Rates
@@ -38,7 +36,7 @@ recipes = App(name="recipes", help="List the installed recipes, or copy one to e
 
 
 def check(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *recipes: Path,
     overrides: Overrides = (),
@@ -47,9 +45,7 @@ def check(
     """Validate recipes without running them.
 
     Args:
-        recipe: A YAML file, or the name of an installed recipe.
         recipes: Further ones.
-        overrides: Override a key of the recipes; may be repeated.
         mlperf_closed: List the rules of MLPerf's closed division that they break.
     """
     problems, broken = [], False
@@ -60,9 +56,8 @@ def check(
         except LargebatchError as error:
             problems.append(str(error))
         else:
-            rules = broken_rules(loaded) if mlperf_closed else []
-            broken = broken or bool(rules)
-            verdict = _closed(loaded, rules) if mlperf_closed else f"ok{_hint(loaded)}"
+            verdict, breaks = _closed(loaded) if mlperf_closed else (f"ok{_hint(loaded)}", False)
+            broken = broken or breaks
             print(printable(f"{path}: {verdict}"))
     if problems:
         raise LargebatchError("\n".join(problems))
@@ -78,14 +73,17 @@ def _hint(recipe: Recipe) -> str:
     return ""
 
 
-def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:
-    """Describe the rules of MLPerf's closed division that a recipe breaks, one per line."""
+def _closed(recipe: Recipe) -> tuple[str, bool]:
+    """Describe the rules of MLPerf's closed division that a recipe breaks; True if it does."""
+    from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND, broken_rules
+
+    rules = broken_rules(recipe)
     division = f"MLPerf's closed division (Training {ROUND}, ResNet)"
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(recipe.optimizer, LARS) else ""
-        return f"keeps the rules of {division}{remark}"
-    table = aligned([(rule.setting, rule.found, rule.rule) for rule in rules])
-    return f"breaks {plural(len(rules), 'rule')} of {division}\n{textwrap.indent(table, '  ')}"
+        return f"keeps the rules of {division}{remark}", False
+    table = textwrap.indent(aligned([(it.setting, it.found, it.rule) for it in rules]), "  ")
+    return f"breaks {plural(len(rules), 'rule')} of {division}\n{table}", True
 
 
 def explain(
@@ -101,7 +99,6 @@ def explain(
         names: A key, such as optimizer.eta; with --schedule recipes, or run folders.
         schedule: Draw the learning rates of recipes in one figure, and print a table.
         by: Axis of the figure.
-        overrides: Override a key of the drawn recipes; may be repeated.
         out: Figure, a PNG (learning-rates.png).
     """
     if schedule:
@@ -164,6 +161,8 @@ def _row(rates: "Rates", by: str) -> tuple[str, ...]:
 
 def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     """Load a recipe from a file or from a run folder."""
+    from largebatch.tracking.events import RECIPE
+
     of_run = path / RECIPE
     exists = os.path.exists(of_run)  # noqa: PTH110 -- False for a name that is too long
     return load_recipe(of_run if exists else path, overrides)

@@ -19,7 +19,6 @@ from largebatch.runs.options import Count
 
 if TYPE_CHECKING:
     from largebatch.lab.mlperf.referee import Findings
-    from largebatch.report.diagnosis import Cause
     from largebatch.report.record import Record
 
 FAILED = 1
@@ -72,7 +71,7 @@ def diagnose(
     if out is not None and out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
     paths = [run] if other is None else [run, other]
-    from largebatch.report.diagnosis import find_causes, order, verdict
+    from largebatch.report.diagnosis import find_causes, order, repair, verdict
     from largebatch.report.logs import find_log, is_of_run, read_record
     from largebatch.report.record import read_edge
 
@@ -89,12 +88,22 @@ def diagnose(
     if judged.run is not None and not judged.is_complete:
         print(wrapped(verdict(judged.run).words))
     causes = find_causes(judged, small)
-    _print_causes(judged, causes)
+    if causes:
+        print(printable(f"likely causes in {judged.name}, the most likely first:"))
+    else:
+        print(wrapped(f"{judged.name}: no cause found"))
+    for place, cause in enumerate(causes, start=1):
+        print(wrapped(f"{place}. {cause.kind}: {cause.figure}"))
+        print(wrapped(f"  to change it: {cause.remedy}"))
     missing = judged.unchecked
     if missing:
         print(wrapped(f"not checked, for lack of a record: {', '.join(missing)}"))
     if out is not None:
-        _write(out, judged, causes, small)
+        repaired = repair(judged, causes, small)
+        write_planned(out, repaired.text)
+        for key, (_, reason) in repaired.changes.items():
+            print(wrapped(f"changed {key}: {reason}"))
+        print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 
 def _print_table(records: list["Record"]) -> None:
@@ -128,28 +137,6 @@ def _facts(record: "Record") -> dict[str, str]:
 
 def _number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else MISSING
-
-
-def _print_causes(run: "Record", causes: list["Cause"]) -> None:
-    """Print the causes, the most likely one first, each with its figure and what changes it."""
-    if not causes:
-        print(wrapped(f"{run.name}: no cause found"))
-        return
-    print(printable(f"likely causes in {run.name}, the most likely first:"))
-    for place, cause in enumerate(causes, start=1):
-        print(wrapped(f"{place}. {cause.kind}: {cause.figure}"))
-        print(wrapped(f"  to change it: {cause.remedy}"))
-
-
-def _write(out: Path, run: "Record", causes: list["Cause"], small: "Record | None") -> None:
-    """Write the repaired recipe and print what was changed."""
-    from largebatch.report.diagnosis import repair
-
-    found = repair(run, causes, small)
-    write_planned(out, found.text)
-    for key, (_, reason) in found.changes.items():
-        print(wrapped(f"changed {key}: {reason}"))
-    print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 
 @app.command

@@ -1,63 +1,65 @@
-"""The command `sweep`: print a W&B sweep over keys of a recipe. It prints."""
+"""The command `lab sweep`: print a W&B sweep over keys of a recipe. It prints."""
 
-import argparse
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from largebatch.cli.arguments import Command, add_recipe
+from cyclopts import Parameter
+
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_tree
+from largebatch.runs.options import Overrides
 
 Load = Callable[[str], Recipe]
 """Load the recipe with one more override."""
 
-METHODS = ("bayes", "random", "grid")
 
+def sweep(
+    recipe: Path,
+    /,
+    *,
+    keys: Annotated[tuple[str, ...], Parameter(name="--key", metavar="KEY=VALUES")],
+    method: Literal["bayes", "random", "grid"] = "bayes",
+    overrides: Overrides = (),
+) -> int:
+    """Print a W&B sweeps file for a recipe.
 
-def add_commands(command: Command) -> None:
-    """Add the command `sweep`."""
-    sweep = command("sweep", _sweep, "print a W&B sweeps file for a recipe")
-    add_recipe(sweep)
-    sweep.add_argument(
-        "--key",
-        action="append",
-        required=True,
-        dest="keys",
-        metavar="KEY=VALUES",
-        help="schedule.peak_lr=1..32 (on a logarithmic scale), or values: optimizer.eta=1e-3,2e-3",
-    )
-    sweep.add_argument("--method", choices=METHODS, default="bayes", help="how to search (bayes)")
+    Args:
+        recipe: A YAML file, or the name of an installed recipe.
+        keys: Key and its range schedule.peak_lr=1..32 (on a logarithmic scale), or its values
+            optimizer.eta=1e-3,2e-3; may be repeated.
+        method: How to search.
+        overrides: Override a key of the recipe; may be repeated.
+    """
 
-
-def _sweep(args: argparse.Namespace) -> int:
     def load(override: str) -> Recipe:
-        return load_recipe(args.recipe, [*args.set, override])
+        return load_recipe(recipe, [*overrides, override])
 
-    recipe = load_recipe(args.recipe, args.set)
-    pairs = [_parameter(text, load) for text in args.keys]
+    loaded = load_recipe(recipe, overrides)
+    pairs = [_parameter(text, load) for text in keys]
     parameters = dict(pairs)
     if len(parameters) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise LargebatchError(f"--key {twice}: given twice; give all of its values in one")
     ranges = [key for key, parameter in parameters.items() if "values" not in parameter]
-    if args.method == "grid" and ranges:
+    if method == "grid" and ranges:
         raise LargebatchError(
             f"--method grid goes through values, and {ranges[0]} is a range; list its values: "
             f"--key {ranges[0]}=A,B,C"
         )
-    trackers = ", ".join(dict.fromkeys((*recipe.tracking, "wandb")))
-    overrides = [word for one in (*args.set, f"tracking=[{trackers}]") for word in ("--set", one)]
+    trackers = ", ".join(dict.fromkeys((*loaded.tracking, "wandb")))
+    overrides = [word for one in (*overrides, f"tracking=[{trackers}]") for word in ("--set", one)]
     sweep = {
-        "name": recipe.name,
-        "method": args.method,
+        "name": loaded.name,
+        "method": method,
         "metric": {"name": "val/top1", "goal": "maximize"},
         "parameters": parameters,
         "program": "largebatch",
         "command": [
-            *("${env}", "largebatch", "train", str(args.recipe)),
+            *("${env}", "largebatch", "train", str(recipe)),
             *(*overrides, "--set", "${args_json}"),
         ],
     }

@@ -16,6 +16,7 @@ from largebatch.runs.options import (
     Imports,
     Machine,
     Options,
+    RecipeFile,
     chosen_folder,
 )
 from largebatch.tracking.events import REPORT, Status
@@ -24,12 +25,8 @@ if TYPE_CHECKING:
     from largebatch.training.evaluation import Metrics
 
 
-def train(recipe: Path, /, *, options: Annotated[Options, Given] = Options()) -> int:
-    """Train, polish and evaluate a recipe.
-
-    Args:
-        recipe: A YAML file, or the name of an installed recipe.
-    """
+def train(recipe: RecipeFile, /, *, options: Annotated[Options, Given] = Options()) -> int:
+    """Train, polish and evaluate a recipe."""
     loaded = load_recipe(recipe, options.changes)
     if options.resume and options.out == NEW_FOLDER:
         raise CheckpointError("--resume continues the run in --out DIR; pass --out")

@@ -99,9 +99,11 @@ def broadcast_bytes(content: bytes | None, backend: Backend) -> bytes:
     backend.broadcast(size)
     length = int(size.item())  # sync: once, before training
     buffer = torch.zeros(length, dtype=torch.uint8)
-    if content is not None:
+    if content:
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     buffer = buffer.to(backend.device)
     if length:
         backend.broadcast(buffer)
+    if content is not None:
+        return content
     return buffer.cpu().numpy().tobytes()  # sync: once, before training

@@ -88,11 +88,14 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     """Keep the complete weights of FSDP2 modules (`fully_shard`) on this worker in this block.
 
     Forward passes then need no other worker, and keep to the policy of mixed precision. All workers
-    enter the block together; they may leave it at different times, also on errors.
+    enter the block together; they may leave it at different times, also on errors; before torch
+    2.13 a model cannot be trained further if a forward pass failed.
 
     Raises ValueError if weights are divided over workers in another way (tensor parallelism).
     """
-    modules: list[Any] = [module for module in model.modules() if "FSDPModule" in _kinds(module)]
+    named = {name: it for name, it in model.named_modules() if "FSDPModule" in _kinds(it)}
+    modules: list[Any] = [*named.values()]
+    roots = [it for name, it in named.items() if not any(_is_inside(name, of) for of in named)]
     states = [module._get_fsdp_state() for module in modules]
     for state in states:
         state._lazy_init()  # as the first forward pass does; it changes what is stored below
@@ -102,16 +105,23 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         for module in modules:
             module.reshard()  # weights may have changed since they were gathered
             module.unshard()
-        for group in groups:
-            group.post_forward_mesh_info = None  # keep the weights after a forward pass
+            module.set_reshard_after_forward(False, recurse=False)
         _require_complete(model)
         yield
+    except BaseException:
+        for root in roots:
+            if hasattr(root, "reset_iter_state"):  # since torch 2.13
+                root.reset_iter_state()
+        raise
     finally:
         for group, mesh in zip(groups, meshes, strict=True):
             group.post_forward_mesh_info = mesh
-        _leave_forward_pass(states)
         for module in modules:
             module.reshard()
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name != other and f"{name}.".startswith(f"{other}." if other else "")
 
 
 def _groups(state: Any) -> list[Any]:  # noqa: ANN401 -- torch's FSDPState is private
@@ -120,15 +130,6 @@ def _groups(state: Any) -> list[Any]:  # noqa: ANN401 -- torch's FSDPState is pr
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return groups
-
-
-def _leave_forward_pass(states: list[Any]) -> None:
-    """Reset the states of FSDP2 modules whose forward pass failed, or they would stay gathered."""
-    for state in states:
-        state._state_ctx.iter_forward_root = None
-        state._modules_to_run_forward.clear()
-        for it in (state, *_groups(state)):
-            it._training_state = type(it._training_state).IDLE
 
 
 def has_divided_weights(model: nn.Module) -> bool:

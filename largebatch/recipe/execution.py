@@ -47,8 +47,9 @@ class Checkpoints(Section):
     """Checkpoints besides those after every evaluation and stage, and which of them are kept."""
 
     every_steps: Updates | None = None
-    every_minutes: Positive | None = 10.0
-    """Updates, and minutes, between two checkpoints; null: not by this unit."""
+    every_minutes: Positive | Literal["auto"] | None = "auto"
+    """Updates, and minutes, between two checkpoints; null: not by this unit. `auto`: 2 minutes, or
+    so many that checkpoints take at most 1 % of the time."""
 
     keep_last: Updates = 2
     """Number of newest checkpoints to keep; that of the best evaluation is kept too."""

@@ -11,11 +11,8 @@ from ruamel.yaml import YAML
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import CHOOSERS, Section
 
-COLUMN = 34
-"""Column of the comments."""
-
-WIDTH = 100
-"""Characters of a line; a longer value is written in several lines."""
+COLUMN = 34  # column of the comments
+WIDTH = 100  # characters of a line; a longer value is written in several lines
 
 
 def dump_recipe(recipe: Recipe) -> str:

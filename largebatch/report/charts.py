@@ -87,7 +87,6 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
 
 
 def _draw_curve(axes: "Axes", run: Run) -> None:
-    """Draw top-1 over the whole run; name its last value where no other chart does."""
     kept = run.kept_evaluations
     epochs = [evaluation.epoch for evaluation in kept]
     top1 = [100 * evaluation.top1 for evaluation in kept]
@@ -111,7 +110,6 @@ def _draw_curve(axes: "Axes", run: Run) -> None:
 
 
 def _draw_slopes(axes: "Axes", run: Run) -> None:
-    """Draw top-1 after each stage on a scale of its own, every point with its value."""
     values = [100 * stage.after.top1 for stage in run.stages]
     kept = [place for place, stage in enumerate(run.stages) if stage.kept]
     axes.plot(kept, [values[place] for place in kept], color=MUTED, lw=1)
@@ -144,7 +142,6 @@ def _draw_slopes(axes: "Axes", run: Run) -> None:
 def _draw_points(
     axes: "Axes", x: Sequence[float], y: Sequence[float], stage: Stage, *, size: float
 ) -> None:
-    """Draw the markers of a stage, hollow if it was discarded."""
     colour = COLOURS[stage.name]
     (markers,) = axes.plot(
         x, y, color=colour, marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False
@@ -154,7 +151,6 @@ def _draw_points(
 
 
 def _stage_lines(stage: Stage) -> Iterator[str]:
-    """Yield what stands below a stage: its name, what it changed, and what came of that."""
     yield stage.name
     if stage.before is not None:
         yield points(stage.before.top1, stage.after.top1)
@@ -226,7 +222,6 @@ def mark_stages(axes: "Axes", run: Run) -> None:
 
 
 def _mark_changes(axes: "Axes", plan: Plan, *, first: int, end: int) -> None:
-    """Draw a line where the global batch or the image size changes, with what it becomes."""
     later = zip(plan.sizes, plan.sizes[1:], strict=False)
     sizes = [(before.end, f"{piece.image_size} px") for before, piece in later]
     batches = [(piece.step, f"batch {piece.global_batch:,}") for piece in plan.batch_changes]
@@ -384,7 +379,6 @@ def draw_system(figure: "Canvas", run: Run) -> None:
 
 
 def _column(run: Run, name: str) -> FloatArray:
-    """Return one number of all workers: a row for each record."""
     most = max(len(record.memory_bytes) for record in run.system)
     rows = [getattr(record, name) for record in run.system]  # a resumed run may have other workers
     padded = [[*row, *[np.nan] * (most - len(row))] for row in rows]
@@ -429,7 +423,6 @@ def draw_drift(figure: "Canvas", run: Run) -> None:
 def _draw_cells(
     figure: "Canvas", axes: "Axes", table: FloatArray, *, title: str, gaps: bool
 ) -> None:
-    """Draw a table of layers by channels, and above it what its colours mean."""
     from matplotlib.colors import ListedColormap, to_rgba
 
     shades = np.linspace(1, 0, _SHADES, endpoint=False)
@@ -475,7 +468,6 @@ def scale_end(table: FloatArray) -> float:
 
 
 def _name_columns(axes: "Axes", drift: Drift, *, every: int) -> None:
-    """Label the columns by their quantile over the channels; only some if the chart is narrow."""
     names = ["median" if part == 0.5 else f"{100 * part:g} %" for part in drift.quantiles]
     axes.set_xticks(np.arange(len(names))[::every] + 0.5, names[::every])
     axes.set_xlabel("channels, sorted by change →" if every == 1 else "channels →", loc="right")
@@ -504,7 +496,6 @@ def _group(name: str) -> str:
 
 
 def _shorten(name: str) -> str:
-    """Return the end of a layer's name, which differs from its neighbours'."""
     return name if len(name) <= 22 else f"…{name[-21:]}"
 
 

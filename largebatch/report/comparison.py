@@ -297,14 +297,12 @@ def _flatten(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _written(value: object) -> str:
-    """Return a value as a recipe has it."""
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None or value == {} else printable(str(value))
 
 
 def _machine(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the rows that are not settings: workers and software."""
     yield "workers", f"{run.plan.workers:,}"
     yield "device batch", f"{run.plan.device_batch:,}"
     if run.summary is not None:
@@ -334,7 +332,6 @@ def describe(comparison: Comparison) -> Iterator[str]:
 
 
 def _best(group: Group) -> str:
-    """Describe which run ends with the highest top-1, and which ones its images do not rule out."""
     best, *others = group.runs
     assert best.run.result is not None
     top1, samples = percent(best.top1), best.run.result.samples
@@ -413,7 +410,6 @@ def _seeds(group: Group) -> Iterator[str]:
 
 
 def _named(runs: Sequence[Compared]) -> str:
-    """Return the labels of a few runs, and how many more there are."""
     labels = [one.label for one in runs[:_NAMED]]
     more = len(runs) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
@@ -471,7 +467,6 @@ def make_comparison_page(comparison: Comparison) -> Page:
 
 
 def _unit(comparison: Comparison) -> Unit:
-    """Return the unit that suits the longest time."""
     lengths = [one.run.summary.seconds for one in comparison.runs if one.run.summary]
     for one in comparison.runs:
         lengths += [*one.evaluated.seconds[-1:], *one.updates.seconds[-1:]]
@@ -481,7 +476,6 @@ def _unit(comparison: Comparison) -> Unit:
 
 
 def _table(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Table:
-    """Return a row for each run, the most accurate first."""
     groups = {one.label: group for group in comparison.groups for one in group.runs}
     ranked = [one for group in comparison.groups for one in group.runs]
     ranked += [one for one in comparison.runs if one.label not in groups]
@@ -534,7 +528,6 @@ def _table(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Tabl
 
 
 def _charts(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Iterator[Chart]:
-    """Yield the charts for which any run has numbers; each has all runs."""
     runs = [(looks[one.label], one) for one in comparison.runs]
     time = f"Time, {unit.name}"
 

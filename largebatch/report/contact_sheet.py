@@ -87,7 +87,6 @@ def _requests(pipeline: Pipeline, positions: Iterable[int], *, clean: bool) -> I
 
 
 def _training(pipeline: Pipeline, places: IntArray) -> list[Tensor]:
-    """Return the augmented images of each pass in turn, each at the size of its update."""
     usual = pipeline.data.image_size
     found: list[Tensor] = []
     size_of = partial(pipeline.plan.image_size, otherwise=usual)
@@ -126,7 +125,6 @@ def _places(pipeline: Pipeline, samples: IntArray, num_passes: int) -> IntArray:
 
 
 def _validation(pipeline: Pipeline, labels: IntArray) -> Rows:
-    """Return the first CHECKS validation images of each of these classes, or what there are."""
     index = pipeline.val_index
     samples = pipeline.evaluated_samples
     chosen = [samples[index.labels[samples] == label][:CHECKS] for label in labels]
@@ -143,15 +141,12 @@ def _images(batches: Batches) -> Iterator[Tensor]:
 
 
 def _in_rows(images: Iterator[Tensor], lengths: Sequence[int]) -> Rows:
-    """Divide all of these images into rows."""
     rows = tuple(tuple(islice(images, length)) for length in lengths)
     assert next(images, None) is None, "there are as many images as were asked for"
     return rows
 
 
 class _Group(NamedTuple):
-    """Some columns of the sheet."""
-
     name: str
     note: str
     colour: str
@@ -256,7 +251,6 @@ def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:
 
 
 def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
-    """Describe the augmentation, and check the mean and deviation of the normalised values."""
     data = recipe.data
     crops = clean = "whole images"
     if data.crop_area is not None:

@@ -94,7 +94,6 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
 
 
 def _seconds(run: Run, place: int) -> float:
-    """Return how long an update took; older logs have only its images per second."""
     step = run.steps[place]
     if math.isfinite(step.step_seconds):
         return step.step_seconds

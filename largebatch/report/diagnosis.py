@@ -124,7 +124,6 @@ def _guess(run: Record) -> str:
 
 
 def _place(run: Record, row: int) -> str:
-    """Return the update of a row, or its epoch in logs without updates, and its learning rate."""
     rate = f" (learning rate {run.lr[row]:.3g})" if math.isfinite(run.lr[row]) else ""
     if math.isfinite(run.step[row]):
         return f"at step {run.step[row] - 1 + run.first_step:,.0f}{rate}"
@@ -134,13 +133,11 @@ def _place(run: Record, row: int) -> str:
 
 
 def _begin(run: Record) -> str:
-    """Return where the training loss began to rise; nothing if it did not."""
     begin = run.onset()
     return "" if begin is None else f" {_place(run, begin)}"
 
 
 def _epoch(run: Record, epochs: float) -> str:
-    """Return the epoch that ends after a number of epochs, as the log counts them."""
     if not math.isfinite(epochs):
         return "in one evaluation"
     return f"at epoch {epochs - 1 + run.first_epoch:.3g}"
@@ -172,7 +169,6 @@ def _failed(run: Record) -> bool:
 
 
 def _loss_lost(it: Judged) -> Numbers | None:
-    """Return where a training loss was not finite that never came back."""
     run, lost = it.run, np.flatnonzero(~np.isfinite(it.run.loss))
     if not lost.size or not (_failed(run) or not math.isfinite(run.loss[-1])):
         return None
@@ -210,7 +206,6 @@ def _spike(run: Record, rows: slice) -> Numbers | None:
 
 
 def _gained(it: Judged) -> Numbers | None:
-    """Return a gain by exact statistics, which corrected the running averages."""
     run = it.run.run
     stage = (
         next((s for s in run.stages if s.name == "statistics" and s.kept), None) if run else None
@@ -260,7 +255,6 @@ def _never_fits(it: Judged) -> Numbers | None:
 
 
 def _weak_classes(it: Judged, *, lost: bool) -> Numbers | None:
-    """Return the classes far below the others; one is lost if guessing is as good."""
     run = it.run.run
     found = run.final_mistakes if run else None
     if found is None or _is_underfit(it.run):
@@ -334,7 +328,6 @@ def _is_underfit(run: Record) -> bool:
 
 
 def _underfit(it: Judged, *, few: bool) -> Numbers | None:
-    """Return a training loss that ends close to guessing, after few updates or many."""
     run = it.run
     if not run.is_complete or not _is_underfit(run):
         return None
@@ -351,7 +344,6 @@ def _underfit(it: Judged, *, few: bool) -> Numbers | None:
 
 
 def _noise_scale(it: Judged) -> Numbers | None:
-    """Return a recorded noise scale whose interval is below the batch at the end."""
     run = it.run.run
     if run is None or not has_course(run):
         return None
@@ -377,7 +369,6 @@ def _waits(it: Judged) -> Numbers | None:
 
 
 def _ends_worse(it: Judged) -> Numbers | None:
-    """Return how both end if top-1 is lower beyond noise, or without it the loss is higher."""
     run, small = it.run, it.small
     if small is None or not (run.loss.size and small.loss.size):
         return None
@@ -463,7 +454,6 @@ def epochs_factor(run: Record, small: Record) -> float | None:
 
 
 def _lower(it: Judged, recipe: Recipe, rows: slice) -> Changes:
-    """Return the upper bound of a range test; without one half of the rate at a rise."""
     run, was = it.run, f"was {recipe.schedule.peak_lr:g}"
     if run.edge is not None and run.edge < recipe.schedule.peak_lr:
         return {"schedule.peak_lr": (run.edge, f"{was}; the range test's upper bound")}
@@ -478,7 +468,6 @@ def _lower(it: Judged, recipe: Recipe, rows: slice) -> Changes:
 
 
 def _warm_up(it: Judged, recipe: Recipe) -> Changes:
-    """Return a warm-up if there was none, or one twice as long."""
     run, warmup = it.run, recipe.schedule.warmup
     planned = run.run.plan.steps if run.run else run.updates or 0
     if warmup is None:
@@ -511,7 +500,6 @@ def _measure_statistics(_: Judged, recipe: Recipe) -> Changes:
 
 
 def _train_longer(it: Judged, recipe: Recipe) -> Changes:
-    """Return the duration by the epoch law."""
     factor = epochs_factor(it.run, it.small) if it.small else None
     if factor is None:
         return {}
@@ -522,7 +510,6 @@ def _train_longer(it: Judged, recipe: Recipe) -> Changes:
 
 
 def _cache(_: Judged, recipe: Recipe) -> Changes:
-    """Return a cache of decoded images if there is none and they are small."""
     data = recipe.data
     if not isinstance(data, Data) or recipe.execution.cache is not None:
         return {}
@@ -745,7 +732,6 @@ def verdict(run: Run) -> Verdict:
 
 
 def _losses(run: Run) -> str:
-    """Describe how the training loss fell, by the medians of the first and the last twentieth."""
     losses: FloatArray = np.array([step.loss for step in run.steps])
     few = max(1, len(losses) // 20)
     begin, end = median(losses[:few]), median(losses[-few:])

@@ -123,7 +123,6 @@ def find_log(path: Path) -> Path:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a log, and one with the key HEADER for each header of a CSV."""
     if path.is_dir() or EVENTS in path.name:
         yield from _read_events(path)
         return
@@ -276,7 +275,6 @@ def _read_events(path: Path) -> Iterator[Row]:
 
 
 def _record_of_rows(rows: list[Row], *, name: str, classes: int | None) -> Record:
-    """Return the record of the rows of a log; raise ValueError without training losses."""
     columns = _columns([row for row in rows if HEADER not in row])
     kinds = {column: kind for kind, column in columns.items()}
     renamed = [{kinds.get(key, key): value for key, value in row.items()} for row in rows]
@@ -505,7 +503,6 @@ def _is_percent(column: str, rows: list[Row]) -> bool:
 
 
 def _values(rows: list[Row], kind: str) -> FloatArray:
-    """Return a column, NaN where a row has no value."""
     return np.array([row.get(kind, math.nan) for row in rows], dtype=np.float64)
 
 

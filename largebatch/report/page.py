@@ -123,7 +123,6 @@ def headlines(run: Run) -> Iterator[Headline]:
 
 
 def _gain(run: Run) -> Headline:
-    """Return what polishing gained after the schedule, of which clean epochs are a part."""
     base, last = run.end_of_schedule, run.last_stage
     if base is None or last is None or len(run.stages) < 2:
         return Headline("Gain by polishing", MISSING, "", "not polished")
@@ -138,7 +137,6 @@ def _gain(run: Run) -> Headline:
 
 
 def _gain_between(run: Run, label: str, before: Stage, after: Stage, *, judged: bool) -> Headline:
-    """Return a change of top-1; one that is `judged` is good if it is beyond the noise."""
     change = compare(before.after, after.after, before.mistakes, after.mistakes)
     evaluated = f"{change.samples:,} validation images"
     note = f"{abs(change.images):,} of {evaluated}"
@@ -167,7 +165,6 @@ def _division(plan: Plan) -> str:
 
 
 def _stage_times(run: Run) -> str:
-    """Describe how much of the wall time the clean epochs and the polishing after them took."""
     stages = {
         "clean epochs": [stage for stage in run.stages[1:] if stage.name == "clean"],
         "polishing": run.polishing,
@@ -181,7 +178,6 @@ def _stage_times(run: Run) -> str:
 
 
 def _subtitle(run: Run) -> str:
-    """Return in one line how the run ended, when it started, and its workers."""
     began = run.starts[0].time
     words = [run.summary.status if run.summary else "killed", f"{began.day} {began:%B %Y}"]
     words.append(plural(run.plan.workers, "worker"))
@@ -192,7 +188,6 @@ def _subtitle(run: Run) -> str:
 
 
 def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
-    """Return the causes as a table: what, by which numbers, and what changes it."""
     if not found.causes:
         return []
     return [
@@ -210,7 +205,6 @@ def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
 
 
 def _stages(run: Run) -> list[Part]:
-    """Return the table of stages, its explanations, and the notes of the run."""
     if not run.stages:
         return []
     column = columns_over(run.stages)
@@ -333,7 +327,6 @@ _Draw = Callable[["Canvas", Run], None]
 
 
 def _rows(number: int, each: float) -> tuple[float, float]:
-    """Return the height in points of a chart with a row for each layer or class."""
     height = 120 + each * max(8, number)
     return height, height
 
@@ -341,54 +334,46 @@ def _rows(number: int, each: float) -> tuple[float, float]:
 def _captions(run: Run) -> dict[str, str]:
     samples = run.evaluations[-1].samples if run.evaluations else 1
     lowered = " and ".join(stage.name for stage in run.stages if stage.lowered_top1)
-    several = ": during the run, and after each stage on a scale of its own"
-    hollow = " A hollow mark is a stage that was discarded."
-    others = (
-        " While another worker waits for its images, this one waits for its gradients. Gradients "
-        "that are summed while others are computed take no time here."
-    )
+    discarded = any(not stage.kept for stage in run.stages)
     return {
         "loss": "Training loss of every update (faint) and its running median; validation loss "
         "(dots); learning rate (below). The two losses need not meet: only training images are "
         "augmented, and only the training loss may be label-smoothed.",
         "accuracy": f"Accuracy on the {samples:,} validation images"
-        f"{several if run.stages[1:] else ''}. One of them is {100 / samples:.2g} points."
+        + ": during the run, and after each stage on a scale of its own" * bool(run.stages[1:])
+        + f". One of them is {100 / samples:.2g} points."
         + " Below each stage: its change there, and on the held-out training images."
         * bool(run.decisions)
         + (f" Here {lowered} lowered it." if lowered else "")
-        + hollow * any(not stage.kept for stage in run.stages),
+        + " A hollow mark is a stage that was discarded." * discarded,
         "throughput": "Training images per second on all workers: every update (faint), running "
-        "median, and the whole run (dashed). Dips are updates that took longer, for example "
-        "because they waited for data.",
-        "drift": "Change of the statistics of each BatchNorm layer, measured on "
-        f"{run.drift.samples if run.drift else 0:,} clean images, from the running averages of "
-        "training. The input is at the top. Columns are quantiles over the channels of a layer: "
-        "one channel in twenty fell by more than the value at 5 % (blue: lower), one in twenty "
-        "rose by more than that at 95 % (red: higher). Means are in standard deviations (σ). "
-        "Variances are the logarithm of the ratio: 0.1 is about 10 %."
+        "median, and the whole run (dashed). Dips are slow updates, for example without data.",
+        "drift": "Change of each BatchNorm layer's statistics, measured on "
+        f"{run.drift.samples if run.drift else 0:,} clean images, from the running averages, "
+        "the input at the top. Columns are quantiles over channels: one in twenty fell by more "
+        "than the value at 5 % (blue), one in twenty rose by more than that at 95 % (red). Means "
+        "are in standard deviations (σ), variances are ln of the ratio: 0.1 is about 10 %."
         + " The stage and these changes were discarded."
         * (not run.drift_kept),
-        "noise": "tr(Σ)/|G|²: the batch size at which the noise of the mean gradient is as large "
-        "as the gradient. It is estimated for consecutive parts of the run from squared gradient "
-        "norms at two batch sizes. Bars are 95 % intervals; a bar that leaves the chart has no "
-        "upper end. Batches larger than the noise scale save few steps.",
-        "ratios": "Factor of LARS on the step of each layer, η|w| / (|g| + decay |w|). The input "
-        "is at the top. A layer that stays much darker than its neighbours hardly moves. A bright "
-        "spot is a gradient close to zero. Light grey: no gradient.",
-        "norm": "Norm of the gradient over the global batch at every update (faint), and its "
-        "running median.",
+        "noise": "tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large as the "
+        "gradient, for consecutive parts of the run, from squared norms at two batch sizes. Bars "
+        "are 95 % intervals; one that leaves the chart has no upper end. Larger batches than the "
+        "noise scale save few steps.",
+        "ratios": "Factor of LARS on the step of each layer, η|w| / (|g| + decay |w|), the input "
+        "at the top. A layer much darker than its neighbours hardly moves. A bright spot is a "
+        "gradient close to zero. Light grey: no gradient.",
+        "norm": "Norm of the gradient over the global batch (faint), and its running median.",
         "system": f"Median of the {run.plan.workers} workers, and their range (shaded). log.jsonl "
-        "also has the numbers of network and disk.",
-        "waits": "How worker 0 spent the time of its updates; on a GPU, what the GPU waited for."
-        + others * (run.plan.workers > 1),
+        "also has network and disk.",
+        "waits": "Time of worker 0's updates; on a GPU, what the GPU waited for."
+        + " While another worker waits for images, this one waits for its gradients. Sums that "
+        "overlap with computing take no time here." * (run.plan.workers > 1),
         "confusion": f"The {samples:,} validation images: a row for each class, with the number of "
-        "its images by predicted class. Correct predictions are on the diagonal (grey), wrong ones "
-        "next to it (red).",
+        "its images by predicted class; correct ones are on the diagonal (grey), others red.",
     }
 
 
 def _before(run: Run, name: str) -> list[Part]:
-    """Return the sentence above a chart."""
     if name == "waits":
         return [describe_waits(run)]
     return [describe_noise(run)] if name == "noise" else []
@@ -474,7 +459,6 @@ def _profile(found: Profile | None) -> list[Part]:
 
 
 def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterator[Part]:
-    """Yield the confusion matrix, the classes mixed up most, the weakest, and the worst images."""
     if found is None or not found.samples:
         return
     if matrix is not None:
@@ -507,7 +491,6 @@ def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterato
 
 
 def _extra(run: Run) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the values of extensions, by the name of the extension."""
     for part, facts in (run.summary.extra if run.summary else {}).items():
         rows = {key: _plain(value) for key, value in facts.items() if value}
         if rows:
@@ -529,7 +512,6 @@ def _plain(value: object) -> str:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """Return the workers, the software and the memory of the run."""
     plan, summary = run.plan, run.summary
     facts = {
         "Workers": f"{plan.workers:,}",

@@ -113,7 +113,6 @@ def write_rates_of(path: Path, drawn: Sequence[Rates], *, by: By) -> None:
 
 
 def _draw(figure: "Figure", drawn: Sequence[Rates], by: By) -> None:
-    """Draw one chart for each optimizer, all by the same axis, and name the lines below them."""
     kinds = list(dict.fromkeys(each.recipe.optimizer.kind for each in drawn))
     charts = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
     colours = list(COLOURS.values())
@@ -140,7 +139,6 @@ def _draw(figure: "Figure", drawn: Sequence[Rates], by: By) -> None:
 
 
 def _note(figure: "Figure", sentences: Sequence[str]) -> None:
-    """Write sentences at the top, where the layout leaves room for a title."""
     if sentences:
         left = MARGIN * figure.dpi / 72 / figure.bbox.width
         text = "\n".join(sentences)

@@ -4,6 +4,7 @@ Rows of training are updates in the log of a run folder; in the logs of other pr
 means over epochs, and columns may be missing.
 """
 
+import bisect
 import json
 import math
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.ndimage import median_filter
 
 from largebatch.errors import CheckpointError, RecipeError
 from largebatch.recipe.keys import Loss
@@ -198,8 +198,7 @@ class Record:
         if not self.by_update or not self.loss.size:
             return self._finite
         early, size = self.early, max(SHORT, len(self.loss) // 40)
-        start = median_filter(self._finite, size=SHORT, mode="nearest")
-        rest = median_filter(self._finite, size=size, mode="nearest")
+        start, rest = (running_median(self._finite, each) for each in (SHORT, size))
         return np.concatenate((start[:early], rest[early:]))
 
     @property
@@ -316,6 +315,23 @@ def record_of(run: Run) -> Record:
 def bounded(losses: FloatArray) -> FloatArray:
     """Return recorded losses with infinity for those that are no number."""
     return np.where(np.isfinite(losses), losses, math.inf)
+
+
+def running_median(values: FloatArray, size: int) -> FloatArray:
+    """Return the median of `size` values around each one; the ends are repeated.
+
+    >>> running_median(np.array([1.0, 9.0, 2.0, 3.0]), 3).tolist()
+    [1.0, 2.0, 3.0, 3.0]
+    """
+    before = size // 2
+    padded = np.pad(values, (before, size - 1 - before), mode="edge").tolist()
+    window = sorted(padded[:size])
+    found = [window[before]]
+    for gone, new in zip(padded, padded[size:], strict=False):
+        del window[bisect.bisect_left(window, gone)]
+        bisect.insort(window, new)
+        found.append(window[before])
+    return np.array(found)
 
 
 def read_edge(path: Path) -> float:

@@ -242,7 +242,6 @@ def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
 
 
 def _figure(size: tuple[float, float], *, margin: float) -> "Figure":
-    """Return an empty figure; all lengths in points."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

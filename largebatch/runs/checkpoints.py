@@ -180,8 +180,7 @@ def evaluate_checkpoint(
     `training` also measures it on its training data. `each` is called with the scores and labels
     of every validation batch of this worker.
     """
-    path = find_checkpoint(path)
-    checkpoint = _load(path, options)
+    path, checkpoint = _load(path, options)
     checked = checksum(checkpoint.state["model"])
     facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
@@ -200,7 +199,7 @@ def polish_checkpoint(
     the EMA of an unfinished run. The summary has the accuracies before and after.
     """
     check_folder(options.out, resume=False)
-    checkpoint = _load(path, options, ema=ema)
+    _, checkpoint = _load(path, options, ema=ema)
     state = checkpoint.state
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
@@ -236,7 +235,7 @@ def compare_checkpoint(
 
     `lr` None: a small one. Settings of the training machine are ignored.
     """
-    checkpoint = _load(path, options, ema=ema)
+    _, checkpoint = _load(path, options, ema=ema)
     state = checkpoint.state
     recipe = with_statistics(anywhere(checkpoint.recipe), samples)
     recipe = with_updates(recipe, epochs=epochs, lr=lr)
@@ -260,12 +259,12 @@ def _store_average(trainer: Trainer, saved: dict[str, Any]) -> None:
         store_average(trainer.state.updater.optimizer)
 
 
-def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
-    """Read a checkpoint file, or the newest checkpoint of a run folder, with this execution.
+def _load(path: Path, options: Options, *, ema: bool = False) -> tuple[Path, Checkpoint]:
+    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution.
 
     Raises CheckpointError if it has no EMA and `ema` requests it.
     """
-    checkpoint = load_checkpoint(find_checkpoint(path))
+    path, checkpoint = find_checkpoint(path)
     polish = checkpoint.recipe.polish
     if ema and not (checkpoint.state["ema"] and polish is not None and polish.ema):
         raise CheckpointError(
@@ -273,18 +272,18 @@ def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
             "schedule ends and the EMA becomes the model; leave --ema out"
         )
     recipe = _with_execution(checkpoint.recipe, options.overrides, path=path)
-    return replace(checkpoint, recipe=recipe)
+    return path, replace(checkpoint, recipe=recipe)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the newest readable checkpoint of a run folder, or `path` if it is a file."""
+def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
+    """Read the newest readable checkpoint of a run folder, or `path` if it is a file."""
     if not path.is_dir():
-        return path
+        return path, load_checkpoint(path)
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
     found.warn()
-    return found.path
+    return found.path, found.checkpoint
 
 
 def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:

@@ -19,7 +19,7 @@ from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import RECIPE
-from largebatch.training.checkpoint import Checkpoint, load_checkpoint
+from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.saving import require_fit
 
 WEIGHTS, CONFIG, CARD, ONNX = "model.safetensors", "config.json", "README.md", "model.onnx"
@@ -37,8 +37,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     """
     for module in imports:
         import_own(module)
-    path = find_checkpoint(path)
-    checkpoint = load_checkpoint(path)
+    path, checkpoint = find_checkpoint(path)
     recipe = checkpoint.recipe
     model = build(
         recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
@@ -55,7 +54,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
         RECIPE: dump_recipe(recipe).encode(),
     }
     if is_timms(recipe.model.name):
-        config = timm_config(recipe, checkpoint.origin.get("classes", []))
+        config = timm_config(recipe, checkpoint.origin.classes)
         files[CONFIG] = json.dumps(config, indent=2).encode()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +131,7 @@ Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
 {load}
 ```
 
-{_describe_input(recipe, checkpoint.origin.get("classes", []))}
+{_describe_input(recipe, checkpoint.origin.classes)}
 
 On {recipe.data.val_split:,} validation images, computed in {recipe.precision}{rounding}, after
 each stage that has ended:

@@ -31,11 +31,10 @@ from largebatch.tracking.events import (
 from largebatch.tracking.log import JsonLines
 from largebatch.training.checkpoint import (
     Checkpoint,
-    Found,
     newest_checkpoint,
-    parse_checkpoint,
     set_aside_damaged,
 )
+from largebatch.training.saving import share_checkpoint
 from largebatch.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
@@ -86,22 +85,15 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
         return None
     found = None
     if backend.rank == 0:
-        found = _newest(folder, may_begin=resume == "auto")
-    content = broadcast_bytes(found.content if found else None, backend)
-    return parse_checkpoint(content, source=str(folder)) if content else None
-
-
-def _newest(folder: Path, *, may_begin: bool) -> Found | None:
-    try:
-        found = newest_checkpoint(folder / CHECKPOINTS)
-    except CheckpointError as error:
-        if not may_begin:
-            raise
-        _LOG.warning("%s; there is no other one to resume from", error)
-        return None
-    if found is not None:
-        found.warn()
-    return found
+        try:
+            found = newest_checkpoint(folder / CHECKPOINTS)
+        except CheckpointError as error:
+            if resume != "auto":
+                raise
+            _LOG.warning("%s; there is no other one to resume from", error)
+        if found is not None:
+            found.warn()
+    return share_checkpoint(found, backend)
 
 
 def require_same_run(
@@ -114,7 +106,7 @@ def require_same_run(
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
     here = trainer.recipe.mathematics.model_dump(mode="json")
-    data = checkpoint.origin.get("data"), trainer.pipeline.splits
+    data = checkpoint.origin.data, trainer.pipeline.splits
     changed = {
         key: f"{key} is {_written(old)} there and {_written(new)} here"
         for key, old, new in (*differences(there, here), *differences(*data, "data.index"))

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from largebatch.distributed.environment import LAUNCHER
-from largebatch.tracking.events import CHECKPOINTS
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 HEARD = b"stopping after this step; once more stops at once\n"
@@ -157,6 +156,8 @@ def describe_saved(folder: Path) -> str:
     >>> describe_saved(Path("no such folder"))
     'nothing is saved'
     """
+    from largebatch.tracking.events import CHECKPOINTS  # pydantic's models of all events
+
     newest = max((folder / CHECKPOINTS).glob("step-*.safetensors"), default=None)
     if newest is None:
         return "nothing is saved"

@@ -90,7 +90,17 @@ Seconds = Annotated[float, Parameter(converter=_seconds, metavar="TIME")]
 Given = Parameter(name="*")
 """Of a dataclass of options: each field is an option of the command."""
 
-Overrides = Annotated[Sequence[str], Parameter(name="--set", metavar="KEY=VALUE")]
+RecipeFile = Annotated[Path, Parameter(help="A YAML file, or the name of an installed recipe.")]
+"""A recipe, as a command takes it."""
+
+Overrides = Annotated[
+    Sequence[str],
+    Parameter(
+        name="--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the recipe, such as seed=3; may be repeated.",
+    ),
+]
 """Changes to a recipe."""
 
 Imports = Annotated[Sequence[str], Parameter(name="--import", metavar="MODULE")]
@@ -127,7 +137,7 @@ class Changes:
     """What is changed in a recipe, and what it needs to be imported."""
 
     overrides: Overrides = ()
-    """Override a key of the recipe, such as seed=3; may be repeated."""
+    """Changes to the recipe, as KEY=VALUE."""
 
     device_batch: Annotated[int | None, Parameter(metavar="N")] = None
     """Samples a worker holds at a time: --set execution.device_batch=N."""

@@ -192,7 +192,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 trainer.note("train", remark)
             return stages()
 
-        ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}
+        ids = checkpoint.origin.trackers if checkpoint else {}
         resume, draws = bool(options.resume), options.report
         return record(trainer, folder, train, resume=resume, ids=ids, draws=draws)
 

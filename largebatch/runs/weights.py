@@ -23,7 +23,7 @@ from largebatch.errors import CheckpointError, reason_of, shorten
 from largebatch.models import classifier
 from largebatch.models.inputs import sizes
 from largebatch.storage import whole_file
-from largebatch.training.checkpoint import HEADER, load_checkpoint
+from largebatch.training.checkpoint import CONTENT, load_checkpoint
 from largebatch.training.trainer import Trainer
 
 _PLACES = (
@@ -212,7 +212,7 @@ def _read_safe(path: Path) -> Weights:
 
     with safe_open(path, framework="pt") as file:
         keys = set(file.keys())
-        if HEADER in keys:  # a checkpoint of ours
+        if CONTENT in (file.metadata() or {}):  # a checkpoint of ours
             tensors = load_checkpoint(path).model(source=path)
             return Weights(path, tensors, tensors, {"format": "pt"})
         tensors = {key: file.get_tensor(key) for key in keys}

@@ -186,11 +186,40 @@ def spline(
             f"points must be between 0 and 1, in increasing order, and fall from the peak to the "
             f"end, got {list(points)}"
         )
-    # Importing it takes as long as everything else that a plan needs.
-    from scipy.interpolate import PchipInterpolator
+    curve = _pchip(places, rates)
+    return lambda step: min(peak, max(end, curve(step))) if step < steps else end
 
-    curve = PchipInterpolator(places, rates)
-    return lambda step: min(peak, max(end, float(curve(step)))) if step < steps else end
+
+def _pchip(xs: Sequence[float], ys: Sequence[float]) -> Policy:
+    """Interpolate by cubics without overshoot (Fritsch and Butland 1984, doi 10.1137/0905021)."""
+    widths = [b - a for a, b in itertools.pairwise(xs)]
+    slopes = [(b - a) / width for (a, b), width in zip(itertools.pairwise(ys), widths, strict=True)]
+
+    def at_end(width: float, following: float, slope: float, next_slope: float) -> float:
+        found = ((2 * width + following) * slope - width * next_slope) / (width + following)
+        if found * slope <= 0:
+            return 0.0
+        return 3 * slope if slope * next_slope <= 0 and abs(found) > 3 * abs(slope) else found
+
+    if len(slopes) == 1:
+        tangents = [slopes[0], slopes[0]]
+    else:
+        tangents = [at_end(*widths[:2], *slopes[:2])]
+        for (before, after), (m, n) in zip(
+            itertools.pairwise(widths), itertools.pairwise(slopes), strict=True
+        ):
+            first, second = 2 * after + before, after + 2 * before
+            tangents.append((first + second) / (first / m + second / n) if m * n > 0 else 0.0)
+        tangents.append(at_end(widths[-1], widths[-2], slopes[-1], slopes[-2]))
+
+    def curve(x: float) -> float:
+        k = min(max(bisect.bisect_right(xs, x) - 1, 0), len(widths) - 1)
+        width, slope, past = widths[k], slopes[k], x - xs[k]
+        first, last = tangents[k], tangents[k + 1]
+        square, cube = (3 * slope - 2 * first - last) / width, (first + last - 2 * slope) / width**2
+        return ys[k] + past * (first + past * (square + past * cube))
+
+    return curve
 
 
 def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:

@@ -86,7 +86,6 @@ class Console:
                 self._finish(event.summary)
 
     def _start(self, event: Start) -> None:
-        """Print what is about to run."""
         plan, step = event.plan, event.resume_step
         affine, unusable = plan.affine_steps, event.unusable_images
         self._steps = plan.updates
@@ -125,7 +124,6 @@ class Console:
             self._bar.start()
 
     def _finish(self, summary: Summary) -> None:
-        """Stop the bar and print how the run ended."""
         self._stop_bar()
         skipped = summary.skipped_steps
         end = "paused at --max-steps" if summary.status == "paused" else summary.status

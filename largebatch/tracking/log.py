@@ -115,7 +115,6 @@ def _turn(tracker: Tracker, event: Event) -> int:
 
 
 def _note_at(event: Event, text: str) -> Note:
-    """Return a note for the stage and the step of an event."""
     stage: StageName
     match event:
         case Start():

@@ -14,8 +14,15 @@ from typing import Any
 from largebatch.errors import LONGEST_NAME, TrackerError, clip, reason_of
 from largebatch.optional import require_mlflow
 from largebatch.tracking.events import LOG, Event, Start, Step, Summary, System
-from largebatch.tracking.identity import read_id, write_id
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, artifacts, logged
+from largebatch.tracking.scalars import (
+    Plotted,
+    Scalars,
+    ScalarTracker,
+    artifacts,
+    logged,
+    read_id,
+    write_id,
+)
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults
@@ -104,7 +111,6 @@ class MLflow(ScalarTracker):
         super().record(event)
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
-        """Queue the numbers of an event; send the queue now and then, and with an evaluation."""
         self._queue(values, event)
         late = time.monotonic() - self._sent > FLUSH_SECONDS
         if late or not isinstance(event, Step | System):
@@ -117,7 +123,6 @@ class MLflow(ScalarTracker):
         ]
 
     def _catch_up(self, start: Start) -> None:
-        """Send the logged numbers of parts of the run that MLflow missed."""
         for event in _history(self._folder / LOG, start):
             self._queue(self._scalars.take(event), event)
             if len(self._waiting) >= _MOST_METRICS:
@@ -126,7 +131,6 @@ class MLflow(ScalarTracker):
             self._send()
 
     def _open(self, start: Start) -> None:
-        """Start a run, or continue that of an earlier part, with what it missed."""
         if self._run is None:
             run = self._client.create_run(self._experiment, run_name=self._folder.resolve().name)
             self._run = str(run.info.run_id)
@@ -150,7 +154,6 @@ class MLflow(ScalarTracker):
         self._sent = time.monotonic()
 
     def _close(self, summary: Summary) -> None:
-        """Send the queue and the artifacts, and end the run."""
         self._send()
         for path in artifacts(self._folder, summary, checkpoint=self._checkpoint).values():
             self._client.log_artifact(self._run, str(path))

@@ -100,11 +100,9 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
 
     It holds the ratios r for which mean(tops - r bottoms) does not differ from 0 by Student's t.
     """
-    from scipy.stats import t  # half a second, which a command without it need not wait
-
     number = len(tops)
     top, bottom = math.fsum(tops) / number, math.fsum(bottoms) / number
-    scale = float(t.ppf((1 + CONFIDENCE) / 2, number - 1)) ** 2 / (number * (number - 1))
+    scale = student_reach(CONFIDENCE, number - 1) ** 2 / (number * (number - 1))
     across = math.fsum((a - top) * (b - bottom) for a, b in zip(tops, bottoms, strict=True))
     a = bottom**2 - scale * math.fsum((each - bottom) ** 2 for each in bottoms)
     b = top * bottom - scale * across
@@ -113,6 +111,31 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
         return 0.0, math.inf
     root = math.sqrt(max(0.0, b * b - a * c))
     return (b - root) / a, (b + root) / a
+
+
+def student_reach(confidence: float, freedom: int) -> float:
+    """Return the half-width of a two-sided interval by Student's t, in standard errors.
+
+    Solves Abramowitz and Stegun 1964, 26.7.3 and 26.7.4, by bisection.
+
+    >>> round(student_reach(0.95, 9), 6)
+    2.262157
+    """
+
+    def inside(angle: float) -> float:
+        odd, cosine = freedom % 2, math.cos(angle)
+        term = total = 0.0 if freedom == 1 else cosine if odd else 1.0
+        for place in range(2 + odd, freedom - 1, 2):
+            term *= cosine**2 * (place - 1) / place
+            total += term
+        found = math.sin(angle) * total
+        return 2 / math.pi * (angle + found) if odd else found
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < confidence else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
 
 
 class RunningNoise:

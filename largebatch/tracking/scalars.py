@@ -1,4 +1,4 @@
-"""Scalars: the numbers of a run's events by name, and the base of the trackers that plot them.
+"""Scalars: a run's numbers by name, the base of trackers that plot them, and its ids in them.
 
 A resumed or rolled back run repeats some updates. A tracker that keeps one run for all parts would
 then have steps twice, or decreasing steps, which W&B drops with a warning. So a number is given
@@ -6,6 +6,7 @@ only once; the log of the run, or the tracker, holds which were given.
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from statistics import fmean
 
 from pydantic import ValidationError
 
+from largebatch.storage import write_whole
 from largebatch.tracking.events import (
     CHECKPOINTS,
     EVENTS,
@@ -32,6 +34,13 @@ from largebatch.tracking.events import (
     Summary,
     System,
 )
+
+_IS_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+"""Characters of an id, which becomes part of a path and of an artifact's name. An id may come
+from an untrusted checkpoint; W&B's artifacts allow no other characters."""
+
+WITH_IDS = ("wandb", "mlflow")
+"""Trackers that give a run an id."""
 
 MOST_WORKERS = 16
 """Number of workers above which only the least, the mean and the most are plotted."""
@@ -147,7 +156,6 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
 
 
 def _values(group: str, event: Step | Evaluation, keys: Iterable[str]) -> dict[str, float]:
-    """Return the fields with these names, without those that are None."""
     values = {f"{group}/{key}": getattr(event, key) for key in keys}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -169,3 +177,25 @@ def artifacts(folder: Path, summary: Summary, *, checkpoint: bool) -> dict[str, 
     if checkpoint and saved and summary.status == "finished":
         found["checkpoint"] = saved[-1]
     return {name: path for name, path in found.items() if path.exists()}
+
+
+def is_id(text: str) -> bool:
+    """Return True if a text is a valid id of a run."""
+    return _IS_ID.fullmatch(text) is not None
+
+
+def write_id(folder: Path, tracker: str, identity: str) -> None:
+    """Store the id of the folder's run in a tracker."""
+    write_whole(folder / f"{tracker}-id", identity.encode())
+
+
+def read_id(folder: Path, tracker: str, *, otherwise: str | None = None) -> str | None:
+    """Return the id of the folder's run in a tracker; without one, `otherwise` if it is valid."""
+    path = folder / f"{tracker}-id"
+    known = path.read_text(encoding="utf-8", errors="replace") if path.exists() else otherwise
+    return known if known is not None and is_id(known) else None
+
+
+def read_ids(folder: Path) -> dict[str, str | None]:
+    """Return the ids of the folder's run in all trackers, for checkpoints."""
+    return {tracker: read_id(folder, tracker) for tracker in WITH_IDS}

@@ -17,8 +17,15 @@ from pydantic import ValidationError
 from largebatch.errors import LONGEST_NAME, TrackerError, clip, reason_of
 from largebatch.optional import require_wandb
 from largebatch.tracking.events import LOG, Start, Summary
-from largebatch.tracking.identity import is_id, read_id, write_id
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, artifacts
+from largebatch.tracking.scalars import (
+    Plotted,
+    Scalars,
+    ScalarTracker,
+    artifacts,
+    is_id,
+    read_id,
+    write_id,
+)
 
 WAITS = {"init_timeout": 30.0, "finish_timeout": 120.0}
 """Seconds to wait for W&B at the start and at the end of a run, unless the environment sets
@@ -104,7 +111,6 @@ class Wandb(ScalarTracker):
         self._run.log(values, step=self._first_row + row, commit=True)
 
     def _close(self, summary: Summary) -> None:
-        """Log summary, report and checkpoint, end the run; note how to upload an offline run."""
         self._run.summary.update(asdict(summary))
         files = artifacts(self._folder, summary, checkpoint=self._checkpoint)
         image = files.pop("overview", None)

@@ -1,21 +1,23 @@
 """Checkpoints: a recipe and the state of its run between two updates, as files.
 
-A checkpoint is one file of safetensors: the tensors, a header of plain JSON values, and the CRC-32
-of everything before it. It contains no code. A file gets its name when it is complete and on the
-disk. A thread of its own writes it while training continues with the next update.
+A checkpoint is one file of safetensors: the tensors, and in its metadata one JSON of everything
+that is not a tensor and the CRC-32 of both. It contains no code. A file gets its name when it is
+complete and on the disk. A thread writes it while training continues with the next update.
 """
 
 import json
 import logging
+import math
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import safetensors.torch
 import torch
@@ -28,36 +30,41 @@ from largebatch.optim.schedule_free import is_averaging
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_recipe
-from largebatch.storage import CHECKSUM_BYTES, checksum, whole_file
+from largebatch.storage import checksum, whole_path
 from largebatch.tracking.events import StageResult
 from largebatch.training.state import Progress
 
-FORMAT = 5
+FORMAT = 6
 
-HEADER, CHECKSUM = "~header", "~~crc32"
-"""Names of two arrays of bytes, which safetensors puts last, in the order of their names."""
+CONTENT, CHECKSUM = "largebatch", "crc32"
+"""Keys, in the metadata, of the JSON and of the checksum in hexadecimal digits."""
 
 _TENSOR = "$tensor"
-"""Key, in the header, of the name of a tensor."""
+"""Key, in the JSON, of the name of a tensor."""
 
-_BYTES = {"bool": torch.bool, "int8": torch.int8}
-"""Types of one byte, saved as plain bytes, because the checksum must be the last array."""
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-}
-"""Names of the types of tensors in safetensors."""
+_AUTO_SECONDS, _MOST_OF_TIME = 120.0, 0.01
+"""Least seconds between two checkpoints, and the largest part of the time that they may take, for
+`every_minutes: auto`."""
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LOG = logging.getLogger(__name__)
 _PARTS = ("model", "optimizer", "scaler", "ema", "snapshot", "extra")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Origin of the state of a checkpoint."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    """Identifies the images, by split."""
+
+    classes: list[str] = field(default_factory=list)
+    """Names by label."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    trackers: dict[str, str | None] = field(default_factory=dict)
+    """Ids of the run, by tracker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +79,17 @@ class Checkpoint:
     state: dict[str, Any]
     """The whole state, as returned by TrainState.state_dict."""
 
-    origin: dict[str, Any] = field(default_factory=dict)
-    """Origin of the state: `plan`, `data` (identifies the images), `classes` (names by label),
-    `versions`, `trackers` (ids of the run)."""
+    origin: Origin = Origin()
 
     @classmethod
-    def of(cls, recipe: Recipe, state: dict[str, Any], **origin: object) -> Self:
+    def of(cls, recipe: Recipe, state: dict[str, Any], origin: object = Origin()) -> Self:
         """Return a checkpoint; raise KeyError, TypeError or ValueError for an incomplete state."""
-        _require_types(state)
-        if not isinstance(origin.get("trackers", {}), dict):
-            raise TypeError("trackers is no mapping")
-        _CLASSES.validate_python(origin.get("classes", []), strict=True)
+        for key in _PARTS:
+            if not isinstance(state[key], dict):
+                raise TypeError(f"{key} must be a mapping")
         progress = _PROGRESS.validate_json(json.dumps(state["progress"]), strict=True)
         stages = _STAGES.validate_python(state["stages"])
-        return cls(recipe, progress, stages, state, origin)
+        return cls(recipe, progress, stages, state, _ORIGIN.validate_python(origin))
 
     def model(self, *, source: Path) -> dict[str, Tensor]:
         """Return the weights and statistics to evaluate.
@@ -105,7 +109,7 @@ class Checkpoint:
 
 _PROGRESS = TypeAdapter(Progress)
 _STAGES = TypeAdapter(list[StageResult])
-_CLASSES = TypeAdapter(list[str])
+_ORIGIN = TypeAdapter(Origin)
 
 
 class Retention(NamedTuple):
@@ -132,22 +136,50 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     Raises CheckpointError if it cannot be written; an earlier file of this name then stays.
     """
     path = folder / f"step-{checkpoint.progress.step:08d}.safetensors"
+    tensors: dict[str, Tensor] = {}
+    content = {
+        "format": FORMAT,
+        "recipe": dump_recipe(checkpoint.recipe),
+        "origin": asdict(checkpoint.origin),
+        "state": _plain(checkpoint.state, tensors),
+    }
+    _require_finite(tensors, path)
+    text = json.dumps(content)
+    metadata = {CONTENT: text, CHECKSUM: _checksum(text, tensors)}
     try:
-        _require_finite(checkpoint.state)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not written: {error}") from None
-    parts = _pack(checkpoint)
-    try:
-        with whole_file(path) as file:
-            for part in parts:
-                file.write(part)
-            file.write(checksum(parts))
-    except OSError as error:
-        there = "the checkpoints before it are as they were: make room and go on with --resume"
+        with whole_path(path) as partial:
+            safetensors.torch.save_file(tensors, partial, metadata)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        remedy = "earlier checkpoints are intact; free disk space and resume with --resume"
         if not _newest_first(folder):
-            there = "there is no checkpoint before it: make room; --resume begins the run again"
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror}; {there}") from None
+            remedy = "there is no earlier checkpoint; free disk space, and --resume restarts"
+        raise CheckpointError(f"{path}: cannot be written: {reason}; {remedy}") from None
     return path
+
+
+class SaveClock:
+    """The time for the next checkpoint, on worker 0; `minutes` is that of the recipe."""
+
+    def __init__(self, minutes: float | Literal["auto"] | None) -> None:
+        self._minutes = minutes
+        self._saved = time.perf_counter()
+        self._cost = 0.0
+
+    def note_saved(self, *, seconds: float) -> None:
+        """Count the time from now; `seconds` is how long the checkpoint held up training."""
+        self._saved, self._cost = time.perf_counter(), seconds
+
+    def is_late(self) -> bool:
+        """Return True if a checkpoint is due; never in the first minutes, nor for None."""
+        return time.perf_counter() - self._saved > self._seconds()
+
+    def _seconds(self) -> float:
+        if self._minutes is None:
+            return math.inf
+        if self._minutes == "auto":
+            return max(_AUTO_SECONDS, self._cost / _MOST_OF_TIME)
+        return 60 * self._minutes
 
 
 class Writer:
@@ -159,6 +191,8 @@ class Writer:
             1, thread_name_prefix="checkpoint", initializer=_give_way_to_training
         )
         self._under_way: Future[None] | None = None
+        self.seconds = 0.0
+        """Processor seconds of the last file that was written, which training may have lacked."""
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Start to write a checkpoint, whose tensors must not change any more.
@@ -177,7 +211,9 @@ class Writer:
     def _write(self, checkpoint: Checkpoint) -> None:
         if not self._folder.parent.is_dir():
             raise CheckpointError(f"{self._folder.parent}: was removed while the run wrote to it")
+        begin = time.thread_time()
         write_checkpoint(self._folder, checkpoint)
+        self.seconds = time.thread_time() - begin
         best = checkpoint.progress.best_step
         for path in self._retention.superseded(self._folder.iterdir(), best=best):
             path.unlink(missing_ok=True)
@@ -199,32 +235,35 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
 
     Raises CheckpointError if it is damaged, incomplete or of another version.
     """
-    body = memoryview(content)
+    another = CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
     if content[8:10] != b'{"':
-        raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
-    if checksum([body[:-CHECKSUM_BYTES]]) != body[-CHECKSUM_BYTES:]:
+        raise another
+    try:
+        length = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        text, expected = metadata[CONTENT], metadata[CHECKSUM]
+        tensors = safetensors.torch.load(content)
+    except KeyError:
+        raise another from None
+    except (SafetensorError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: damaged: {error}"[:500]) from None
+    if _checksum(text, tensors) != expected:
         raise CheckpointError(f"{source}: damaged: its checksum does not match its content")
     try:
-        tensors = safetensors.torch.load(content)
-        header = json.loads(tensors.pop(HEADER).numpy().tobytes())
-        del tensors[CHECKSUM]
-        if header["format"] not in {4, FORMAT}:
-            raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+        header = json.loads(text)
+        if header["format"] != FORMAT:
+            raise another
         if not isinstance(header["recipe"], str):
-            raise TypeError("recipe is not a text")
+            raise TypeError("recipe must be a text")
         recipe = parse_recipe(header["recipe"], source="its recipe")
         state = _unpack(header["state"], tensors)
-        _upgrade(state, version=header["format"])
         state["optimizer"]["state"] = {
             int(number): entry for number, entry in state["optimizer"]["state"].items()
         }
-        _require_finite(state)
-        return Checkpoint.of(recipe, state, **header["origin"])
+        return Checkpoint.of(recipe, state, header["origin"])
     except ValidationError as error:
         reason = f"{'.'.join(map(str, error.errors()[0]['loc']))}: {error.errors()[0]['msg']}"
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, AttributeError) as e:
-        reason = str(e)
-    except RecipeError as error:
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError, RecipeError) as error:
         reason = str(error)
     raise CheckpointError(f"{source}: not a complete checkpoint: {reason}")
 
@@ -233,8 +272,11 @@ class Found(NamedTuple):
     """The newest readable checkpoint of a folder."""
 
     path: Path
+    checkpoint: Checkpoint
     content: bytes
-    skipped: tuple[str, ...]
+    """The file, for workers that do not read it."""
+
+    skipped: tuple[str, ...] = ()
     """Errors of newer checkpoints, which cannot be read."""
 
     def warn(self) -> None:
@@ -252,11 +294,11 @@ def newest_checkpoint(folder: Path) -> Found | None:
     for path in _newest_first(folder):
         try:
             content = _read(path)
-            parse_checkpoint(content, source=str(path))
+            checkpoint = parse_checkpoint(content, source=str(path))
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            return Found(path, content, tuple(problems))
+            return Found(path, checkpoint, content, tuple(problems))
     if problems:
         raise CheckpointError("\n".join(problems))
     return None
@@ -278,42 +320,10 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
-def _pack(checkpoint: Checkpoint) -> list[bytes | memoryview]:
-    """Return the content of a file, in parts, without its checksum.
-
-    The bytes are those of safetensors, whose own `save` copies all tensors three times: for
-    ResNet-50 that delayed training by two thirds of an update.
-    """
-    tensors: dict[str, Tensor] = {}
-    header = {
-        "format": FORMAT,
-        "recipe": dump_recipe(checkpoint.recipe),
-        "origin": checkpoint.origin,
-        "state": _plain(checkpoint.state, tensors),
-    }
-    text = json.dumps(header).encode()
-    tensors[HEADER] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    tensors[CHECKSUM] = torch.zeros(CHECKSUM_BYTES, dtype=torch.uint8)
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    entries, end = {}, 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        kind, shape = _DTYPES[tensor.dtype], list(tensor.shape)
-        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    words = json.dumps(entries, separators=(",", ":")).encode()
-    words += b" " * (-len(words) % 8)
-    arrays = [tensor.detach().contiguous().flatten() for _, tensor in ordered[:-1]]
-    contents = [array.view(torch.uint8).numpy().data for array in arrays]
-    return [len(words).to_bytes(8, "little") + words, *contents]
-
-
 def _plain(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:  # noqa: ANN401 -- JSON
     """Return JSON values with each tensor replaced by its name; add the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value
-        if value.dtype in _BYTES.values():
-            tensors[name] = value.view(torch.uint8)
-            return {_TENSOR: name, "dtype": str(value.dtype).removeprefix("torch.")}
         return {_TENSOR: name}
     if isinstance(value, Mapping):
         return {str(key): _plain(each, tensors, f"{name}/{key}") for key, each in value.items()}
@@ -326,21 +336,20 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
     """Return the values with the tensors back in place; the inverse of `_plain`."""
     if isinstance(value, dict):
         if _TENSOR in value:
-            tensor = tensors[value[_TENSOR]]
-            return tensor.view(_BYTES[value["dtype"]]) if "dtype" in value else tensor
+            return tensors[value[_TENSOR]]
         return {key: _unpack(each, tensors) for key, each in value.items()}
     if isinstance(value, list):
         return [_unpack(each, tensors) for each in value]
     return value
 
 
-def _upgrade(state: dict[str, Any], *, version: int) -> None:
-    """Move the state of a protocol in format 4 to the state of extensions, as in format 5."""
-    if version == FORMAT:
-        return
-    momentum, progress = state.pop("protocol", {}), state["progress"]
-    counts = {name: progress.pop(name, []) for name in ("gradients", "lost")}
-    state["extra"] = {"protocol": {"momentum": momentum, **counts}}
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the CRC-32 of the JSON and of the names, types, shapes and bytes of the tensors."""
+    parts: list[bytes | memoryview] = [text.encode()]
+    for name, tensor in sorted(tensors.items()):
+        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        parts.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return checksum(parts).hex()
 
 
 def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plain values
@@ -354,31 +363,19 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
     return value
 
 
-def _require_types(state: Mapping[str, Any]) -> None:
-    """Raise TypeError unless the parts of a state are what those who load them expect."""
-    for key in _PARTS:
-        if not isinstance(state[key], dict):
-            raise TypeError(f"{key} is no mapping")
-    for key in ("model", "ema"):
-        for name, value in state[key].items():
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{key}/{name} is not a tensor")
-    groups = state["optimizer"]["param_groups"]
-    if not (isinstance(groups, list) and all(isinstance(group, dict) for group in groups)):
-        raise TypeError("optimizer/param_groups is not a list of mappings")
-
-
-def _require_finite(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if weights are not finite; a stage with a snapshot may be rolled back."""
-    tensors: dict[str, Tensor] = {}
-    _plain(state["snapshot"] or state, tensors)
+def _require_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError unless all values are; a stage with a snapshot may be rolled back."""
+    snapshot = {name: value for name, value in tensors.items() if name.startswith("/snapshot/")}
     bad = [
         name.lstrip("/")
-        for name, tensor in tensors.items()
+        for name, tensor in (snapshot or tensors).items()
         if tensor.is_floating_point() and not bool(tensor.isfinite().all())
     ]
     if bad:
-        raise ValueError(f"{bad[0]} holds values that are not finite ({len(bad)} tensors in all)")
+        raise CheckpointError(
+            f"{path}: not written: {bad[0]} holds values that are not finite ({len(bad)} tensors "
+            "in all)"
+        )
 
 
 def _read(path: Path) -> bytes:

@@ -18,8 +18,8 @@ from largebatch.optim.kernels import batched, fused
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.environment import Sampler
 from largebatch.tracking.events import SYSTEM
-from largebatch.tracking.system import Sampler
 from largebatch.training.loop import Update
 from largebatch.training.state import TrainState
 

@@ -1,16 +1,20 @@
 """Saves a run and restores it, and compares the weights of the workers."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from largebatch.distributed.agreement import require_same_bits
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable
 from largebatch.tracking.environment import versions
-from largebatch.tracking.identity import read_ids
+from largebatch.tracking.scalars import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
+    Found,
+    Origin,
     copy_state,
     newest_checkpoint,
     parse_checkpoint,
@@ -40,20 +44,24 @@ def save(trainer: Trainer) -> None:
     Raises CheckpointError on worker 0, which writes, if the previous checkpoint could not be
     written and the recipe stops for that; DesynchronizedError as `compare_weights`.
     """
+    begin = time.perf_counter()
     if trainer.recipe.execution.compare_every is not None:
         compare_weights(trainer)
-    trainer.step_log.note_saved()
     if trainer.backend.rank == 0:
         checkpoint = Checkpoint.of(
             trainer.recipe,
             copy_state(trainer.state.state_dict()),
-            plan=asdict(trainer.plan),
-            data=trainer.pipeline.splits,
-            classes=list(map(printable, trainer.pipeline.classes)),
-            versions=versions(),
-            trackers=read_ids(trainer.checkpoints.parent),
+            Origin(
+                plan=asdict(trainer.plan),
+                data=trainer.pipeline.splits,
+                classes=list(map(printable, trainer.pipeline.classes)),
+                versions=versions(),
+                trackers=read_ids(trainer.checkpoints.parent),
+            ),
         )
         _write(trainer, lambda: trainer.writer.write(checkpoint))
+    seconds = time.perf_counter() - begin + trainer.writer.seconds
+    trainer.step_log.note_saved(seconds=seconds)
 
 
 def finish_saving(trainer: Trainer) -> None:
@@ -102,6 +110,14 @@ def require_fit(source: str) -> Iterator[None]:
         ) from None
 
 
+def share_checkpoint(newest: Found | None, backend: Backend) -> Checkpoint | None:
+    """Return the checkpoint that worker 0 has read on every worker; the others pass None."""
+    content = broadcast_bytes(newest.content if newest else None, backend)
+    if newest is not None:
+        return newest.checkpoint
+    return parse_checkpoint(content, source="the checkpoint of worker 0") if content else None
+
+
 def return_to_checkpoint(trainer: Trainer, *, after: str) -> bool:
     """Restore the newest checkpoint of this stage on every worker; return True if there is one.
 
@@ -109,11 +125,9 @@ def return_to_checkpoint(trainer: Trainer, *, after: str) -> bool:
     """
     finish_saving(trainer)
     newest = newest_checkpoint(trainer.checkpoints) if trainer.backend.rank == 0 else None
-    content = broadcast_bytes(newest.content if newest else None, trainer.backend)
-    source = str(trainer.checkpoints)
-    checkpoint = parse_checkpoint(content, source=source) if content else None
-    if checkpoint is not None and trainer.backend.rank == 0:
-        set_aside_damaged(trainer.checkpoints, step=checkpoint.progress.step)
+    if newest is not None:
+        set_aside_damaged(trainer.checkpoints, step=newest.checkpoint.progress.step)
+    checkpoint = share_checkpoint(newest, trainer.backend)
     if checkpoint is None or len(checkpoint.stages) != len(trainer.state.stages):
         return False
     to = checkpoint.progress.step

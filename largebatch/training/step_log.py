@@ -20,6 +20,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
 from largebatch.tracking.noise_scale import RunningNoise
+from largebatch.training.checkpoint import SaveClock
 from largebatch.training.divergence import DivergenceCheck
 from largebatch.training.loop import Update
 from largebatch.training.monitors import Monitors
@@ -95,9 +96,7 @@ class StepLog:
     ) -> None:
         self._plan, self._backend, self._state = plan, backend, state
         self._emit, self._wants_stop = emit, wants_stop
-        minutes = recipe.execution.checkpoints.every_minutes
-        self._save_seconds = math.inf if minutes is None else 60 * minutes
-        self._saved = time.perf_counter()
+        self._save_clock = SaveClock(recipe.execution.checkpoints.every_minutes)
         self._noise = RunningNoise(plan)
         self._monitors = Monitors(recipe, plan, backend, state)
         in_fp16 = state.scaler.is_enabled()
@@ -124,9 +123,9 @@ class StepLog:
         """Measures the gradients of an update; an argument of train()."""
         return self._monitors.measure_norm
 
-    def note_saved(self) -> None:
-        """Count the time to the next checkpoint from now."""
-        self._saved = time.perf_counter()
+    def note_saved(self, *, seconds: float) -> None:
+        """Count the time to the next checkpoint from now; `seconds` are those it took."""
+        self._save_clock.note_saved(seconds=seconds)
         self.save_due = False
 
     def resume_clock(self) -> None:
@@ -175,8 +174,7 @@ class StepLog:
 
     @property
     def _save_is_late(self) -> bool:
-        late = time.perf_counter() - self._saved > self._save_seconds
-        return late and self._backend.rank == 0
+        return self._backend.rank == 0 and self._save_clock.is_late()
 
     def share_requests(self) -> None:
         """Set `stopped` and `save_due`, between updates, by the requests to any worker."""

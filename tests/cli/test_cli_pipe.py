@@ -51,13 +51,6 @@ def test_the_first_sheet_of_a_folder_shows_progress_and_the_second_has_nothing_t
     assert capsys.readouterr().err == ""
 
 
-def test_progress_in_a_pipe_is_of_a_modest_rate(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "index", str(folder)]) == DONE
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_goes_away_is_no_mistake(unbuffered: str) -> None:
     """The pipe is closed before anything is written; unbuffered, the first line itself fails."""

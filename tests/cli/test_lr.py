@@ -1,8 +1,6 @@
 """The command `explain --schedule`: rates of several recipes in a table and in one figure."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from schedules_of import course_of
 
-from largebatch.cli.main import DONE, USER, main
+from largebatch.cli.main import DONE, main
 from largebatch.recipe.loading import load_recipe
 from largebatch.report import rates
 from largebatch.report.rates import Rates, remarks
@@ -120,33 +118,3 @@ def test_recipes_of_one_name_are_told_apart_by_their_paths(
     assert [row.split()[0] for row in rows] == ["digits_96", str(folder)]
     assert re.search(r" 0.5 +samples 7,200 ", rows[0])
     assert re.search(r" 0.25 +samples 7,200 ", rows[1])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["."], ".: "),
-        (["digits_96", "--out", "rates.pdf"], "rates.pdf: the chart is a PNG file"),
-        (["digits_96", "digits_97"], "digits_97"),
-        (["digits_96", "--set", "schedule.start_lr=9"], "digits_96: schedule.start_lr (9) must be"),
-    ],
-)
-def test_what_cannot_be_drawn_is_one_line(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(["explain", "--schedule", *words]) == USER
-    found = capsys.readouterr()
-    assert message in found.err
-    assert not found.out
-    assert not list(tmp_path.iterdir())
-
-
-def test_rates_are_drawn_without_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from largebatch.cli.main import main; "
-        f"main(['lr', 'show', 'digits_96', '--out', {str(tmp_path / 'a.png')!r}]); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

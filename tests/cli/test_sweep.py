@@ -13,7 +13,7 @@ from short_runs import DIGITS, SMALL
 from largebatch.cli.main import DONE, USER, main
 from largebatch.recipe.loading import load_recipe, parse_yaml
 from largebatch.recipe.writing import dump_recipe
-from largebatch.tracking.identity import read_id
+from largebatch.tracking.scalars import read_id
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "support/sweeps_schema.json").read_text())
 RATE = "schedule.peak_lr=0.25..4"

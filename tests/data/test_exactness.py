@@ -105,21 +105,6 @@ def test_every_division_and_every_resume_see_the_reference_order(
     assert found == seen(recipe, range(begin + length))[begin * batch :]
 
 
-@given(division=divisions, num_samples=st.integers(2, 60), epochs=st.integers(1, 4))
-def test_every_sample_occurs_once_per_epoch_and_none_is_dropped(
-    division: tuple[int, int, int], num_samples: int, epochs: int
-) -> None:
-    workers, accumulation, device_batch = division
-    batch = workers * accumulation * device_batch
-    recipe = a_recipe(train_samples=num_samples, classes=2, global_batch=batch)
-    steps = range(-(-epochs * num_samples // batch))
-    found = seen(recipe, steps, workers=workers, device_batch=device_batch)
-    assert len(found) == len(steps) * batch
-    for epoch in range(epochs):
-        samples = [sample for sample, _, _ in found[epoch * num_samples :][:num_samples]]
-        assert sorted(samples) == list(range(num_samples))
-
-
 @given(first=st.integers(1, 4), second=st.integers(1, 4), change=st.integers(0, 9))
 def test_changing_the_number_of_workers_halfway_changes_no_batch(
     first: int, second: int, change: int

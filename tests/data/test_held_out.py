@@ -155,13 +155,6 @@ def test_validation_images_are_the_same_on_all_workers_and_never_trained_on(
     assert set(asked.statistics(26)) == set(trained)
 
 
-def test_validation_images_depend_on_their_own_seed() -> None:
-    first = Asked(a_split_recipe(40))
-    other_run = Asked(a_split_recipe(40).model_copy(update={"seed": 99}))
-    assert first.validation() == other_run.validation()
-    assert first.validation() != Asked(a_split_recipe(40, seed=4)).validation()
-
-
 def test_an_evaluation_shows_the_training_images_held_out_with_their_labels() -> None:
     pipeline = worker(a_split_recipe(40), 0, workers=1, device_batch=4)
     rows = np.array(sorted(by_hand(3, 40, 7, stream=VALIDATION)))

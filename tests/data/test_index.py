@@ -456,16 +456,6 @@ def test_a_worker_that_finds_the_file_maps_it(
     assert not cache.exists()
 
 
-def test_files_of_a_copy_of_the_folder_may_have_other_times(
-    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Worker 1 finds a different file than worker 0, with the same content."""
-    number = iter(range(9))
-    monkeypatch.setattr(module, "_identity", lambda _: [next(number), 0])
-    indexes = share(root, make(root, "train"), [0, 0])
-    assert [index.mtimes is None for index in indexes] == [False, True]
-
-
 def test_a_machine_without_the_file_gets_the_bytes_once(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,10 @@ import pytest
 import torch
 from decoding import with_decoder
 
-from largebatch.data.decoders import torchvision
 from largebatch.data.index import index as module
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batch, Batches, Request, Resources
+from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -119,26 +118,3 @@ def test_cached_images_are_compared_with_every_file(
     recipe = load_recipe(DIGITS, ["execution.cache=memory"])
     with pytest.raises(DataError, match=f"{path.name} was changed"):
         open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
-
-
-@pytest.mark.parametrize(
-    ("batch", "change", "reads"),
-    [
-        pytest.param(8, None, 8, id="some even for a small batch"),
-        pytest.param(96, None, 24, id="a quarter of the batch"),
-        pytest.param(512, None, 64, id="no more for a large one"),
-        pytest.param(96, 5, 5, id="the recipe decides"),
-    ],
-)
-def test_concurrent_reads_follow_the_device_batch(
-    batch: int, change: int | None, reads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[Resources] = []
-    monkeypatch.setattr(torchvision, "open_decoder", lambda *_, resources: opened.append(resources))
-    changes = [
-        f"batch={{global_batch: {batch}, bn_span: null}}",
-        f"execution.reads={change or 'null'}",
-    ]
-    recipe = load_recipe(DIGITS, [*changes, "polish=null", f"execution.device_batch={batch}"])
-    open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
-    assert [resources.reads for resources in opened] == [reads]

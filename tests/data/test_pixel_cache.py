@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,20 +109,6 @@ def test_a_damaged_file_is_written_again(
     assert np.array_equal(open_cache(folder).pixels, expected)
     assert cache_files(tmp_path) == [file]
     assert file.read_bytes() == whole
-
-
-def test_a_file_renamed_to_another_is_written_again(
-    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file has the same number of pixels and a checksum valid under its own name."""
-    expected = open_cache(folder).pixels.copy()
-    (file,) = cache_files(tmp_path)
-    monkeypatch.setattr(pixel_cache, "_decode_all", lambda *_: iter([255 - expected]))
-    open_cache(replace(folder, digest="another"))
-    monkeypatch.undo()
-    file.with_name(file.name.replace(folder.digest, "another")).replace(file)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert np.array_equal(open_cache(folder).pixels, expected)
 
 
 def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:

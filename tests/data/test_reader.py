@@ -2,10 +2,8 @@
 
 import io
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +14,11 @@ from PIL import Image
 from largebatch import storage
 from largebatch.data.decoders import pixel_cache
 from largebatch.data.decoders import reader as reading
-from largebatch.data.index.index import Index, Location, Paths, load_or_read
+from largebatch.data.index.index import Index, Location, load_or_read
 from largebatch.data.types import Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 
-READS = 8
 TIMES = 4
 """Number of attempts of a read."""
 
@@ -109,63 +106,6 @@ def test_partial_reads_are_completed(folder: Index, monkeypatch: pytest.MonkeyPa
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda f, buffers, at: real(f, [buffers[0][:7]], at))
     assert reading.read(location) == content
-
-
-def test_the_number_of_threads_follows_the_previous_batch(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (request,), real, seconds = whole(folder, len(folder)), os.preadv, 0.0
-    clock = threading.local()  # of a disk that is as fast as the test says
-
-    def slow(file: int, buffers: list[memoryview], offset: int) -> int:
-        clock.now = now() + seconds
-        return real(file, buffers, offset)
-
-    def now() -> float:
-        return getattr(clock, "now", 0.0)
-
-    def sharing(reader: reading.Reader) -> int:
-        given = reader.start(request)
-        reader.finish(given)
-        return len(given.jobs)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=now))
-    monkeypatch.setattr(reading, "THREAD_SECONDS", 0.05)
-    with reading.open_reader(folder, READS) as reader:
-        assert sharing(reader) == READS  # nothing is known of the disk yet
-        sharing(reader)
-        seconds = 0.01
-        assert sharing(reader) == 1
-        assert sharing(reader) == 1 + int(0.01 * 24 / 0.05)
-        seconds = 0.1
-        sharing(reader)
-        assert sharing(reader) == READS
-        seconds = 0.0
-        sharing(reader)
-        assert sharing(reader) == 1
-
-
-@both_decoders
-def test_the_requesting_thread_builds_no_path(
-    decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Building a path takes longer than this thread's other work per image."""
-    real: Callable[[Paths, int], str] = Paths.__getitem__
-    threads: list[threading.Thread] = []
-
-    def note(paths: Paths, row: int) -> str:
-        threads.append(threading.current_thread())
-        return real(paths, row)
-
-    def join(*_: object) -> Path:
-        raise AssertionError("no path object is made of an image that can be read")
-
-    monkeypatch.setattr(Paths, "__getitem__", note)
-    monkeypatch.setattr(Index, "locate", join)
-    batches = run(decode, folder, whole(folder))
-    assert sum(len(batch.labels) for batch in batches) == len(folder) == len(threads)
-    assert threading.current_thread() not in threads
 
 
 def overwrite(path: Path, content: bytes) -> None:

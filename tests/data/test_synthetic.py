@@ -75,12 +75,3 @@ def test_boxes_and_flips_are_applied_to_synthetic_images() -> None:
     )
     expected[flips] = expected[flips].flip(3)
     assert (cut - expected)[:, :, 2:-2, 2:-2].abs().max() < 1.5
-
-
-def test_images_are_normalised() -> None:
-    index = synthetic.synthetic_index(4, 2, 16)
-    request = whole(index, np.arange(4))
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    images = decoded(index, request) / 255
-    expected = (images - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    torch.testing.assert_close(decoded(index, request, mean=mean, std=std), expected)

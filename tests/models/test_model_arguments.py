@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
+from checkpoint_files import rewritten
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import main
@@ -17,8 +16,6 @@ from largebatch.errors import RecipeError
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.recipe.model import FACTORY_KEYS
-from largebatch.storage import CHECKSUM_BYTES, checksum
-from largebatch.training.checkpoint import HEADER
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 
@@ -53,18 +50,17 @@ def test_an_untrusted_checkpoint_downloads_and_writes_nothing(
     short = ["duration={steps: 1}", "schedule.warmup=null", "polish=null", "data.image_size=16"]
     run(load_recipe(DIGITS, short), out=tmp_path / "run")
     (path,) = (tmp_path / "run/checkpoints").iterdir()
-    tensors = safetensors.torch.load(path.read_bytes())
-    header = tensors[HEADER].numpy().tobytes().decode()
-    there = "  arguments:\\n"
-    assert there in header
-    strange = header.replace(
-        there,
-        f"{there}    pretrained: true\\n    pretrained_cfg: {{hf_hub_id: null, url: '"
-        f"{url}'}}\\n    cache_dir: '{tmp_path / 'theirs'}'\\n",
-    )
-    tensors[HEADER] = torch.frombuffer(bytearray(strange.encode()), dtype=torch.uint8)
-    content = safetensors.torch.save(tensors)[:-CHECKSUM_BYTES]
-    path.write_bytes(content + checksum([content]))
+    there = "  arguments:\n"
+
+    def insert(header: dict[str, Any]) -> None:
+        assert there in header["recipe"]
+        header["recipe"] = header["recipe"].replace(
+            there,
+            f"{there}    pretrained: true\n    pretrained_cfg: {{hf_hub_id: null, url: '"
+            f"{url}'}}\n    cache_dir: '{tmp_path / 'theirs'}'\n",
+        )
+
+    path.write_bytes(rewritten(path.read_bytes(), insert))
     capsys.readouterr()
     assert main(["evaluate", str(path)]) == 2
     assert "model.arguments: pretrained: nothing is downloaded" in capsys.readouterr().err

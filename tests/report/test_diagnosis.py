@@ -30,7 +30,14 @@ from largebatch.report.diagnosis import (
     verdict,
 )
 from largebatch.report.logs import read_record
-from largebatch.report.record import RISE, Record, read_edge, record_of, smoothing_floor
+from largebatch.report.record import (
+    RISE,
+    Record,
+    read_edge,
+    record_of,
+    running_median,
+    smoothing_floor,
+)
 from largebatch.report.run import read_run
 from largebatch.training.loss import cross_entropy
 
@@ -488,3 +495,12 @@ def test_a_cause_without_a_defended_key_and_a_log_without_recipe_change_nothing(
         repaired(tmp_path / "a", causes=cause("class lost"))
     with pytest.raises(LargebatchError, match="has no recipe that can be read"):
         repair(SMALL, cause("diverged"))
+
+
+@pytest.mark.parametrize("size", [5, 6, 13])
+def test_a_running_median_is_that_of_scipy(size: int) -> None:
+    ndimage = pytest.importorskip("scipy.ndimage")
+    values = np.random.default_rng(0).normal(size=101)
+    values[50] = np.inf
+    expected = ndimage.median_filter(values, size=size, mode="nearest")
+    np.testing.assert_array_equal(running_median(values, size), expected)

@@ -94,7 +94,7 @@ def test_without_an_average_it_is_refused(
     run(a_recipe(CLEAN), out=tmp_path / "plain", max_steps=2)
     words = [str(tmp_path / "plain"), "--ema", "--out", str(tmp_path / "polished")]
     assert main(["polish", *words]) == USER
-    assert "plain: holds no EMA: " in capsys.readouterr().err
+    assert "holds no EMA: " in capsys.readouterr().err
     assert not (tmp_path / "polished").exists()
 
 
@@ -127,7 +127,7 @@ def test_the_stage_of_the_weights_is_the_one_under_way_or_the_last_that_was_kept
 ) -> None:
     numbers = {"steps": 0, "seconds": 0.0, "top1": 0.5, "top5": 1.0, "loss": 1.0}
     stages = [{"name": key, "kept": kept, **numbers} for key, kept in ended.items()]
-    loaded = load_checkpoint(find_checkpoint(unfinished))
+    loaded = find_checkpoint(unfinished)[1]
     progress = {**loaded.state["progress"], "step": step}
     changed = {**loaded.state, "progress": progress, "stages": stages}
     checkpoint = Checkpoint.of(loaded.recipe, changed)

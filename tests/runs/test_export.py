@@ -18,7 +18,7 @@ from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.runs.export import export, loading_code, timm_config
-from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
+from largebatch.training.checkpoint import write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_the_card_has_the_precision_of_its_accuracies(
     precision: str, trained: dict[str, Path], tmp_path: Path
 ) -> None:
     """The weights in the file are fp32 in any case, and timm computes with them in fp32."""
-    checkpoint = load_checkpoint(find_checkpoint(trained["cifar_resnet8"]))
+    checkpoint = find_checkpoint(trained["cifar_resnet8"])[1]
     recipe = checkpoint.recipe.model_copy(update={"precision": precision})
     export(write_checkpoint(tmp_path, replace(checkpoint, recipe=recipe)), tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
@@ -121,8 +121,8 @@ def test_the_card_of_a_model_of_timm_names_timm(trained: dict[str, Path], tmp_pa
 def test_a_checkpoint_without_class_names_has_a_card_without_them(
     trained: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint = load_checkpoint(find_checkpoint(trained["resnet10t"]))
-    del checkpoint.origin["classes"]  # as earlier versions left it
+    checkpoint = find_checkpoint(trained["resnet10t"])[1]
+    checkpoint.origin.classes.clear()
     export(write_checkpoint(tmp_path, checkpoint), tmp_path / "out")
     assert "Classes by label" not in (tmp_path / "out/README.md").read_text()
     assert "label_names" not in json.loads((tmp_path / "out/config.json").read_text())
@@ -132,7 +132,7 @@ def test_a_checkpoint_without_class_names_has_a_card_without_them(
 def test_tensors_of_another_shape_are_refused_in_one_line(
     command: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = load_checkpoint(find_checkpoint(trained["resnet10t"]))
+    checkpoint = find_checkpoint(trained["resnet10t"])[1]
     polish = checkpoint.recipe.polish.model_copy(update={"ema": 0.5})  # type: ignore[union-attr]
     recipe = checkpoint.recipe.model_copy(update={"polish": polish})
     state = {**checkpoint.state, "ema": {"n_averaged": torch.tensor(1)}}

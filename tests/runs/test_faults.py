@@ -114,12 +114,8 @@ def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_to_hold_none(
 ) -> None:
     out = tmp_path / "run"
     full_after(2)  # recipe.yaml with its folder
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"No space left on device.*--resume restarts"):
         run(recipe(), out=out)
-    assert str(caught.value).endswith(
-        "No space left on device; there is no checkpoint before it: make room; --resume begins the "
-        "run again"
-    )
     assert saves(out) == []
     monkeypatch.undo()
     run(recipe(), out=out, resume=True)
@@ -233,11 +229,11 @@ def test_where_no_checkpoint_can_be_read_auto_begins_afresh_and_names_them(
     out = tmp_path / "run"
     run(recipe("execution.checkpoints.every_steps=3"), out=out, max_steps=5)
     there = damage_all(out)
-    with pytest.raises(CheckpointError, match="its checksum does not match"):
+    with pytest.raises(CheckpointError, match="damaged"):
         run(recipe(), out=out, resume=True)
     run(recipe(), out=out, resume="auto")
     assert_same_end(out, whole)
-    assert all(f"{name}: damaged: " in caplog.text for name in there)
+    assert all(f"{name}: damaged" in caplog.text for name in there)
     aside = sorted(path.name for path in (out / "checkpoints").glob("damaged-*"))
     assert aside == [f"damaged-{name}" for name in there]
 

@@ -402,7 +402,8 @@ def test_weights_and_biases_follows_a_whole_run(
     run(recipe, out=tmp_path / "run")
     (offline,) = (tmp_path / "run/wandb").glob("offline-run-*")
     newest = max((tmp_path / "run/checkpoints").iterdir())
-    identity = load_checkpoint(newest).origin["trackers"]["wandb"]
+    identity = load_checkpoint(newest).origin.trackers["wandb"]
+    assert identity is not None
     assert offline.name.endswith(identity)
     assert list(offline.glob("files/media/images/report_*.png"))
 

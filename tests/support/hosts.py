@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from largebatch.lab.studies.hosts import namespaces
-from largebatch.lab.studies.hosts.namespaces import (
+from largebatch.lab.studies import namespaces
+from largebatch.lab.studies.namespaces import (
     OWN_NAMESPACES,
     make_hosts,
     on_host,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from largebatch.lab.studies.hosts.namespaces import lacking
+from largebatch.lab.studies.namespaces import lacking
 
 _REASON = lacking()
 needs_hosts = pytest.mark.skipif(bool(_REASON), reason=f"this machine lacks {_REASON}")

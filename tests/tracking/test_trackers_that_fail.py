@@ -41,8 +41,8 @@ from largebatch.tracking.events import (
     Step,
     Tracker,
 )
-from largebatch.tracking.identity import read_id
 from largebatch.tracking.log import JsonLines, record
+from largebatch.tracking.scalars import read_id
 from largebatch.tracking.wandb import Wandb
 
 ALL: list[Event] = [START, *STEPS, EVALUATION, DECISION, DRIFT, FINISH]

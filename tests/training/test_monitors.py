@@ -23,9 +23,8 @@ from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError, RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.tracking.environment import peak_resident_bytes
+from largebatch.tracking.environment import Sampler, peak_resident_bytes
 from largebatch.tracking.events import SYSTEM
-from largebatch.tracking.system import Sampler
 from largebatch.training.monitors import Monitors, gradient_norm
 
 NO_BIT = "gradient_norm, trust_ratios, system, generalization_gap"

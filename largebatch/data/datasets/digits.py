@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from largebatch.errors import DataError
@@ -50,9 +51,14 @@ def write_digits() -> Path:
     return root
 
 
-def _write_images(folder: Path) -> None:
+def load_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return all images, N x 8 x 8 from 0 to 16, and their labels, in UCI's order."""
     with (files(__package__) / "digits.npz").open("rb") as file, np.load(file) as digits:
-        images, labels = digits["images"], digits["labels"]
+        return digits["images"], digits["labels"].astype(np.int64)
+
+
+def _write_images(folder: Path) -> None:
+    images, labels = load_digits()
     for place, sample in enumerate(np.argsort(labels, kind="stable")):
         split = "train" if place % 5 else "val"
         pixels = np.rint(images[sample] * (255 / FULL_SCALE)).astype(np.uint8)

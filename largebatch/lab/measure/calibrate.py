@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import nn
 
 from largebatch import accelerator
@@ -171,7 +170,12 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
     (0.01, 0.02)
     """
     sizes, seconds = (np.array(list(each), dtype=float) for each in (times, times.values()))
-    (slope, start), _ = nnls(np.stack([sizes / seconds, 1 / seconds], axis=1), np.ones(len(sizes)))
+    table, ones = np.stack([sizes / seconds, 1 / seconds], axis=1), np.ones(len(sizes))
+    slope, start = np.linalg.lstsq(table, ones)[0]
+    if min(slope, start) < 0:  # then one of the two is 0
+        alone = table.sum(axis=0) / np.square(table).sum(axis=0)
+        errors = np.square(table * alone - 1).sum(axis=0)
+        slope, start = np.where(errors == errors.min(), alone, 0.0)
     if slope == 0:
         shown = ", ".join(f"{size:,}: {1000 * time:.3g} ms" for size, time in times.items())
         raise LargebatchError(

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from largebatch.errors import DivergedError, LargebatchError, PlanError
+from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
@@ -28,7 +29,7 @@ from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 from largebatch.runs.run import start
 from largebatch.tracking.events import LOG, Step, write_json
-from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale
+from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale, student_reach
 
 LEAST_BATCHES = 4
 """Least number of batches for an interval of the fit, which has two parameters."""
@@ -290,9 +291,7 @@ def _require_same(record: Run, recipe: Recipe) -> None:
 
 def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
     """Fit S(B) in logarithms to the fewest steps of each batch."""
-    from scipy.optimize import curve_fit
-    from scipy.stats import t
-
+    curve_fit = require_scipy("scipy.optimize").curve_fit
     candidates = [study.best(batch) for batch in study.sizes]
     best = [trial for trial in candidates if trial is not None]
     if len(best) < LEAST_BATCHES:
@@ -314,7 +313,7 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
     )
     if not edges[0] + 0.01 < scale < edges[1] - 0.01:
         raise LargebatchError(_undetermined(best, is_above=scale > guess[1]))
-    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(best) - 2)) * math.sqrt(covariance[1][1])
+    reach = student_reach(CONFIDENCE, len(best) - 2) * math.sqrt(covariance[1][1])
     with np.errstate(over="ignore"):
         measured, low, high = (
             MORE_STEPS * np.exp([scale, scale - reach, scale + reach])

@@ -25,7 +25,7 @@ from largebatch.lab.mlperf.logs import PURPOSE, Log, LogError, captured_log, fin
 from largebatch.lab.mlperf.page import Point, Reference
 from largebatch.lab.mlperf.rules import BENCHMARK, ROUND, TARGET, USAGE
 from largebatch.lab.mlperf.system_description import problems
-from largebatch.optional import require_mlperf
+from largebatch.optional import require_mlperf, require_scipy
 
 RUNS = 5
 """Number of runs of a ResNet submission; the fastest and the slowest do not count."""
@@ -222,7 +222,8 @@ def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
     if len(known) < len(epochs):
         return None
     import numpy as np
-    from scipy.stats import bootstrap
+
+    bootstrap = require_scipy("scipy.stats").bootstrap
 
     def olympic(drawn: Any, axis: int) -> Any:  # noqa: ANN401 -- arrays of any shape
         return np.sort(drawn, axis=axis).take(range(1, len(known) - 1), axis).mean(axis)

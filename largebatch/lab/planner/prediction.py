@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from largebatch.errors import PlanError
+from largebatch.formatting import duration, three_digits
 from largebatch.lab.planner.calibration import COVERAGE, installed_fit, installed_left_out, quantile
 from largebatch.lab.planner.cluster import Cluster, require_workers
 from largebatch.lab.planner.limits import (
@@ -324,3 +325,58 @@ def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
         "kilowatt_hours": None if watts is None else watts * hours / 1000,
         "cost": None if price is None else price * nodes * cluster.gpus_per_node * hours,
     }
+
+
+def describe(prediction: Prediction) -> dict[str, str]:
+    """Return a prediction as rows of text by name."""
+    step = sum(prediction.step.values())
+    rows = {
+        "recipe": prediction.recipe,
+        "cluster": f"{prediction.cluster}, {prediction.workers:,} workers",
+        "global batch": f"{prediction.global_batch:,} = {prediction.workers:,} workers x "
+        f"{prediction.accumulation} micro-batches x {prediction.device_batch}",
+        "time": f"{duration(prediction.seconds)}, {prediction.coverage:.0%} of such runs within "
+        f"{duration(prediction.low)} to {duration(prediction.high)}",
+        "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "
+        f"{_shares(prediction.step, step)}",
+        "the run": _shares(prediction.parts, prediction.seconds),
+        "included": "getting up to speed, updates, waits for input, evaluations, statistics",
+        "not included": "the job's own start (a minute or two), queues, checkpoints, the report, "
+        "slower software",
+        "throughput": f"{prediction.images_per_second:,.0f} images/s, "
+        f"{prediction.images_per_second / prediction.workers:,.0f} a worker, efficiency "
+        f"{prediction.efficiency:.0%}",
+        "input": _input(prediction),
+    }
+    if prediction.memory_bytes is not None and prediction.memory_available is not None:
+        rows["memory"] = (
+            f"{prediction.memory_bytes / 1e9:.0f} of {prediction.memory_available / 1e9:.0f} "
+            "GB a GPU"
+        )
+    if prediction.kilowatt_hours is not None:
+        alone = ", GPUs alone" if prediction.energy_of == "GPUs" else ""
+        rows["energy"] = f"at most {three_digits(prediction.kilowatt_hours)} kWh{alone}"
+    if prediction.cost is not None:
+        rows["cost"] = f"{prediction.cost:,.2f}"
+    unfit = ": a device batch does not fit, so there is no such run"
+    rows["limited by"] = prediction.limit + unfit * (prediction.limit == "memory")
+    rows["what helps"] = prediction.help
+    if prediction.extrapolates:
+        rows["extrapolates"] = "; ".join(prediction.extrapolates)
+    return rows
+
+
+def _input(prediction: Prediction) -> str:
+    if not prediction.read_bytes_per_second:
+        return "no image files are decoded on the way"
+    return (
+        f"{three_digits(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; "
+        f"decoding on CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
+        f"{prediction.cores_available:g}"
+    )
+
+
+def _shares(parts: dict[str, float], whole: float) -> str:
+    """Format the parts of a time as percentages, largest first."""
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)

@@ -18,9 +18,9 @@ from typing import Annotated, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-from scipy.special import ndtri
 
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
+from largebatch.optional import require_scipy
 from largebatch.recipe.section import NonNegative, Positive, Section
 
 FloatArray = npt.NDArray[np.float64]
@@ -88,8 +88,8 @@ class Lognormal(Distribution):
 
     def at(self, uniform: FloatArray) -> FloatArray:
         """Return the quantiles."""
-        found: FloatArray = self.median * np.exp(self.sigma * ndtri(uniform))
-        return found
+        quantiles: FloatArray = require_scipy("scipy.special").ndtri(uniform)
+        return self.median * np.exp(self.sigma * quantiles)
 
     @property
     def expectation(self) -> float:

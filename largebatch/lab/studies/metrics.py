@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import NamedTuple
 
-from largebatch.errors import CheckpointError
-from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
 from largebatch.tracking.events import Measured
@@ -24,60 +22,6 @@ CONFIDENCE = 0.95
 
 ENOUGH_SEEDS = 3
 """Fewer give no interval, or one that is mostly wider than any difference of policies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How one run ended; accuracies are parts of 1."""
-
-    seed: int
-    top1: float
-    """Accuracy of the final model; 1 / classes if the run diverged."""
-
-    top5: float
-    best_top1: float
-    """The highest of all evaluations in stages that were kept; as top1 where the run diverged."""
-
-    loss_difference: float = math.nan
-    """Validation loss minus training loss; LRBench takes its absolute value. NaN without monitor:
-    generalization_gap and where the run diverged."""
-
-    diverged: bool
-
-
-def outcome(run: Run) -> Outcome:
-    """Return how a run ended.
-
-    Raises CheckpointError for a run that has not ended or was not evaluated, and for a folder
-    without a recipe.
-    """
-    if run.recipe is None:
-        raise CheckpointError(f"{run.path}: holds no recipe.yaml, which has the seed")
-    recipe, last = parse_recipe(run.recipe, source=str(run.path / "recipe.yaml")), run.result
-    if has_diverged(run):
-        chance = 1 / recipe.data.classes
-        return Outcome(
-            seed=recipe.seed,
-            top1=chance,
-            top5=min(1.0, 5 * chance),
-            best_top1=chance,
-            diverged=True,
-        )
-    status = run.summary.status if run.summary else "killed"
-    if status != "finished" or last is None:
-        raise CheckpointError(
-            f"{run.path}: expected a run that has finished and was evaluated, found one that is "
-            f"{status} after {run.num_steps:,} updates and {len(run.evaluations)} evaluations; "
-            "resume it with --resume"
-        )
-    return Outcome(
-        seed=recipe.seed,
-        top1=last.top1,
-        top5=last.top5,
-        best_top1=max(found.top1 for found in run.kept_evaluations),
-        loss_difference=run.last_gap.gap if run.last_gap else math.nan,
-        diverged=False,
-    )
 
 
 def has_diverged(run: Run) -> bool:

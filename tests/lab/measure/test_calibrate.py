@@ -138,3 +138,14 @@ def test_the_link_between_two_workers_is_measured() -> None:
     assert list(times) == list(calibrate.SIZES)
     latency, largest = times[calibrate.SIZES[0]], times[calibrate.SIZES[-1]]
     assert 1e-6 < latency < largest < 10
+
+
+def test_a_line_of_costs_is_that_of_scipys_non_negative_least_squares() -> None:
+    optimize, draw = pytest.importorskip("scipy.optimize"), np.random.default_rng(0)
+    for _ in range(100):
+        sizes, seconds = np.arange(1.0, 5.0), draw.uniform(0.1, 1.0, 4)
+        table = np.stack([sizes / seconds, 1 / seconds], axis=1)
+        expected, _ = optimize.nnls(table, np.ones(4))
+        if expected[0] > 0:
+            found = fit_line({int(n): float(t) for n, t in zip(sizes, seconds, strict=True)})
+            assert found == pytest.approx(tuple(expected), rel=1e-6, abs=1e-9)

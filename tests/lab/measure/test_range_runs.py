@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from crown import EPS, ETA, MOMENTUM, WEIGHT_DECAY
 from safetensors.torch import save_file
 from torch import nn
 
-from largebatch import load_recipe, run
+from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
@@ -34,6 +35,7 @@ from largebatch.recipe.writing import dump_recipe
 from largebatch.report.run import read_run
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
+from largebatch.runs.run import start
 
 LENET = ("model={name: lenet5}", "batch={global_batch: 48, bn_span: null}", "polish=null",
          "data.image_size=16", "execution.cache=memory", "loss.label_smoothing=0.1")  # fmt: skip
@@ -187,13 +189,14 @@ def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
     assert "In 2 seeds the loss begins to fall at a rate of" in first
     assert f"figure: {tmp_path / 'out' / 'range.png'}" in first
 
-    monkeypatch.setattr(lr_range, "run", None)  # it is not called
+    monkeypatch.setattr(lr_range, "start", None)  # it is not called
     assert main(words) == DONE
     sentences = first[first.index("In 2 seeds") :]
     assert capsys.readouterr().out.endswith(sentences)
-    assert main([*words, "--high", "20"]) == USER
+    assert main(["20" if word == "30" else word for word in words]) == USER
     assert "holds a run of another recipe or other rates" in capsys.readouterr().err
-    assert main([*words, "--out", str(tmp_path / "out" / "seed-1")]) == USER
+    words[-1] = str(tmp_path / "out" / "seed-1")
+    assert main(words) == USER
     assert "seed-1: holds a run; give another --out" in capsys.readouterr().err
     assert read_run(tmp_path / "out" / "seed-1").summary.status == "failed"  # type: ignore[union-attr]
 
@@ -206,7 +209,7 @@ def test_an_error_that_is_no_divergence_is_not_a_result(
     def fail(*_: object, **__: object) -> None:
         raise LargebatchError("disk full")
 
-    monkeypatch.setattr(lr_range, "run", fail)
+    monkeypatch.setattr(lr_range, "start", fail)
     with pytest.raises(LargebatchError, match="disk full"):
         train_range(recipe, Options(out=tmp_path / "out"), rates)
 
@@ -216,31 +219,31 @@ def test_a_stop_request_starts_no_further_run_of_a_range_test(
 ) -> None:
     started: list[Path] = []
 
-    def stopped(_: object, *, out: Path, **__: object) -> SimpleNamespace:
-        started.append(out)
+    def stopped(_: object, options: Options) -> SimpleNamespace:
+        started.append(options.out)
         return SimpleNamespace(status="interrupted")
 
-    monkeypatch.setattr(lr_range, "run", stopped)
+    monkeypatch.setattr(lr_range, "start", stopped)
     assert main(["lab", "range", "digits_96", "--out", str(tmp_path / "out")]) == 75
     assert started == [tmp_path / "out" / "seed-1"]
-    assert capsys.readouterr().out == f"to resume: the same command with --out {tmp_path / 'out'}\n"
+    assert str(tmp_path / "out") in capsys.readouterr().out
 
 
 @pytest.mark.long
 def test_a_resumed_range_test_has_the_same_losses(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, rates, original = a_recipe("sgd", weights), RATES["sgd"], run
+    recipe, rates, original = a_recipe("sgd", weights), RATES["sgd"], start
 
-    def stop(recipe: Recipe, *, out: Path, workers: int, **_: object) -> SimpleNamespace:
-        original(recipe, out=out, workers=workers, resume="auto", max_steps=8)
+    def stop(recipe: Recipe, options: Options) -> SimpleNamespace:
+        original(recipe, replace(options, resume="auto", max_steps=8))
         return SimpleNamespace(status="interrupted")
 
     train_range(recipe, Options(out=tmp_path / "whole"), rates)
-    monkeypatch.setattr(lr_range, "run", stop)
+    monkeypatch.setattr(lr_range, "start", stop)
     with pytest.raises(InterruptedStudyError):
         train_range(recipe, Options(out=tmp_path / "parts"), rates)
-    monkeypatch.setattr(lr_range, "run", original)
+    monkeypatch.setattr(lr_range, "start", original)
     train_range(recipe, Options(out=tmp_path / "parts"), rates)
     ours, whole = (read_range(recipe, tmp_path / name, rates) for name in ("parts", "whole"))
     assert ours.curves[0].losses.tolist() == whole.curves[0].losses.tolist()

@@ -293,7 +293,7 @@ def test_a_strange_name_of_a_model_stays_a_name() -> None:
 def test_it_answers_without_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from largebatch.cli.main import main; "
-        "main(['suggest', '--batch', '4096', '--out', sys.argv[1]]); "
+        "main(['lab', 'suggest', '--batch', '4096', '--out', sys.argv[1]]); "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "mine.yaml")]

@@ -15,11 +15,9 @@ from scipy import stats
 from short_runs import DIGITS
 
 from largebatch import load_recipe
-from largebatch.errors import CheckpointError
 from largebatch.lab.studies.metrics import (
     Cost,
     Interval,
-    Outcome,
     Ratio,
     cost,
     costs,
@@ -27,7 +25,6 @@ from largebatch.lab.studies.metrics import (
     has_diverged,
     interval,
     measurements,
-    outcome,
     ratio,
     ratio_of_updates,
     robustness,
@@ -97,7 +94,6 @@ def test_a_stage_that_was_rolled_back_reaches_nothing(tmp_path: Path) -> None:
     run.decide("statistics", before=0.9, after=0.8)
     read = reread(run)
     assert cost(measurements(read), 0.95) is None
-    assert (outcome(read).top1, outcome(read).best_top1) == (0.9, 0.9)
 
 
 def test_a_target_that_polishing_reached_has_its_seconds_and_those_of_what_was_rolled_back(
@@ -126,33 +122,6 @@ def test_updates_that_were_not_timed_have_no_seconds(tmp_path: Path) -> None:
     assert costs([found]).seconds is None
 
 
-def test_the_outcome_of_a_run_is_what_it_recorded(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", evaluations=[(10, 0.5), (20, 0.95), (40, 0.9)])
-    run.records[-1] |= {"top5": 0.94}
-    run.add(
-        "generalization_gap", stage="train", step=40, samples=1437, top1=1.0, loss=0.1, gap=-0.05
-    )
-    assert outcome(reread(run, seed=3)) == Outcome(
-        seed=3,
-        top1=0.9,
-        top5=0.94,
-        best_top1=0.95,
-        loss_difference=-0.05,
-        diverged=False,
-    )
-
-
-def test_a_run_that_diverged_is_as_good_as_chance(tmp_path: Path) -> None:
-    """Ten classes: 1/10, and 5/10 among five."""
-    run = FakeRun(tmp_path / "run", steps=40)
-    run.train(0, 12)
-    found = outcome(
-        reread(run, status="failed", diverged="the training loss became nan at step 11")
-    )
-    assert (found.top1, found.top5, found.best_top1, found.diverged) == (0.1, 0.5, 0.1, True)
-    assert math.isnan(found.loss_difference)
-
-
 def test_a_last_loss_that_is_no_number_is_divergence_and_an_early_one_is_not(
     tmp_path: Path,
 ) -> None:
@@ -161,14 +130,6 @@ def test_a_last_loss_that_is_no_number_is_divergence_and_an_early_one_is_not(
         evaluations = [one for one in run.records if one["event"] == "evaluation"]
         evaluations[place]["loss"] = None
         assert has_diverged(reread(run)) == diverged
-
-
-@pytest.mark.parametrize("status", ["failed", "paused", "interrupted"])
-def test_a_run_that_did_not_end_has_no_outcome(status: str, tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", steps=40)
-    run.train(0, 10)
-    with pytest.raises(CheckpointError, match=f"{status} after 10 updates and 0 evaluations"):
-        outcome(reread(run, status=status))
 
 
 def test_an_interval_by_hand() -> None:

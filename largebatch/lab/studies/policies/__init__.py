@@ -1,1 +1,0 @@
-"""Which learning-rate policy: standings, recommendation and page."""

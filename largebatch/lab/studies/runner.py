@@ -1,0 +1,382 @@
+"""Carry out a study: claim the next free run, make it, record it, until none is left.
+
+Any number of these commands, on one machine or many, share the folder of a study and nothing
+else, so each may be killed at any moment and restarted. One run at a time is made in this process;
+several, or runs that are measured, in a process each. A request to stop reaches the runs under
+way, which save a checkpoint or leave no record.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from largebatch.distributed.environment import available_cores, worker_rank
+from largebatch.errors import BackendError, LargebatchError, WorkerFailedError
+from largebatch.lab.studies.store import Json, Store
+from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Task, load_study
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+
+BEAT_SECONDS = 15.0
+POLL_SECONDS = 1.0
+"""Seconds between looks at the folder while all remaining runs are claimed by others."""
+
+Report = Callable[[str], None]
+"""Called with a line after every run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """The runs of a study in a folder."""
+
+    cells: Sequence[Cell]
+    store: Store
+    machine: Machine
+
+    def records(self, cell: Cell) -> dict[str, Json]:
+        """Return the records of a cell by the names of runs."""
+        found = {slot.name: self.store.read(cell, slot) for slot in cell.slots}
+        return {name: record for name, record in found.items() if record is not None}
+
+    @property
+    def left(self) -> list[tuple[Cell, Slot]]:
+        """Runs without a record, seed by seed, those of searches first."""
+        every = [(cell, slot) for cell in self.cells for slot in cell.slots]
+        every = [(cell, slot) for cell, slot in every if not self.store.path(cell, slot).exists()]
+        return sorted(every, key=lambda run: (not run[1].trial, run[1].trial or run[1].seed))
+
+    @property
+    def number(self) -> int:
+        """Number of all runs."""
+        return sum(len(cell.slots) for cell in self.cells)
+
+    def claim(self, left: Sequence[tuple[Cell, Slot]]) -> Task | None:
+        """Claim a free run of those left; None if there is none now.
+
+        Seeds wait for the search of their cell.
+        """
+        searching = {cell.name for cell, slot in left if slot.trial}
+        for cell, slot in left:
+            if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
+                return self._task(cell, slot)
+        return None
+
+    def _task(self, cell: Cell, slot: Slot) -> Task:
+        found = [self.store.read(cell, each) for each in cell.slots if each.trial]
+        trials = [record for record in found if record is not None]
+        values = self.store.values(cell, slot, lambda: cell.values(trials, slot))
+        folder = self.store.path(cell, slot).with_suffix("")
+        return Task(
+            cell=cell, slot=slot, values=values, trials=trials, folder=folder, machine=self.machine
+        )
+
+
+def open_runs(study: Study, folder: Path, *, out: Path, machine: Machine) -> Runs:
+    """Return the runs of a study whose file is in `folder`, checked.
+
+    Raises LargebatchError if a cell is wrong, if its data is not given, or if `out` holds records
+    of other settings.
+    """
+    if worker_rank() is not None:
+        raise BackendError(
+            "a study starts the workers of its runs itself; start it by itself on every machine, "
+            "with --jobs, and not by torchrun, horovodrun or srun with several tasks"
+        )
+    cells = cells_of(study, folder)
+    return Runs(cells=cells, store=Store(out), machine=machine)
+
+
+def cells_of(study: Study, folder: Path) -> list[Cell]:
+    """Return the cells of a study whose file is in `folder`, checked.
+
+    Raises LargebatchError naming the cell whose recipe and variant do not fit each other.
+    """
+    from largebatch.lab.studies import scaling, servers, staleness, trained
+
+    match study.kind:
+        case "policies" | "settings":
+            return [*trained.cells_of(study, folder)]
+        case "staleness":
+            return [*staleness.cells_of(study, folder)]
+        case "servers":
+            return [*servers.cells_of(study, folder)]
+        case "scaling":
+            return [*scaling.cells_of(study, folder)]
+
+
+def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
+    """Make what is left, `jobs` runs at a time; return False after a request to stop.
+
+    Raises LargebatchError for a mistake that a run finds, and WorkerFailedError for a run whose
+    process failed; the others stop and can be resumed.
+    """
+    runs.store.define(runs.cells)
+    try:
+        return _carry_out(runs, jobs=jobs, report=report)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        runs.store.release_all()
+
+
+def _carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
+    pool = _Pool(jobs, always=any(cell.own_process for cell in runs.cells))
+    begun, done = time.monotonic(), 0
+    with _beating(runs.store), pool.stopping():
+        while True:
+            left = runs.left
+            while not pool.is_full and (task := runs.claim(left)) is not None:
+                pool.start(task)
+            finished = pool.finished(POLL_SECONDS if left else 0.0)
+            for task, record in finished:
+                if record is None:
+                    runs.store.release(task.cell, task.slot)
+                    continue
+                runs.store.write(task.cell, task.slot, record)
+                done += 1
+                number = len(runs.left)
+                pace = (time.monotonic() - begun) / done
+                report(
+                    f"{runs.number - number}/{runs.number}  {task.cell.name} {task.slot.name}: "
+                    f"{task.cell.describe(record)}; {timedelta(seconds=round(pace * number))} left"
+                )
+            if pool.error is not None and not pool.is_running:
+                raise pool.error
+            if pool.is_stopping and not pool.is_running:
+                return False
+            if not runs.left and not pool.is_running:
+                return True
+
+
+class _Pool:
+    """Runs under way, and requests to stop."""
+
+    def __init__(self, jobs: int, *, always: bool) -> None:
+        self._jobs = jobs
+        self._in_processes = always or jobs > 1
+        self._processes: dict[Connection, tuple[SpawnProcess, Task, int]] = {}
+        self._done: list[tuple[Task, Json | None]] = []
+        self._requests = Requests()
+        self._shares = device_shares(jobs) if jobs > 1 else [{}]
+        self.error: Exception | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True while a process makes a run."""
+        return bool(self._processes)
+
+    @property
+    def is_stopping(self) -> bool:
+        """True after a request to stop, or an error."""
+        return self._requests.any or self.error is not None
+
+    @property
+    def is_full(self) -> bool:
+        """True if no further run may start now."""
+        busy = bool(self._done) or len(self._processes) >= self._jobs
+        return busy or self.is_stopping
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Pass requests to stop on to the runs; the second one kills them."""
+
+        def stop(*_: object) -> None:
+            self._requests.add()
+            if not self._in_processes:
+                raise KeyboardInterrupt
+            self._stop(signal.SIGKILL if self._requests.again else signal.SIGTERM)
+
+        with answering(stop, *STOPS):
+            try:
+                yield
+            finally:
+                self._stop(signal.SIGKILL)
+
+    def _stop(self, number: signal.Signals) -> None:
+        for process, _, _ in self._processes.values():
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+                if number == signal.SIGKILL:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)  # its workers, too
+
+    def start(self, task: Task) -> None:
+        """Make a run here, or start its process."""
+        if not self._in_processes:
+            try:
+                self._done.append((task, task.cell.carry_out(task)))
+            except (InterruptedStudyError, KeyboardInterrupt):
+                self._requests.add()
+                self._done.append((task, None))
+            return
+        taken = {place for _, _, place in self._processes.values()}
+        place = next(place for place in range(self._jobs) if place not in taken)
+        own = {**self._shares[place], **task.cell.environment_of_process}
+        context = multiprocessing.get_context("spawn")
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=_make_in_process, args=(sending, task, os.getpid()))
+        with _environment(own):
+            process.start()
+        sending.close()
+        self._processes[receiving] = process, task, place
+
+    def finished(self, seconds: float) -> list[tuple[Task, Json | None]]:
+        """Return the runs that ended within some seconds, each with its record if it has one."""
+        if not (self._done or self._processes or self.is_stopping):
+            time.sleep(seconds)
+        under_way = list(self._processes)
+        for connection in wait(under_way, timeout=seconds) if under_way else []:
+            assert isinstance(connection, Connection)
+            process, task, _ = self._processes.pop(connection)
+            self._done.append((task, self._result(connection, process, task)))
+        found, self._done = self._done, []
+        return found
+
+    def _result(self, connection: Connection, process: SpawnProcess, task: Task) -> Json | None:
+        try:
+            kind, content = connection.recv()
+        except EOFError:
+            kind, content = "lost", ""
+        process.join()
+        if kind == "record":
+            return content  # type: ignore[no-any-return]
+        name = f"{task.cell.name} {task.slot.name}"
+        if kind == "lost" and not self.is_stopping:
+            content = f"its process ended with exit code {process.exitcode}"
+        if content and self.error is None:
+            error = LargebatchError if kind == "mistake" else WorkerFailedError
+            self.error = error(f"{name}: {content}")
+            self._stop(signal.SIGTERM)
+        return None
+
+
+def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
+    """Make a run and send its record; end if the parent is gone."""
+    os.setsid()  # Ctrl-C is for the parent, which passes it on
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        connection.send(("record", task.cell.carry_out(task)))
+    except (InterruptedStudyError, KeyboardInterrupt):
+        connection.send(("stopped", ""))
+    except LargebatchError as error:
+        connection.send(("mistake", str(error)))
+    except Exception:
+        connection.send(("failed", traceback.format_exc()))
+
+
+@contextmanager
+def _environment(own: Mapping[str, str]) -> Iterator[None]:
+    """Change this process's environment for processes that are started inside."""
+    before = dict(os.environ)
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _beating(store: Store) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            store.beat()
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def device_shares(jobs: int) -> list[dict[str, str]]:
+    """Return the environment variables that differ between the runs of one machine."""
+    from largebatch import accelerator  # torch takes a second to import
+
+    threads = str(max(1, available_cores() // jobs))
+    shares = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}] * jobs
+    own = ",".join(map(str, range(accelerator.count())))
+    variable = accelerator.visible_devices_variable()
+    devices = list(filter(None, os.environ.get(variable, own).split(",")))
+    if not devices:
+        return shares
+    return [
+        {**share, variable: visible}
+        for share, visible in zip(shares, share_out(devices, jobs), strict=True)
+    ]
+
+
+def share_out(devices: Sequence[str], jobs: int) -> list[str]:
+    """Return the devices of each job: several, or one shared with other jobs.
+
+    >>> share_out(["0", "1", "2"], 2), share_out(["0", "1"], 3)
+    (['0,2', '1'], ['0', '1', '0'])
+    """
+    return [
+        ",".join(devices[place::jobs]) or devices[place % len(devices)] for place in range(jobs)
+    ]
+
+
+def study(  # noqa: PLR0913 -- the options of the command
+    file: Path,
+    *,
+    out: Path | None = None,
+    jobs: int = 1,
+    dry_run: bool = False,
+    page: bool = False,
+    machine: Machine,
+    report: Report,
+) -> bool:
+    """Carry out a study, or resume it, then report its table and draw its page.
+
+    A finished study is only drawn. `page` starts nothing and draws what is recorded, and what is
+    simulated. `report` gets every line. Returns False after a request to stop.
+    """
+    given = load_study(file)
+    runs = open_runs(
+        given, Path(file).parent, out=out or Path("runs") / given.name, machine=machine
+    )
+    left = [cell for cell, _ in runs.left]
+    if dry_run:
+        for cell, slot in runs.left:
+            report(f"{cell.name} {slot.name}")
+        report(f"{len(left)} of {runs.number} runs are left")
+        return True
+    if not page and left:
+        machine.require_data(list(runs.cells), left=left)
+        if given.kind in {"servers", "scaling"}:
+            from largebatch.lab.studies.namespaces import require_hosts
+
+            require_hosts()
+            if jobs > 1:
+                raise BackendError("--jobs: starts on hosts are measured one after the other")
+        if not carry_out(runs, jobs=jobs, report=report):
+            done = runs.number - len(runs.left)
+            report(f"{done} of {runs.number} runs are done; to resume: the same command")
+            return False
+    elif runs.store.folder.exists():
+        runs.store.define(runs.cells)
+    from largebatch.lab.studies.page import write_page
+
+    report(write_page(given, Path(file).parent, runs))
+    return True

@@ -1,1 +1,0 @@
-"""Where the weights are: central servers, servers beside the workers, or all-reduce."""

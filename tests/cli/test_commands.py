@@ -1,0 +1,176 @@
+"""The commands' declarations: the options of a run are declared once, and every word has help."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclopts import App, Parameter
+from cyclopts.help.help import docstring_parse
+
+from largebatch import load_recipe, run
+from largebatch.cli.main import COMMANDS, DONE, USER, main, make_app, parse
+from largebatch.runs.options import Options
+from largebatch.runs.run import JOB
+
+PASSED_ON = {"lab study", "lab recommend", "lab sweep"}
+
+
+def every(app: App, name: str = "") -> Iterator[tuple[str, App]]:
+    for below in app:
+        if not below.startswith("-"):
+            own = f"{name} {below}".strip()
+            yield own, app[below]
+            yield from every(app[below], own)
+
+
+EVERY = dict(every(make_app()))
+
+
+def test_the_tree_of_commands() -> None:
+    assert [name for name in EVERY if " " not in name] == list(COMMANDS)
+    below = {name for name in EVERY if " " in name}
+    assert below == {
+        "recipes copy", "report diagnose", "report mlperf",
+        *(f"data {name}" for name in ("index", "verify", "pack", "import", "show")),
+        *(f"lab {name}" for name in (
+            "study", "recommend", "range", "noise", "suggest", "rehearse", "sweep")),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_command_and_each_of_its_arguments_has_help(name: str) -> None:
+    app = EVERY[name]
+    assert docstring_parse(app.help, "plaintext").short_description
+    if app.default_command is None or name in PASSED_ON:
+        return
+    negative = Parameter(negative=())
+    for each in app.assemble_argument_collection(default_parameter=negative, parse_docstring=True):
+        assert not each.parse or each.name == "*" or each.parameter.help, each.name
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in PASSED_ON])
+def test_help_of_a_command_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "--help"]) == DONE
+    assert f"Usage: largebatch {name}" in capsys.readouterr().out
+
+
+def given(*words: str) -> Options:
+    call, _ = parse(["train", "digits_96", *words])
+    assert isinstance(call, partial)
+    options: Options = call.keywords.get("options", Options())
+    return options
+
+
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        ([], False),
+        (["--resume"], True),
+        (["--resume", "yes"], True),
+        (["--resume=yes"], True),
+        (["--resume", "no"], False),
+        (["--resume", "auto"], "auto"),
+        (["--resume", "--workers", "2"], True),
+    ],
+)
+def test_resume_works_with_and_without_a_word(words: list[str], resume: object) -> None:
+    assert given(*words).resume == resume
+
+
+def test_a_flag_works_with_and_without_a_word_and_leaves_a_path_alone() -> None:
+    for words, onnx in (
+        (["--onnx", "run"], True),
+        (["--onnx", "no", "run"], False),
+        (["run", "--onnx", "yes"], True),
+        (["run"], False),
+    ):
+        call, _ = parse(["export", *words, "--out", "out"])
+        assert isinstance(call, partial)
+        assert call.args == (Path("run"),)
+        assert call.keywords.get("onnx", False) is onnx
+
+
+def test_the_command_line_run_and_the_workers_share_one_declaration() -> None:
+    names = [field.name for field in fields(Options)]
+    assert list(signature(run).parameters) == ["recipe", *names]
+    options = Options(
+        out="runs/x", data=Path("images"), imports=["mine"], allow=["data.index"], resume="auto",
+        max_steps=7, timeout=300.0, time_limit=5400.0, profile=(3, 5), overrides=["seed=2"],
+        device_batch=48, workers=4, restarts=2, min_workers=3,
+    )  # fmt: skip
+    assert given(
+        "--out", "runs/x", "--data", "images", "--import", "mine", "--allow", "data.index",
+        "--resume", "auto", "--max-steps", "7", "--timeout", "5m", "--time-limit", "1.5h",
+        "--profile", "3:5", "--set", "seed=2", "--device-batch", "48", "--workers", "4",
+        "--restarts", "2", "--min-workers", "3",
+    ) == options  # fmt: skip
+    recipe = load_recipe("digits_96")
+    assert JOB.validate_json(JOB.dump_json((recipe, options))) == (recipe, options)
+    assert options.changes == ["seed=2", "execution.device_batch=48"]
+
+
+def test_run_applies_overrides_to_a_name_and_refuses_them_for_a_recipe(tmp_path: Path) -> None:
+    assert run("digits_96", overrides=["seed=5"], max_steps=1, out=tmp_path / "run").steps == 1
+    assert load_recipe(tmp_path / "run" / "recipe.yaml").seed == 5
+    with pytest.raises(ValueError, match="seed=5"):
+        run(load_recipe("digits_96"), overrides=["seed=5"], out=tmp_path / "other")
+    unknown: dict[str, Any] = {"worker": 2}
+    with pytest.raises(TypeError, match="worker"):
+        run("digits_96", **unknown)
+
+
+MINE = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+def batches():
+    rank = torch.distributed.get_rank()
+    noise = torch.Generator().manual_seed(rank)
+    return [(torch.randn(8, 3, generator=noise), torch.arange(8) % 2) for _ in range(4)]
+
+def parts(wrap):
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, batches(), nn.functional.cross_entropy, optimizer
+
+def right():
+    return (*parts(DistributedDataParallel), {"steps": 2})
+
+def never_sums():
+    return parts(lambda model: model)
+
+def other():
+    return 1, 2, 3, 4, 5, 6, 7, 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "shown"),
+    [
+        ("mine:right", DONE, "no fault"),
+        ("mine:never_sums", USER, "fault"),
+        ("mine:other", USER, "mine:other"),
+        ("mine:none", USER, "mine:none"),
+    ],
+)
+def test_audit_checks_a_users_own_training_on_two_workers(
+    function: str,
+    code: int,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    assert main(["audit", function, "--workers", "2"]) == code
+    captured = capfd.readouterr()
+    assert shown in captured.out + captured.err
+    assert "Traceback" not in captured.err
+    assert (f"largebatch: {function}" in captured.err) == (code == USER)

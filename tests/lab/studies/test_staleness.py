@@ -1,0 +1,242 @@
+"""Studies of staleness: their cells, runs against the synchronous core, rows, and speed-up."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from short_studies import GRID, PLAIN, STALENESS, cells_in, write_study
+
+from largebatch import run
+from largebatch.errors import RecipeError
+from largebatch.lab.protocols.gradients import Gradients
+from largebatch.lab.studies.runner import carry_out, open_runs
+from largebatch.lab.studies.staleness import (
+    SpeedUp,
+    StalenessCell,
+    StalenessRow,
+    diagonals,
+    findings,
+    make_page,
+    speed_ups,
+    train,
+)
+from largebatch.lab.studies.study import Machine, load_study
+from largebatch.report.pages import Table
+from largebatch.runs.options import Options
+
+WEIGHTS = 4 * 431_080
+"""Bytes of LeNet-5."""
+
+
+def cells(folder: Path, *grids: dict[str, Any], **changes: Any) -> dict[str, StalenessCell]:  # noqa: ANN401
+    every = [{**GRID, **grid} for grid in grids or ({},)]
+    found = cells_in(folder, STALENESS, staleness__grids=every, **changes)
+    return {cell.name: cell for cell in found if isinstance(cell, StalenessCell)}
+
+
+def one_cell(folder: Path, *, changes: dict[str, Any] | None = None, **grid: Any) -> StalenessCell:  # noqa: ANN401
+    settings = {**PLAIN, **(changes or {})}
+    (cell,) = cells(folder, grid, recipes__plain__set=settings).values()
+    return cell
+
+
+def test_a_cell_is_a_recipe_with_the_protocol_of_its_point(tmp_path: Path) -> None:
+    grid = {"sigma": [0, 2, "lambda"], "learners": [6], "modulation": ["none", "staleness"]}
+    found = cells(tmp_path, grid, grid)  # a point of several grids is one cell
+    assert list(found) == [
+        "plain/usual-sigma0-mu8-lambda6",
+        "plain/usual-sigma2-mu8-lambda6-none",
+        "plain/usual-sigma2-mu8-lambda6-staleness",
+        "plain/usual-sigma6-mu8-lambda6-none",
+        "plain/usual-sigma6-mu8-lambda6-staleness",
+    ]
+    rules = [cell.rule for cell in found.values()]
+    assert [rule.gradients for rule in rules] == [6, 3, 3, 1, 1]
+    assert [rule.waits for rule in rules] == [True, False, False, False, False]
+    assert [rule.by_staleness for rule in rules] == [False, False, True, False, True]
+    assert [cell.recipe.batch.global_batch for cell in found.values()] == [48, 24, 24, 8, 8]
+    assert rules[0].rate == pytest.approx((6 * 8 / 32) ** 0.5)
+    assert {rule.rate for rule in rules[1:]} == {1.0}
+
+
+def test_a_gradient_takes_longer_with_more_samples_and_on_a_slow_learner(tmp_path: Path) -> None:
+    found = cells(tmp_path, {"times": ["slow"], "sigma": [1], "mu": [8, 32], "learners": [2]})
+    assert [cell.cluster.slow for cell in found.values()] == [
+        pytest.approx({0: 5 * 0.018, 1: 0.018}),
+        pytest.approx({0: 5 * 0.042, 1: 0.042}),
+    ]
+
+
+def test_the_installed_study_has_the_points_of_the_papers() -> None:
+    found = {cell.name: cell for cell in cells_of("rudra")}
+    for n in (1, 15, 30):
+        for modulation in ("none", "staleness"):
+            cell = found[f"sgd/usual-sigma{n}-mu4-lambda30-{modulation}"]
+            assert cell.rule.gradients == 30 // n
+            assert cell.recipe.batch.global_batch == 4 * (30 // n)
+    assert {cell.learners for cell in found.values()} == {1, 4, 10, 30}
+    assert [cell.sigma for cell in cells_of("rudra-imagenette")] == [0, 1, 18]
+
+
+def cells_of(name: str) -> list[StalenessCell]:
+    from largebatch.lab.studies import staleness
+
+    return staleness.cells_of(load_study(name), Path())
+
+
+@pytest.mark.parametrize("recipe", ["polished", pytest.param("plain", marks=pytest.mark.long)])
+def test_hardsync_of_simulated_learners_ends_as_the_synchronous_core(
+    tmp_path: Path, recipe: str
+) -> None:
+    """In every stage: 4 learners with 8 images each have the batch of 32 for which the rate is."""
+    cell = one_cell(tmp_path, recipes=[recipe], sigma=[0])
+    ours = train(cell, seed=3, options=Options(out=tmp_path / "ours"))
+    synchronous = cell.recipe.model_copy(update={"protocol": None, "seed": 3})
+    core = run(synchronous, out=tmp_path / "core", report=False)
+    assert [stage["name"] for stage in ours["stages"]] == [stage.name for stage in core.stages]
+    for one, other in zip(ours["stages"], core.stages, strict=True):
+        assert one["loss"] == pytest.approx(other.loss, rel=2e-4)
+        assert one["top1"] == pytest.approx(other.top1, abs=1 / 300)
+
+
+def test_a_record_has_staleness_and_simulated_time(tmp_path: Path) -> None:
+    (waiting, stale) = cells(tmp_path).values()
+    found = train(stale, seed=2, options=Options(out=tmp_path / "stale"))
+    assert found["updates"] == sum(found["tau"]) == 6
+    assert found["tau_mean"] == pytest.approx(2.5, abs=0.7)
+    assert found["seed"] == 2
+    found = train(waiting, seed=1, options=Options(out=tmp_path / "waiting"))
+    assert found["tau"] == [24]
+    assert found["simulated_seconds"] > 6 * 0.018
+
+
+def test_a_run_at_too_high_a_rate_is_recorded_as_diverged_at_chance(tmp_path: Path) -> None:
+    cell = one_cell(
+        tmp_path, changes={"schedule.peak_lr": 1e6}, sigma=["lambda"], modulation=["none"]
+    )
+    found = train(cell, seed=1, options=Options(out=tmp_path))
+    assert found["diverged"] is not None
+    assert found["top1"] == 0.1
+    assert found["tau_mean"] > 0
+
+
+def test_a_study_that_is_stopped_leaves_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the signal came while the first gradient is computed."""
+    compute = Gradients.of
+
+    def signalled(self: Gradients, mini_batch: int) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compute(self, mini_batch)
+
+    monkeypatch.setattr(Gradients, "of", signalled)
+    given = load_study(write_study(tmp_path, STALENESS))
+    runs = open_runs(given, tmp_path, out=tmp_path / "out", machine=Machine())
+    assert not carry_out(runs, jobs=1, report=lambda _: None)
+    assert len(runs.left) == runs.number
+    assert not list((tmp_path / "out").rglob("*.claim-*"))
+
+
+def record(top1: float, tau: list[int], seconds: float, *, seed: int = 1) -> dict[str, Any]:
+    mean = float(np.average(range(len(tau)), weights=tau))
+    return {
+        "seed": seed, "top1": top1, "diverged": None, "tau": tau, "tau_mean": mean,
+        "updates": 4, "simulated_seconds": seconds,
+    }  # fmt: skip
+
+
+def test_a_row_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
+    records = record(0.75, [1, 2, 1], 10.0), record(0.65, [1, 2, 0, 1], 30.0, seed=2)
+    row = StalenessRow(one_cell(tmp_path, sigma=[1]), records)
+    assert (row.error.mean, row.seconds) == pytest.approx((0.3, 20.0))
+    assert row.staleness == pytest.approx([2 / 8, 4 / 8, 1 / 8, 1 / 8])
+    assert (row.late, sum(row.counts), row.diverged) == (1, 8, 0)
+    assert row.tau == pytest.approx((1.0 + 5 / 4) / 2)
+
+
+def test_one_learner_that_waits_for_nobody_is_on_the_line_of_every_softsync(tmp_path: Path) -> None:
+    grid = {"sigma": [0, 1, "lambda"], "modulation": ["n"]}
+    alone = {**grid, "sigma": [0, 1], "mu": [32], "learners": [1]}
+    found = diagonals([StalenessRow(cell, ()) for cell in cells(tmp_path, grid, alone).values()])
+    assert {
+        protocol: [(row.cell.mu, row.cell.learners) for row in rows]
+        for (protocol, _), rows in found.items()
+    } == {
+        "hardsync": [(8, 4), (32, 1)],
+        "1-softsync, modulation n": [(8, 4), (32, 1)],
+        "asynchronous, modulation n": [(8, 4), (32, 1)],
+    }
+    assert {product for _, product in found} == {32}
+
+
+def test_the_page_compares_the_fastest_with_hardsync(tmp_path: Path) -> None:
+    hard, free = cells(tmp_path, {"modulation": ["n"]}).values()
+    spread = (-0.01, 0.0, 0.02)
+    rows = [
+        StalenessRow(cell, tuple(
+            record(top1 + each, tau, seconds, seed=seed)
+            for seed, each in enumerate(spread, start=1)
+        ))
+        for cell, top1, tau, seconds in ((hard, 0.9, [12], 20.0), (free, 0.86, [1, 2, 1], 4.0))
+    ]  # fmt: skip
+    best, fastest = findings(rows)
+    reach = 4.302652729911275 * np.std(spread, ddof=1) / np.sqrt(3)
+    assert f"{0.9 + np.mean(spread):.2%} ± {100 * reach:.2f}" in best
+    assert "0.20 times as long" in fastest
+    assert "-4.00 points (-4.00 to -4.00)" in fastest
+    page = make_page("tiny", rows, speed_up_of(tmp_path))
+    table = page.sections[0].parts[0]
+    assert isinstance(table, Table)
+    found = {column.title: list(column.values) for column in table.columns}
+    assert found["sigma"] == [0, 4]
+    assert found["Seconds"] == pytest.approx([20.0, 4.0])
+    assert found["Highest tau"] == [0, 2]
+    assert page.html().count("<svg") >= 6  # three charts, for a desktop and a phone
+
+
+def speed_up_of(folder: Path, serving: dict[str, float] | None = None) -> list[SpeedUp]:
+    section = {"recipe": "plain", "mu": [8], "learners": [4], "gradients": 40}
+    path = write_study(
+        folder, STALENESS,
+        staleness__machines={"overhead": 0.01, "sample": 0.001, "serving": serving},
+        staleness__times={"even": {"factor": {"kind": "constant", "seconds": 1.0}}},
+        staleness__grids=[{**GRID, "times": ["even"]}], staleness__speed_up=section,
+    )  # fmt: skip
+    return speed_ups(load_study(path), folder)
+
+
+def test_learners_of_equal_times_are_as_many_times_as_fast(tmp_path: Path) -> None:
+    found = speed_up_of(tmp_path)
+    assert [(one.protocol, one.cell.learners) for one in found] == [
+        (protocol, learners)
+        for protocol in ("hardsync", "1-softsync", "asynchronous")
+        for learners in (1, 4)
+    ]
+    for one in found:
+        assert one.over_alone.mean == pytest.approx(one.cell.learners)
+        assert list(one.seconds) == [1, 2]
+
+
+def test_the_time_of_the_server_counts(tmp_path: Path) -> None:
+    """A gradient takes 18 ms, as an update does; one learner waits for both."""
+    serving = {"pull": 0.0, "gradient": 0.0, "update": 0.018 / WEIGHTS}
+    found = {
+        one.protocol: one.over_alone.mean
+        for one in speed_up_of(tmp_path, serving)
+        if one.cell.learners == 4
+    }
+    assert found["hardsync"] == pytest.approx(4.0)  # 4 gradients and an update in 36 ms
+    assert found["asynchronous"] == pytest.approx(4 * 36 / (18 + 4 * 18), rel=0.1)
+    assert found["1-softsync"] > 4.0
+
+
+def test_an_impossible_speed_up_is_refused(tmp_path: Path) -> None:
+    section = {"recipe": "plain", "mu": [8], "sigma": [9], "learners": [4]}
+    path = write_study(tmp_path, STALENESS, staleness__speed_up=section)
+    with pytest.raises(RecipeError, match=r"n \(9\)"):
+        speed_ups(load_study(path), tmp_path)
+    assert speed_ups(load_study(write_study(tmp_path, STALENESS)), tmp_path) == []

@@ -1,0 +1,145 @@
+"""The store: each run is made once, whoever is killed, and records are complete or absent."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from short_studies import VARIED, cells_in
+
+from largebatch.errors import StudyError
+from largebatch.lab.studies import store as module
+from largebatch.lab.studies.store import GRACE_SECONDS, Store, read_folder
+from largebatch.lab.studies.study import Cell
+from largebatch.lab.studies.trained import TrainedCell
+
+CLAIMS = """
+import os, sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from largebatch.lab.studies.store import Store
+from largebatch.lab.studies.study import Cell
+folder, mark = Path(sys.argv[1]), sys.argv[2]
+Cell.definition = {}
+cell = Cell(configuration="digits", variant="one", recipe=None, seeds=40)
+store = Store(folder / "out")
+store.define([cell])
+(folder / f"ready-{mark}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+for slot in cell.slots:
+    if store.claim(cell, slot):
+        print(slot.name, flush=True)
+        if slot.name == "seed-9" and mark == "dies":
+            os._exit(1)
+        store.write(cell, slot, {"by": mark})
+"""
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Cell:
+    (cell,) = cells_in(tmp_path, policies={"one": {}})
+    return cell
+
+
+def test_processes_share_the_runs_and_take_over_those_of_the_dead(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", CLAIMS, str(tmp_path)]
+    started = []
+    for mark in ("a", "b", "dies"):
+        process = subprocess.Popen([*words, mark, *sys.path], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+    while len(list(tmp_path.glob("ready-*"))) < 3:
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    printed = [process.communicate()[0].split() for process in started]
+    claimed = Counter(name for names in printed for name in names)
+    (cell,) = cells_in(tmp_path, VARIED, settings={"one": {}}, seeds=40)
+    names = {slot.name for slot in cell.slots}
+    assert claimed.keys() == names
+    twice = {name for name, number in claimed.items() if number > 1}
+    assert twice <= {"seed-9"}  # if another process came after the one that died
+    store = Store(tmp_path / "out")
+    left = [slot for slot in cell.slots if store.read(cell, slot) is None]
+    assert {slot.name for slot in left} <= {"seed-9"}
+    assert all(store.claim(cell, slot) for slot in left)
+
+
+def test_a_claim_is_held_until_its_heartbeat_stops(
+    tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    slot = cell.slots[0]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(module, "_own_name", lambda: {"machine": "other", "process": 1})
+        owner = Store(tmp_path)
+        owner.define([cell])
+        assert owner.claim(cell, slot)
+        assert not owner.claim(cell, slot)
+    other = Store(tmp_path, clock=lambda: now[0])
+    assert not other.claim(cell, slot)
+    now[0] = GRACE_SECONDS - 1
+    (claim,) = (tmp_path / cell.name).glob("*.claim-*")
+    os.utime(claim, ns=(1, 1))  # a heartbeat; clocks of machines need not agree
+    assert not other.claim(cell, slot)
+    now[0] += GRACE_SECONDS
+    assert not other.claim(cell, slot)
+    now[0] += 2
+    assert other.claim(cell, slot)
+    other.write(cell, slot, {"by": "other"})
+    owner.write(cell, slot, {"by": "owner"})  # which was only suspended
+    assert other.read(cell, slot) == {"by": "other"}
+    assert not list((tmp_path / cell.name).glob("*.claim-*"))
+
+
+def test_a_released_or_orphaned_claim_is_free(tmp_path: Path, cell: Cell) -> None:
+    first, slot = Store(tmp_path), cell.slots[0]
+    first.define([cell])
+    assert first.claim(cell, slot)
+    first.release(cell, slot)
+    assert first.claim(cell, slot)
+    second = Store(tmp_path)  # the same process, which makes no run while it looks: restarted
+    assert second.claim(cell, slot)
+
+
+def test_values_of_a_trial_are_drawn_once(tmp_path: Path, cell: Cell) -> None:
+    store, slot = Store(tmp_path), cell.slots[0]
+    store.define([cell])
+    assert store.values(cell, slot, lambda: {"a": 1.0}) == {"a": 1.0}
+    assert Store(tmp_path).values(cell, slot, lambda: {"a": 2.0}) == {"a": 1.0}
+
+
+def test_records_of_another_definition_are_refused_by_key(tmp_path: Path, cell: Cell) -> None:
+    store = Store(tmp_path / "out")
+    store.define([cell])
+    assert isinstance(cell, TrainedCell)
+    store.define([replace(cell, seeds=9)])  # more seeds are the same study
+    ((_, about, _, slots, records),) = read_folder(tmp_path / "out")
+    assert (about["variant"], len(slots), records) == ("one", 3 + 9, {})
+    batch = cell.recipe.batch.model_copy(update={"global_batch": 48})
+    other = replace(cell, recipe=cell.recipe.model_copy(update={"batch": batch}))
+    with pytest.raises(StudyError, match=r"recipe\.batch\.global_batch is 96 there and 48 here"):
+        store.define([other])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": ', "null"])
+def test_a_damaged_record_is_refused_by_its_file(tmp_path: Path, cell: Cell, text: str) -> None:
+    store, slot = Store(tmp_path), cell.slots[0]
+    store.define([cell])
+    store.path(cell, slot).write_text(text)
+    with pytest.raises(StudyError, match=slot.name):
+        store.read(cell, slot)
+
+
+def test_a_record_is_json_of_one_run(tmp_path: Path, cell: Cell) -> None:
+    store, slot = Store(tmp_path), cell.slots[0]
+    store.define([cell])
+    store.write(cell, slot, {"top1": 0.5})
+    assert json.loads((tmp_path / "digits" / "one" / f"{slot.name}.json").read_text()) == {
+        "top1": 0.5
+    }
