@@ -32,7 +32,7 @@ from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.planner.cluster import Cluster, Measured
-from largebatch.lab.planner.limits import settings
+from largebatch.lab.planner.prediction import settings
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan, make_plan

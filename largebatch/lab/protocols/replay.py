@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch.lab.protocols.arrivals import Arrivals
-from largebatch.lab.protocols.server import Applied, ParameterServer
+from largebatch.lab.protocols.server import Applied, Arrivals, ParameterServer
 
 Gradient = Callable[[int, int], tuple[Sequence[Tensor], float]]
 """Maps a learner and a mini-batch to its mean gradient at the current weights, one tensor for each,

@@ -11,24 +11,24 @@ import math
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.errors import CheckpointError, DivergedError, RecipeError
-from largebatch.lab.protocols.arrivals import ARRIVALS
 from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.gradients import Gradients, average_statistics
-from largebatch.lab.protocols.learner import Gradient
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import MOMENTUM
+from largebatch.lab.protocols.server import ARRIVALS, MOMENTUM
+from largebatch.lab.protocols.service import Gradient, LostLearner
 from largebatch.lab.protocols.split import split_over
-from largebatch.lab.protocols.state import NAME, LostLearner, ProtocolState
 from largebatch.models import affine_parameters
 from largebatch.recipe.protocols import LocalSteps
 from largebatch.recipe.recipe import Recipe
@@ -37,6 +37,55 @@ from largebatch.tracking.events import StageName, Step
 from largebatch.training.state import TrainState
 from largebatch.training.trainer import Trainer, Updates
 from largebatch.training.updates import synchronous_updates
+
+NAME = "protocol"
+"""Name of this state in checkpoints and in summary.json."""
+
+_GRADIENTS = TypeAdapter(list[int])
+_LOST = TypeAdapter(list[LostLearner])
+
+
+@dataclass(slots=True)
+class ProtocolState:
+    """The state of a protocol, an ExtraState of the run."""
+
+    momentum: dict[str, Tensor] = field(default_factory=dict)
+    """Momentum with local steps, of the servers (`outer`) and of every learner (`inner`, a row
+    each); this worker's optimizer has only its own. Empty without local steps."""
+
+    gradients: list[int] = field(default_factory=list)
+    """Number of gradients that the first server received, by learner."""
+
+    lost: list[LostLearner] = field(default_factory=list)
+    """Learners lost in all parts of the run; a resumed part begins with all learners."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        return {"momentum": self.momentum, **self.summary()}
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
+        """Load what `state_dict` returned; raise ValueError if it is of other weights."""
+        self.momentum = state.get("momentum", {})
+        self.gradients = _GRADIENTS.validate_python(state.get("gradients", []))
+        self.lost = _LOST.validate_python(state.get("lost", []))
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        num_weights = sum(weight.numel() for weight in weights)
+        for name in ("outer", "inner") if self.momentum else ():
+            saved = self.momentum[name].shape[-1]
+            if saved != num_weights:
+                raise ValueError(f"protocol: {name} is of {saved} weights")
+
+    def drop_momentum(self) -> None:
+        """Forget the momentum of local steps."""
+        self.momentum = {}
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain values for summary.json."""
+        return {"gradients": list(self.gradients), "lost": [asdict(one) for one in self.lost]}
+
+    def remarks(self) -> list[str]:
+        """Return a remark on each learner that was lost."""
+        return [f"learner {one.learner} was lost after {one.update} updates" for one in self.lost]
 
 
 @dataclass(frozen=True)

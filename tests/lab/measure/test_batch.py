@@ -30,7 +30,7 @@ from largebatch.lab.measure.batch import (
 from largebatch.lab.measure.calibrate import cluster_of
 from largebatch.lab.measure.estimate import Estimate
 from largebatch.lab.planner.cluster import Measured, load_cluster
-from largebatch.lab.planner.limits import settings
+from largebatch.lab.planner.prediction import settings
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch

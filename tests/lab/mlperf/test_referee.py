@@ -14,8 +14,7 @@ import pytest
 from mlperf_logs import evaluation, finish, recipe, rewrite, run_folders, seeds, start, write
 from scipy import stats
 
-from largebatch.lab.mlperf.logs import LogError
-from largebatch.lab.mlperf.referee import Findings, Verdict, check
+from largebatch.lab.mlperf.referee import Findings, LogError, Verdict, check
 
 BOUNDS = (1632, 3264, 32768, 49152, 67840)
 """Batches of the points that are left when those slower than the line between others are pruned."""

@@ -11,7 +11,8 @@ from mlperf_logs import finish, recipe, run_folders
 
 from largebatch import accelerator
 from largebatch.cli.main import DONE, FAILED, USER, main
-from largebatch.lab.mlperf.system_description import MARK, describe
+from largebatch.lab.mlperf.referee import MARK
+from largebatch.lab.mlperf.system_description import describe
 from largebatch.tracking.events import Finish
 
 SUBMISSION = {"ORG": "Contoso", "PLATFORM": "2xNode", "STATUS": "cloud", "DIVISION": "open"}

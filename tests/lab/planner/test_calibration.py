@@ -19,19 +19,17 @@ from benchmarks.studies.planner.planner import (
 )
 from largebatch.lab.planner.calibration import (
     PRIOR,
+    Published,
     fit,
     installed_fit,
     installed_left_out,
+    parse_runs,
+    predicted_seconds,
+    published_runs,
     quantile,
 )
 from largebatch.lab.planner.cluster import ClusterError, Generation
 from largebatch.lab.planner.model import machine, step_seconds
-from largebatch.lab.planner.published import (
-    Published,
-    parse_runs,
-    predicted_seconds,
-    published_runs,
-)
 
 REFERENCE = Path(os.environ.get("LARGEBATCH_DATA", "data"), "../reference/mlperf_resnet50_runs.csv")
 HEAD = "round,submitter,system,accelerator,nodes,accelerators,global_batch,bn_span,epochs_min,"

@@ -21,10 +21,15 @@ from largebatch.lab.planner.cluster import (
     load_cluster,
     parse_cluster,
 )
-from largebatch.lab.planner.limits import CACHED_BYTES, settings
+from largebatch.lab.planner.forecast import batches, best_batches
 from largebatch.lab.planner.model import evaluation_seconds, machine
-from largebatch.lab.planner.prediction import NORM_DEPTH, count_evaluations, predict
-from largebatch.lab.planner.scan import batches, best_batches
+from largebatch.lab.planner.prediction import (
+    CACHED_BYTES,
+    NORM_DEPTH,
+    count_evaluations,
+    predict,
+    settings,
+)
 from largebatch.models import build
 from largebatch.polish import polish
 from largebatch.recipe.arithmetic.plan import make_plan

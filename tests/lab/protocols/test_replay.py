@@ -11,12 +11,10 @@ from replaying import SETTINGS, UPDATES, build, loss_of, replayed, run_for_real,
 from torch import Tensor
 from torch.optim import SGD
 
-from largebatch.lab.protocols.arrivals import Arrivals
-from largebatch.lab.protocols.cluster import Cluster, Link
-from largebatch.lab.protocols.compute_times import Exponential
+from largebatch.lab.protocols.cluster import Cluster, Exponential, Link
 from largebatch.lab.protocols.exchange import Layout, Record
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import Arrival, divide
+from largebatch.lab.protocols.server import Arrival, Arrivals, divide
 from largebatch.lab.protocols.simulator import simulate
 
 MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]

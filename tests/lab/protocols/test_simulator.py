@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import simpy
 
-from largebatch.lab.protocols.cluster import Cluster, Link, Serving
-from largebatch.lab.protocols.compute_times import Constant, Exponential, Lognormal
-from largebatch.lab.protocols.fair_links import End, FairLinks
+from largebatch.lab.protocols.cluster import (
+    Cluster,
+    Constant,
+    Exponential,
+    Link,
+    Lognormal,
+    Serving,
+)
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.simulator import Direction, Simulation, simulate
+from largebatch.lab.protocols.simulator import Direction, End, FairLinks, Simulation, simulate
 
 EXPONENTIAL = Exponential(kind="exponential", mean=0.5)
 NARROW = Lognormal(kind="lognormal", median=1.0, sigma=0.1)

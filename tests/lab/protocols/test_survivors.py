@@ -25,11 +25,10 @@ from largebatch import load_recipe, run
 from largebatch.distributed.connection import connect
 from largebatch.distributed.links import open_links
 from largebatch.errors import PeerLostError
-from largebatch.lab.protocols.arrivals import Arrivals
 from largebatch.lab.protocols.exchange import Exchange, Layout
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrival
+from largebatch.lab.protocols.server import Arrival, Arrivals
 
 LEARNERS, VICTIM = 3, 1
 LONG = pytest.mark.long
