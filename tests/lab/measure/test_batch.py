@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from short_runs import DIGITS, a_recipe
 
 from largebatch import load_recipe
@@ -19,8 +18,6 @@ from largebatch.lab.measure import batch as parts
 from largebatch.lab.measure.batch import (
     Question,
     Row,
-    _draw_epochs,
-    advise,
     compare,
     describe,
     draft,
@@ -139,14 +136,6 @@ def test_a_recipe_in_another_batch_keeps_its_shares_and_sets_no_other_keys() -> 
     assert at_batch(recipe, 96).mathematics == recipe.mathematics
 
 
-def test_lengths_in_steps_are_as_many_samples_in_another_batch() -> None:
-    recipe = load_recipe(DIGITS, ["duration={steps: 400}", "schedule.warmup={steps: 40}"])
-    other = at_batch(recipe, 192)
-    assert other.duration.steps == 200
-    assert other.schedule.warmup is not None
-    assert other.schedule.warmup.steps == 20
-
-
 def measure(minutes: float, out: Path, *changes: str) -> dict[str, Any]:
     """Run the command on small digits; return what it found."""
     settings = (*LENET, "data.image_size=16", *changes)
@@ -259,27 +248,6 @@ def advice_on(recipe: Recipe, found: NoiseScale, *, chosen: int) -> module.Advic
     )  # fmt: skip
 
 
-def test_where_all_batches_are_above_the_critical_one_the_smallest_is_compared_with() -> None:
-    recipe = load_recipe(DIGITS, ["data.image_size=16"])
-    advice = advice_on(recipe, noise(157, 120, 200), chosen=48)
-    text = "\n".join(describe(advice))
-    assert "efficient: batches up to 31.4; the smallest of this table, 48, is larger" in text
-    assert (
-        "no batches below 48: batch: global_batch (24) must be a multiple of bn_span (48)" in text
-    )
-    last = "48, the smallest of this table, which is above the critical batch, for"
-    assert f"recommended: {last}" in text
-    kept = "\n".join(describe(replace(advice, chosen=advice.rows[1])))
-    assert f"recommended: 96, the recipe's own, within 5% of the time of {last}" in kept
-    assert "up to the critical batch" not in text + kept
-
-
-def test_a_batch_that_cannot_be_run_is_named_where_the_table_goes_on_beyond_it() -> None:
-    rows = [Row(batch, 1, 1, 1, 1, None) for batch in (48, 96)]
-    remarks = module._left_out(rows, {12: "a", 24: "b", 192: "c", 384: "d"})
-    assert list(remarks) == ["no batches below 48: b", "no batch of 192: c"]
-
-
 def test_the_recipes_own_rate_is_written_as_it_is() -> None:
     recipe = load_recipe(DIGITS, [*LENET, "schedule.peak_lr=0.0123456789012345"])
     advice = advice_on(recipe, noise(500, 400, 600), chosen=96)
@@ -296,15 +264,6 @@ def test_the_memory_of_a_calibrated_cluster_is_not_known(tmp_path: Path) -> None
     advice = advice_on(asked.recipe, noise(500, 400, 600), chosen=96)
     assert "memory:" not in "\n".join(describe(advice))
     assert "memory: a device batch of up to 7 " in "\n".join(describe(replace(advice, most=7)))
-
-
-def test_the_chart_shows_every_batch_and_the_table_small_costs_in_three_digits() -> None:
-    advice = advice_on(a_recipe(changes=LENET), noise(200, 150, 300), chosen=96)
-    axes = Figure().subplots()
-    _draw_epochs(axes, advice)
-    assert axes.get_ylim()[1] > max(row.epochs for row in advice.rows)
-    priced = tuple(replace(row, cost=0.0412) for row in advice.rows)
-    assert "0.0412" in "\n".join(describe(replace(advice, rows=priced)))
 
 
 @pytest.mark.parametrize(
@@ -387,9 +346,3 @@ def test_what_cannot_be_measured_is_one_line(
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
-
-
-def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(LargebatchError, match="exists already; give another --out"):
-        advise(question(tmp_path))

@@ -226,15 +226,3 @@ def test_seeds_that_disagree_are_named_and_their_interval_is_kept(tmp_path: Path
     assert content(test)["lower"]["low"] == test.lower.low
     write_range(tmp_path / "range.png", test)
     assert (tmp_path / "range.png").stat().st_size > 10_000
-
-
-def test_bounds_without_a_range_between_them_are_not_suggested() -> None:
-    rates = np.geomspace(1e-4, 10, 100)
-    losses = np.where(rates < 0.05, 2.3, np.where(rates < 0.1, 1.3, 1e3))
-    test = ranged(Curve(0, rates, losses), changes=sgd(0.0))
-    assert test.lower is not None
-    assert test.upper is not None
-    assert test.upper.value < test.lower.value
-    text = " ".join(describe(test))
-    assert "no range is left between bounds" in text
-    assert "Suggested bounds" not in text

@@ -102,21 +102,6 @@ def test_an_average_of_the_weights_is_one_more_copy() -> None:
     assert ema.total == plain.total + plain.parameters + plain.buffers
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [
-        pytest.param("imagenette_resnet18_progressive", [], id="sizes", marks=pytest.mark.long),
-        pytest.param(
-            DIGITS, [*TINY, "batch.bn_span=12", "reduction={kind: adasum, parts: 4}"], id="Adasum"
-        ),
-    ],
-)
-def test_other_kinds_of_recipes_are_rehearsed(recipe: str | Path, changes: Sequence[str]) -> None:
-    found = rehearse(load_recipe(Path(recipe), changes), workers=2)
-    assert found.messages
-    assert found.memory.activations > 0
-
-
 def test_an_update_of_the_paper_is_foretold_for_each_worker(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -109,13 +109,6 @@ def test_a_replay_has_the_weights_of_a_plain_program_after_every_update(rule: Ru
         assert_same(weights, expected.weights([update + 1]))
 
 
-def test_hardsync_has_the_same_weights_over_any_number_of_servers() -> None:
-    rule = Rule.hardsync(3)
-    weights = [replayed(rule, record(rule, servers=servers))[0] for servers in (1, 2, 4)]
-    for other in weights[1:]:
-        assert_same(other, weights[0])
-
-
 def test_servers_that_saw_different_orders_are_followed_each_in_its_own() -> None:
     rule = Rule(learners=4, gradients=2, waits=False, by_staleness=True)
     records = record(rule, servers=None)
