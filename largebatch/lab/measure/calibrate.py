@@ -58,17 +58,16 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     """
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
-    if not out.parent.is_dir():
-        raise LargebatchError(f"--out {out}: there is no folder {out.parent}; make it first")
-    _require_writable(out)
+    try:  # before minutes of measurement
+        out.touch(exist_ok=False)
+        out.unlink()
+    except OSError as error:
+        raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
     measured = measure(recipe, data=data)
     cluster = cluster_of(measured, name=out.stem)
     text = f"# Measured with largebatch plan --calibrate on {recipe.name}.\n" + dump_yaml(cluster)
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise LargebatchError(f"{out}: cannot write the cluster file: {error.strerror}") from None
+    with out.open("x", encoding="utf-8") as file:
+        file.write(text)
     return [*describe(measured), f"cluster file: {out}"]
 
 
@@ -85,30 +84,16 @@ def cluster_of(measured: Measured, *, name: str) -> Cluster:
     )
 
 
-def _require_writable(out: Path) -> None:
-    try:
-        out.touch(exist_ok=False)
-        out.unlink()
-    except FileExistsError:
-        raise LargebatchError(
-            f"--out {out}: File exists; give another name, or remove it"
-        ) from None
-    except OSError as error:
-        raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
-
-
 def describe(measured: Measured) -> list[str]:
     """Describe the measurements."""
-    passes, images = 1000 * measured.seconds_per_pass, 1000 * measured.seconds_per_image
-    update, latency = 1000 * measured.seconds_per_update, 1e6 * measured.exchange_seconds
-    rate, number = measured.exchange_gigabytes_per_second, measured.messages
-    exchange = "one device: all-reduces were not measured"
-    if rate is not None:
-        exchange = f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s"
+    rate, latency = measured.exchange_gigabytes_per_second, 1e6 * measured.exchange_seconds
+    exchange = "not measured" if rate is None else f"{latency:.0f} us and {rate:.2f} GB/s"
     return [
-        f"a pass takes {passes:.2f} ms and {images:.3f} ms an image, an update {update:.2f} ms",
-        f"{exchange}; an update has {number}",
-        f"a worker reads {measured.images_per_second_read:,.0f} images/s",
+        f"pass: {1000 * measured.seconds_per_pass:.2f} ms",
+        f"image: {1000 * measured.seconds_per_image:.3f} ms",
+        f"update: {1000 * measured.seconds_per_update:.2f} ms",
+        f"all-reduce: {exchange}, {measured.messages} an update",
+        f"reading: {measured.images_per_second_read:,.0f} images/s a worker",
     ]
 
 

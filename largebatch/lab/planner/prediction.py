@@ -1,7 +1,12 @@
-"""A recipe on a cluster: the time of each part, the limit, memory, energy and cost."""
+"""A recipe on a cluster: the time of each part, limit, memory, energy, cost, and the best batch.
+
+The law of epochs behind the best batch is that of ResNet-50 on ImageNet with LARS to 75.9 % top-1:
+epochs(B) = shortest (1 + B / critical), through MLPerf's reference points (`suggest`). Time is
+epochs x steps of an epoch x time of a step, so every number of GPUs has a best batch.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -12,7 +17,9 @@ from largebatch.errors import PlanError
 from largebatch.formatting import duration, three_digits
 from largebatch.lab.planner.calibration import (
     COVERAGE,
+    EVALUATE_EVERY,
     IMAGES,
+    VALIDATION,
     Published,
     installed_fit,
     installed_left_out,
@@ -29,6 +36,7 @@ from largebatch.lab.planner.model import (
     machine,
     step_seconds,
 )
+from largebatch.lab.planner.suggest import LARGEST, EpochLaw, fit_epochs, reference_points
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
 from largebatch.recipe.model import RESNET50
@@ -399,7 +407,7 @@ SETTINGS = (
     "execution.memory_format",
     "execution.kernels",
 )
-"""Keys of a recipe, besides its model, that decide the time of reading, of a pass or an update."""
+"""Keys of a recipe that, with its model, decide the times of reading, a pass and an update."""
 
 CACHED_BYTES = 2**34
 """Largest split in execution.cache, in bytes, as data.decoders.pixel_cache.LIMIT."""
@@ -425,10 +433,8 @@ def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) 
         f"published runs have images of {PUBLISHED_SIZE} x {PUBLISHED_SIZE}": (
             sizes != {PUBLISHED_SIZE}
         ),
-        f"what an update of {kind} takes longer than one of LARS or SGD is not known": (
-            kind not in {"lars", "sgd"}
-        ),
-        "what adasum sends besides a sum is not counted": recipe.reduction.kind == "adasum",
+        f"the additional time of an update of {kind} is unknown": (kind not in {"lars", "sgd"}),
+        "additional messages of adasum are not counted": recipe.reduction.kind == "adasum",
         f"how fast DALI decodes on {gpu.name} is not known, {needed:,.0f} images/s are needed": (
             dali and gpu.decoded_images_per_second is None and needed > fed
         ),
@@ -518,3 +524,100 @@ def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object
 def settings(recipe: Recipe) -> dict[str, JsonValue]:
     """Return the values of SETTINGS in a recipe."""
     return {key: attrgetter(key)(recipe) for key in SETTINGS}
+
+
+SMALLEST_DEVICE_BATCH = 8
+RATIO = 2 ** (1 / 8)
+"""Ratio of two consecutive batches that are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A run to 75.9 % top-1."""
+
+    workers: int
+    global_batch: int
+    accumulation: int
+    epochs: float
+    seconds: float
+
+
+def has_epoch_law(recipe: Recipe, cluster: Cluster) -> bool:
+    """Return True if the law holds for the recipe's data and the cluster's model."""
+    return cluster.gpu is not None and recipe.data.classes == CLASSES
+
+
+def best_batches(recipe: Recipe, cluster: Cluster) -> list[Point]:
+    """Return the best batch for one GPU, two, four ... and all of a cluster."""
+    return [
+        min(batches(recipe, cluster, workers=workers), key=lambda point: point.seconds)
+        for workers in _numbers(cluster)
+    ]
+
+
+def batches(recipe: Recipe, cluster: Cluster, *, workers: int) -> list[Point]:
+    """Return the time with each batch between the smallest reference point and the largest run.
+
+    Raises ClusterError where an image does not fit a GPU's memory.
+    """
+    assert cluster.gpu is not None
+    law = fit_epochs(reference_points())
+    on = machine_for(recipe, cluster, installed_fit().constants)
+    fits = (cluster.gpu.memory_gigabytes * 1e9 - FIXED_BYTES) / KEPT_BYTES
+    if fits < 1:
+        raise ClusterError(
+            f"{cluster.name}: gpu.memory_gigabytes: {cluster.gpu.memory_gigabytes:g}: libraries "
+            f"take {FIXED_BYTES / 1e9:g} GB and an image {KEPT_BYTES / 1e9:g}; give the GPU's own"
+        )
+    return [
+        _point(on, law, _load_of_batch(recipe, workers, batch, most=math.floor(fits)), batch=batch)
+        for batch in _batches(workers)
+    ]
+
+
+def _load_of_batch(recipe: Recipe, workers: int, batch: int, *, most: int) -> Load:
+    share = batch // workers
+    accumulation = math.ceil(share / most)
+    return Load(
+        workers=workers,
+        device_batch=math.ceil(share / accumulation),
+        accumulation=accumulation,
+        gradient_bytes=gradient_bytes(recipe),
+        overlap=not sends_at_once(recipe.execution.groups),
+    )
+
+
+def _point(on: Machine, law: EpochLaw, load: Load, *, batch: int) -> Point:
+    epochs = law(batch)
+    one = evaluation_seconds(on, workers=load.workers, samples=VALIDATION)
+    steps = epochs * IMAGES / batch
+    return Point(
+        workers=load.workers,
+        global_batch=batch,
+        accumulation=load.accumulation,
+        epochs=epochs,
+        seconds=on.start + steps * step_seconds(on, load).seconds + epochs / EVALUATE_EVERY * one,
+    )
+
+
+def _batches(workers: int) -> list[int]:
+    """Return multiples of the workers, from the smallest reference point to the largest run."""
+    smallest = reference_points()[0].batch
+    number = math.ceil(math.log(LARGEST / smallest, RATIO))
+    shares = (smallest * RATIO**place / workers for place in range(number + 1))
+    found = {max(SMALLEST_DEVICE_BATCH, math.ceil(share)) * workers for share in shares}
+    within = {batch for batch in found if batch <= LARGEST}
+    return sorted(within or {SMALLEST_DEVICE_BATCH * workers})
+
+
+def _numbers(cluster: Cluster) -> Iterator[int]:
+    """Yield powers of two of GPUs in a node, then of nodes, and the whole cluster."""
+    workers = 1
+    while workers < cluster.gpus_per_node:
+        yield workers
+        workers *= 2
+    workers = cluster.gpus_per_node
+    while workers < cluster.workers:
+        yield workers
+        workers *= 2
+    yield cluster.workers

@@ -45,7 +45,7 @@ class LostLearner:
 
 
 class Pulled(NamedTuple):
-    """The answer of one server to a pull, besides the weights."""
+    """The answer of one server to a pull, without the weights."""
 
     clock: int
     """Number of updates in the weights."""
@@ -58,7 +58,7 @@ class Pulled(NamedTuple):
 
 
 class Pushed(NamedTuple):
-    """The values that a learner sends besides the gradient."""
+    """The values that a learner sends with the gradient."""
 
     clock: int
     """Clock of the weights that the gradient was computed from."""
@@ -170,11 +170,11 @@ class Service:
             self._answer(learner, link)
         except Exception as error:  # it ends all that wait, in whatever thread
             if learner in self._optional and isinstance(error, PeerLostError) and not self.failure:
-                self._go_on_without(learner, silent=isinstance(error, PeerSilentError))
+                self._continue_without(learner, silent=isinstance(error, PeerSilentError))
             else:
                 self.fail(error)
 
-    def _go_on_without(self, learner: int, *, silent: bool) -> None:
+    def _continue_without(self, learner: int, *, silent: bool) -> None:
         with self._changed:
             back = self._mini_batches.take_back(learner) if self._mini_batches else None
             loss = LostLearner(

@@ -184,7 +184,7 @@ def test_the_installed_rows_are_the_published_ones() -> None:
 
 
 def test_the_first_a100s_had_40_gigabytes() -> None:
-    """As MLPerf v0.7's system descriptions have it; tables name all of them alike."""
+    """As MLPerf v0.7's system descriptions have it; tables give all of them one name."""
     by_round = {
         run.round: run.cluster.gpu.name for run in published_runs()
         if run.generation == "ampere" and run.cluster.gpu

@@ -153,7 +153,7 @@ def test_beyond_the_points_it_extrapolates_and_prints_so() -> None:
     assert (found.peak_lr, found.momentum) == (last.peak_lr, last.momentum)
     assert found.law_epochs == pytest.approx(34.53 * (1 + 80_000 / 46_764), rel=1e-3)
     printed = "\n".join(words(found))
-    assert "extrapolates: 80,000 is 1.18 times the largest reference point" in printed
+    assert "extrapolates: 80,000 is 1.18 times the largest point" in printed
     assert "may be too narrow beyond the points" in printed
     assert "extrapolates" not in "\n".join(words(suggest(60_000)))
 
@@ -162,7 +162,7 @@ def test_another_data_set_is_looked_up_by_updates_in_an_epoch() -> None:
     """CIFAR-10 in batches of 1,000 makes 50 updates an epoch, as ImageNet in 25,623."""
     found = suggest(1_000, data=CIFAR, model="cifar_resnet20", epochs=30)
     like = suggest(25_600)
-    assert found.alike == pytest.approx(25_623.34)
+    assert found.equivalent == pytest.approx(25_623.34)
     assert found.peak_lr == pytest.approx(like.peak_lr, rel=1e-3)
     assert found.warmup_epochs / 30 == pytest.approx(like.warmup_epochs / like.epochs, rel=5e-3)
     recipe = parse_recipe(draft(found))

@@ -60,7 +60,7 @@ def recipe(protocol: str = "null", *changes: str) -> Recipe:
 
 
 def train_all(folder: Path) -> None:
-    """Train by every protocol, on each of 3 workers; one is stopped on its way, and goes on."""
+    """Train by every protocol, on each of 3 workers; one is stopped on its way, and resumed."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")  # once for all runs
     run(recipe(HARDSYNC), out=folder / "hardsync")
