@@ -10,14 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from largebatch.data.augment import clean_request, train_request, translated
-from largebatch.data.datasets import digits, own
-from largebatch.data.decoders import dali, pixel_cache, synthetic, torchvision
-from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.folder import describe
 from largebatch.data.index.index import (
     Index,
@@ -36,6 +33,9 @@ from largebatch.recipe.data import Data
 from largebatch.recipe.execution import Execution
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
+
+if TYPE_CHECKING:
+    from largebatch.data.decoders.pixel_cache import PixelCache
 
 OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
 
@@ -318,10 +318,10 @@ def open_images(
         is_cached = execution.cache is not None  # training reads no files, only cached pixels
         train, val = _open_indexes(data, backend, folder, every_file=is_cached, progress=progress)
         if execution.cache is not None:
+            from largebatch.data.decoders.pixel_cache import open_cache
+
             caches = [
-                pixel_cache.open_cache(
-                    index, backend=backend, threads=resources.threads, progress=progress
-                )
+                open_cache(index, backend=backend, threads=resources.threads, progress=progress)
                 for index in (train, val)
             ]
             open_decoder = _decode_cached(caches, resources, keep=execution.cache)
@@ -361,6 +361,8 @@ def _require_own(data: Data, execution: Execution, folder: Path | None, dataset:
 def _open_own(
     data: Data, dataset: str, backend: Backend, resources: Resources
 ) -> tuple[Index, Index, OpenDecoder]:
+    from largebatch.data.datasets import own
+
     items = own.open_own(dataset)
     train, val = (own.index_items(split, classes=data.classes, backend=backend) for split in items)
     _check(data, train, val)
@@ -375,13 +377,26 @@ def _open_own(
 
 def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextManager[Decode]]:
     if data.source == "synthetic":
-        return synthetic.open_decoder
-    return dali.open_decoder if execution.decoder == "dali" else torchvision.open_decoder
+        from largebatch.data.decoders.synthetic import open_decoder
+
+        return open_decoder
+    if execution.decoder == "dali":
+        from largebatch.data.decoders import dali
+
+        return dali.open_decoder
+    from largebatch.data.decoders import torchvision
+
+    return torchvision.open_decoder
 
 
 def _decode_cached(
-    caches: Sequence[PixelCache[Bytes]], resources: Resources, *, keep: Literal["memory", "device"]
+    caches: "Sequence[PixelCache[Bytes]]",
+    resources: Resources,
+    *,
+    keep: Literal["memory", "device"],
 ) -> OpenDecoder:
+    from largebatch.data.decoders import pixel_cache
+
     device = resources.device
     in_memory = {cache.index.digest: cache for cache in caches}
     # On a CPU device the host's memory is the device's.
@@ -409,6 +424,8 @@ def _open_indexes(
     data: Data, backend: Backend, folder: Path | None, *, every_file: bool, progress: Progress
 ) -> tuple[Index, Index]:
     if data.source == "synthetic":
+        from largebatch.data.decoders import synthetic
+
         sizes = (data.train_samples, data.val_samples)
         train, val = (synthetic.synthetic_index(n, data.classes, data.image_size) for n in sizes)
         return train, val
@@ -427,7 +444,9 @@ def _open_indexes(
 def root_of(data: Data, folder: Path | None) -> Path:
     """Return the folder of the images; raise DataError if it must be given and is not."""
     if data.source == "digits":
-        return digits.write_digits()
+        from largebatch.data.datasets.digits import write_digits
+
+        return write_digits()
     if folder is None:
         raise DataError(
             "this recipe reads images from a folder; pass --data DIR "

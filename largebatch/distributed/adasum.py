@@ -124,7 +124,6 @@ def adasum(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _team(backend: Backend, size: int) -> Group:
-    """Return the group of workers that share one part."""
     if size == 1:
         return Serial(backend.device)
     firsts = range(0, backend.world_size, size)

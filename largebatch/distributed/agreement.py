@@ -159,7 +159,6 @@ def shape(tensor: Tensor) -> str:
 
 
 def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) pairs in the order of the keys."""
     for key, value in sorted(facts.items()):
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{above}{key}.")

@@ -16,9 +16,7 @@ from largebatch.distributed.environment import (
     launched,
     leave_with,
 )
-from largebatch.distributed.horovod import RunningHorovod, open_horovod
 from largebatch.distributed.serial import Serial
-from largebatch.distributed.torch_distributed import RunningTorch, TorchDistributed
 from largebatch.errors import BackendError
 
 
@@ -49,8 +47,12 @@ def connect(
         name = "serial" if found is None else "torch" if found.by == "RANK" else "horovod"
     match name:
         case "torch":
+            from largebatch.distributed.torch_distributed import TorchDistributed
+
             return TorchDistributed(timeout, starting=starting)
         case "horovod":
+            from largebatch.distributed.horovod import open_horovod
+
             return open_horovod(timeout, starting=starting, splits=splits)
         case _:
             if found is not None:
@@ -63,9 +65,13 @@ def connect(
 
 def _running(device: torch.device) -> Backend | None:
     if dist.is_available() and dist.is_initialized():
+        from largebatch.distributed.torch_distributed import RunningTorch
+
         return RunningTorch(device)
     hvd = sys.modules.get("horovod.torch")
     if hvd is not None and hvd.is_initialized():
+        from largebatch.distributed.horovod import RunningHorovod
+
         return RunningHorovod(hvd, device)
     return None
 

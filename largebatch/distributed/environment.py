@@ -211,7 +211,6 @@ def world_size() -> int:
 
 
 def _joined() -> tuple[int, int] | None:
-    """Return rank and world size if this process has connected several workers, else None."""
     dist, hvd = map(sys.modules.get, ("torch.distributed", "horovod.torch"))
     rank, size = 0, 1
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -41,8 +41,6 @@ _BY_TORCH = (
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A sum in progress."""
-
     wait: Callable[[], None]
     """Function that blocks until the result is available; call it once."""
 
@@ -231,7 +229,6 @@ def open_horovod(
 
 
 def _require_horovod(found: Launched | None) -> ModuleType:
-    """Import Horovod; if it is missing, the error names the launcher that asks for it."""
     try:
         return require_horovod()
     except MissingPackageError as error:

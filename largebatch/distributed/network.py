@@ -112,7 +112,6 @@ def _pairs(
 
 
 def _times(group: Group, backend: Backend, size: int) -> list[float]:
-    """Return each worker's median seconds of a sum over its group."""
     tensor = torch.ones(size // 4, device=backend.device)
     durations = []
     for number in range(REPEATS + 2):  # the first two connect
@@ -129,7 +128,6 @@ def _times(group: Group, backend: Backend, size: int) -> list[float]:
 
 
 def _ranks_by_host(backend: Backend) -> dict[str, list[int]]:
-    """Return the ranks of the workers of each host, by host name."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(gather_values(socket.gethostname(), backend, backend.device)):
         ranks.setdefault(host, []).append(rank)

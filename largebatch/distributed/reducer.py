@@ -98,8 +98,6 @@ def _cut(num_tensors: int, counts: Iterable[int]) -> list[range]:
 
 @dataclass(slots=True)
 class _Group:
-    """Parameters with one buffer, and the state of their gradients in this step."""
-
     parameters: dict[str, nn.Parameter]
     buffer: Tensor
     views: dict[str, Tensor]
@@ -346,7 +344,6 @@ def _require_one_name_each(named: Iterable[Named]) -> None:
 
 
 def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | None) -> _Group:
-    """Return a group whose gradients are views of one buffer."""
     kinds = {(weight.dtype, weight.device) for weight in parameters.values()}
     if len(kinds) > 1:
         raise ValueError(f"parameters of different types or devices in one group: {kinds}")

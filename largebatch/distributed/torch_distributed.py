@@ -42,8 +42,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class _Pending:
-    """An operation in progress."""
-
     def __init__(self, work: dist.Work, worker: int) -> None:
         self._work, self._worker = work, worker
 
@@ -254,7 +252,6 @@ class TorchDistributed(RunningTorch):
 
 
 def _library_for(device: torch.device) -> str:
-    """Return torch's library for this type of device; raise BackendError if there is none."""
     try:
         return dist.get_default_backend_for_device(device)
     except ValueError:
@@ -289,7 +286,6 @@ def _by_members_alone() -> Iterator[None]:
 
 
 def _current_device(kind: str) -> torch.device:
-    """Return this process's current device of this type (cpu, cuda, ...)."""
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.accelerator.current_device_index())
@@ -388,7 +384,6 @@ def require_one_type(
 
 
 def _difference(store: Store, world_size: int) -> str:
-    """Return a message that lists the workers of each type of device."""
     types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
     try:
         require_same([{"device": kind.decode()} for kind in types])

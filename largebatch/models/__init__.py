@@ -1,8 +1,9 @@
 """Models by name, and the parameter groups that are decayed and adapted."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -10,22 +11,19 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from largebatch.errors import RecipeError
 from largebatch.models import zoo
-from largebatch.models.airbench import Airbench
 from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
-from largebatch.models.cifar_quick import CifarQuick
-from largebatch.models.cifar_resnet import DEPTHS, CifarResNet
-from largebatch.models.cifar_resnet9 import CifarResNet9
-from largebatch.models.lenet5 import LeNet5
 
-_OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
-    "lenet5": (LeNet5, {}),
-    "cifar_quick": (CifarQuick, {}),
-    "cifar_resnet9": (CifarResNet9, {}),
-    "airbench": (Airbench, {}),
-    **{f"cifar_resnet{depth}": (CifarResNet, {"depth": depth}) for depth in DEPTHS},
+_DEPTHS = (8, 20, 32, 44, 56, 110)
+
+_OURS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "lenet5": ("lenet5", "LeNet5", {}),
+    "cifar_quick": ("cifar_quick", "CifarQuick", {}),
+    "cifar_resnet9": ("cifar_resnet9", "CifarResNet9", {}),
+    "airbench": ("airbench", "Airbench", {}),
+    **{f"cifar_resnet{each}": ("cifar_resnet", "CifarResNet", {"depth": each}) for each in _DEPTHS},
 }
-"""Constructors by name, with the arguments that a recipe cannot change."""
+"""Module and class by name, and the arguments that a recipe cannot change."""
 
 _POSITIONS = re.compile(r"(?:^|_)(?:pos(?:_|emb|ition|\d|$)|rel(?:_|ative|$))")
 """Names of tables of positions, absolute or relative."""
@@ -49,9 +47,10 @@ def build(
     or argument.
     """
     if name in _OURS:
-        construct, fixed = _OURS[name]
+        module, kind, fixed = _OURS[name]
+        construct = getattr(import_module(f"largebatch.models.{module}"), kind)
         try:
-            model = construct(num_classes, **fixed, **(arguments or {}))
+            model: nn.Module = construct(num_classes, **fixed, **(arguments or {}))
         except (TypeError, ValueError) as error:
             raise RecipeError(f"model.arguments: {name}: {error}") from None
     else:

@@ -6,13 +6,16 @@ has a report of what it recorded.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from largebatch.errors import CheckpointError
-from largebatch.report.comparison import Comparison, compare_runs, make_comparison_page
 from largebatch.report.page import make_page, write_charts
 from largebatch.report.run import read_run
 from largebatch.storage import write_whole
 from largebatch.tracking.events import REPORT
+
+if TYPE_CHECKING:
+    from largebatch.report.comparison import Comparison
 
 COMPARISON = "compare.html"
 """Name of the page that compares runs, unless another is given."""
@@ -40,13 +43,15 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     return page
 
 
-def write_comparison(run_folders: Sequence[Path], out: Path) -> tuple[Path, Comparison]:
+def write_comparison(run_folders: Sequence[Path], out: Path) -> "tuple[Path, Comparison]":
     """Write the page that compares these runs; return its path and its content.
 
     `out` is the file, a name that ends in .html, or the folder of compare.html. Raises as
     compare_runs, LargebatchError where the page cannot be written, MissingPackageError without
     matplotlib.
     """
+    from largebatch.report.comparison import compare_runs, make_comparison_page
+
     comparison = compare_runs(run_folders)
     path = out if out.suffix == ".html" else out / COMPARISON
     return make_comparison_page(comparison).write(path), comparison

@@ -20,7 +20,6 @@ from largebatch.recipe.installed import FEWEST_UPDATES
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import WIDTH, dump_commented, recipe_name
-from largebatch.report.comparison import Compared
 from largebatch.report.mistakes import by_class, compare
 from largebatch.report.noise import has_course, latest, samples
 from largebatch.report.record import RISE, RISEN, Record, Rise, record_of
@@ -681,7 +680,7 @@ class Verdict:
     words: str
     good: bool
     causes: tuple[Cause, ...] = ()
-    """Of a worse model, if the run finished; costs and corrections are not among them."""
+    """Causes of a worse model, if the run finished; costs and corrections are not among them."""
 
 
 def verdict(run: Run) -> Verdict:
@@ -777,6 +776,8 @@ def _require_same_data(one: Record, other: Record) -> None:
     ]
     differ = bool(one.classes and other.classes and one.classes != other.classes)
     if one.run and other.run and not differ:
+        from largebatch.report.comparison import Compared
+
         data = [Compared(record.run, record.name).data(named=True) for record in (one, other)]  # type: ignore[arg-type]
         differ = len(data[0]) == len(data[1]) and data[0] != data[1]
         found = [words[0] for words in data]

@@ -201,7 +201,7 @@ class Line:
     """True for points that are drawn without a filling."""
 
     size: float = 5
-    """Of the points."""
+    """Size of the points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -335,7 +335,7 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
 
 
 def read_edge(path: Path) -> float:
-    """Return the upper bound of the rate in the range.json of `lr range`, or of its folder.
+    """Return the upper bound of the rate in the range.json of `lab range`, or of its folder.
 
     Raises CheckpointError if it cannot be read or has no upper bound.
     """

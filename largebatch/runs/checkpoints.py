@@ -143,7 +143,6 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
 
 
 def _update(trainer: Trainer, mode: Literal["affine", "clean"]) -> int:
-    """Make the updates of a mode on clean images; return the number that were not skipped."""
     plan, state = trainer.plan, trainer.state
     skipped, every = state.progress.skipped, mode == "clean"
     state.use(build_affine(trainer.recipe, plan, state.model, trainer.backend, all_weights=every))
@@ -287,7 +286,6 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
 
 
 def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:
-    """Return the recipe of a checkpoint with other settings of its execution and evaluation."""
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(

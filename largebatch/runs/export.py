@@ -107,7 +107,6 @@ def loading_code(recipe: Recipe) -> tuple[str, str]:
 
 
 def _card(checkpoint: Checkpoint, *, source: Path) -> str:
-    """Return a model card: the model, its training and its measurements."""
     recipe, name = checkpoint.recipe, checkpoint.recipe.model.name
     library, load = loading_code(recipe)
     rows = [
@@ -143,7 +142,6 @@ each stage that has ended:
 
 
 def _describe_input(recipe: Recipe, classes: Sequence[str]) -> str:
-    """Return a table of how an image is prepared, and the class of each output."""
     data = recipe.data
     side, how = data.image_size, data.interpolation
     cut = f"the whole image, resized ({how})"

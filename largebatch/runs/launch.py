@@ -341,7 +341,6 @@ def reporting_errors() -> Iterator[None]:
 
 
 def _report(message: str) -> None:
-    """Write a message for the launcher to the file that it named."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")

@@ -88,7 +88,7 @@ Seconds = Annotated[float, Parameter(converter=_seconds, metavar="TIME")]
 """Seconds, or 5m, or 1.5h."""
 
 Given = Parameter(name="*")
-"""Of a dataclass of options: each field is an option of the command."""
+"""Marks a dataclass of options: each field is an option of the command."""
 
 RecipeFile = Annotated[Path, Parameter(help="A YAML file, or the name of an installed recipe.")]
 """A recipe, as a command takes it."""

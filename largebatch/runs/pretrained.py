@@ -98,7 +98,6 @@ def compare_weights(
 
 
 def _facts(what: Pretrained, weights: Weights) -> Facts:
-    """Return the model and the digest of the weights, which all workers must share."""
     return {"--model": what.model, "--weights": checksum(weights.tensors)}
 
 

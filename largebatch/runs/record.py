@@ -76,7 +76,6 @@ def _finish(
 
 
 def _draw(trainer: Trainer, folder: Path) -> None:
-    """Draw the report, with the worst misclassified images if they can be read again."""
     try:
         record_worst(trainer.pipeline, folder)
     except Exception as error:  # a user's data set may raise anything; the run is finished

@@ -220,7 +220,6 @@ def _read_safe(path: Path) -> Weights:
 
 
 def _find(path: Path, content: object, *, ema: bool) -> dict[str, Any]:
-    """Return the part of the content that holds the weights, or with `ema` their EMA."""
     words = _AVERAGED if ema else _PLACES
     places = dict(_places(content, words))
     if not places and not ema and _are_weights(content):
@@ -255,7 +254,6 @@ def _places(
 
 
 def _are_weights(content: object) -> TypeGuard[dict[str, Any]]:
-    """Return True if `content` maps names to tensors, with or without values that are not."""
     return (
         isinstance(content, dict)
         and all(isinstance(key, str) for key in content)
@@ -265,7 +263,6 @@ def _are_weights(content: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _is_array(value: object) -> bool:
-    """Return True for an array of NumPy that a tensor can hold."""
     return (
         isinstance(value, np.ndarray)
         and value.dtype.kind in "fiub"
@@ -309,7 +306,6 @@ def begin_with(path: Path, trainer: Trainer) -> None:
 
 
 def _starting_state(weights: Weights, model: nn.Module, *, drawn: bool) -> dict[str, Tensor]:
-    """Return the initial tensors, without the classifier's if it is `drawn`."""
     if drawn:
         return weights.state_for(model, without=_classifier_names(model))
     try:
@@ -323,7 +319,6 @@ def _starting_state(weights: Weights, model: nn.Module, *, drawn: bool) -> dict[
 
 
 def _classifier_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the classifier's weights; none if no classifier is found."""
     try:
         own = set(classifier(model).parameters())
     except ValueError:

@@ -501,3 +501,13 @@ def _share_in_a_process(root: Path) -> None:
 @pytest.mark.long
 def test_two_processes_share_an_index_over_gloo(root: Path, cache: Path) -> None:
     on_forked_workers(_share_in_a_process, root, workers=2)
+
+
+def test_files_of_a_copy_of_the_folder_may_have_other_times(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 finds a different file than worker 0, with the same content."""
+    number = iter(range(9))
+    monkeypatch.setattr(module, "_identity", lambda _: [next(number), 0])
+    indexes = share(root, make(root, "train"), [0, 0])
+    assert [index.mtimes is None for index in indexes] == [False, True]

@@ -1,16 +1,24 @@
 import io
+import os
+import resource
 import shutil
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tars
 from class_folders import fields, write_folder, write_image
+from decoding import png_folder
+from importing import png
 from PIL import Image
 
 from largebatch.cli.main import main
+from largebatch.data.augment import clean_request
 from largebatch.data.datasets.packing import pack_folder
+from largebatch.data.decoders import reader as reading
 from largebatch.data.index.index import BadImagesError, Index, load_or_read, make, read_folder
+from largebatch.data.types import Request
 from largebatch.errors import DataError
 
 
@@ -273,3 +281,107 @@ def test_the_command_packs_and_checks(
     assert main(["data", "pack", str(folder), "--out", str(out), "--shard-mb", "1"]) == 0
     assert "3 classes, 4 training and 4 validation images" in capsys.readouterr().out
     assert (out / ".largebatch-train.index").exists()
+
+
+NOT_WHOLE = {
+    "a symbolic link": (tars.symbolic("b.png", "a.png"), "b.png: it is a link to a.png"),
+    "a hard link": (tars.hard("b.png", "a.png"), "b.png: it is a link to a.png"),
+    "a sparse file": (tars.sparse("b.png", png(0)), "b.png: it is a sparse file"),
+    "a device": (tars.member("b.png", kind=tarfile.CHRTYPE), "b.png: it is a special"),
+    "a linked label": (
+        tars.member("b.png", png(0)) + tars.hard("b.cls", "a.cls"),
+        "b.cls: it is a link to a.cls, expected a whole file; create the tar with: tar",
+    ),
+    "nothing but links": (
+        tars.hard("b.cls", "a.cls") + tars.hard("b.png", "a.png"),
+        "b.png: it is a link to a.png",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"), [pytest.param(*each, id=name) for name, each in NOT_WHOLE.items()]
+)
+def test_a_sample_without_bytes_in_the_tar_is_named(
+    tmp_path: Path, members: bytes, reason: str
+) -> None:
+    before = tars.member("a.png", png(0)) + tars.member("a.cls", b"0")
+    after = tars.member("c.png", png(0)) + tars.member("c.cls", b"1")
+    label = tars.member("b.cls", b"0") if b"b.cls" not in members else b""
+    folder, link = tars.member("b", kind=tarfile.DIRTYPE), tars.symbolic("b.json", "a.json")
+    tars.write(tmp_path / "train/a.tar", before, folder, members, label, link, after)
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    with pytest.raises(BadImagesError) as caught:
+        read_folder(tmp_path, "train")
+    assert "1 of 3 images in train cannot be used" in str(caught.value)
+    assert f"train/a.tar/{reason}" in str(caught.value)
+
+
+def whole(index: Index) -> list[Request]:
+    """Request every image in turn, four at a time."""
+    parts = np.array_split(np.arange(len(index)), 4)
+    return [clean_request(index, part, image_size=1, resize=None) for part in parts]
+
+
+@pytest.fixture
+def opened_index(tmp_path: Path) -> Index:
+    png_folder(tmp_path / "folder", one_size=True)
+    shutil.copytree(tmp_path / "folder/train", tmp_path / "folder/val")
+    folders, packed = tmp_path / "folder", tmp_path / "packed"
+    pack_folder(folders, packed, shard_bytes=40_000, progress=lambda *_: None)
+    return load_or_read(packed, "train")
+
+
+def read_shards(index: Index, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Read all images three times; return how many files had been opened after each time."""
+    real, numbers = os.open, []
+    expected = [reading.read(index.locate(sample)) for sample in range(len(index))]
+
+    def note(path: str, *flags: int) -> int:
+        opened.append(str(path))
+        return real(path, *flags)
+
+    monkeypatch.setattr(os, "open", note)
+    with reading.open_reader(index, 1) as reader:
+        for _ in range(3):
+            for given in reading.read_ahead(whole(index), reader):
+                found = [content.tobytes() for content in given.contents]
+                assert found == [expected[sample] for sample in given.request.samples.tolist()]
+            numbers.append(len(opened))
+    return numbers
+
+
+def test_a_shard_is_opened_once(opened_index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    number = len(set(opened_index.paths))
+    assert number > 2
+    assert read_shards(opened_index, opened, monkeypatch) == [number] * 3
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_open_shards_stay_below_the_process_limit(
+    opened_index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * reading.KEPT_OPEN, 1_000))
+    number = len(set(opened_index.paths))
+    assert number > 2
+    assert read_shards(opened_index, [], monkeypatch) == [number, 2 * number, 3 * number]
+
+
+def test_an_unreadable_open_shard_is_reopened(
+    opened_index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file that was open when its server restarted stays stale."""
+    opened: list[str] = []
+    real, failures = os.preadv, iter([OSError(116, "Stale file handle")])
+
+    def stale(file: int, buffers: list[memoryview], offset: int) -> int:
+        if opened:
+            for failure in failures:
+                raise failure
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", stale)
+    number = len(set(opened_index.paths))
+    assert read_shards(opened_index, opened, monkeypatch) == [number + 1] * 3, "once to read again"

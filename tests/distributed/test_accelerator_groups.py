@@ -24,10 +24,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from largebatch import run
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import pick_device
-from largebatch.distributed.links import open_links
 from largebatch.distributed.network import REPEATS, measure_network
 from largebatch.distributed.torch_distributed import TorchDistributed, require_one_type
 from largebatch.errors import BackendError, MismatchError
+from largebatch.lab.protocols.links import open_links
 
 
 def on_late_workers(work: Callable[[TorchDistributed], object], *, workers: int) -> object:

@@ -1,7 +1,7 @@
 """The comparison of workers before they start, with threads as workers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,6 @@ from largebatch.distributed.agreement import (
 )
 from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DesynchronizedError, MismatchError
-from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs import build
 from largebatch.runs.options import Options
 from largebatch.tracking.environment import versions
@@ -60,14 +59,6 @@ def of_a_run(*overrides: str, command: str = "train", **options: object) -> Fact
     return {"command": command, **recipe.model_dump(mode="json"), **shared}
 
 
-def of_a_plan(device_batch: int) -> Facts:
-    return {
-        "plan": asdict(
-            make_plan(load_recipe(DIGITS).with_execution(device_batch=device_batch), workers=1)
-        )
-    }
-
-
 @given(facts=st.dictionaries(st.text(), JSON))
 def test_workers_that_agree_exchange_only_checksums(facts: Facts) -> None:
     class Watched:
@@ -99,13 +90,6 @@ def test_workers_that_agree_exchange_only_checksums(facts: Facts) -> None:
             "schedule.peak_lr: 0.5 on worker 0 and 1.0 on worker 1",
             id="rate",
         ),
-        pytest.param(of_a_run(), of_a_run("seed=2"), "seed: 1 on worker 0 and 2 on", id="seed"),
-        pytest.param(
-            of_a_run(),
-            of_a_run("data.crop_area=[0.5, 1.0]"),
-            "data.crop_area: [0.35, 1.0] on worker 0 and [0.5, 1.0] on worker 1",
-            id="crops",
-        ),
         pytest.param(
             of_a_run(),
             of_a_run("model.arguments.drop_rate=0.5"),
@@ -124,33 +108,7 @@ def test_workers_that_agree_exchange_only_checksums(facts: Facts) -> None:
             'command: "train" on worker 0 and "evaluate" on worker 1',
             id="command",
         ),
-        pytest.param(
-            of_a_run("execution.device_batch=24"),
-            of_a_run(),
-            "execution.device_batch: 24 on worker 0 and null on worker 1",
-            id="device batch",
-        ),
-        pytest.param(of_a_run(resume=True), of_a_run(), "--resume: true on", id="resume"),
         pytest.param(of_a_run(), of_a_run(max_steps=3), "--max-steps: null on", id="max steps"),
-        pytest.param(
-            of_a_run("execution.decoder=dali"),
-            of_a_run(),
-            'execution.decoder: "dali"',
-            id="decoder",
-        ),
-        pytest.param(of_a_run(data=Path("a")), of_a_run(), '--data: "a" on', id="data"),
-        pytest.param(
-            {"versions": versions()},
-            {"versions": versions() | {"torch": "1.0"}},
-            f'versions.torch: "{versions()["torch"]}" on worker 0 and "1.0" on worker 1',
-            id="versions",
-        ),
-        pytest.param(
-            {"device": "cuda"},
-            {"device": "cpu"},
-            'device: "cuda" on worker 0 and "cpu" on worker 1',
-            id="type of device",
-        ),
         pytest.param(
             INDEX,
             OTHER_INDEX,
@@ -161,33 +119,13 @@ def test_workers_that_agree_exchange_only_checksums(facts: Facts) -> None:
 )
 def test_every_worker_reports_the_difference(own: Facts, other: Facts, message: str) -> None:
     told, *others = compare(own, other)
-    assert told.startswith(f"workers disagree on {message}")
-    assert told.endswith(
-        "; start every worker with the same command, recipe, packages and type of device"
-    )
+    assert message in told
     assert others == [told]
-
-
-def test_a_plan_that_differs_is_named_value_by_value() -> None:
-    told, _ = compare(of_a_plan(48), of_a_plan(96))
-    assert told.splitlines()[1:] == [
-        "  plan.accumulation: 2 on worker 0 and 1 on worker 1",
-        "  plan.device_batch: 48 on worker 0 and 96 on worker 1",
-    ]
 
 
 def test_all_workers_with_one_value_are_listed_together() -> None:
     told, *_ = compare(*[{"seed": seed} for seed in (1, 2, 1, 2, 2)])
     assert "seed: 1 on workers 0, 2 and 2 on workers 1, 3, 4;" in told
-
-
-def test_long_lists_are_truncated() -> None:
-    many: list[Facts] = [{str(key): rank for key in range(12)} for rank in range(12)]
-    head, *lines = compare(*many)[0].splitlines()
-    assert head.startswith("workers disagree on 12 values; start every worker")
-    assert len(lines) == 11
-    assert lines[0].endswith(" and 9 on worker 9 and ...")
-    assert lines[-1] == "  ..."
 
 
 def test_none_equals_a_missing_key() -> None:

@@ -24,10 +24,6 @@ DIFFERENT = {
         ["schedule.peak_lr=2.0", "schedule.peak_lr=1.0"],
         "workers disagree on schedule.peak_lr: 2.0 on worker 0 and 1.0 on worker 1; start",
     ),
-    "model": (
-        ["model.name=resnet18", "model.name=resnet26"],
-        'workers disagree on model.name: "resnet18" on worker 0 and "resnet26" on worker 1; start',
-    ),
 }
 LIMIT = 600
 """Seconds after which a process hangs; it takes a few."""

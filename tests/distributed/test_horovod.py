@@ -12,11 +12,11 @@ from fake_horovod import FakeHorovod
 from torch import Tensor, nn
 
 from largebatch import accelerator
-from largebatch.distributed.backend import Backend, pick_device
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.horovod import Horovod, open_horovod
-from largebatch.distributed.links import open_links
 from largebatch.distributed.serial import Serial
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
+from largebatch.lab.protocols.links import open_links
 
 
 @pytest.fixture
@@ -42,12 +42,6 @@ def test_the_real_module_can_be_called_like_the_fake() -> None:
         keywords = {p.name: None for p in asked if p.kind is inspect.Parameter.KEYWORD_ONLY}
         positions = [None] * (len(asked) - len(keywords))
         inspect.signature(getattr(real, name)).bind(*positions, **keywords)
-
-
-def test_a_worker_has_its_rank_and_local_rank(backend: Backend) -> None:
-    assert (backend.rank, backend.world_size) == (1, 2)
-    assert (backend.local_rank, backend.local_size) == (0, 1)
-    assert backend.name == "horovod"
 
 
 awkward_tensors = pytest.mark.parametrize(
@@ -267,9 +261,3 @@ def test_a_worker_takes_the_gpu_of_its_local_rank(
 def test_a_gpu_that_horovod_cannot_use_is_refused() -> None:
     with pytest.raises(BackendError, match="built without GPU support"):
         open_horovod()
-
-
-@pytest.mark.usefixtures("gpu")
-def test_more_workers_than_gpus_are_refused() -> None:
-    with pytest.raises(BackendError, match="2 workers on a machine with 1 GPU; start as many"):
-        pick_device(local_rank=1, local_size=2)

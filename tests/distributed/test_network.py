@@ -105,6 +105,4 @@ def test_doctor_measures_workers_that_it_starts(capfd: pytest.CaptureFixture[str
 
 def test_a_single_worker_has_no_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--network"]) == USER
-    error = capsys.readouterr().err
-    assert "measures between workers, and there is only one; start it as a run is" in error
-    assert error.count("\n") == 1
+    assert capsys.readouterr().err.count("\n") == 1

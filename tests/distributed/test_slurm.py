@@ -143,11 +143,6 @@ def test_a_reachable_address_of_a_name_is_used(
     assert not caplog.messages
 
 
-def test_a_store_on_all_interfaces_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert listen_on("127.0.1.1", 0, alone=False) is None
-    assert ["on all interfaces" in line for line in caplog.messages] == [True]
-
-
 @pytest.mark.usefixtures("ends")
 def test_tasks_of_srun_on_one_host_meet_on_the_loopback_interface(own_address: str) -> None:
     found = on_forked_workers(be_task, str(os.getpid()), own_address, workers=2)

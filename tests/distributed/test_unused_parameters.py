@@ -9,7 +9,6 @@ from on_workers import on_workers
 from short_runs import DIGITS
 from torch import nn
 
-from largebatch import load_recipe
 from largebatch.cli.main import USER, main
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
@@ -41,13 +40,6 @@ def test_unused_parameters_end_a_run_with_their_names(
     assert shown.startswith("largebatch: no gradient reached idle.bias, idle.weight, on which")
     assert "model.arguments" in shown
     assert "Traceback" not in shown
-
-
-@pytest.mark.long
-def test_unused_parameters_end_a_run_of_two_workers_with_their_names(tmp_path: Path) -> None:
-    options = Options(out=tmp_path / "run")
-    with pytest.raises(LargebatchError, match="^no gradient reached idle.bias, idle.weight, on"):
-        on_workers(train_with_an_idle_layer, load_recipe(DIGITS), options, workers=2)
 
 
 def leave_a_layer_out_on_one_worker() -> None:

@@ -140,10 +140,8 @@ def test_a_classifier_of_other_classes_is_refused_and_can_be_reinitialised(tmp_p
     state = theirs(path, classes=3)
     with pytest.raises(CheckpointError) as caught:
         run(a_recipe(f"model.weights={path}"), out=tmp_path / "run")
-    message = str(caught.value)
-    assert "fc.bias: 3, expected 10" in message
-    assert "all but the classifier fits: to draw a new one" in message
-    assert "set model.head_std, such as 0.01" in message
+    assert "fc.bias: 3, expected 10" in str(caught.value)
+    assert "model.head_std" in str(caught.value)
     assert not (tmp_path / "run").exists()
     changes = (f"model.weights={path}", "model.head_std=0.01", NO_STEP)
     run(a_recipe(*changes), out=tmp_path / "run")

@@ -60,18 +60,6 @@ def test_what_the_user_can_fix_is_one_message_of_all_workers(
     )
 
 
-def test_one_of_several_workers_starts_no_others(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["evaluate", str(trained), "--workers", "2"]) == USER
-    assert (
-        "already one of several workers (WORLD_SIZE=2); leave --workers 2 out"
-        in capsys.readouterr().err
-    )
-
-
 def test_threads_sleep_while_they_wait_unless_the_user_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

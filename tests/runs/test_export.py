@@ -17,7 +17,7 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.runs.checkpoints import find_checkpoint
-from largebatch.runs.export import export, loading_code, timm_config
+from largebatch.runs.export import export, timm_config
 from largebatch.training.checkpoint import write_checkpoint
 
 
@@ -104,28 +104,6 @@ def test_the_card_has_the_precision_of_its_accuracies(
     card = (tmp_path / "out/README.md").read_text()
     assert f"computed in {precision}" in card
     assert ("weights are fp32" in card) == (precision != "fp32")
-
-
-def test_the_code_of_a_card_has_the_arguments_of_the_model() -> None:
-    changes = ["model={name: torchvision/resnet18, arguments: {zero_init_residual: true}}"]
-    library, code = loading_code(load_recipe(DIGITS, changes))
-    assert library == "largebatch"
-    assert "num_classes=10, arguments={'zero_init_residual': True})" in code
-
-
-def test_the_card_of_a_model_of_timm_names_timm(trained: dict[str, Path], tmp_path: Path) -> None:
-    export(trained["resnet10t"], tmp_path / "out")
-    assert "library_name: timm\n" in (tmp_path / "out/README.md").read_text()
-
-
-def test_a_checkpoint_without_class_names_has_a_card_without_them(
-    trained: dict[str, Path], tmp_path: Path
-) -> None:
-    checkpoint = find_checkpoint(trained["resnet10t"])[1]
-    checkpoint.origin.classes.clear()
-    export(write_checkpoint(tmp_path, checkpoint), tmp_path / "out")
-    assert "Classes by label" not in (tmp_path / "out/README.md").read_text()
-    assert "label_names" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
 @pytest.mark.parametrize("command", ["export", "polish --compare", "polish --compare --ema"])

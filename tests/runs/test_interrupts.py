@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from short_runs import DIGITS
 
-from largebatch.cli.main import DONE, STOPPED, main
-from largebatch.cli.printing import INTERRUPTED
+from largebatch.cli.main import STOPPED, main
 from largebatch.runs.interrupts import describe_saved, stop_requests
 
 pytestmark = pytest.mark.usefixtures("ends")
@@ -104,15 +103,3 @@ def test_a_time_limit_counts_from_when_it_is_said_to_begin() -> None:
     for limit, is_over in ((90.0, True), (3600.0, False)):
         with stop_requests(handles_signals=False, limit=limit, begun=begun) as wants_stop:
             assert wants_stop() is is_over
-
-
-def test_the_report_of_an_earlier_part_is_not_named_after_an_interruption(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    words = ["train", str(DIGITS), "--set", "polish=null", "--out", str(folder)]
-    assert main([*words, "--max-steps", "1"]) == DONE
-    (folder / "report.html").touch()
-    assert main([*words, "--resume", "--time-limit", "0.001"]) == INTERRUPTED
-    printed = capsys.readouterr().out
-    assert printed.endswith(f"to draw the report: largebatch report {folder}\n")

@@ -16,17 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from listening import listeners
 from on_workers import on_workers
 
 from largebatch.distributed.connection import connect
-from largebatch.distributed.environment import LAUNCHER, launched_rank
+from largebatch.distributed.environment import LAUNCHER
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import (
     BackendError,
     DataError,
     LargebatchError,
-    PeerLostError,
     WorkerFailedError,
 )
 from largebatch.runs.interrupts import stop_requests
@@ -39,12 +37,6 @@ import sys, on_workers, test_launch
 from pathlib import Path
 on_workers.on_workers(getattr(test_launch, sys.argv[2]), Path(sys.argv[1]), workers=2)
 """
-
-
-def place() -> tuple[int | None, str, list[str]]:
-    port = int(os.environ["MASTER_PORT"])
-    here = [address for address, number in listeners() if number == port]
-    return launched_rank(), os.environ["WORLD_SIZE"], here
 
 
 def all_listeners(library: str) -> list[str]:
@@ -75,19 +67,6 @@ def fail_on_one(how: str) -> None:
             raise DataError("image.png: not an image")
         os.kill(os.getpid(), signal.SIGKILL)
     backend.all_reduce(torch.ones(1)).wait()
-
-
-def lose_peer() -> str:
-    """Worker 0 says how it learns that worker 1 is gone; worker 1 leaves silently."""
-    backend = TorchDistributed()
-    backend.barrier()
-    if backend.rank == 1:
-        os._exit(0)
-    try:
-        backend.all_reduce(torch.ones(1)).wait()
-    except PeerLostError as error:
-        return str(error)
-    return "nothing"
 
 
 def sleep_until_asked(folder: Path) -> str:
@@ -140,13 +119,6 @@ def once_here(folder: Path, act: Callable[[], None]) -> Iterator[None]:
     thread.join()
 
 
-@pytest.mark.long
-def test_workers_meet_on_the_loopback_interface_only() -> None:
-    rank, workers, (address,) = on_workers(place, workers=2)
-    assert (rank, workers) == (0, "2")
-    assert address == "127.0.0.1"
-
-
 @pytest.mark.parametrize("library", ["torch", pytest.param("horovod", marks=pytest.mark.long)])
 def test_local_workers_listen_on_the_loopback_interface_only(library: str) -> None:
     if library == "horovod":
@@ -176,12 +148,6 @@ def test_a_killed_worker_takes_the_others_down(capfd: pytest.CaptureFixture[str]
     with pytest.raises(WorkerFailedError, match=message):
         on_workers(fail_on_one, "kill", workers=2)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.long
-def test_a_worker_that_left_silently_is_noticed_by_the_others() -> None:
-    lost = on_workers(lose_peer, workers=2)
-    assert lost.startswith("worker 0 lost contact with another worker (")
 
 
 BY_RANK = """

@@ -78,7 +78,6 @@ CASES = {
     ),
     "SGD": ((CLEAN,), SGD),
     "LAMB": ((STATISTICS,), an_optimizer("kind: lamb")),
-    "AdamW": ((STATISTICS,), an_optimizer("kind: adamw")),
     "Muon": ((STATISTICS,), an_optimizer("kind: muon")),
     "Shampoo": ((STATISTICS,), an_optimizer("kind: shampoo, start_step: 2, block_size: 16")),
     "Schedule-Free": (

@@ -13,11 +13,11 @@ from torch.optim import SGD
 
 from largebatch.data.types import Batch
 from largebatch.distributed.connection import connect
-from largebatch.distributed.links import open_links
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.exchange import Exchange, Layout, Record
 from largebatch.lab.protocols.gradients import Gradients, average_statistics
+from largebatch.lab.protocols.links import open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.training.loss import cross_entropy

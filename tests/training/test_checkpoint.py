@@ -227,7 +227,7 @@ def test_another_programs_file_is_refused(tmp_path: Path) -> None:
     [
         pytest.param("auto", 0.5, 120.0, id="every two minutes"),
         pytest.param("auto", 3.0, 300.0, id="at most 1 % of the time"),
-        pytest.param(1.0, 3.0, 60.0, id="as the recipe says"),
+        pytest.param(1.0, 3.0, 60.0, id="as configured"),
         pytest.param(None, 0.1, float("inf"), id="never"),
     ],
 )

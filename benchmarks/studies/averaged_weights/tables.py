@@ -3,7 +3,7 @@
     python -m benchmarks.studies.averaged_weights.tables
 
 Reads the newest averaged_weights_<machine>_<date>.json, writes averaged_weights.png beside it and
-prints the tables of docs/averaged-weights.md.
+prints the tables of docs/final-polishing.md.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Judge recorded runs with known causes, and healthy ones, as `largebatch diagnose` does.
+"""Judge recorded runs with known causes, and healthy ones, as `largebatch report diagnose` does.
 
     python -m benchmarks.studies.diagnosis.diagnosis [--record [NAME ...]]
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from largebatch.data.datasets import arrays, image_folder, parquet
-from largebatch.data.datasets.packing import DataSet, write_shards
-from largebatch.storage import Progress, require_new
+from largebatch.storage import Progress
+
+if TYPE_CHECKING:
+    from largebatch.data.datasets.packing import DataSet
 
 
 def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
@@ -30,6 +31,10 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     the division, with `drop_bad` the images that cannot be used, and images of val that are equal
     to one of train. Raises DataError if files are missing; the message says which are expected.
     """
+    from largebatch.data.datasets import arrays, image_folder, parquet
+    from largebatch.data.datasets.packing import write_shards
+    from largebatch.storage import require_new
+
     official = ("cifar10", "cifar100", "mnist", "fashion-mnist")
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
         **{each: partial(arrays.open_official, name=each) for each in official},

@@ -8,8 +8,8 @@ has no bytes in the tar, such as a link, is a bad one.
 
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -42,14 +42,6 @@ class Unusable(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
-
-
-@dataclass(slots=True)
-class _Parts:
-    key: str
-    images: list[tarfile.TarInfo]
-    label: str | None = None
-    trouble: Unusable | None = None
 
 
 def members(file: IO[bytes], end: int) -> Iterator[tarfile.TarInfo]:
@@ -98,8 +90,9 @@ def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(0)
-            for parts in _samples(members(file, end), file.fileno()):
-                yield _usable_member(parts, num_classes)
+            shown = (m for m in members(file, end) if visible(m.name.rpartition("/")[2]))
+            for key, parts in groupby((m for m in shown if not m.isdir()), _key):
+                yield _sample(key, list(parts), file.fileno(), num_classes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except (tarfile.TarError, ValueError, OverflowError) as error:
@@ -108,50 +101,31 @@ def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
         ) from None
 
 
-def _samples(listed: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
-    parts: _Parts | None = None
-    for member in listed:
-        folder, slash, name = member.name.rpartition("/")
-        if member.isdir() or not visible(name):
-            continue
-        stem, _, extension = name.partition(".")
-        key = folder + slash + stem
-        if parts is None or parts.key != key:
-            if parts is not None:
-                yield parts
-            parts = _Parts(key, [])
-        _add(parts, member, extension, file)
-    if parts is not None:
-        yield parts
+def _key(member: tarfile.TarInfo) -> str:
+    folder, slash, name = member.name.rpartition("/")
+    return folder + slash + name.partition(".")[0]
 
 
-def _add(parts: _Parts, member: tarfile.TarInfo, extension: str, file: int) -> None:
-    image = f".{extension.lower()}" in EXTENSIONS
-    if not image and extension != LABEL:
-        return
-    if not has_bytes(member):
-        parts.trouble = Unusable(
-            member.name, f"it is {kind_of(member)}, expected a whole file; {REPACK}"
-        )
-    elif image:
-        parts.images.append(member)
-    else:
-        content = os.pread(file, min(member.size, LABEL_BYTES), member.offset_data)
-        parts.label = content.decode("ascii", errors="replace").strip()
-
-
-def _usable_member(parts: _Parts, num_classes: int) -> Member | Unusable:
-    if parts.trouble is not None:
-        return parts.trouble
-    if is_system(parts.key):
-        return Unusable(parts.key, "it is in a folder of the system: a thumbnail or a deleted file")
-    if len(parts.images) != 1:
-        return Unusable(parts.key, f"it has {len(parts.images)} images, expected 1")
-    image, label = parts.images[0], parts.label
-    if label is None:
-        return Unusable(image.name, f"there is no {parts.key}.{LABEL} with its label")
+def _sample(
+    key: str, parts: list[tarfile.TarInfo], file: int, num_classes: int
+) -> Member | Unusable:
+    extensions = [(part, part.name[len(key) + 1 :]) for part in parts]
+    images = [part for part, extension in extensions if f".{extension.lower()}" in EXTENSIONS]
+    labels = [part for part, extension in extensions if extension == LABEL]
+    for part in (*images, *labels):
+        if not has_bytes(part):
+            reason = f"it is {kind_of(part)}, expected a whole file; {REPACK}"
+            return Unusable(part.name, reason)
+    if is_system(key):
+        return Unusable(key, "it is in a folder of the system: a thumbnail or a deleted file")
+    if len(images) != 1:
+        return Unusable(key, f"it has {len(images)} images, expected 1")
+    (image,) = images
+    if not labels:
+        return Unusable(image.name, f"there is no {key}.{LABEL} with its label")
+    content = os.pread(file, min(labels[-1].size, LABEL_BYTES), labels[-1].offset_data)
+    label = content.decode("ascii", errors="replace").strip()
     if not label.isdecimal() or int(label) >= num_classes:
-        return Unusable(
-            image.name, f"its label is {label!r}, expected a number from 0 to {num_classes - 1}"
-        )
+        reason = f"its label is {label!r}, expected a number from 0 to {num_classes - 1}"
+        return Unusable(image.name, reason)
     return Member(image.name, int(label), image.offset_data, image.size)

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.links import Link, open_links
 from largebatch.distributed.torch_distributed import TorchDistributed, lost_peers_named
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.dropped import DroppedWorkers
 from largebatch.lab.protocols.learner import Gradient, Shard, learn
+from largebatch.lab.protocols.links import Link, open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.lab.protocols.server import (
     MOMENTUM,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch.distributed.links import Link
 from largebatch.errors import PeerLostError, PeerSilentError
+from largebatch.lab.protocols.links import Link
 from largebatch.lab.protocols.rule import MiniBatches
 from largebatch.lab.protocols.server import Applied, ParameterServer
 from largebatch.lab.protocols.state import LostLearner

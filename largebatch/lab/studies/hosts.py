@@ -158,8 +158,6 @@ class Start:
     rates: list[list[str]]
     """Learning rate of every update on every worker, in hexadecimal."""
 
-    device_batch: int
-
 
 _START = TypeAdapter(Start)
 
@@ -209,17 +207,11 @@ class HostsCell(Cell):
         """Start the workers once, and record what they measure."""
         backend = self.placement.backend if self.workers > 1 else "auto"
         own = {**task.options, "backend": backend}
-        load = os.getloadavg()[0]
         workers = measure_on_hosts(
             self.job(task.slot.seed, Options(out=Path(), report=False, **own)), self.placement
         )
         result = put_together(workers, self.placement, updates=self.on_hosts.updates)
-        return {
-            "seed": task.slot.seed,
-            "start": asdict(result),
-            "load_before": load,
-            **circumstances(),
-        }
+        return {"seed": task.slot.seed, "start": asdict(result), **circumstances()}
 
     def describe(self, record: Json) -> str:
         """Describe the time of an update."""
@@ -284,7 +276,6 @@ def measure(job: Job) -> Json:
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
             "shards": _shards(trainer),
-            "device_batch": trainer.plan.device_batch,
         }
 
 
@@ -394,7 +385,6 @@ def put_together(workers: Sequence[Json], placement: Placement, *, updates: int)
         shards=workers[0]["shards"],
         late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
         rates=[worker["rates"] for worker in workers if worker["rates"] or worker["gradients"]],
-        device_batch=workers[0]["device_batch"],
     )
 
 

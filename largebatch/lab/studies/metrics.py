@@ -17,6 +17,7 @@ from typing import NamedTuple
 from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
 from largebatch.tracking.events import Measured
+from largebatch.tracking.noise_scale import student_reach
 
 CONFIDENCE = 0.95
 
@@ -157,9 +158,7 @@ def interval(values: Iterable[float], *, together: int = 1) -> Interval:
     mean = statistics.fmean(found)
     if len(found) == 1:
         return Interval(mean, -math.inf, math.inf, 1)
-    from scipy.stats import t  # half a second, which a command without it need not wait
-
-    reach = float(t.ppf(1 - (1 - CONFIDENCE) / 2 / together, len(found) - 1))
+    reach = student_reach(1 - (1 - CONFIDENCE) / together, len(found) - 1)
     reach *= statistics.stdev(found) / math.sqrt(len(found))
     return Interval(mean, mean - reach, mean + reach, len(found))
 

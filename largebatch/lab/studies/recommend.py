@@ -34,6 +34,7 @@ from largebatch.lab.studies.metrics import (
 from largebatch.lab.studies.search import good_values
 from largebatch.lab.studies.store import read_folder
 from largebatch.lab.studies.trained import CellResults, read_policy
+from largebatch.optional import require_scipy
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
 from largebatch.recipe.schedule import Schedule
@@ -212,8 +213,7 @@ def _is_longer(one: Ranked, first: Ranked, times: Ratio, together: int) -> bool:
 
 def _is_rarer(one: Ranked, first: Ranked, together: int) -> bool:
     """Return True if surely fewer seeds reach the target, by Fisher's exact test."""
-    from scipy.stats import fisher_exact
-
+    fisher_exact = require_scipy("scipy.stats").fisher_exact
     table = [(len(each.known), len(each.scores) - len(each.known)) for each in (one, first)]
     return bool(fisher_exact(table, alternative="less").pvalue < (1 - CONFIDENCE) / 2 / together)
 

@@ -393,7 +393,6 @@ def _simulate(
             seconds = np.diff(ends, prepend=0.0).tolist()
         found[seed] = Start(
             seconds=seconds, sent={}, received={}, shards=shares, late=0.0, rates=[],
-            device_batch=0,
         )  # fmt: skip
     return found
 

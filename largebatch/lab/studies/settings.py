@@ -23,6 +23,7 @@ from largebatch.lab.studies.metrics import (
 )
 from largebatch.lab.studies.study import Metric
 from largebatch.lab.studies.trained import CellResults, Result, value_at
+from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import differences
 from largebatch.report.pages import (
@@ -316,13 +317,13 @@ def correlation(one: Sequence[float], other: Sequence[float]) -> Correlation | N
     pairs = [pair for pair in both if all(map(math.isfinite, pair))]
     if len(pairs) < ENOUGH_SETTINGS or any(len(set(each)) < 2 for each in zip(*pairs, strict=True)):
         return None
-    from scipy.stats import norm, spearmanr
+    stats = require_scipy("scipy.stats")
 
-    rho = round(float(spearmanr(*zip(*pairs, strict=True)).statistic), 12)
+    rho = round(float(stats.spearmanr(*zip(*pairs, strict=True)).statistic), 12)
     number = len(pairs)
     most = 1 - 12 / (number**3 - number)  # that of orders with one pair of neighbours exchanged
     bounded = max(-most, min(most, rho))
-    reach = float(norm.ppf((1 + CONFIDENCE) / 2))
+    reach = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
     reach *= math.sqrt((1 + bounded**2 / 2) / (number - 3))
     low, high = (math.tanh(math.atanh(bounded) + end) for end in (-reach, reach))
     return Correlation(rho, min(low, rho), max(high, rho), number)

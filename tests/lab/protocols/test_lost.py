@@ -16,9 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 from torch.optim import SGD
 
 from largebatch.distributed.connection import connect
-from largebatch.distributed.links import open_links
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.exchange import Exchange, Layout
+from largebatch.lab.protocols.links import open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 
 WORKERS = 3

@@ -23,11 +23,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from largebatch import load_recipe, run
 from largebatch.distributed.connection import connect
-from largebatch.distributed.links import open_links
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.arrivals import Arrivals
 from largebatch.lab.protocols.exchange import Exchange, Layout
 from largebatch.lab.protocols.gradients import Gradients
+from largebatch.lab.protocols.links import open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.lab.protocols.server import Arrival
 

@@ -46,7 +46,6 @@ def test_what_starts_and_ends_a_stretch_falls_out_of_the_counters() -> None:
             "gradients": 6,
             "late": rank,
             "shards": [7],
-            "device_batch": 2,
         }
 
     placement = Placement(workers_per_host=(2, 1), megabits=None)

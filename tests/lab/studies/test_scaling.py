@@ -71,7 +71,6 @@ def applied(*, late: bool) -> list[str]:
 def a_start(seconds: float, *, rates: list[list[str]]) -> Start:
     return Start(
         seconds=[seconds] * 3, sent={}, received={}, shards=[MODEL_BYTES], late=0.0, rates=rates,
-        device_batch=2,
     )  # fmt: skip
 
 

@@ -99,7 +99,6 @@ def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path:
     alone = cells_here(tmp_path)["alone"]
     record = Start(
         seconds=[GRADIENT + 0.5], sent={}, received={}, shards=[MODEL], late=0.0, rates=[],
-        device_batch=2,
     )  # fmt: skip
     measured = [row_of(alone, {1: record}, {1: record})]
     bare, own = (seconds(simulated(tmp_path, rows)["workers"]) for rows in ([], measured))
@@ -186,7 +185,6 @@ def made(
     for name, times in (SECONDS | {"beside": beside}).items():
         bare = Start(
             seconds=[1.0], sent={}, received={}, shards=PARTS[name], late=late, rates=[],
-            device_batch=2,
         )  # fmt: skip
         links = {f"host{n}": link for n, link in enumerate(cells[name].expected(bare), start=1)}
         whole = replace(
