@@ -35,10 +35,9 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import kept_exact
-from largebatch.runs.state import build_criterion, build_state
+from largebatch.runs.state import build_criterion, build_state, build_step_log
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.state import TrainState
-from largebatch.training.step_log import StepLog
 
 _CPU = torch.device("cpu")
 
@@ -250,7 +249,7 @@ def _make_update(
             firsts.append(len(backend.messages))
             yield Batch(*random_batch(recipe, samples, side, _CPU))
 
-    log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
+    log = build_step_log(recipe, plan, backend, state, emit=lambda _: None)
     reducer = state.updater.reducer
     # On a CPU it reads numbers, which fake gradients do not have.
     reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]

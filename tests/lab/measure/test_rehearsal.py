@@ -55,8 +55,8 @@ def count_messages(changes: Sequence[str], folder: Path) -> list[Message]:
         found[-1].append(Message("gather", group.world_size, tensor.nbytes))
         return gather(group, tensor)
 
-    def adding(log: StepLog, stage: StageName, update: Update) -> None:
-        add(log, stage, update)
+    def adding(log: StepLog, stage: StageName, update: Update, *, seconds: float) -> None:
+        add(log, stage, update, seconds=seconds)
         found.append([])
 
     with pytest.MonkeyPatch.context() as patch:
