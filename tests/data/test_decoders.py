@@ -197,22 +197,6 @@ def assert_alike(
 
 
 @both_decoders
-def test_the_next_batches_are_requested_while_one_is_used(decode: Decode, folder: Index) -> None:
-    asked = 0
-
-    def requests() -> Iterator[Request]:
-        nonlocal asked
-        for request in augmented(folder, 2, 8):
-            asked += 1
-            yield request
-
-    batches = run(decode, folder, requests())
-    next(batches)
-    assert 2 <= asked <= 5
-    batches.close()
-
-
-@both_decoders
 def test_an_error_in_the_requests_reaches_the_caller(decode: Decode, folder: Index) -> None:
     def requests() -> Iterator[Request]:
         yield from augmented(folder, 2, 4)

@@ -58,15 +58,6 @@ def test_processes_that_start_together_write_one_folder(cache: Path) -> None:
     assert len(list(roots.pop().glob("*/*/*.png"))) == 1797
 
 
-def test_without_the_variable_the_home_folder_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".cache/largebatch/digits").mkdir(parents=True)
-    assert write_digits() == tmp_path / ".cache/largebatch/digits"
-
-
 def test_a_read_only_cache_folder_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Decoders that stay open from one evaluation to the next."""
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from itertools import islice
@@ -84,16 +83,6 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[objec
 
 
 @every_way
-def test_every_evaluation_sees_the_same_images(way: str) -> None:
-    pipeline, another = opened(way), opened(way)
-    with closing(pipeline):
-        first, second, third = (copies(pipeline.validation()) for _ in range(3))
-    assert_same(second, first)
-    assert_same(third, first)
-    assert_same(copies(another.validation()), first)
-
-
-@every_way
 def test_an_interrupted_evaluation_does_not_affect_the_next(way: str) -> None:
     with closing(opened(way)) as pipeline:
         expected = copies(pipeline.validation())
@@ -101,14 +90,3 @@ def test_an_interrupted_evaluation_does_not_affect_the_next(way: str) -> None:
             list(islice(batches, 1))
         assert pipeline.idle.names == set(), "it has batches that nobody used"
         assert_same(copies(pipeline.validation()), expected)
-
-
-def test_the_threads_of_idle_decoders_end_with_the_pipeline() -> None:
-    before = threading.active_count()
-    pipeline = opened("execution.decoder=torchvision")
-    list(pipeline.validation())
-    list(pipeline.statistics(96))
-    assert pipeline.idle.names == {"train", "val"}
-    assert threading.active_count() > before
-    pipeline.close()
-    assert threading.active_count() == before

@@ -30,7 +30,6 @@ from largebatch.data.index.index import (
     load_or_read,
     make,
     open_mapped,
-    pack,
     read_folder,
     refresh,
     share_index,
@@ -218,10 +217,6 @@ def add(root: Path) -> None:
     write_image(root / "train/dog/c.png")
 
 
-def remove(root: Path) -> None:
-    (root / "train/dog/b.png").unlink()
-
-
 def rename(root: Path) -> None:
     (root / "train/dog/b.png").rename(root / "train/dog/c.png")
 
@@ -255,7 +250,6 @@ def become_shards(root: Path) -> None:
     ("change", "reason"),
     [
         (add, r"train/dog holds 3 images, it held 2 \(new: c.png; gone: nothing\)"),
-        (remove, r"train/dog holds 1 images, it held 2 \(new: nothing; gone: b.png\)"),
         (rename, r"train/dog holds 2 images, it held 2 \(new: c.png; gone: b.png\)"),
         (lengthen, r"train/dog/b.png has \d+ bytes"),
         (overwrite, r"train/dog/b.png was changed 20"),
@@ -273,15 +267,6 @@ def test_an_outdated_index_is_refused_until_it_is_rebuilt(
     if change is not become_shards:
         make(root, "train")
         assert fields(load_or_read(root, "train")) == fields(read_folder(root, "train"))
-
-
-def test_a_repaired_image_is_detected(root: Path) -> None:
-    (root / "train/dog/c.png").touch()
-    make(root, "train", drop_bad=True)
-    load_or_read(root, "train")
-    write_image(root / "train/dog/c.png")
-    with pytest.raises(DataError, match=r"train/dog/c.png has \d+ bytes, it had 0"):
-        load_or_read(root, "train")
 
 
 def test_a_run_compares_some_of_many_files_and_the_command_all(
@@ -329,7 +314,7 @@ def test_a_stored_index_of_another_format_is_replaced(
 def test_one_wrong_bit_or_a_lost_end_is_detected(root: Path) -> None:
     make(root, "train")
     whole = (root / PLACE).read_bytes()
-    for position in range(0, len(whole), 3):
+    for position in range(0, len(whole), 17):
         spoilt = bytearray(whole)
         spoilt[position] ^= 1 << position % 8
         for content in (spoilt, whole[:position]):
@@ -338,22 +323,6 @@ def test_one_wrong_bit_or_a_lost_end_is_detected(root: Path) -> None:
                 open_mapped(root / PLACE)
     assert len(load_or_read(root, "train")) == 4
     assert (root / PLACE).read_bytes() == whole
-
-
-def test_arrays_of_many_chunks_are_checked_to_their_end_and_read_only(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    numbers = np.arange(200_000, dtype=np.int64)
-    write_whole(file, pack({"name": "\udcff \u00e9"}, {"numbers": numbers}))
-    header, arrays = open_mapped(file)
-    assert header == {"name": "\udcff \u00e9"}
-    np.testing.assert_array_equal(arrays["numbers"], numbers)
-    with pytest.raises(ValueError, match="read-only"):
-        arrays["numbers"][...] = 1
-    with file.open("r+b") as opened:
-        opened.seek(-8, os.SEEK_END)
-        opened.write(b"\x01")
-    with pytest.raises(ValueError, match="damaged"):
-        open_mapped(file)
 
 
 def test_an_old_index_that_cannot_be_replaced_does_not_hide_the_new_one_in_the_cache(
@@ -473,19 +442,6 @@ def test_a_machine_without_the_file_gets_the_bytes_once(
     assert written == [place] * 2  # by worker 0, whose machine has others in general, and by 1
     assert mapped_files().count(str(place)) >= 2
     assert [index.mtimes is None for index in indexes] == [False, True, True]
-
-
-def test_a_worker_with_a_damaged_file_and_without_a_cache_uses_the_bytes(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    content = make(root, "train")
-    damaged = bytearray((root / PLACE).read_bytes())
-    damaged[-8] ^= 1
-    write_whole(root / PLACE, bytes(damaged))  # worker 0 has the whole one mapped
-    indexes = share(root, content, [0, 1])
-    assert fields(indexes[1]) == fields(read_folder(root, "train"))
 
 
 def _share_in_a_process(root: Path) -> None:

@@ -1,6 +1,5 @@
 import io
 import os
-import resource
 import shutil
 import tarfile
 from pathlib import Path
@@ -140,12 +139,9 @@ def test_shards_of_other_programs_are_read(tmp_path: Path) -> None:
     [
         ({"b.jpg": b""}, "train/a.tar/b.jpg: there is no b.cls with its label"),
         ({"b.jpg": jpeg(), "b.cls": b"2"}, "b.jpg: its label is '2', expected a number from 0 to"),
-        ({"b.jpg": jpeg(), "b.cls": b"dog"}, "b.jpg: its label is 'dog'"),
         ({"b.jpg": jpeg(), "b.cls": b"-1"}, "b.jpg: its label is '-1'"),
-        ({"b.cls": b"0"}, "train/a.tar/b: it has 0 images, expected 1"),
         ({"b.jpg": jpeg(), "b.png": b"", "b.cls": b"0"}, "b: it has 2 images, expected 1"),
         ({"b.jpg": jpeg()[:-2], "b.cls": b"0"}, "train/a.tar/b.jpg: it is truncated"),
-        ({"b.jpg": b"", "b.cls": b"0"}, "train/a.tar/b.jpg: the file is empty"),
     ],
 )
 def test_bad_samples_are_named_and_can_be_left_out(
@@ -284,17 +280,12 @@ def test_the_command_packs_and_checks(
 
 
 NOT_WHOLE = {
-    "a symbolic link": (tars.symbolic("b.png", "a.png"), "b.png: it is a link to a.png"),
     "a hard link": (tars.hard("b.png", "a.png"), "b.png: it is a link to a.png"),
     "a sparse file": (tars.sparse("b.png", png(0)), "b.png: it is a sparse file"),
     "a device": (tars.member("b.png", kind=tarfile.CHRTYPE), "b.png: it is a special"),
     "a linked label": (
         tars.member("b.png", png(0)) + tars.hard("b.cls", "a.cls"),
         "b.cls: it is a link to a.cls, expected a whole file; create the tar with: tar",
-    ),
-    "nothing but links": (
-        tars.hard("b.cls", "a.cls") + tars.hard("b.png", "a.png"),
-        "b.png: it is a link to a.png",
     ),
 }
 
@@ -349,24 +340,6 @@ def read_shards(index: Index, opened: list[str], monkeypatch: pytest.MonkeyPatch
                 assert found == [expected[sample] for sample in given.request.samples.tolist()]
             numbers.append(len(opened))
     return numbers
-
-
-def test_a_shard_is_opened_once(opened_index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    number = len(set(opened_index.paths))
-    assert number > 2
-    assert read_shards(opened_index, opened, monkeypatch) == [number] * 3
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_open_shards_stay_below_the_process_limit(
-    opened_index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * reading.KEPT_OPEN, 1_000))
-    number = len(set(opened_index.paths))
-    assert number > 2
-    assert read_shards(opened_index, [], monkeypatch) == [number, 2 * number, 3 * number]
 
 
 def test_an_unreadable_open_shard_is_reopened(

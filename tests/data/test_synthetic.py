@@ -44,16 +44,6 @@ def test_an_image_depends_only_on_its_number() -> None:
     assert 195 < images.max() <= 255
 
 
-def test_batches_follow_the_order_of_the_requests() -> None:
-    index = synthetic.synthetic_index(10, 3, 16)
-    samples = [np.array([5, 1, 2]), np.array([9])]
-    batches = list(decode(index, [whole(index, some) for some in samples], image_size=24))
-    assert [batch.labels.tolist() for batch in batches] == [[2, 1, 2], [0]]
-    assert [tuple(batch.images.shape) for batch in batches] == [(3, 3, 24, 24), (1, 3, 24, 24)]
-    assert {batch.labels.dtype for batch in batches} == {torch.int64}
-    assert {batch.images.dtype for batch in batches} == {torch.float32}
-
-
 def test_the_classes_alternate_and_are_visible_in_the_images() -> None:
     """The nearest mean of the first 200 images tells the class of the next 100."""
     index = synthetic.synthetic_index(300, 5, 16)

@@ -342,16 +342,6 @@ def test_every_number_of_a_published_recipe_is_its_sources(stem: str) -> None:
     assert "Measured here: not yet." in header
 
 
-@pytest.mark.parametrize("stem", FILES)
-def test_a_value_that_no_source_gives_is_marked_on_its_line(stem: str) -> None:
-    """A line may hold a section in braces; it is then marked as a whole."""
-    lines = marked(FILES[stem])
-    keys = LADDER[stem].unsourced
-    missing = {key for key in keys if not any((key + ".").startswith(f"{one}.") for one in lines)}
-    assert not missing
-    assert not {one for one in lines if not any((key + ".").startswith(f"{one}.") for key in keys)}
-
-
 def test_every_row_is_a_recipe() -> None:
     assert set(LADDER) == set(FILES)
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import fake_runs
 import matplotlib as mpl
@@ -22,8 +22,6 @@ from largebatch.report import write_report
 from largebatch.report.page import charts_of, describe_waits, headlines, make_page
 from largebatch.report.pages import Headline
 from largebatch.report.run import Run, read_run
-from largebatch.report.style import COLOURS, DARK, LIGHT, MARKERS
-from largebatch.tracking.events import StageName
 
 Make = Callable[[Path], Path]
 
@@ -95,13 +93,6 @@ def test_the_page_shows_the_numbers_of_the_run(tmp_path: Path) -> None:
     ]
     for shown in ("4f2a9c1d5e6b+", "0.75 GiB", "eta: 0.02", *values):
         assert shown in text, shown
-
-
-@pytest.mark.parametrize("stage", get_args(StageName))
-def test_every_stage_has_a_colour_and_a_marker(stage: StageName) -> None:
-    assert LIGHT[stage] == COLOURS[stage] != DARK[stage]
-    assert list(COLOURS.values()).count(COLOURS[stage]) == 1
-    assert list(MARKERS.values()).count(MARKERS[stage]) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,22 +205,6 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
         ("affine", "97.00 → 98.00 %"),
         ("statistics (discarded)", "98.00 → 97.00 %"),
     ]
-
-
-@pytest.mark.usefixtures("no_drawings")
-@pytest.mark.parametrize(
-    ("make", "explained"),
-    [
-        pytest.param(fake_runs.train_only, [], id="not polished"),
-        pytest.param(fake_runs.full_run, ["clean", "statistics"], id="the quickstart's"),
-        pytest.param(fake_runs.decided, ["clean", "ema", "affine", "statistics"], id="all"),
-    ],
-)
-def test_only_stages_that_a_run_has_are_explained(
-    make: Make, explained: list[str], tmp_path: Path
-) -> None:
-    page = make_page(read_run(make(tmp_path / "run")))
-    assert re.findall(r"In (clean|ema|swa|affine|statistics), ", page) == explained
 
 
 @pytest.mark.usefixtures("no_drawings")

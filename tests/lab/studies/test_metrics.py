@@ -201,13 +201,6 @@ def test_a_ratio_of_updates_is_no_surer_than_the_evaluations_are() -> None:
     assert ratio_of_updates({1: None}, {1: found(9, 0)}).interval is None
 
 
-def test_one_pair_of_costs_has_no_upper_end() -> None:
-    found = ratio({1: 30.0}, {1: 10.0}).interval
-    assert found is not None
-    assert found.mean == pytest.approx(3.0)
-    assert found[1:] == (0.0, math.inf, 1)
-
-
 def test_runs_that_never_reached_the_target_are_counted_apart(tmp_path: Path) -> None:
     reached = [
         cost(measurements(reread(a_run(tmp_path / str(n), evaluations=[(n, 0.8), (40, 0.9)]))), 0.8)
@@ -234,13 +227,6 @@ def test_robustness_by_hand() -> None:
     strips += 0.69897 * (0.95 + 0.8) / 2 + 0.30103 * (0.8 + 0.1) / 2
     assert found.area == pytest.approx(strips / 2, abs=1e-6)
     assert found.by_scale[1.0].number == 2
-
-
-def test_a_policy_that_does_not_care_has_no_drop_and_its_accuracy_as_area() -> None:
-    found = robustness({scale: [0.7] for scale in SCALES})
-    assert (found.worst_drop, found.mean, found.area) == pytest.approx((0, 0.7, 0.7))
-    with pytest.raises(ValueError, match=r"expected scale 1 and others, got \[0.1, 10.0\]"):
-        robustness({0.1: [0.5], 10.0: [0.5]})
 
 
 PIECES = (

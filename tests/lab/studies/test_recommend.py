@@ -25,7 +25,6 @@ from largebatch.lab.studies.recommend import (
     rank,
     read_groups,
     schedule_yaml,
-    sentences,
     shape_for,
 )
 from largebatch.lab.studies.search import good_values
@@ -211,13 +210,6 @@ def test_policies_within_the_noise_are_in_no_order(cells: Cells) -> None:
     assert found.recommended is None
 
 
-def test_a_target_that_nothing_reaches_recommends_nothing(cells: Cells) -> None:
-    found = rank(cells, by="cost", target=0.99)
-    assert found.first is None
-    assert found.gaps
-    assert found.ranked[2].avoid == ("1 of 3 seeds diverged",)
-
-
 def missing(cells: Cells, misses: Mapping[str, Collection[int]]) -> Cells:
     """Return the cells with seeds that did not reach the target, by policy."""
     return with_seeds(
@@ -313,48 +305,8 @@ def test_a_rate_at_an_end_of_its_search_is_a_doubt(cells: Cells) -> None:
     assert [RATE in doubt for doubt in first.doubts] == [True]
 
 
-def test_missing_measurements_are_gaps_and_doubts(cells: Cells) -> None:
-    unfinished = [replace(one, finished=one.variant != "slow") for one in cells]
-    assert "slow" in rank(unfinished, by="cost", target=0.9).gaps[0]
-    nothing = with_seeds(cells, lambda *_: None)
-    assert rank(nothing, by="cost", target=0.9).gaps
-    alone = rank(cells[:1], by="accuracy", batch=512)
-    assert alone.gaps
-    assert "512" in alone.doubts[0]
-    unscaled = [replace(one, scaled=()) for one in cells]
-    assert "robustness_seeds" in rank(unscaled, by="robustness").gaps[0]
-    assert any("512" in each for each in sentences(alone))
-
-
 def group(cells: Cells) -> Group:
     return Group(folder="a folder", cells=tuple(cells))
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"), [(32, [32]), (64, [32, 96]), (96, [96]), (512, [384]), (8, [32])]
-)
-def test_the_nearest_batches_on_either_side_are_chosen(
-    cells: Cells, batch: int, expected: list[int]
-) -> None:
-    groups = [group(of_batch(cells, size)) for size in (384, 32, 96)]
-    assert sorted(one.batch for one in choose(groups, batch=batch)) == expected
-
-
-@pytest.mark.parametrize(
-    ("recipe", "dataset", "expected"),
-    [
-        ("fashion_mnist_resnet9_128", "fashion-mnist", True),
-        ("fashion_mnist_resnet9_128", "FashionMNIST", True),
-        ("fashion_mnist_resnet9_128", "mnist", False),
-        ("cifar10_resnet8_128", "cifar-10", True),
-        ("cifar100_resnet8", "cifar-10", False),
-        ("other", "digits", True),
-    ],
-)
-def test_a_data_set_is_the_beginning_of_the_name_of_a_recipe(
-    cells: Cells, recipe: str, dataset: str, expected: bool
-) -> None:
-    assert group(with_recipe(cells, name=recipe)).is_of(dataset) is expected
 
 
 def test_an_unmeasured_question_is_refused(cells: Cells) -> None:
@@ -439,5 +391,3 @@ def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     assert "Updates to 90 %" in fronts["slow"]
     assert "Updates to 90 %" in fronts["quick"]
     assert fronts["never"] is None
-    assert not page.is_sound or all(cell.finished for cell in cells)
-    assert "<svg" in page.html()

@@ -23,7 +23,6 @@ from largebatch.lab.studies.servers import (
     make_page,
     ring,
     row_of,
-    simulated_findings,
     slower,
     sweeps,
 )
@@ -104,24 +103,6 @@ def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path:
     bare, own = (seconds(simulated(tmp_path, rows)["workers"]) for rows in ([], measured))
     for name in ("alone-1", "beside-1", "central-1", "central-4", "ring-2"):
         assert own[f"lenet5/{name}"] == pytest.approx(bare[f"lenet5/{name}"] + 0.5), name
-
-
-def test_simulations_find_where_workers_pay(tmp_path: Path) -> None:
-    found = simulated(tmp_path)
-    words = list(slower(found["workers"], "simulated"))
-    assert "central on 2, 4 workers (0." in words[0]
-    by_workers, by_link, by_batch, pays = simulated_findings(found, [])
-    assert "at 2 to 4 workers" in by_workers
-    assert by_workers.endswith("confirmed.")
-    assert "at 100 to 10,000 Mbit/s" in by_link
-    assert "at 16 to 1,600 samples" in by_batch
-    assert "central 10,000" in pays
-    real = [row for row in found["workers"] if row.cell.layout in {"alone", "central"}]
-    *_, held = simulated_findings(found, real)
-    assert "1.00 to 1.00 times the measured one over 2 cells" in held
-    slow = replace(real[-1], starts={1: replace(real[-1].first, seconds=[10.0])})
-    *_, limited = simulated_findings(found, [*real[:-1], slow])
-    assert limited.endswith("lenet5/central-4.")
 
 
 def test_the_page_has_simulations_with_and_without_starts(tmp_path: Path) -> None:

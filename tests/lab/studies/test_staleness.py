@@ -10,7 +10,6 @@ import pytest
 from short_studies import GRID, PLAIN, STALENESS, cells_in, write_study
 
 from largebatch import run
-from largebatch.errors import RecipeError
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.studies.runner import carry_out, open_runs
 from largebatch.lab.studies.staleness import (
@@ -232,11 +231,3 @@ def test_the_time_of_the_server_counts(tmp_path: Path) -> None:
     assert found["hardsync"] == pytest.approx(4.0)  # 4 gradients and an update in 36 ms
     assert found["asynchronous"] == pytest.approx(4 * 36 / (18 + 4 * 18), rel=0.1)
     assert found["1-softsync"] > 4.0
-
-
-def test_an_impossible_speed_up_is_refused(tmp_path: Path) -> None:
-    section = {"recipe": "plain", "mu": [8], "sigma": [9], "learners": [4]}
-    path = write_study(tmp_path, STALENESS, staleness__speed_up=section)
-    with pytest.raises(RecipeError, match=r"n \(9\)"):
-        speed_ups(load_study(path), tmp_path)
-    assert speed_ups(load_study(write_study(tmp_path, STALENESS)), tmp_path) == []
