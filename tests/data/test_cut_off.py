@@ -5,11 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from largebatch.cli.main import USER
-from largebatch.storage import Mapped
 
 PROGRAM = """
 import os, sys
@@ -67,18 +65,3 @@ def test_a_file_truncated_during_use_is_named(
     assert done.returncode == USER, done.stderr
     assert "it has 0 of its " in done.stdout
     assert file.strip("*") in done.stdout
-
-
-def test_a_file_that_is_replaced_or_removed_stays_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100))
-    mapped, content = Mapped.of(path), np.memmap(path, mode="r")
-    assert mapped is not None
-    mapped.require_whole()
-    (tmp_path / "other").write_bytes(b"short")
-    (tmp_path / "other").replace(path)
-    mapped.require_whole()
-    path.unlink()
-    mapped.require_whole()
-    assert Mapped.of(path) is None
-    assert not content.any()

@@ -1,13 +1,13 @@
 """Decoders that stay open from one evaluation to the next."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from decoding import needs_dali
+from decoding import has_dali, needs_dali
 from short_runs import CLEAN, a_recipe, log
 
 from largebatch import run
@@ -31,9 +31,11 @@ every_way = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def opened(*changes: str) -> Pipeline:
@@ -53,18 +55,16 @@ def assert_same(ours: list[Batch], other: list[Batch]) -> None:
         assert torch.equal(one.labels, expected.labels)
 
 
-@pytest.mark.parametrize(
-    "decoder", [pytest.param("dali", marks=needs_dali), pytest.param("torchvision")]
-)
 def test_all_evaluations_of_a_run_share_one_decoder(
-    decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    decoder = "dali" if has_dali else "torchvision"
     opened = count(monkeypatch, Reader, "__init__")
     built = count(monkeypatch, dali._Graph, "build")
-    often = ("duration={steps: 6}", "evaluation={every_epochs: 0.07}", "execution.cache=null")
+    often = ("duration={steps: 4}", "evaluation={every_epochs: 0.07}", "execution.cache=null")
     recipe = a_recipe(CLEAN, changes=(*often, f"execution.decoder={decoder}"))
     run(recipe, out=tmp_path / "run", report=False)
-    assert len(log(tmp_path / "run", "evaluation")) > 3
+    assert len(log(tmp_path / "run", "evaluation")) > 2
     assert len(opened) == 3, "that of training, that of clean training, that of evaluations"
     assert len(built) == (3 if decoder == "dali" else 0)
 

@@ -11,9 +11,8 @@ from short_runs import a_recipe
 
 from largebatch import run
 from largebatch.cli.main import DONE, main
-from largebatch.data.datasets import import_data
 from largebatch.data.index.folder import LOOSE, NESTED, SYSTEMS
-from largebatch.data.index.index import index_of, load_or_read, make, read_folder, refresh
+from largebatch.data.index.index import index_of, load_or_read, make, refresh
 from largebatch.tracking.events import LOG
 
 
@@ -78,24 +77,6 @@ def test_folders_of_the_system_are_not_a_class_and_their_copies_not_images(
     assert fields(index_of(content, root))["paths"] == before["paths"]
     counted = {} if name.startswith(".") else {SYSTEMS: (5, added[:3])}
     assert {kind: (number, names) for kind, number, names in content.ignored} == counted
-
-
-@pytest.mark.parametrize("form", ["folder", "zip"])
-def test_an_import_leaves_folders_of_the_system_out_and_counts_them(
-    form: str, root: Path, tmp_path: Path
-) -> None:
-    name = "__MACOSX"
-    add_copies(root, name)
-    source = root
-    if form != "folder":
-        source = Path(shutil.make_archive(str(tmp_path / "all"), form, tmp_path, "data"))
-    remarks = import_data(
-        *("imagefolder", source, tmp_path / "out"), shard_bytes=10**6, progress=lambda *_: None
-    )
-    assert f"5 {SYSTEMS}" in "".join(remarks)
-    splits = [read_folder(tmp_path / "out", split) for split in ("train", "val")]
-    assert splits[0].classes == ("Zebra", "cat", "dog")
-    assert list(map(len, splits)) == [4, 4]
 
 
 def test_a_run_logs_ignored_files_at_its_start(root: Path, tmp_path: Path) -> None:

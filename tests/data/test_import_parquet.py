@@ -76,18 +76,6 @@ def test_images_keep_their_bytes_order_and_labels(tmp_path: Path) -> None:
 
 
 @needs_pyarrow
-def test_test_is_used_for_validation_only_if_requested(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_hub(tmp_path / "in", val="test")
-    assert command(source, tmp_path / "out") == USER
-    assert "--val-name test; to divide train: --val-fraction 0.1; found data/test-00000" in (
-        capsys.readouterr().err
-    )
-    assert command(source, tmp_path / "out", "--val-name", "test") == DONE
-
-
-@needs_pyarrow
 def test_a_fraction_of_training_is_used_for_validation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,6 @@ from largebatch.data.index.index import (
     make,
     open_mapped,
     read_folder,
-    refresh,
     share_index,
 )
 from largebatch.distributed.serial import Serial
@@ -302,15 +301,6 @@ def test_an_unreadable_stored_index_is_replaced(root: Path, content: bytes | Non
     assert fields(index_of(load_file(root / PLACE), root)) == expected
 
 
-def test_a_stored_index_of_another_format_is_replaced(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in (module.FORMAT + 1, module.FORMAT):
-        monkeypatch.setattr(module, "FORMAT", number)
-        load_or_read(root, "train")
-        assert open_mapped(root / PLACE)[0]["format"] == number
-
-
 def test_one_wrong_bit_or_a_lost_end_is_detected(root: Path) -> None:
     make(root, "train")
     whole = (root / PLACE).read_bytes()
@@ -323,30 +313,6 @@ def test_one_wrong_bit_or_a_lost_end_is_detected(root: Path) -> None:
                 open_mapped(root / PLACE)
     assert len(load_or_read(root, "train")) == 4
     assert (root / PLACE).read_bytes() == whole
-
-
-def test_an_old_index_that_cannot_be_replaced_does_not_hide_the_new_one_in_the_cache(
-    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, content: bytes) -> None:
-        if path.parent == root:
-            raise OSError(30, "Read-only file system", str(path))
-        write_whole(path, content)
-
-    def unwanted(done: int, total: int) -> None:
-        raise AssertionError(f"{done} of {total} images were read again")
-
-    old = make(root, "train").file
-    monkeypatch.setattr(module, "write_whole", refuse)
-    add(root)
-    with pytest.raises(DataError, match=f"c.png; gone: nothing.*the index is {old}"):
-        load_or_read(root, "train")
-    new = make(root, "train").file
-    assert new is not None
-    assert new.is_relative_to(cache)
-    assert [content.file for content in find_stored(root, "train")] == [old, new]
-    assert fields(load_or_read(root, "train")) == fields(read_folder(root, "train"))
-    assert refresh(root, "train", drop_bad=False, progress=unwanted).file == new
 
 
 def test_an_index_that_cannot_be_stored_is_still_used(

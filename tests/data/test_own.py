@@ -84,24 +84,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_users_data_set_trains_like_its_folder(place: Path) -> None:
+def test_a_users_data_set_trains_like_its_folder_and_is_resumed_and_evaluated(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Order, boxes, flips and pixels are the same, bit by bit."""
-    expected = run(recipe(), data=place / "data", out=place / "folder")
-    found = run(recipe(), dataset="own_folder:make", out=place / "own")
+    expected = run(recipe(), data=place / "data", out=place / "folder", report=False)
+    found = run(recipe(), dataset="own_folder:make", out=place / "own", report=False)
     assert (found.loss, found.top1, found.steps) == (expected.loss, expected.top1, 8)
     losses = [(stage.loss, stage.top1) for stage in found.stages]
     assert losses == [(stage.loss, stage.top1) for stage in expected.stages]
-
-
-def test_the_run_is_resumed_and_evaluated_by_command(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = run(recipe(), dataset="own_folder:make", out=place / "whole")
-    run(recipe(), dataset="own_folder:make", out=place / "parts", max_steps=3)
-    resumed = run(recipe(), dataset="own_folder:make", out=place / "parts", resume=True)
-    assert resumed.loss == whole.loss
+    run(recipe(), dataset="own_folder:make", out=place / "parts", max_steps=3, report=False)
+    resumed = run(
+        recipe(), dataset="own_folder:make", out=place / "parts", resume=True, report=False
+    )
+    assert resumed.loss == found.loss
     assert main(["evaluate", "parts", "--dataset", "own_folder:make"]) == 0
-    assert f"top-1 {whole.top1:.2%}" in capsys.readouterr().out
+    assert f"top-1 {found.top1:.2%}" in capsys.readouterr().out
     (place / "data/train/a/00.png").write_bytes(png(0, side=9))
     with pytest.raises(CheckpointError, match=r"data\.index\.train\.digest"):
         run(recipe(), dataset="own_folder:make", out=place / "parts", resume=True)

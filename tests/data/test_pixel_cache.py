@@ -107,15 +107,6 @@ def test_a_damaged_file_is_written_again(
     assert file.read_bytes() == whole
 
 
-def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = int((3 * folder.heights * folder.widths).sum())
-    monkeypatch.setattr(pixel_cache, "LIMIT", total)
-    open_cache(folder)
-    monkeypatch.setattr(pixel_cache, "LIMIT", total - 1)
-    with pytest.raises(DataError, match="13 decoded images are .* stores at most"):
-        open_cache(folder)
-
-
 @pytest.mark.parametrize(
     ("owner", "call", "number"),
     [

@@ -12,7 +12,6 @@ from decoding import png_folder
 from importing import png
 from PIL import Image
 
-from largebatch.cli.main import main
 from largebatch.data.augment import clean_request
 from largebatch.data.datasets.packing import pack_folder
 from largebatch.data.decoders import reader as reading
@@ -268,15 +267,6 @@ def test_failed_packing_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     pack(folder, tmp_path / "packed")
     with pytest.raises(DataError, match="already exists; remove it"):
         pack(folder, tmp_path / "packed")
-
-
-def test_the_command_packs_and_checks(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "packed"
-    assert main(["data", "pack", str(folder), "--out", str(out), "--shard-mb", "1"]) == 0
-    assert "3 classes, 4 training and 4 validation images" in capsys.readouterr().out
-    assert (out / ".largebatch-train.index").exists()
 
 
 NOT_WHOLE = {

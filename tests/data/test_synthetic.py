@@ -52,16 +52,3 @@ def test_the_classes_alternate_and_are_visible_in_the_images() -> None:
     flat = images.flatten(1)
     means = torch.stack([flat[:200][labels[:200] == label].mean(0) for label in range(5)])
     assert torch.cdist(flat[200:], means).argmin(1).tolist() == labels[200:].tolist()
-
-
-def test_boxes_and_flips_are_applied_to_synthetic_images() -> None:
-    index = synthetic.synthetic_index(4, 2, 512)
-    images = decoded(index, whole(index, np.arange(4)))
-    flips = np.array([False, True, False, True])
-    boxes = np.tile([80, 160, 256, 320], (4, 1))
-    cut = decoded(index, Request(np.arange(4), boxes, flips))
-    expected = torch.nn.functional.interpolate(
-        images[:, :, 80:336, 160:480], size=(512, 512), mode="bilinear"
-    )
-    expected[flips] = expected[flips].flip(3)
-    assert (cut - expected)[:, :, 2:-2, 2:-2].abs().max() < 1.5

@@ -1,4 +1,3 @@
-import re
 from pathlib import Path
 
 import pytest
@@ -194,28 +193,6 @@ def test_an_installed_recipe_is_found_by_its_name_unless_there_is_such_a_file(
     (tmp_path / "digits_96").rmdir()
     (tmp_path / "digits_96").write_text(DIGITS.read_text().replace("seed: 1", "seed: 2"))
     assert load_recipe("digits_96").seed == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("digit_96", "'digits_96'"),
-        ("x", "`largebatch recipes`"),
-        ("recipes/digits_96", "'digits_96'"),
-        ("store", "--data store"),
-        ("run", "run/recipe.yaml"),
-    ],
-)
-def test_a_name_that_is_not_a_recipe_gets_a_hint(
-    name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("store").mkdir()
-    Path("run").mkdir()
-    Path("run/recipe.yaml").write_text("name: a")
-    with pytest.raises(RecipeError, match=re.escape(part)) as caught:
-        load_recipe(name)
-    assert str(caught.value).startswith(f"{name}: ")
 
 
 def test_a_change_of_the_machine_is_validated_like_a_recipe() -> None:

@@ -168,17 +168,6 @@ def test_held_out_images_are_other_ones_than_the_validation_images(tmp_path: Pat
     ]
 
 
-def test_class_names_distinguish_data_sets_of_one_size(tmp_path: Path) -> None:
-    for name, classes in (("a", "0123456789"), ("b", "ABCDEFGHIJ")):
-        run = FakeRun(tmp_path / name, clean_steps=0)
-        run.classes = list(classes)
-        run.train(0, 600)
-        run.end("train", 600, 0.9, wrong=range(36))
-        run.write()
-    groups = compare_runs([tmp_path / "a", tmp_path / "b"]).groups
-    assert [group.data.partition("(")[2] for group in groups] == ["0, 1, 2, ...)", "A, B, C, ...)"]
-
-
 def test_a_stage_has_ended_where_its_end_was_recorded(tmp_path: Path) -> None:
     paused = FakeRun(tmp_path / "paused", steps=600)
     paused.train(0, 100)

@@ -257,20 +257,6 @@ def test_what_would_be_misread_is_refused(content: str, named: str, tmp_path: Pa
         read(tmp_path / "log", content)
 
 
-def test_folders_of_tensorboard_name_the_split_of_tags_as_those_of_keras(tmp_path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    for folder, loss in (("train", 2.0), ("validation", 1.5)):
-        with SummaryWriter(str(tmp_path / folder)) as writer:
-            writer.add_scalar("epoch_loss", loss, 0)
-    record = read_record(tmp_path)
-    assert (record.loss.tolist(), record.val_loss.tolist()) == ([2.0], [1.5])
-
-
-def test_a_log_of_another_program_may_have_the_name_of_a_run_folders(tmp_path: Path) -> None:
-    assert read(tmp_path / "log.jsonl", '{"epoch": 0, "loss": 2}\n').loss.tolist() == [2]
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_updates_are_counted_and_named_by_the_numbers_of_the_log(
     first: int, tmp_path: Path

@@ -88,14 +88,6 @@ def test_images_follow_a_batch_schedule(tmp_path: Path) -> None:
     assert found.images == 15 * 96 + 5 * 192
 
 
-def test_a_stage_that_was_rolled_back_reaches_nothing(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.end("statistics", 0, 0.99)
-    run.decide("statistics", before=0.9, after=0.8)
-    read = reread(run)
-    assert cost(measurements(read), 0.95) is None
-
-
 def test_a_target_that_polishing_reached_has_its_seconds_and_those_of_what_was_rolled_back(
     tmp_path: Path,
 ) -> None:

@@ -202,27 +202,12 @@ def test_few_seeds_are_a_gap(cells: Cells) -> None:
     assert rank(level, by="accuracy").gaps  # the one within the noise has two seeds
 
 
-def test_policies_within_the_noise_are_in_no_order(cells: Cells) -> None:
-    top1 = {"slow": [0.95, 0.94, 0.96], "quick": [0.94, 0.96, 0.96], "never": [0.5] * 3}
-    found = rank(by_accuracy(cells, top1), by="accuracy")
-    assert [one.policy for one in found.level] == ["slow"]
-    assert found.doubts
-    assert found.recommended is None
-
-
 def missing(cells: Cells, misses: Mapping[str, Collection[int]]) -> Cells:
     """Return the cells with seeds that did not reach the target, by policy."""
     return with_seeds(
         cells,
         lambda name, run: replace(run, evaluations=()) if run.seed in misses.get(name, ()) else run,
     )
-
-
-def test_a_policy_that_fewer_seeds_bring_to_the_target_is_behind_in_no_order(cells: Cells) -> None:
-    """Whole runs of 12 updates are within the noise of the 9 to 11 of the other."""
-    found = rank(missing(cells, {"quick": [2, 3]}), by="cost", target=0.9)
-    assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
-    assert [one.policy for one in found.level] == ["quick"]
 
 
 def test_a_policy_of_which_no_seed_gets_there_takes_more_than_its_whole_runs(cells: Cells) -> None:
@@ -277,32 +262,6 @@ def test_a_sure_difference_of_one_policy_need_not_be_sure_among_many(tmp_path: P
     assert not counted(tmp_path, first, other)["other"]
     more = [Policy(reached=first, top1=[0.91] * 4)] * 3
     assert counted(tmp_path, first, other, *more)["other"]
-
-
-def test_diverged_seeds_put_a_policy_last_unless_all_have_them(cells: Cells) -> None:
-    top1 = {"slow": (0.95, 0.94, 0.1), "quick": (0.94, 0.95, 0.1), "never": (0.94, 0.95, 0.1)}
-    once = with_seeds(
-        by_accuracy(cells, top1),
-        lambda _, run: replace(run, diverged="the loss is nan") if run.seed == 3 else run,
-    )
-    found = rank(once, by="accuracy")
-    assert all(one.is_level for one in found.ranked[1:])
-    assert found.doubts
-    assert not found.ranked[0].avoid
-
-
-def test_a_rate_at_an_end_of_its_search_is_a_doubt(cells: Cells) -> None:
-    def at_an_end(name: str) -> Cells:
-        return with_seeds(
-            cells, lambda own, run: replace(run, values={RATE: 0.2}) if own == name else run
-        )
-
-    behind = rank(at_an_end("slow"), by="cost", target=0.9)
-    assert len(behind.ranked[1].avoid) == 2
-    assert "lowest" in behind.ranked[1].avoid[1]
-    assert not behind.doubts
-    first = rank(at_an_end("quick"), by="cost", target=0.9)
-    assert [RATE in doubt for doubt in first.doubts] == [True]
 
 
 def group(cells: Cells) -> Group:

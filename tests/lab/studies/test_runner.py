@@ -234,33 +234,6 @@ def test_the_lowest_rate_within_a_standard_error_of_the_best_is_found(
     assert results(runs)["fall"].values == {RATE: rate}
 
 
-def test_the_search_maximizes_its_metric(tmp_path: Path, world: World) -> None:
-    """By top-5 the lowest rate is the best, by top-1 the highest one."""
-    world.record = lambda record, recipe: {
-        **record,
-        "top1": 0.1 + recipe.schedule.peak_lr / 10,
-        "top5": 0.9 - recipe.schedule.peak_lr / 10,
-    }
-    search = {**SEARCH, "prune": False, "metric": "top5"}
-    runs = opened(tmp_path, policies=ONE, seeds=1, search=search)
-    assert carried_out(runs)
-    assert results(runs)["fall"].values == {RATE: 0.2}
-
-
-def test_the_lower_loss_decides_between_equal_accuracies_at_one_rate(
-    tmp_path: Path, world: World
-) -> None:
-    world.record = lambda record, recipe: {
-        **record, "top1": 0.7, "loss": 1 - recipe.optimizer.weight_decay
-    }  # fmt: skip
-    keys = {"optimizer.weight_decay": [0.1, 10]}
-    search = {**SEARCH, "prune": False, "keys": keys}
-    assert carried_out(opened(tmp_path, policies=ONE, seeds=1, search=search))
-    tried = {one.optimizer.weight_decay for one in world.of("fall", "search")}
-    assert len(tried) == 3
-    assert {one.optimizer.weight_decay for one in world.of("fall", "seed")} == {max(tried)}
-
-
 def test_a_seed_is_the_run_that_train_makes(tmp_path: Path) -> None:
     runs = opened(tmp_path, policies=ONE, seeds=1, search={"trials": 1, "held_out": 300})
     assert carried_out(runs)

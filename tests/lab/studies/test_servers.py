@@ -23,7 +23,6 @@ from largebatch.lab.studies.servers import (
     make_page,
     ring,
     row_of,
-    slower,
     sweeps,
 )
 from largebatch.lab.studies.store import Store
@@ -216,17 +215,6 @@ def test_the_statement_of_the_paper_is_judged_by_the_interval(
     assert f"{mean:.2f} times as fast ({low:.2f} to {high:.2f})" in judged
     assert expected in judged
     assert " within 5% of the formulas: at most 1.0% off" in links
-
-
-def test_a_busy_machine_and_wrong_bytes_are_named(tmp_path: Path) -> None:
-    busy, links = findings(made(tmp_path, late=0.2, excess=1.06))
-    assert "20% of gradients were late" in busy
-    assert "NOT within 5% of the formulas: at most 6.0% off" in links
-    rows = made(tmp_path, beside=(0.30, 0.32, 0.30))
-    mean = ratio((0.30, 0.32, 0.30), SECONDS["alone"])[0] * 2
-    (found,) = slower(rows, "measured")
-    assert f"beside on 2 workers ({mean:.2f})" in found
-    assert list(slower(made(tmp_path), "measured")) == []
 
 
 Message = tuple[int, int, float]

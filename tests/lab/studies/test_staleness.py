@@ -61,14 +61,6 @@ def test_a_cell_is_a_recipe_with_the_protocol_of_its_point(tmp_path: Path) -> No
     assert {rule.rate for rule in rules[1:]} == {1.0}
 
 
-def test_a_gradient_takes_longer_with_more_samples_and_on_a_slow_learner(tmp_path: Path) -> None:
-    found = cells(tmp_path, {"times": ["slow"], "sigma": [1], "mu": [8, 32], "learners": [2]})
-    assert [cell.cluster.slow for cell in found.values()] == [
-        pytest.approx({0: 5 * 0.018, 1: 0.018}),
-        pytest.approx({0: 5 * 0.042, 1: 0.042}),
-    ]
-
-
 def test_the_installed_study_has_the_points_of_the_papers() -> None:
     found = {cell.name: cell for cell in cells_of("rudra")}
     for n in (1, 15, 30):

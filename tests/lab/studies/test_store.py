@@ -1,6 +1,5 @@
 """The store: each run is made once, whoever is killed, and records are complete or absent."""
 
-import json
 import os
 import subprocess
 import sys
@@ -127,12 +126,3 @@ def test_a_damaged_record_is_refused_by_its_file(tmp_path: Path, cell: Cell, tex
     store.path(cell, slot).write_text(text)
     with pytest.raises(StudyError, match=slot.name):
         store.read(cell, slot)
-
-
-def test_a_record_is_json_of_one_run(tmp_path: Path, cell: Cell) -> None:
-    store, slot = Store(tmp_path), cell.slots[0]
-    store.define([cell])
-    store.write(cell, slot, {"top1": 0.5})
-    assert json.loads((tmp_path / "digits" / "one" / f"{slot.name}.json").read_text()) == {
-        "top1": 0.5
-    }

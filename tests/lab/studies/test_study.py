@@ -215,26 +215,6 @@ def test_all_searches_begin_at_the_same_factors(tmp_path: Path) -> None:
         assert [slot.trial for slot in cell.slots] == [1, 2, 3, 4, 5, 0, 0]
 
 
-def test_a_key_of_a_shape_is_searched_for_the_policies_that_have_it(tmp_path: Path) -> None:
-    waves = {"decay": {"kind": "tri", "low_lr": 0.1, "half_cycle": {"epochs": 0.2}}}
-    keys = {RATE: [0.1, 2], "schedule.decay.half_cycle.epochs": [0.5, 2],
-            "schedule.decay.low_lr": [0.5, 2]}  # fmt: skip
-    fix, tri = cells(
-        tmp_path, policies={"fix": {"decay": {"kind": "fix"}}, "tri": waves},
-        search={**SEARCH, "keys": keys},
-    )  # fmt: skip
-    assert list(fix.ranges) == [RATE]
-    assert tri.ranges["schedule.decay.half_cycle.epochs"] == (0.1, 0.4)
-    peak = tri.own(RATE)
-    values = {
-        RATE: 2 * peak, "schedule.decay.low_lr": 0.05, "schedule.decay.half_cycle.epochs": 0.4,
-    }  # fmt: skip
-    found = tri.at(values).schedule
-    assert found.peak_lr == 2 * peak
-    assert found.decay.model_dump()["low_lr"] == 0.1  # 0.05 at the recipe's own peak
-    assert found.decay.model_dump()["half_cycle"]["epochs"] == 0.4
-
-
 def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     study = load_study("gtdlbench")
     assert study.settings is not None
