@@ -156,21 +156,6 @@ def test_every_class_needs_an_image_and_both_splits_the_same_classes(root: Path)
         make(root, "train", drop_bad=True)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_classes_that_differ_in_unicode_normalisation_alone_are_named(
-    split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the screen both are the same word; some systems store one form, some the other."""
-    whole, parts = "caf\u00e9", "cafe\u0301"
-    for place in (f"train/{whole}", f"val/{whole if split == 'train' else parts}"):
-        write_image(tmp_path / f"in/{place}/x.png")
-    if split == "train":  # in one split: a class in two halves
-        write_image(tmp_path / f"in/train/{parts}/x.png")
-        write_image(tmp_path / f"in/val/{parts}/x.png")
-    assert main(["data", "index", str(tmp_path / "in")]) == USER
-    assert r"'cafe\u0301', 'caf\xe9'" in capsys.readouterr().err
-
-
 def test_the_command_builds_describes_and_refuses_an_index(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,22 +251,6 @@ def test_an_outdated_index_is_refused_until_it_is_rebuilt(
     if change is not become_shards:
         make(root, "train")
         assert fields(load_or_read(root, "train")) == fields(read_folder(root, "train"))
-
-
-def test_a_run_compares_some_of_many_files_and_the_command_all(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST", 2)
-    content = make(root, "train")
-    later(root / "train/dog/b.png")  # in place: its folder does not show it
-    assert module.difference(content, root, every_file=False) is None
-    assert "b.png" in (module.difference(content, root, every_file=True) or "")
-    row = list(index_of(content, root).paths).index("train/dog/b.png")
-    then = index_of(content, root).locate(row)
-    now = then.path.stat()
-    assert (then.num_bytes, then.mtime) == (now.st_size, now.st_mtime_ns - 10**9)  # when it is read
-    later(root / "train/dog")
-    assert "b.png" in (module.difference(content, root, every_file=False) or "")
 
 
 @pytest.mark.parametrize(
@@ -423,13 +392,3 @@ def _share_in_a_process(root: Path) -> None:
 @pytest.mark.long
 def test_two_processes_share_an_index_over_gloo(root: Path, cache: Path) -> None:
     on_forked_workers(_share_in_a_process, root, workers=2)
-
-
-def test_files_of_a_copy_of_the_folder_may_have_other_times(
-    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Worker 1 finds a different file than worker 0, with the same content."""
-    number = iter(range(9))
-    monkeypatch.setattr(module, "_identity", lambda _: [next(number), 0])
-    indexes = share(root, make(root, "train"), [0, 0])
-    assert [index.mtimes is None for index in indexes] == [False, True]

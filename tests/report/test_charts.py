@@ -179,22 +179,6 @@ def test_a_scale_ends_at_the_largest_change_unless_few_are_far_larger() -> None:
     assert scale_end(np.array([0.3])) == 0.3
 
 
-def test_a_change_that_is_no_number_is_a_dash_and_takes_no_part_in_the_scale(
-    tmp_path: Path,
-) -> None:
-    run = FakeRun(tmp_path / "run")
-    run.drift(["bn1", "bn2"])
-    layers = run.records[-1]["layers"]
-    layers[1]["ratio_quantiles"] = [None, -0.2, 0.0, 0.1, None]
-    layers[0]["ratio_quantiles"] = [0.0] * 5
-    axes = drawn(read_run(run.write())).axes[1]
-    assert [(text.get_text(), text.get_position()) for text in axes.texts] == [
-        ("–", (0.5, 1.5)),
-        ("–", (4.5, 1.5)),
-    ]
-    assert mesh(axes).get_clim()[1] == 0.2
-
-
 LAYERS = ["conv1.weight", "layer1.0.conv1.weight", "fc.weight"]
 
 
@@ -249,19 +233,6 @@ def test_the_workers_are_drawn_as_their_median_and_extremes(tmp_path: Path) -> N
     assert list(memory.lines[0].get_ydata()) == [2.0] * 4
     ends = processor.collections[0].get_paths()[0].vertices
     assert {*np.asarray(ends)[:, 1]} >= {100.0, 300.0, 400.0, 500.0}
-
-
-def test_what_a_resumed_run_did_again_is_not_drawn_twice(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", workers=3)
-    run.train(0, 40)
-    columns = {name: [1.0] for name in SYSTEM}
-    for step, used in ((0, 1.0), (20, 2.0), (30, 3.0)):
-        again = {**columns, "cpu_percent": [used]}
-        run.records.append({"event": "system", "stage": "train", "step": step, **again})
-    run.records.append({**run.records[0], "resume_step": 20})
-    run.records.append({"event": "system", "stage": "train", "step": 20, **columns})
-    found = read_run(run.write()).system
-    assert [(used.step, used.cpu_percent) for used in found] == [(0, (1.0,)), (20, (1.0,))]
 
 
 def a_run(folder: Path, *, classes: int = 10, wrong: tuple[int, ...] = (3, 13, 14)) -> FakeRun:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,17 +293,3 @@ def test_the_page_has_a_row_and_a_line_for_each_run(runs: list[Path], tmp_path: 
     charts = ["Accuracy", "Loss", "Training speed", "Stages"]
     assert page.headings == ["2 runs compared", "Runs", *charts, "What differs"]
     assert page.series_of("g") == {"0", "1"}
-
-
-def test_runs_of_any_kind_make_a_page(tmp_path: Path) -> None:
-    kinds: list[Callable[[Path], Path]] = [
-        fake_runs.failed_at_once,
-        fake_runs.interrupted_after_one_step,
-        fake_runs.diverged,
-        fake_runs.killed,
-        fake_runs.polished_checkpoint,
-    ]
-    for place, make in enumerate(kinds):
-        make(tmp_path / str(place))
-    folders = sorted(tmp_path.iterdir())
-    assert "<h1>5 runs compared</h1>" in make_comparison_page(compare_runs(folders)).html()

@@ -101,19 +101,6 @@ def test_a_target_that_polishing_reached_has_its_seconds_and_those_of_what_was_r
     assert found.seconds == pytest.approx(40 * 0.12 + 4 * 0.2 + 2 * 3.2)
 
 
-def test_updates_that_were_not_timed_have_no_seconds(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.records = [one for one in run.records if one.get("step") != 4 or one["event"] != "step"]
-    found = cost(measurements(reread(run)), 0.8)
-    assert found is not None
-    assert found.updates == 20
-    assert math.isnan(found.seconds)
-    timed = cost(measurements(reread(a_run(tmp_path / "timed"))), 0.8)
-    assert timed is not None
-    assert costs([found, timed, found]).seconds == interval([timed.seconds])
-    assert costs([found]).seconds is None
-
-
 def test_a_last_loss_that_is_no_number_is_divergence_and_an_early_one_is_not(
     tmp_path: Path,
 ) -> None:

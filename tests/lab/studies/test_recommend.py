@@ -323,17 +323,6 @@ def test_a_measured_shape_is_stretched_over_the_suggested_run(
     assert np.array(here)[inside] / found.peak_lr == pytest.approx(expected[inside], abs=0.02)
 
 
-def test_no_shape_is_taken_from_too_little(tmp_path: Path) -> None:
-    own = shaped(tmp_path, COSINE)
-    assert shape_for(suggested(56), [group(of_batch(list(own.cells), 24)), own]) is not None
-    few = group(with_seeds(list(own.cells), lambda _, run: run if run.seed < 3 else None))
-    for found in (shape_for(suggested(), [few]), shape_for(suggested(64), [own])):
-        assert found is not None
-        assert found.schedule is None
-    assert shape_for(replace(suggested(), model="resnet18"), [own]) is None
-    assert shape_for(replace(suggested(), data=replace(IMAGES, classes=9)), [own]) is None
-
-
 def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     page = make_page("tiny", cells, targets=[0.9])
     table = page.sections[0].parts[0]

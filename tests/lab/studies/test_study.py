@@ -21,9 +21,8 @@ from short_studies import (
 
 from largebatch import load_recipe
 from largebatch.errors import LargebatchError, RecipeError
-from largebatch.lab.studies import trained
 from largebatch.lab.studies.runner import cells_of
-from largebatch.lab.studies.search import first_values, rungs
+from largebatch.lab.studies.search import first_values
 from largebatch.lab.studies.study import RATE, load_study
 from largebatch.lab.studies.trained import TrainedCell
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -195,13 +194,6 @@ def test_a_shorter_trial_follows_the_same_shape(tmp_path: Path) -> None:
         assert short == pytest.approx(whole[::2], rel=1e-6)
 
 
-def test_a_trial_is_compared_after_its_warm_up(tmp_path: Path) -> None:
-    plan = make_plan(a_cell(tmp_path, warmup={"steps": 5}).trial_recipe({}), workers=1)
-    assert rungs(plan) == [6, 9]
-    assert set(rungs(plan)) <= set(plan.evaluate_after)
-    assert rungs(make_plan(a_cell(tmp_path, warmup=None).trial_recipe({}), workers=1)) == [3, 6, 9]
-
-
 def test_all_searches_begin_at_the_same_factors(tmp_path: Path) -> None:
     keys = {RATE: [0.5, 16], "loss.label_smoothing": [0.5, 2]}
     for cell in cells(tmp_path, search={**SEARCH, "trials": 5, "keys": keys}):
@@ -213,16 +205,6 @@ def test_all_searches_begin_at_the_same_factors(tmp_path: Path) -> None:
             {RATE: 3.125, "loss.label_smoothing": 0.1},
         ]
         assert [slot.trial for slot in cell.slots] == [1, 2, 3, 4, 5, 0, 0]
-
-
-def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    study = load_study("gtdlbench")
-    assert study.settings is not None
-    assert {"dali", "two-workers-horovod"} < study.settings.keys()
-    monkeypatch.setattr(trained, "find_spec", lambda name: None)
-    found = {cell.variant: cell for cell in trained.cells_of(study, Path())}
-    assert study.settings.keys() - found.keys() == {"dali", "two-workers-horovod"}
-    assert found["avx2"].environment_of_process["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
 @pytest.mark.parametrize(
