@@ -22,10 +22,6 @@ WORDS = re.compile(
 )
 """Words of the protocols, which exchange gradients with servers."""
 
-EXCEPTIONS = {
-    "training/checkpoint.py": {"protocol"},  # the key of a state in files of format 4
-}
-
 
 def core_files() -> Iterator[Path]:
     """Yield the files of the core but those that choose what plugs in."""
@@ -62,7 +58,7 @@ def test_the_core_uses_no_word_of_the_protocols() -> None:
         for path in core_files()
         if (words := words_of(path.read_text(encoding="utf-8")))
     }
-    assert found == EXCEPTIONS
+    assert found == {}
 
 
 def test_words_are_found_in_names_and_texts_and_not_in_docstrings() -> None:
