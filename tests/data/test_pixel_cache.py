@@ -4,10 +4,8 @@ import errno
 import os
 import re
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,24 +129,3 @@ def test_without_a_writable_place_there_is_an_error_and_no_leftover(
     with pytest.raises(DataError, match=re.escape(str(place))):
         open_cache(folder)
     assert cache_files(tmp_path) == []
-
-
-def test_long_unused_files_are_removed_when_another_is_written(
-    folder: Index, tmp_path: Path
-) -> None:
-    open_cache(folder)
-    (ours,) = cache_files(tmp_path)
-    ages = {"old": 31, "old.0f3a": 31, "recent": 29, "older": 400}
-    for name, days in ages.items():
-        path = ours.with_name(name)
-        path.write_bytes(b"")
-        os.utime(path, 2 * (time.time() - days * 24 * 3600,))
-    os.utime(ours, 2 * (time.time() - 31 * 24 * 3600,))
-    open_cache(folder)  # a use, which makes it a recent one
-    assert len(cache_files(tmp_path)) == 5
-    open_cache(replace(folder, digest="another"))
-    assert {path.name.partition(".")[0] for path in cache_files(tmp_path)} == {
-        "recent",
-        "another",
-        folder.digest,
-    }

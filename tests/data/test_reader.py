@@ -101,14 +101,6 @@ def test_a_removed_or_changed_image_is_named(decode: Decode, folder: Index) -> N
         list(run(decode, folder, whole(folder)))
 
 
-def test_partial_reads_are_completed(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    location = folder.locate(8)
-    content = location.path.read_bytes()
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda f, buffers, at: real(f, [buffers[0][:7]], at))
-    assert reading.read(location) == content
-
-
 def overwrite(path: Path, content: bytes) -> None:
     """Change a file's bytes and not its time."""
     path.write_bytes(content)

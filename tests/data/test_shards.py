@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tars
 from class_folders import fields, write_folder, write_image
 from decoding import png_folder
 from PIL import Image
@@ -177,19 +176,6 @@ def spoil_a_header(root: Path) -> None:
     path.write_bytes(content)
 
 
-def add_another(root: Path) -> None:
-    """After the end, where no reader finds it."""
-    path = root / "train/000000.tar"
-    path.write_bytes(path.read_bytes() * 2)
-
-
-def cut_an_image(root: Path) -> None:
-    path = root / "train/000000.tar"
-    with tarfile.open(path) as tar:
-        last = tar.getmembers()[-2]
-    path.write_bytes(path.read_bytes()[: last.offset_data + 1] + tars.END)
-
-
 def compress(root: Path) -> None:
     write_tar(root / "train/000000.tar", {"a.jpg": jpeg()}, mode="w:gz")
 
@@ -202,21 +188,14 @@ def lose_classes(root: Path) -> None:
     (root / "classes.txt").unlink()
 
 
-def repeat_classes(root: Path) -> None:
-    (root / "classes.txt").write_text("cat\ncat\n")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lose_the_end, "000000.tar: not a whole, uncompressed tar file (the zeros at its end are"),
         (spoil_a_header, "not a whole, uncompressed tar file (there is no header at byte"),
-        (add_another, "there is no header at byte 9216, or data after its end"),
-        (cut_an_image, "not a whole, uncompressed tar file ("),
         (compress, "000000.tar: not a whole, uncompressed tar file"),
         (mix, "both class folders (cat) and shards (000000.tar)"),
         (lose_classes, "classes.txt: No such file or directory; shards need this file"),
-        (repeat_classes, "classes.txt: expected one unique name per line"),
     ],
 )
 def test_broken_shards_are_refused(
