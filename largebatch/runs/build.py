@@ -14,7 +14,6 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
@@ -30,9 +29,6 @@ from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state, build_training
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import LOG, TRACE, Tracker
-from largebatch.tracking.mlflow import MLflow
-from largebatch.tracking.tensorboard import TensorBoard
-from largebatch.tracking.wandb import Wandb
 from largebatch.training.profiling import Profiler
 from largebatch.training.session import Session
 from largebatch.training.state import TrainState
@@ -55,6 +51,8 @@ def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Ba
     same options, packages and `facts`.
     """
     for name in options.imports:
+        from largebatch.data.datasets.own import import_own
+
         import_own(name)
     backend = connect(options.backend, timeout=options.timeout, starting=True, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
@@ -224,11 +222,17 @@ def open_trackers(
     for name in dict.fromkeys(recipe.tracking):
         match name:
             case "wandb":
+                from largebatch.tracking.wandb import Wandb
+
                 note, known = partial(session.log.note, "train"), ids.get(name)
                 yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
             case "tensorboard":
+                from largebatch.tracking.tensorboard import TensorBoard
+
                 yield TensorBoard(folder, config)
             case "mlflow":
+                from largebatch.tracking.mlflow import MLflow
+
                 known, resumed = ids.get(name), resume and (folder / LOG).exists()
                 yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
             case "mlperf":

@@ -36,7 +36,6 @@ from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.launch import start_workers
 from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
-from largebatch.runs.weights import begin_with
 from largebatch.tracking.events import SUMMARY, Summary
 from largebatch.training.session import Session
 from largebatch.training.stages import require_resumable, run_stages
@@ -182,6 +181,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
+            from largebatch.runs.weights import begin_with
+
             drawn = recipe.model.head_std is not None
             file = Path(recipe.model.weights)
             begin_with(file, session.state, training.backend, drawn=drawn)

@@ -12,22 +12,20 @@ batch; a step in the middle of those is where it is reached.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from pydantic import ValidationError
 
 from largebatch.errors import DivergedError, LargebatchError, PlanError
+from largebatch.lab.measure.lr_range import require_same, train_in
 from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import MORE_STEPS, over
 from largebatch.report.run import FloatArray, Run, read_run
-from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
-from largebatch.runs.run import start
 from largebatch.tracking.events import LOG, Step, write_json
 from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale, student_reach
 
@@ -141,11 +139,9 @@ class _Study:
     trials: list[Trial] = field(default_factory=list)
 
     def updates(self, batch: int, epochs: float) -> int:
-        """Return the number of updates in some epochs."""
         return max(2, round(epochs * self.recipe.train_samples / batch))
 
     def window(self, batch: int) -> int:
-        """Return the number of updates in the averaging window of a batch."""
         samples = max(self.sizes[-1], round(WINDOW * self.epochs * self.recipe.train_samples))
         return max(1, round(samples / batch))
 
@@ -154,33 +150,20 @@ class _Study:
         return float(f"{factor * self.recipe.schedule.peak_lr * math.sqrt(share):.3g}")
 
     def at(self, batch: int, rate: float) -> Recipe:
-        """Return the recipe at another batch and a constant rate, monitored."""
         return at_constant_rate(self.recipe, batch, rate, epochs=self.epochs)
 
     def train(self, batch: int, factor: float, epochs: float) -> Run:
-        """Train for some epochs, resuming what exists; a run that diverges stops earlier."""
         rate = self.rate(batch, factor)
         folder = self.options.out / f"batch-{batch}-rate-{rate:g}"
         steps = self.updates(batch, epochs)
-        log = folder / LOG
-        record = read_run(folder) if log.exists() else None
+        record = read_run(folder) if (folder / LOG).exists() else None
         recipe = self.at(batch, rate)
         if record is not None:
-            _require_same(record, recipe)
+            require_same(record, recipe)
         if record is not None and (len(record.steps) >= steps or record.diverged):
             return record
         with suppress(DivergedError):  # the record says so
-            options = replace(
-                self.options.without_changes(),
-                workers=self.workers,
-                out=folder,
-                resume="auto" if log.exists() else False,
-                max_steps=steps,
-                report=False,
-            )
-            summary = start(recipe, options)
-            if summary.status == "interrupted":
-                raise InterruptedStudyError(f"saved in {self.options.out}")
+            train_in(folder, recipe, self.options, workers=self.workers, max_steps=steps)
         return read_run(folder)
 
     def losses(self, updates: Sequence[Step], batch: int) -> FloatArray:
@@ -194,7 +177,6 @@ class _Study:
         return means
 
     def reach(self, batch: int, factor: float, target: float) -> Trial:
-        """Train until the target is reached or the samples are used up."""
         epochs = self.epochs
         while True:
             record = self.train(batch, factor, epochs)
@@ -215,7 +197,6 @@ class _Study:
         return trial
 
     def best(self, batch: int) -> Trial | None:
-        """Return the trial of a batch with the fewest steps; None if none reached the target."""
         reached = [t for t in self.trials if t.batch == batch and t.steps is not None]
         return min(reached, key=lambda trial: trial.steps or math.inf, default=None)
 
@@ -285,17 +266,6 @@ def measure_critical(
     yield result
 
 
-def _require_same(record: Run, recipe: Recipe) -> None:
-    """Raise LargebatchError if an existing run has another recipe."""
-    assert record.recipe is not None
-    there = parse_recipe(record.recipe, source=str(record.path))
-    if there.mathematics != recipe.mathematics:
-        raise LargebatchError(
-            f"{record.path}: holds a run of another recipe, or for another --epochs, whose losses "
-            "cannot be compared; give another --out"
-        )
-
-
 def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
     """Fit S(B) in logarithms to the fewest steps of each batch."""
     curve_fit = require_scipy("scipy.optimize").curve_fit
@@ -319,7 +289,12 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
         law, batches, np.log(steps), p0=guess, bounds=([-np.inf, edges[0]], [np.inf, edges[1]])
     )
     if not edges[0] + 0.01 < scale < edges[1] - 0.01:
-        raise LargebatchError(_undetermined(best, is_above=scale > guess[1]))
+        counts = ", ".join(f"{trial.batch:,}: {trial.steps:,.0f}" for trial in best)
+        where, give = ("above", "larger") if scale > guess[1] else ("below", "smaller")
+        raise LargebatchError(
+            f"steps by batch ({counts}): the critical batch is far {where} these; give {give} "
+            "ones too"
+        )
     reach = student_reach(CONFIDENCE, len(best) - 2) * math.sqrt(covariance[1][1])
     with np.errstate(over="ignore"):
         measured, low, high = (
@@ -334,17 +309,4 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
         low=low,
         high=high,
         noise=noise,
-    )
-
-
-def _undetermined(best: Sequence[Trial], *, is_above: bool) -> str:
-    counts = ", ".join(f"{trial.batch:,}: {trial.steps:,.0f}" for trial in best)
-    how, where, give = (
-        ("fall as fast as the batch grows", "above", "larger")
-        if is_above
-        else ("hardly fall", "below", "smaller")
-    )
-    return (
-        f"the steps of these batches ({counts}) {how}: the critical batch is far {where} them; "
-        f"give {give} ones too"
     )

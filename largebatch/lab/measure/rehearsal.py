@@ -23,8 +23,7 @@ from largebatch.distributed.serial import Done
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.lab.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
-from largebatch.lab.planner.limits import require_cacheable
-from largebatch.lab.planner.prediction import FIXED_BYTES
+from largebatch.lab.planner.prediction import FIXED_BYTES, require_cacheable
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import (
     in_precision,

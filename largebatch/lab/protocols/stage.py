@@ -11,24 +11,24 @@ import math
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.errors import CheckpointError, DivergedError, RecipeError
-from largebatch.lab.protocols.arrivals import ARRIVALS
 from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.gradients import Gradients, average_statistics
-from largebatch.lab.protocols.learner import Gradient
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import MOMENTUM
+from largebatch.lab.protocols.server import ARRIVALS, MOMENTUM
+from largebatch.lab.protocols.service import Gradient, LostLearner
 from largebatch.lab.protocols.split import split_over
-from largebatch.lab.protocols.state import NAME, LostLearner, ProtocolState
 from largebatch.models import affine_parameters
 from largebatch.recipe.protocols import LocalSteps
 from largebatch.recipe.recipe import Recipe
@@ -36,6 +36,55 @@ from largebatch.storage import write_whole
 from largebatch.tracking.events import Step
 from largebatch.training.state import TrainState
 from largebatch.training.updates import Part, Training, Updates, synchronous_updates
+
+NAME = "protocol"
+"""Name of this state in checkpoints and in summary.json."""
+
+_GRADIENTS = TypeAdapter(list[int])
+_LOST = TypeAdapter(list[LostLearner])
+
+
+@dataclass(slots=True)
+class ProtocolState:
+    """The state of a protocol, an ExtraState of the run."""
+
+    momentum: dict[str, Tensor] = field(default_factory=dict)
+    """Momentum with local steps, of the servers (`outer`) and of every learner (`inner`, a row
+    each); this worker's optimizer has only its own. Empty without local steps."""
+
+    gradients: list[int] = field(default_factory=list)
+    """Number of gradients that the first server received, by learner."""
+
+    lost: list[LostLearner] = field(default_factory=list)
+    """Learners lost in all parts of the run; a resumed part begins with all learners."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        return {"momentum": self.momentum, **self.summary()}
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
+        """Load what `state_dict` returned; raise ValueError if it is of other weights."""
+        self.momentum = state.get("momentum", {})
+        self.gradients = _GRADIENTS.validate_python(state.get("gradients", []))
+        self.lost = _LOST.validate_python(state.get("lost", []))
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        num_weights = sum(weight.numel() for weight in weights)
+        for name in ("outer", "inner") if self.momentum else ():
+            saved = self.momentum[name].shape[-1]
+            if saved != num_weights:
+                raise ValueError(f"protocol: {name} is of {saved} weights")
+
+    def drop_momentum(self) -> None:
+        """Forget the momentum of local steps."""
+        self.momentum = {}
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain values for summary.json."""
+        return {"gradients": list(self.gradients), "lost": [asdict(one) for one in self.lost]}
+
+    def remarks(self) -> list[str]:
+        """Return a remark on each learner that was lost."""
+        return [f"learner {one.learner} was lost after {one.update} updates" for one in self.lost]
 
 
 @dataclass(frozen=True)
@@ -166,7 +215,6 @@ class _Segment:
             raise
 
     def _add(self, record: Record, rule: Rule, *, begun: int) -> DivergedError | None:
-        """Count and emit the updates; return the error if a loss is not finite."""
         try:
             state, plan = self._training.state, self._training.plan
             for step in self._steps(record, rule, begun=begun):
@@ -194,14 +242,12 @@ class _Segment:
     def _held(
         self, optimizer: Optimizer, gradient: Gradient
     ) -> AbstractContextManager[tuple[Sequence[Tensor], Optimizer, Gradient]]:
-        """Return the weights as servers hold them, with their optimizer and gradients."""
         weights, section = self._gradients.weights, self._section
         if section.split:
             return split_over(section.num_servers, weights, optimizer, gradient)
         return nullcontext((weights, optimizer, gradient))
 
     def _run_locally(self, updates: range) -> Record:
-        """Make local updates on learners, whose changes the servers average."""
         assert isinstance(self._section, LocalSteps)
         section, outer = self._section, self._section.outer
         training, momentum = self._training, self._state.momentum
@@ -237,7 +283,6 @@ class _Segment:
         return record
 
     def _count(self, record: Record) -> None:
-        """Count the gradients of each learner, and note which learners were lost."""
         state = self._state
         pushed = Counter(arrival.learner for arrival in record.arrivals[0])
         before = state.gradients or [0] * self._section.learners
@@ -251,7 +296,6 @@ class _Segment:
                 )
 
     def _batch(self, number: int) -> Batch:
-        """Return the samples of a mini-batch."""
         positions = range(number * self._size, (number + 1) * self._size)
         clean = self._part.clean
         with closing(self._training.pipeline.at([positions], clean=clean)) as batches:
@@ -328,7 +372,6 @@ def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor) -> None:
-    """Load a flat tensor that `_momentum` returned."""
     parts = flat.to(weights[0].device).split([weight.numel() for weight in weights])
     for weight, part in zip(weights, parts, strict=True):
         optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))

@@ -27,12 +27,11 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.lab.protocols.arrivals import Arrivals
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.protocols.replay import Part, replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import ParameterServer
+from largebatch.lab.protocols.server import Arrivals, ParameterServer
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.metrics import Interval, difference, interval, ratio
