@@ -16,7 +16,6 @@ import torch
 from decoding import augmented, needs_dali, open_cache, photograph, png_folder, run_cached, view
 from decoding import run as decode
 from PIL import Image
-from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -28,10 +27,8 @@ from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
-from largebatch.models.batchnorm import with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.report.run import read_run
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Step, System
 from largebatch.training.loop import Stopwatch, Update
@@ -45,7 +42,6 @@ pytestmark = pytest.mark.skipif(
 GPU = torch.device("cuda")
 DIGITS = Path(__file__).parent.parent / "recipes" / "quickstart" / "digits_96.yaml"
 SHORT = ["duration.epochs=8", "schedule.warmup.epochs=1", "polish=null", "evaluation={}"]
-CONVENTIONS = ("reference", "scaled-momentum", "outside", "fujitsu")
 SHAPES = ((64, 3, 7, 7), (64,), (512, 64, 3, 3), (1000, 512), (1,), (3, 5))
 
 
@@ -81,39 +77,6 @@ def lars(device: str, dtype: torch.dtype, convention: Any) -> list[nn.Parameter]
     return weights
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"]
-)
-def test_lars_on_the_gpu_matches_lars_on_the_cpu(
-    convention: str, dtype: torch.dtype, tolerance: float
-) -> None:
-    ours = [weight.detach().cpu() for weight in lars("cuda", dtype, convention)]
-    expected = [weight.detach() for weight in lars("cpu", dtype, convention)]
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_ghost_groups_on_the_gpu_match_batchnorm_on_each_group(
-    layout: torch.memory_format, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(2)
-    x = (torch.randn(24, 16, 9, 9, generator=generator) * 3 + 1).to("cuda", dtype)
-    x = x.contiguous(memory_format=layout)
-    slope = torch.randn(x.shape, generator=generator).to("cuda", dtype)
-    plain = nn.BatchNorm2d(16).cuda()
-    ghost = with_span(nn.Sequential(nn.BatchNorm2d(16)).cuda(), 8)
-    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
-    out = ghost(ours)
-    expected = torch.cat([plain(part) for part in theirs.split(8)])
-    (out * slope).sum().backward()
-    (expected * slope).sum().backward()
-    tolerance = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
-
-
 class Twice(Serial):
     """One of two workers that hold the same."""
 
@@ -147,20 +110,6 @@ def test_channels_last_gradients_are_summed_in_their_layout(dtype: torch.dtype |
             torch.testing.assert_close(weight.grad, 2 * expected, rtol=rounding, atol=1e-6)
 
 
-def test_workers_that_share_a_span_on_the_gpu_normalise_the_whole() -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = (torch.randn(12, 4, 5, 5, generator=generator) * 3 + 100).cuda()
-
-    def part(worker: Thread) -> Tensor:
-        model = with_span(nn.Sequential(nn.BatchNorm2d(4)).cuda(), 12)
-        model[0].group = worker  # type: ignore[assignment]  # a Group
-        out: Tensor = model(x.chunk(2)[worker.rank])
-        return out
-
-    ours = torch.cat(on_threads(part, workers=2))
-    torch.testing.assert_close(ours, nn.BatchNorm2d(4).cuda()(x), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_digits_are_learned_in_every_precision(precision: str, tmp_path: Path) -> None:
     recipe = load_recipe(DIGITS, [*SHORT, f"precision={precision}"])
@@ -180,15 +129,6 @@ def test_only_host_time_before_an_idle_gpu_is_a_wait() -> None:
         time.sleep(0.2)
     torch.cuda.synchronize()
     assert 10 * busy.seconds() < idle.seconds()
-
-
-def test_the_records_of_a_run_state_what_the_gpu_waited_for(tmp_path: Path) -> None:
-    run(load_recipe(DIGITS, SHORT), out=tmp_path / "run", max_steps=5)
-    steps = read_run(tmp_path / "run").steps
-    assert len(steps) == 5
-    for step in steps:
-        assert step.data_seconds > 0
-        assert step.reduction_seconds >= 0
 
 
 @pytest.fixture

@@ -82,12 +82,6 @@ def test_every_command_of_a_page_runs(
         run(command, capsys)
 
 
-def test_other_pages_have_separate_tests() -> None:
-    for page, test in ELSEWHERE.items():
-        assert f'"{Path(page).name}"' in (Path(__file__).parent / test).read_text(encoding="utf-8")
-        assert commands(ROOT / page, here=True)
-
-
 @pytest.mark.long
 def test_the_python_of_the_reference_trains_on_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
@@ -101,15 +95,3 @@ def test_the_python_of_the_reference_trains_on_two_workers(
     assert short != block.text
     exec(compile(short, str(block.page), "exec"), names)
     assert (tmp_path / "runs/eta/report.html").exists()
-
-
-def test_python_is_only_on_pages_whose_tests_run_it() -> None:
-    pages = {name_of(page): len(blocks(page, "python")) for page in PAGES}
-    assert {page: number for page, number in pages.items() if number} == {
-        "README.md": 1,
-        "docs/audit.md": 8,
-        "docs/final-polishing.md": 6,
-        "docs/own-code.md": 3,
-        "docs/parts.md": 7,
-        "docs/reference/python.md": 1,
-    }

@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 
 from largebatch import optional
-from largebatch.errors import MissingPackageError
-from largebatch.optional import require_timm, require_torchvision
+from largebatch.optional import require_timm
 
 IMPORT_TWICE = """
 import torch
@@ -93,44 +92,6 @@ def test_loaded_operators_are_not_declared(tmp_path: Path) -> None:
     assert bare == "the bare import works"
     assert declared == "nothing declared"
     assert found == "torchvision::nms(Tensor a) -> Tensor"
-
-
-@pytest.mark.parametrize(
-    ("init", "message"),
-    [
-        pytest.param(
-            "raise RuntimeError('different CUDA major versions')",
-            "different CUDA major versions",
-            id="another incompatibility",
-        ),
-        pytest.param(
-            "import no_such_package",
-            "No module named 'no_such_package'",
-            id="a dependency is missing",
-        ),
-    ],
-)
-def test_another_failure_of_torchvision_is_not_changed(
-    tmp_path: Path, init: str, message: str
-) -> None:
-    code = """
-from largebatch import optional
-try:
-    optional.require_torchvision()
-except (RuntimeError, ImportError) as error:
-    print(error)
-print(optional._declare_operators.cache_info().currsize)
-"""
-    path = write_torchvision(tmp_path, init)
-    assert output_of(code, path=path).splitlines() == [message, "0"]
-
-
-def test_a_missing_torchvision_is_named_with_the_install_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(MissingPackageError, match=r"needs torchvision.*pip install torchvision"):
-        require_torchvision()
 
 
 @pytest.mark.parametrize("before", [{}, {"wandb": ModuleType("wandb")}], ids=["new", "imported"])

@@ -39,9 +39,3 @@ def test_modules_of_the_script_are_read_too(
     path = tmp_path / "main.py"
     path.write_text("from engine_of_script import train\n" + CALL, encoding="utf-8")
     assert runpy.run_path(str(path))["found"] is True
-
-
-def test_a_script_whose_source_is_gone_may_set_the_epoch() -> None:
-    names: dict[str, bool] = {}
-    exec(compile(CALL, "<nowhere>", "exec"), names)
-    assert names["found"] is True

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from largebatch.audit.evaluation import check_evaluation
@@ -57,23 +56,6 @@ def test_a_figure_is_named(value: float, level: str, text: str) -> None:
     assert text in finding.text
 
 
-def test_figures_that_differ_by_rounding_are_equal() -> None:
-    ranks = mock.Mock(size=2)
-    ranks.attempt = lambda _check, _what, function, **_: function()
-    for other, level in ((0.5 * (1 + 1e-6), "unknown"), (0.50001, "fault")):  # without a loader
-        ranks.gather = lambda own, other=other: [own, [other, own[1]]]
-        subject = mock.Mock(inner=First(), averaged=None, val_loader=None, evaluate=lambda: 0.5)
-        found = {it.check: it.level for it in check_evaluation(subject, ranks)}
-        assert found == {"evaluation mode": "fine", "evaluation mean": level}
-
-
-def test_a_loss_is_compared_with_the_exact_loss() -> None:
-    samples = [loader().dataset[number] for number in range(10)]
-    images, labels = (torch.stack(part) for part in zip(*samples, strict=True))
-    finding = checked(lambda: float(cross_entropy(images, labels)))["evaluation mean"]
-    assert finding.level == "fine"
-
-
 def test_the_average_of_the_weights_may_be_what_is_evaluated() -> None:
     class Other(nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -116,10 +98,3 @@ def test_hooks_are_removed_and_an_error_is_raised_for_all() -> None:
     with pytest.raises(Exception, match=r"evaluate\(\) failed on worker 0: RuntimeError: no data"):
         checked(fail, inner=model)
     assert not model[0]._forward_pre_hooks
-
-
-def test_an_evaluation_without_its_loader_is_checked_for_its_mode_alone() -> None:
-    found = checked(lambda: 0.5, val_loader=None)
-    assert found["evaluation mode"].level == "fine"
-    assert found["evaluation mean"].level == "unknown"
-    assert "was not compared" in found["evaluation mean"].text

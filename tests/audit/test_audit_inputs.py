@@ -80,21 +80,6 @@ def test_updates_are_compared(loader: Any, words: dict[str, Any]) -> None:  # no
     assert not [it for it in findings if it.level == "unknown" and "gradient" in it.check]
 
 
-def test_a_step_may_divide_batches_of_two_inputs() -> None:
-    model = Two()
-    optimizer = sgd(model)
-
-    def step(batch: dict[str, Tensor]) -> None:
-        optimizer.zero_grad()
-        for first in (0, 8):
-            part = {name: it[first : first + 8] for name, it in batch.items()}
-            (cross_entropy(*of_two(model, part)) / 2).backward()
-        optimizer.step()
-
-    findings = found(two_inputs(), model, optimizer=optimizer, step=step, forward=of_two)
-    assert findings.ok, findings.table()
-
-
 def test_ignored_labels_of_any_type_do_not_count() -> None:
     labels = LABELS.where(LABELS > 0, -100).int()
     model = linear()

@@ -11,7 +11,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    Subset,
     TensorDataset,
 )
 
@@ -23,13 +22,6 @@ def loader_of(number: int, **words: object) -> DataLoader[object]:
     return DataLoader(TensorDataset(torch.arange(number)), **words)  # type: ignore[arg-type]
 
 
-def test_numbers_are_those_of_the_batches_that_follow() -> None:
-    loader = loader_of(10, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
-    (epoch,) = epochs_of(loader, 1)
-    assert sorted(epoch.samples) == list(range(10))
-    assert [list(batch) for batch in epoch.batches()] == [batch[0].tolist() for batch in loader]
-
-
 def test_the_epoch_is_set_and_the_samplers_epoch_restored() -> None:
     loader = loader_of(10, batch_size=4)
     sampler: DistributedSampler[object] = DistributedSampler(loader.dataset, 2, 0)
@@ -39,12 +31,6 @@ def test_the_epoch_is_set_and_the_samplers_epoch_restored() -> None:
     assert sampler.epoch == 7
     sampler.set_epoch(1)
     assert list(sampler) == second.samples.tolist() != first.samples.tolist()
-
-
-def test_numbers_of_a_subset_are_those_of_the_whole_data() -> None:
-    data = Subset(Subset(TensorDataset(torch.arange(10)), [9, 7, 5, 3]), [2, 0])
-    (epoch,) = epochs_of(DataLoader(data), 1)
-    assert epoch.samples.tolist() == [5, 9]
 
 
 def test_a_loader_that_keeps_its_iterator_gives_numbers_and_keeps_it() -> None:

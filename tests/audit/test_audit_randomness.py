@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 from planted_parts import Augmented, random_data
-from torch import nn
 from torch.utils.data import DataLoader
 
 from largebatch.audit.randomness import (
     Draws,
     _compare,
     check_augmentation,
-    check_dropout,
-    draws_of_one_sample,
 )
 from largebatch.audit.ranks import Ranks
 from largebatch.distributed.serial import Serial
@@ -45,27 +42,3 @@ def test_one_process_draws_anew() -> None:
     assert finding.level == "fine"
     assert "differ" in finding.text
     assert vars(loader) == before
-
-
-def test_draws_are_of_the_loaders_generator_and_restored() -> None:
-    generator = torch.Generator().manual_seed(0)
-    loader = DataLoader(random_data(64), 8, shuffle=True, generator=generator)
-    before = generator.get_state()
-    assert len(np.unique(draws_of_one_sample(loader))) == 1
-    check_augmentation(mock.Mock(loader=loader), RANKS)
-    assert draws_of_one_sample(loader).shape == (2, 1, 32)
-    generator.set_state(before)
-
-
-def test_a_model_without_dropout_is_not_mentioned_and_keeps_its_statistics() -> None:
-    model = nn.BatchNorm1d(8).eval()
-    assert check_dropout(model, lambda it: it(torch.randn(4, 8)), RANKS) == []
-    assert model.running_mean is not None
-    assert torch.equal(model.running_mean, torch.zeros(8))
-    assert not model.training
-
-
-def test_the_generator_is_restored_after_masks_are_drawn() -> None:
-    before = torch.get_rng_state()
-    assert check_dropout(nn.Dropout(), lambda it: it(torch.ones(2, 4)), RANKS) == []  # one worker
-    assert torch.equal(torch.get_rng_state(), before)

@@ -11,7 +11,6 @@ from largebatch.audit.findings import Finding
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.distributed.serial import Serial
-from largebatch.models import param_groups
 
 BATCHES, BATCH = 10, 256
 
@@ -95,20 +94,6 @@ def test_a_base_that_is_no_batch_and_rate_is_refused(base: tuple[float, float]) 
         require_base(base)
 
 
-def test_the_number_of_updates_for_imagenet_is_named_for_large_data_only() -> None:
-    small = found([0.1], epochs=3)["updates"]
-    assert (small.level, small.text) == ("note", "30 updates in 3 epochs")
-    large = found([0.1], epochs=3, batch=131_072)["updates"]
-    assert large.text == "30 updates in 3 epochs; the fewest published for ImageNet are 1,178"
-    based = found([0.1], epochs=3, batch=131_072, base=(65_536, 0.05))["updates"]
-    assert based.text == "30 updates in 3 epochs; at a batch of 65,536 it is 60"
-
-
-def test_adam_gets_the_square_root_rule() -> None:
-    remedy = found([0.01], kind=torch.optim.AdamW, base=(16, 0.1))["rate for the batch"].remedy
-    assert remedy == "try 0.4 (square-root rule) with a warm-up"
-
-
 def test_the_peak_of_the_schedule_counts_in_warm_up() -> None:
     def rate(update: int) -> float:
         return 1.6 * min(1.0, (update + 1) / 50)
@@ -119,12 +104,6 @@ def test_the_peak_of_the_schedule_counts_in_warm_up() -> None:
     assert "after 49 updates (4.9 epochs)" in result["warm-up"].text
     assert result["updates"].level == "fine"
     assert result["updates"].text == "3,000 updates in 300 epochs; at a batch of 16 it is 48,000"
-
-
-def test_another_schedule_than_planned_is_a_note_with_both() -> None:
-    finding = found([0.1, 0.3], rate=lambda update: 0.1 + update)["warm-up"]
-    assert finding.level == "note"
-    assert "had rates 0.1, 0.3, the schedule says 0.1, 1.1" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -144,16 +123,3 @@ def test_a_schedule_that_moves_too_fast_is_counted(
     finding = found(rates, skipped=skipped, rate=lambda update: update + 1.0)["warm-up"]
     assert (finding.level, finding.figure) == (level, figure)
     assert "workers" not in finding.text
-
-
-def test_decay_of_groups_made_for_it_is_fine() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(param_groups(model, weight_decay=1e-4), lr=0.1)
-    subject = mock.Mock(inner=model, optimizer=optimizer, base=None, rate=None, epochs=None)
-    update: Any = mock.Mock(rate=0.1, micros=1, samples=8, attempt=0)
-    (finding,) = check_rates(subject, [update], Ranks(Serial(torch.device("cpu"))))
-    assert finding.text == "1 tensor with decay, no normalisation or bias among them"
-
-
-def test_no_update_is_no_finding() -> None:
-    assert check_rates(mock.Mock(), [], Ranks(Serial(torch.device("cpu")))) == []

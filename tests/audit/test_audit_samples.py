@@ -35,18 +35,6 @@ def named(findings: Sequence[Finding], check: str) -> Finding:
     return finding
 
 
-def test_one_process_reads_each_sample_once() -> None:
-    found = serially(DataLoader(random_data(20), 8, shuffle=True))
-    assert [it.level for it in found] == ["fine", "fine"]
-    assert named(found, "samples").text.startswith("20 samples: 0 never read in an epoch")
-
-
-def test_an_unshuffled_epoch_is_a_note() -> None:
-    found = serially(DataLoader(random_data(20), 8))
-    assert named(found, "epoch order").level == "note"
-    assert "nothing is shuffled" in named(found, "epoch order").text
-
-
 @pytest.mark.parametrize(
     ("number", "level"),
     [pytest.param(801, "fine", id="one of 801"), pytest.param(15, "note", id="7 of 15")],
@@ -87,11 +75,6 @@ def test_samples_that_a_subset_repeats_are_expected_as_often() -> None:
     repeating = Subset(random_data(20), [*range(20), 0, 0, 1])
     finding = named(serially(DataLoader(repeating, 23, shuffle=True)), "samples")
     assert (finding.level, finding.text[:10]) == ("fine", "23 samples")
-
-
-def test_the_audit_says_why_batches_show_nothing() -> None:
-    finding = named(serially([torch.zeros(2)]), "samples")
-    assert (finding.level, finding.text) == ("unknown", "list is not a DataLoader")
 
 
 def on_two(case: str) -> list[Finding]:

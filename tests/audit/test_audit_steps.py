@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from largebatch.audit import audit
-from largebatch.audit.causes import causes_of
-from largebatch.audit.findings import Check, Finding, Findings, Level
+from largebatch.audit.findings import Check, Findings, Level
 
 Arguments = dict[str, Any]
 
@@ -337,16 +336,6 @@ def test_gradients_are_compared_behind_the_optimizers_own_hooks() -> None:
     assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
-def test_one_process_may_choose_samples() -> None:
-    data, model = random_data(), linear()
-    loader = DataLoader(data, 16, sampler=SubsetRandomSampler(range(64)))
-    with contextlib.redirect_stdout(io.StringIO()):
-        findings = audit(model, loader, cross_entropy, sgd(model))
-    (samples,) = findings.named("samples")
-    assert samples.level == "note"
-    assert samples.figure == pytest.approx(32 / 96)
-
-
 def test_a_shorter_last_batch_is_not_taken_for_the_batch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
@@ -356,48 +345,3 @@ def test_a_shorter_last_batch_is_not_taken_for_the_batch() -> None:
     (span,), (rate,) = findings.named("batch norm span"), findings.named("rate for the batch")
     assert "over 32 samples" in span.text
     assert " at a batch of 32, " in rate.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "first"),
-    [
-        ({"loader": iter([])}, "audit: gradients not compared, "),
-        ({"base": 64}, "audit: gradients not compared, "),
-        ({}, "audit: no fault, "),
-    ],
-)
-def test_the_first_line_says_if_gradients_were_not_compared(
-    arguments: Arguments, first: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = linear()
-    words: Arguments = {"model": model, "loader": DataLoader(random_data(), 16, shuffle=True)}
-    audit(**words | {"loss_fn": cross_entropy, "optimizer": sgd(model)} | arguments)
-    assert capsys.readouterr().out.startswith(first)
-
-
-def test_another_object_than_a_model_is_an_error_of_the_caller() -> None:
-    with pytest.raises(TypeError, match=r"model is a list; expected audit\(model, loader,"):
-        audit([], linear(), cross_entropy)  # type: ignore[arg-type]
-
-
-def test_a_divisor_that_is_too_small_is_named() -> None:
-    (cause,) = causes_of(2.0, loss_scale=0.5, workers=2, micros=4, batch=8)
-    assert cause.text == "the losses of 4 micro-batches are divided by 2"
-
-
-@pytest.mark.parametrize(
-    ("levels", "ok"),
-    [
-        (("fine", "fine"), True),
-        (("fine", "note"), True),
-        (("fine", "unknown"), False),
-        (("unknown", "fine"), False),
-        ((), False),
-    ],
-)
-def test_an_audit_is_ok_if_scale_and_direction_were_compared_and_are_right(
-    levels: tuple[Level, ...], ok: bool
-) -> None:
-    checks: tuple[Check, ...] = ("gradient scale", "gradient direction")
-    found = [Finding(check=it, level=at, text="") for it, at in zip(checks, levels, strict=False)]
-    assert Findings(tuple(found)).ok == ok

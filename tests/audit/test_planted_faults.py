@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from planted_audit import findings_of, load, names_in
 
-from benchmarks.studies.audit import audit_faults
 from largebatch.audit import Findings
 
 
@@ -59,9 +58,3 @@ def test_a_correct_script_has_no_fault(name: str, correct: dict[str, Findings | 
     assert not [it for it in findings if it.level == "unknown"], findings.table()
     without = getattr(load("correct", name), "NO_NOTE", None)
     assert without not in {it.check for it in findings if it.level == "note"}, findings.table()
-
-
-@pytest.mark.parametrize("folder", ["faults", "correct"])
-def test_the_newest_results_have_every_script(folder: str) -> None:
-    newest = audit_faults.newest_result("audit_faults")
-    assert sorted(newest[folder]) == names_in(folder)

@@ -320,64 +320,6 @@ def test_a_data_set_and_a_sampler_of_any_class_are_restored_without_a_copy_of_th
     assert data.data.tolist() == [1, 1, 1]
 
 
-class Noise:
-    """A transform with a generator."""
-
-    def __init__(self) -> None:
-        self.draw = random.Random(1)
-
-    def __call__(self, value: Any) -> Any:  # noqa: ANN401 -- a sample, or a list of samples
-        self.draw.random()
-        return value
-
-
-class Noisy(Dataset[int]):
-    """A data set that keeps its transform, or another data set, under a name of its own."""
-
-    def __init__(self, inside: Any) -> None:  # noqa: ANN401 -- either
-        self.inside = inside
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, item: int) -> int:
-        return self.inside(item) if callable(self.inside) else self.inside[item]  # type: ignore[no-any-return]
-
-
-def test_generators_inside_of_data_sets_collate_functions_and_loaders_of_a_step_are_restored() -> (
-    None
-):
-    transform, collate = Noise(), Noise()
-    shuffled = torch.Generator().manual_seed(1)
-    loader = DataLoader(Noisy(Noisy(transform)), 2, collate_fn=collate)
-    other = DataLoader(Noisy(Noise()), 2, shuffle=True, generator=shuffled)
-
-    def states() -> list[object]:
-        return [transform.draw.getstate(), collate.draw.getstate(), shuffled.get_state().tolist()]
-
-    before = states()
-    with restored([], [loader], [lambda: next(iter(other))]):
-        assert len([*loader, *other]) == 4
-        assert all(now != then for now, then in zip(states(), before, strict=True))
-    assert states() == before
-
-
-class Logger:
-    """An object whose method changes a global number."""
-
-    def log(self) -> None:
-        global TOTAL  # noqa: PLW0603 -- that is what is restored
-        TOTAL += 1
-
-
-def test_globals_that_methods_change_are_restored() -> None:
-    logger = Logger()
-    with restored([], [], [lambda: logger]):
-        logger.log()
-        assert TOTAL == 1
-    assert TOTAL == 0
-
-
 def change_storage(tensor: Tensor) -> None:
     tensor.data = torch.zeros(3)
 

@@ -3,37 +3,18 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from schedules_of import course_of
 
 from largebatch.cli.main import DONE, main
 from largebatch.recipe.loading import load_recipe
-from largebatch.report import rates
-from largebatch.report.rates import Rates, remarks
-from largebatch.report.style import save_png
+from largebatch.report.rates import Rates
 
 
 def rates_of(name: str, *changes: str) -> Rates:
     recipe = load_recipe(name, changes)
     return Rates(recipe.name, recipe, course_of(recipe))
-
-
-def drawn_lines(drawn: list[Rates], by: rates.By, path: Path) -> dict[str, tuple[float, ...]]:
-    """Return the largest x, the largest rate and the number of points of every line."""
-    found: dict[str, tuple[float, ...]] = {}
-
-    def draw(figure: Figure) -> None:
-        rates._draw(figure, drawn, by)
-        for axes in figure.axes:
-            for line in axes.lines:
-                x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
-                found[str(line.get_label())] = (float(x.max()), float(y.max()), len(x))
-
-    save_png(path, draw, size=(600, 400), pixels=600)
-    return found
 
 
 def test_a_table_has_the_rates_of_the_published_recipes(
@@ -71,37 +52,6 @@ def test_the_mean_of_a_run_whose_batch_grows_counts_samples() -> None:
     each = rates_of("digits_96", *words)
     assert len(each.course.rates) == 30
     assert each.mean == pytest.approx((10 * 96 * 1 + 20 * 192 * 2) / (10 * 96 + 20 * 192))
-
-
-@pytest.mark.parametrize(
-    ("by", "large", "small"),
-    [
-        ("step", 2268, 1740),
-        ("epoch", 2268 * 32_768 / 1_281_167, 1740 * 65_536 / 1_281_167),
-        ("samples", 2268 * 32_768, 1740 * 65_536),
-    ],
-)
-def test_the_axis_ends_where_each_run_does(
-    by: rates.By, large: float, small: float, tmp_path: Path
-) -> None:
-    drawn = [rates_of("resnet50_32768_mlperf"), rates_of("resnet50_65536_mlperf")]
-    ends = list(drawn_lines(drawn, by, tmp_path / "a.png").values())
-    assert [end[0] for end in ends] == pytest.approx([large, small])
-    assert [end[1] for end in ends] == pytest.approx([21.2, 24.699])
-    assert [end[2] for end in ends] == [2269, 1741]
-
-
-def test_other_scales_of_a_rate_are_remarked_on() -> None:
-    plain = rates_of("digits_96")
-    assert remarks([plain]) == []
-    other = rates_of("digits_96", "optimizer.eta=0.01")
-    assert remarks([plain, other]) == [
-        "With LARS it is rate times eta that compares, and eta differs here."
-    ]
-    timm = rates_of("digits_96", "optimizer.convention=scaled-momentum")
-    assert remarks([plain, timm, plain]) == [
-        "LARS has 2 conventions here, in which a rate acts differently: reference, scaled-momentum."
-    ]
 
 
 def test_recipes_of_one_name_are_told_apart_by_their_paths(

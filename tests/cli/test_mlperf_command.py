@@ -59,21 +59,6 @@ def test_a_verdict_against_the_runs_ends_with_code_1(
     assert (tmp_path / "mlperf.png").exists()
 
 
-@pytest.mark.parametrize(("epochs", "code"), [(56.0, DONE), (50.0, FAILED)])
-def test_a_chart_that_cannot_be_written_loses_no_verdict(
-    epochs: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = list(map(str, run_folders(tmp_path, seeds("32768_mlperf"), 5 * [epochs])))
-    (tmp_path / "folder.png").mkdir()
-    words = ["report", "mlperf", *paths, "--out", str(tmp_path / "folder.png")]
-    assert main([*words, "--json"]) == code
-    shown = capsys.readouterr()
-    assert "folder.png" in shown.err
-    found = json.loads(shown.out)
-    assert found["passed"] == (code == DONE)
-    assert found["chart"] is None
-
-
 def test_what_cannot_be_checked_is_one_line_and_code_2(
     folders: list[str],
     tmp_path: Path,

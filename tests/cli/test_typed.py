@@ -2,30 +2,12 @@
 
 import re
 import shlex
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 
 import pytest
 
 from largebatch.cli.main import COMMANDS, DONE, USER, main, parse
-from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.problems import SYNONYMS, meant_key
-from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.section import every_field, sections_of
 
-VALUES = {
-    **dict.fromkeys(("duration.steps", "schedule.warmup.steps"), "40"),
-    **dict.fromkeys(("duration.epochs", "schedule.warmup.epochs"), "3.0"),
-    **dict.fromkeys(("batch.global_batch", "execution.device_batch", "data.image_size"), "48"),
-    "data.classes": "12",
-    "seed": "7",
-    "model.name": "resnet50",
-    "optimizer.kind": "sgd",
-    "schedule.decay.kind": "cosine",
-    "precision": "bf16",
-    "tracking": "wandb",
-}
 """Values for the keys that synonyms stand for, where 0.25 is none."""
 
 
@@ -133,57 +115,7 @@ def test_a_key_of_another_program_in_a_file_is_answered_too(
     )
 
 
-ELSEWHERE = {"optimizer": "schedule.", "model": "data.", "data": "batch.global_batch"}
 """Sections of other programs that have keys which stand elsewhere in a recipe."""
-
-
-def test_an_unknown_key_of_a_section_is_never_answered_with_one_that_means_something_else() -> None:
-    """`polish.swa.epochs` is not the length of the run."""
-    fields = {key: sections_of(field.annotation) for key, _, field in every_field(Recipe)}
-    words = "epochs steps lr momentum weight_decay batch_size samples name kind seed dtype warmup"
-    for section in [key for key, below in fields.items() if below]:
-        for word in words.split():
-            own = f"{section}.{word}"
-            meant = meant_key(own, Recipe)
-            near = (f"{section}.", ELSEWHERE.get(section, f"{section}."))
-            assert meant is None or meant.startswith(near), (own, meant)
-
-
-def test_every_synonym_stands_for_a_key_and_is_none_itself() -> None:
-    for word, key in SYNONYMS.items():
-        assert meant_key(key, Recipe) == key
-        assert meant_key(word, Recipe) == key
-
-
-@pytest.mark.parametrize("word", SYNONYMS)
-def test_what_is_suggested_for_a_synonym_can_be_typed(
-    word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    key = SYNONYMS[word]
-    value = VALUES.get(key, "0.25")
-    shown = typed(f"check digits_96 --{word} {value}", capsys)
-    option, override = shlex.split(shown.partition("write ")[2])
-    assert option == "--set"
-    tree = load_recipe("digits_96", [override]).model_dump(mode="json")
-    assert str(reduce(getitem, key.split("."), tree)).strip("[]'") == value
-
-
-def test_one_tracker_needs_no_brackets() -> None:
-    assert load_recipe("digits_96", ["tracking=wandb"]).tracking == ("wandb",)
-
-
-@pytest.mark.parametrize("name", ["digits_96.yaml", "recipes/digits_96.yaml", "digit_96.yml"])
-def test_the_file_name_of_an_installed_recipe_is_answered_with_its_name(
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert typed(f"train {name}", capsys) == (
-        f"largebatch: {name}: cannot read the recipe: No such file or directory; an installed "
-        "recipe is named without folder and .yaml: did you mean 'digits_96'?\n"
-    )
 
 
 def test_a_shortened_run_names_all_that_has_to_be_shorter_and_the_words_work(

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
-from largebatch.models import build
 from largebatch.models.batchnorm import Spans, with_span
 
 CPU = Serial(torch.device("cpu"))
@@ -116,18 +115,6 @@ def test_recomputed_layers_count_once_on_two_workers(forward: Forward, sync_work
     torch.testing.assert_close(ours[0], expected[0], rtol=1e-12, atol=1e-12)
 
 
-def test_each_of_several_forward_passes_before_one_backward_counts_once() -> None:
-    ours, expected = net(), net()
-    parts = [images(8, seed=seed) for seed in range(2)]
-
-    def both(model: nn.Module, batch: Tensor, forward: Forward) -> Tensor:
-        return forward(model, batch) + forward(model, batch * 2)
-
-    step(ours, CPU, parts, lambda model, batch: both(model, batch, recomputed))
-    step(expected, CPU, parts, lambda model, batch: both(model, batch, plainly))
-    torch.testing.assert_close(buffers(ours), buffers(expected), rtol=0, atol=0)
-
-
 def test_a_second_backward_through_one_forward_counts_nothing() -> None:
     ours, expected = net(), net()
     spans = Spans(ours, CPU)
@@ -176,20 +163,3 @@ def test_a_forward_pass_after_the_sum_started_counts_for_the_next_step() -> None
     for batch in (first, second):
         step(expected, CPU, [batch], plainly)
     torch.testing.assert_close(buffers(ours), buffers(expected), rtol=1e-12, atol=1e-12)
-
-
-def test_a_network_that_checkpoints_by_itself_keeps_its_statistics() -> None:
-    """As a recipe builds it: model.arguments {memory_efficient: true}."""
-    found = []
-    for memory_efficient in (True, False):
-        torch.manual_seed(0)
-        arguments = {
-            "memory_efficient": memory_efficient,
-            "block_config": [2, 2],
-            "growth_rate": 8,
-        }
-        model = build("densenet121", num_classes=3, arguments=arguments).double()
-        model = with_span(model, 4)
-        step(model, CPU, [images(8, seed=seed, size=32) for seed in range(2)], plainly)
-        found.append(buffers(model))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

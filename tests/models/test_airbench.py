@@ -62,17 +62,6 @@ def test_whitened_patches_are_uncorrelated_with_mean_squares_near_one() -> None:
     )
 
 
-def test_the_size_of_the_batches_does_not_change_the_filters_and_only_5000_images_count() -> None:
-    torch.manual_seed(0)
-    images = torch.randn(5_100, 3, 4, 4)
-    models = [Airbench(10, width=4) for _ in range(2)]
-    models[0].init_from_images(images.split(700))
-    models[1].init_from_images([images[:5_000]])
-    first, other = (model.whiten.weight for model in models)
-    torch.testing.assert_close(first, other, rtol=0, atol=0)
-    torch.testing.assert_close(first[:12], -first[12:])
-
-
 def test_the_network_has_airbenchs_weights() -> None:
     """Six convolutions, two biases of every block, the bias of the first layer, the head."""
     model = build("airbench", num_classes=10)
@@ -84,20 +73,6 @@ def test_the_network_has_airbenchs_weights() -> None:
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     with pytest.raises(RecipeError, match="width must be 1 or more"):
         build("airbench", num_classes=10, arguments={"width": 0})
-
-
-def test_the_classifier_of_the_version_with_sgd_is_torchs_and_logits_are_a_ninth() -> None:
-    torch.manual_seed(0)
-    ours = build("airbench", num_classes=10, arguments={"divisor": 9})
-    torch.manual_seed(0)
-    muons = build("airbench", num_classes=10)
-    assert isinstance(ours, Airbench)
-    assert isinstance(muons, Airbench)
-    assert ours.head.weight.abs().max().item() <= 1 / 16  # torch's bound for 256 features
-    assert ours.head.weight.std().item() == pytest.approx(1 / 16 / math.sqrt(3), rel=0.03)
-    images = torch.randn(2, 3, 32, 32)
-    ratio = ours.head.weight.std().item() * 256 / 9
-    torch.testing.assert_close(ours(images), muons(images) * ratio)
 
 
 def logits_of(weights: dict[str, Tensor], images: Tensor, divisor: int) -> Tensor:

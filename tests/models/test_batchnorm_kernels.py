@@ -31,7 +31,7 @@ from largebatch.models.batchnorm_functional import normalise
 from largebatch.models.compiled import compile_model
 from largebatch.models.fusion import describe_pairs, pair
 from largebatch.optim.kernels import table
-from largebatch.polish.moments import Moments
+from largebatch.optional import require_torchvision
 
 runs = pytest.mark.usefixtures("kernels_run")
 
@@ -73,27 +73,26 @@ def error(ours: Tensor, exact: Tensor) -> float:
 
 
 SHAPES = [
-    pytest.param((8, 24, 3, 2), 4, id="two spans"),
-    pytest.param((7, 5, 3, 3), 3, id="odd channels and a smaller last span"),
-    pytest.param((3, 40, 2, 4), 8, id="a span above the batch"),
-    pytest.param((10, 12), 4, id="0d"),
-    pytest.param((6, 3, 7), 2, id="1d"),
-    pytest.param((4, 6, 2, 3, 2), 2, id="3d"),
-    pytest.param((3, 1, 4, 2), 1, id="one channel"),
+    ((8, 24, 3, 2), 4),
+    ((7, 5, 3, 3), 3),  # odd channels and a smaller last span
+    ((3, 40, 2, 4), 8),  # a span above the batch
+    ((10, 12), 4),
+    ((6, 3, 7), 2),
+    ((4, 6, 2, 3, 2), 2),
+    ((3, 1, 4, 2), 1),
 ]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 @runs
-@pytest.mark.parametrize(("shape", "span"), SHAPES)
 @pytest.mark.parametrize(
-    ("relu", "adds", "dtype"),
+    ("shape", "span", "relu", "adds", "dtype"),
     [
-        (False, False, torch.float32),
-        (True, False, torch.float32),
-        (False, True, torch.bfloat16),
-        (True, True, torch.float32),
-        (True, True, torch.float16),
+        *((*shape, False, False, torch.float32) for shape in SHAPES),
+        *((*shape, True, True, torch.float32) for shape in SHAPES),
+        *((*shape, True, False, torch.float32) for shape in SHAPES[:2]),
+        *((*shape, False, True, torch.bfloat16) for shape in SHAPES[:2]),
+        *((*shape, True, True, torch.float16) for shape in SHAPES[:2]),
     ],
 )
 def test_result_moments_and_gradients_are_those_of_the_formula(
@@ -134,17 +133,6 @@ def test_a_far_mean_costs_no_more_digits_than_in_pytorch() -> None:
     plain = F.batch_norm(x, None, None, training=True)
     assert error(out, exact) < 1.5 * error(plain, exact)
     assert error(moments[0, 1] * (400 / 399), sums[1]) < 1e-4
-
-
-@runs
-def test_polishing_measures_with_the_same_kernels() -> None:
-    moments = Moments.of_nothing(5, device=DEVICE)
-    far = torch.tensor([0.0, 0.0, 3e4, 0.0, 0.0], device=DEVICE).view(-1, 1, 1)
-    for seed in range(3):
-        batch = in_rows(draw(6, 5, 4, 3, seed=seed) + far)
-        mean, variance = moments.in_one(batch)
-        assert error(variance, batch.double().var((0, 2, 3), unbiased=False)) < 1e-6
-        assert error(mean - far.flatten(), batch.double().mean((0, 2, 3)) - far.flatten()) < 1e-6
 
 
 @runs
@@ -193,7 +181,7 @@ def test_a_loss_may_contain_gradients(relu: bool, adds: bool) -> None:
 
 
 @runs
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [3])
 def test_workers_share_a_span(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     launch, lock = accelerator.launch, threading.Lock()
 
@@ -270,9 +258,13 @@ def trained(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]
 def test_a_network_with_pairs_trains_as_pytorchs_kernels_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    require_torchvision()
+    from torchvision.models.resnet import BasicBlock
+
     torch.manual_seed(0)
-    block = build("torchvision/resnet18", num_classes=4).get_submodule("layer2.0")
-    plain = with_span(nn.Sequential(nn.Conv2d(3, 64, 3), block), 2).to(DEVICE).double()
+    shortcut = nn.Sequential(nn.Conv2d(8, 16, 1, 2), nn.BatchNorm2d(16))
+    block = BasicBlock(8, 16, 2, shortcut)
+    plain = with_span(nn.Sequential(nn.Conv2d(3, 8, 3), block), 2).to(DEVICE).double()
     ours = copy.deepcopy(plain).float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     assert pair(ours) == (2, 3)
     launch = mock.Mock(side_effect=accelerator.launch)
@@ -441,20 +433,6 @@ def test_modules_that_change_after_pairing_are_called(
     for layer in block:
         expected = layer(expected)
     assert torch.equal(block(images), expected)
-
-
-def test_a_shortcut_that_is_added_to_in_place_stays_as_it_is() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, images: Tensor) -> Tensor:
-            shortcut = images * 2
-            kept = shortcut.view(-1)
-            return shortcut.add_(self.norm(images * 3)).relu().sum() + kept.sum()
-
-    assert pair(with_span(Block(), 2)) == (0, 1)
 
 
 def refuse(_: object) -> Tensor:

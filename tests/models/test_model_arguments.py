@@ -92,17 +92,6 @@ def test_arguments_that_download_or_load_are_refused_by_name(arguments: str, mes
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "{layers: [1, 1, 1, 1], channels: [16, 32, 64, 128], drop_rate: 0.1, zero_init_last: true}",
-        "{act_layer: silu, aa_layer: null, stem_type: deep_tiered, block_args: {rd_ratio: 0.25}}",
-    ],
-)
-def test_arguments_that_shape_a_network_are_accepted(arguments: str) -> None:
-    assert load_recipe(DIGITS, [f"model.arguments={arguments}"]).model.arguments
-
-
 def test_arguments_of_the_factories_themselves_are_refused() -> None:
     """A new release of timm or torchvision may add to it."""
     timm = require_timm()
@@ -142,11 +131,3 @@ def test_a_model_built_from_python_has_new_weights_for_any_arguments(
 
 def refuse(*_: object) -> None:
     raise AssertionError("a connection was opened")
-
-
-@pytest.mark.parametrize(
-    "name", ["hf-hub:timm/resnet18.a1_in1k", "hf_hub:x/y", "local-dir:/tmp", "../resnet18"]
-)
-def test_a_model_name_is_never_a_path(name: str) -> None:
-    with pytest.raises(RecipeError, match="model.name: timm has no model"):
-        build(name, num_classes=10)

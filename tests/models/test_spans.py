@@ -122,33 +122,6 @@ def test_workers_that_share_a_span_match_batchnorm_on_the_whole_batch(
     assert ghost[0].num_spans == 1
 
 
-def test_layers_before_a_shared_span_have_correct_gradients() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3)]
-    model = nn.Sequential(*layers, nn.BatchNorm2d(4)).double()
-    x, weights = images(8, 3, 7, 7), images(8, 4, 3, 3, seed=1)
-    ghost, _, gradient = shared(model, x, weights, workers=4)
-    y = x.clone().requires_grad_()
-    (model(y) * weights).sum().backward()
-    torch.testing.assert_close(gradient, y.grad)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(ghost.get_parameter(name).grad, parameter.grad)
-
-
-def test_a_shared_span_preserves_channels_last() -> None:
-    norm = nn.BatchNorm2d(5).double()
-    x = images(6, 5, 4, 3).to(memory_format=torch.channels_last)
-    weights = images(6, 5, 4, 3, seed=1)
-    y = x.clone().requires_grad_()
-    _, out, gradient = shared(nn.Sequential(norm), x, weights, workers=2)
-    plain = norm(y)
-    (plain * weights).sum().backward()
-    torch.testing.assert_close(out, plain)
-    torch.testing.assert_close(gradient, y.grad)
-    for result in (out[:3], gradient[:3]):
-        assert result.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_workers_with_images_of_different_size_share_the_moments_of_all_values() -> None:
     """All values of a channel have equal weight; samples do not."""
     norm = nn.BatchNorm2d(5).double()
@@ -252,11 +225,6 @@ def test_a_wrong_part_of_a_span_is_an_error() -> None:
         ValueError, match="2 workers share .* 8 samples, so each holds 4 .* given 3"
     ):
         model(torch.zeros(3, 3))
-
-
-def test_workers_that_cannot_be_grouped_evenly_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 workers cannot be divided into groups of 2"):
-        Spans(with_span(nn.Sequential(nn.BatchNorm1d(3)), 8), CPU, sync_workers=2)
 
 
 def saved(model: nn.Sequential) -> nn.Sequential:

@@ -1,5 +1,4 @@
 import math
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -87,60 +86,6 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
     assert weight[0, 0].item() == pytest.approx(1 - ratio * 0.5 * (13 * 3 + 0.1 * 13), rel=1e-12)
 
 
-@every_convention
-def test_rebuilding_from_the_groups_changes_nothing(convention: Convention) -> None:
-    """Like Horovod: settings that are not in the groups get their defaults."""
-    ours, rebuilt_weight = (nn.Parameter(torch.tensor([[1.0, -2.0, 0.5]])) for _ in "ab")
-    group = {"params": [ours], "momentum": 0.7, "weight_decay": 0.02}
-    optimizer = LARS([group], 3.0, eta=0.02, eps=1e-3, convention=convention)
-    groups = [{**group, "params": [rebuilt_weight]} for group in optimizer.param_groups]
-    rebuilt = LARS(groups)
-    for parameter, one in ((ours, optimizer), (rebuilt_weight, rebuilt)):
-        parameter.grad = torch.tensor([[0.3, 0.1, -0.2]])
-        one.step()
-    torch.testing.assert_close(ours, rebuilt_weight, rtol=0, atol=0)
-
-
-def test_parameters_without_gradient_and_state_stay_untouched() -> None:
-    idle, used = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
-    used.grad = torch.ones(2, 2)
-    optimizer = LARS([idle, used], lr=0.1)
-    optimizer.step()
-    assert idle.equal(torch.ones(2, 2))
-    assert idle not in optimizer.state
-
-
-@every_convention
-def test_training_continues_identically_after_a_state_dict_round_trip(
-    convention: Convention,
-) -> None:
-    weight = nn.Parameter(torch.ones(2, 3))
-    optimizer = LARS([weight], lr=0.1, weight_decay=0.1, convention=convention)
-    weight.grad = torch.full((2, 3), 0.5)
-    optimizer.step()
-    copy = nn.Parameter(weight.detach().clone())
-    restored = LARS([copy])
-    restored.load_state_dict(deepcopy(optimizer.state_dict()))
-    for parameter, one in ((weight, optimizer), (copy, restored)):
-        parameter.grad = torch.full((2, 3), -0.3)
-        one.step()
-    torch.testing.assert_close(weight, copy, rtol=0, atol=0)
-
-
-def test_a_closure_is_evaluated_with_gradients() -> None:
-    weight = nn.Parameter(torch.ones(1, 2))
-    optimizer = LARS([weight], lr=0.1)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = weight.square().sum()
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == 2.0
-    assert not weight.equal(torch.ones(1, 2))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -167,13 +112,6 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
 def test_a_wrong_hyper_parameter_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LARS([nn.Parameter(torch.ones(1))], **options)
-
-
-@pytest.mark.parametrize("base_lr", [-1.0, math.nan, math.inf])
-def test_a_wrong_peak_rate_of_a_group_is_refused(base_lr: float) -> None:
-    group = {"params": [nn.Parameter(torch.ones(1))], "base_lr": base_lr}
-    with pytest.raises(ValueError, match=f"base_lr must be 0 or above and finite, got {base_lr}"):
-        LARS([group], convention="fujitsu")
 
 
 def test_a_refused_group_does_not_change_the_optimizer() -> None:

@@ -1,6 +1,6 @@
 """LARS compared with other code: timm's, and MLPerf's formula transcribed to NumPy.
 
-200 steps of a real schedule on a real small network; LeNet-5 on images of random noise has
+80 steps of a real schedule on a real small network; LeNet-5 on images of random noise has
 tensors of many sizes and gradients that change from step to step.
 """
 
@@ -15,8 +15,8 @@ from largebatch.optim.lars import LARS
 from largebatch.optional import require_torchvision
 from largebatch.schedules.functions import Schedule, polynomial, warmup
 
-STEPS, MOMENTUM, DECAY, ETA = 200, 0.9, 5e-3, 1e-2
-RATE: Schedule = warmup(polynomial(peak=2.0, steps=160, power=2.0, end=1e-3), steps=40)
+STEPS, MOMENTUM, DECAY, ETA = 80, 0.9, 5e-3, 1e-2
+RATE: Schedule = warmup(polynomial(peak=2.0, steps=60, power=2.0, end=1e-3), steps=20)
 
 
 def net() -> nn.Module:

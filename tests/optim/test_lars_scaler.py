@@ -8,7 +8,7 @@ import accelerator
 import pytest
 import torch
 from accelerator import COUNTS
-from lars_formula import CONVENTIONS, gradients, parameters
+from lars_formula import gradients, parameters
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -104,9 +104,16 @@ def apart(convention: Convention, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)]
+    ("convention", "dtype"),
+    [
+        ("reference", torch.bfloat16),
+        ("fujitsu", torch.float32),
+        *(
+            pytest.param(convention, torch.bfloat16, marks=pytest.mark.long)
+            for convention in ("scaled-momentum", "outside")
+        ),
+    ],
 )
-@pytest.mark.parametrize("convention", CONVENTIONS)
 def test_a_step_equals_one_that_waits_and_a_skipped_one_changes_no_bit(
     convention: Convention, dtype: torch.dtype
 ) -> None:

@@ -60,17 +60,6 @@ def test_the_recipes_warm_up_matches_the_librarys() -> None:
     torch.testing.assert_close(vector(ours), vector(theirs), rtol=1e-12, atol=1e-12)
 
 
-def test_the_first_update_of_a_warm_up_from_zero_changes_nothing() -> None:
-    model = a_model()
-    optimizer = build_optimizer(load_recipe(DIGITS, [FREE, CONSTANT]), model, Serial())
-    before = vector(model)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    backward(model, 0)
-    optimizer.step()
-    assert torch.equal(vector(model), before)
-
-
 def test_evaluating_the_average_changes_no_bit() -> None:
     """The library restores the weights only up to rounding."""
     model = a_model()

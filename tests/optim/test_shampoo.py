@@ -62,15 +62,6 @@ def test_workers_with_different_generators_get_the_same_bits() -> None:
     assert all(torch.equal(found[0], other) for other in found)
 
 
-def test_an_update_does_not_advance_the_runs_generator() -> None:
-    model = a_model()
-    optimizer = an_optimizer(model)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    train(model, optimizer, range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_run_continues_from_its_saved_state_bit_by_bit() -> None:
     straight = a_model()
     train(straight, an_optimizer(straight), range(7))
@@ -84,23 +75,6 @@ def test_a_run_continues_from_its_saved_state_bit_by_bit() -> None:
     second.load_state_dict(saved)
     train(resumed, second, range(4, 7))
     assert torch.equal(vector(resumed), vector(straight))
-
-
-def test_a_loaded_state_shares_no_tensor_with_its_source() -> None:
-    model = a_model()
-    optimizer = an_optimizer(model)
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy(optimizer.state_dict())
-    kept = copy.deepcopy(saved)
-    other = an_optimizer(model)
-    other.load_state_dict(saved)
-    train(model, other, range(3, 5))
-    for number, entry in kept["state"].items():
-        for key, matrices in entry["pre_conditioner"].items():
-            for one, same in zip(
-                matrices, saved["state"][number]["pre_conditioner"][key], strict=True
-            ):
-                assert torch.equal(one, same)
 
 
 def test_a_state_of_other_blocks_is_refused() -> None:

@@ -3,14 +3,12 @@ from typing import NoReturn
 
 import pytest
 import torch
-from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError, PeerLostError
-from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
-from largebatch.optional import require_torchvision
+from largebatch.models.batchnorm import with_span
 from largebatch.polish.statistics import polish
 
 CPU = Serial(torch.device("cpu"))
@@ -30,41 +28,6 @@ def first_layer() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.ReLU()]
     return nn.Sequential(*layers).double()
-
-
-@pytest.mark.parametrize("sizes", [(12,), (4, 4, 4), (1, 7, 4)])
-@pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_statistics_are_the_moments_over_all_samples(sizes: tuple[int, ...], offset: float) -> None:
-    """Also where the mean is a million standard deviations, which sums of squares would lose."""
-    data = batches(*sizes, offset=offset)
-    model = first_layer()
-    polish(model, data, CPU)
-    everything = torch.cat([images for images, _ in data])
-    torch.testing.assert_close(
-        model[0].running_mean, everything.mean((0, 2, 3)), rtol=1e-12, atol=1e-12
-    )
-    torch.testing.assert_close(model[0].running_var, everything.var((0, 2, 3)), rtol=1e-9, atol=0)
-
-
-def test_deeper_layers_see_inputs_normalised_as_in_training() -> None:
-    data = batches(4, 4)
-    model = first_layer()
-    plain = first_layer().train()
-    inputs = torch.cat([plain[1](plain[0](images)) for images, _ in data])
-    polish(model, data, CPU)
-    torch.testing.assert_close(model[2].running_mean, inputs.mean((0, 2, 3)))
-    torch.testing.assert_close(model[2].running_var, inputs.var((0, 2, 3)))
-
-
-def test_with_a_span_the_device_batch_does_not_matter() -> None:
-    whole, split = (with_span(first_layer(), 4) for _ in "ab")
-    Spans(whole, CPU)
-    polish(whole, batches(12), CPU)
-    polish(split, batches(4, 8), CPU)
-    torch.testing.assert_close(whole.state_dict(), split.state_dict(), rtol=1e-12, atol=1e-12)
-    assert isinstance(whole[0], SpanBatchNorm)
-    assert whole[0].moments is not None
-    assert not whole[0].moments.any()  # nothing that training would take for its own
 
 
 def state_of(model: nn.Module) -> dict[str, object]:
@@ -107,40 +70,6 @@ def test_only_the_running_statistics_change(sequential: bool, span: int | None) 
     assert state_of(model) == before
     changed = {name for name, value in model.state_dict().items() if not value.equal(values[name])}
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
-
-
-def test_a_layers_own_hooks_may_change_its_input() -> None:
-    model, data = nn.Sequential(nn.BatchNorm2d(3)).double(), batches(4)
-    model[0].register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
-    polish(model, data, CPU)
-    torch.testing.assert_close(model[0].running_mean, 2 * data[0][0].mean((0, 2, 3)))
-
-
-def test_the_input_may_be_a_keyword_argument() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm2d(3).double()
-
-        def forward(self, images: Tensor) -> Tensor:
-            result: Tensor = self.norm(input=images)
-            return result
-
-    model, data = Named(), batches(4)
-    polish(model, data, CPU)
-    torch.testing.assert_close(model.norm.running_mean, data[0][0].mean((0, 2, 3)))
-
-
-def test_dropout_inside_a_layer_stays_off() -> None:
-    require_torchvision()
-    from timm.layers.norm_act import BatchNormAct2d
-
-    norm = BatchNormAct2d(3, drop_layer=nn.Dropout)
-    model = with_span(nn.Sequential(norm, nn.BatchNorm2d(3)).double(), 4)
-    generator = torch.get_rng_state()
-    polish(model, batches(8), CPU)
-    assert torch.get_rng_state().equal(generator)
-    assert model.get_submodule("0.drop").training
 
 
 class Fails(Serial):
@@ -225,15 +154,6 @@ def test_a_model_with_several_outputs_in_training_is_polished_in_evaluation_mode
     assert model.side.training
 
 
-def test_a_layer_used_twice_is_measured_over_both_uses() -> None:
-    norm = nn.BatchNorm2d(3, affine=False).double()
-    data = batches(6)
-    polish(nn.Sequential(norm, norm), data, CPU)
-    second = nn.functional.batch_norm(data[0][0], None, None, training=True)
-    both = torch.cat([data[0][0], second])
-    torch.testing.assert_close(norm.running_var, both.var((0, 2, 3)))
-
-
 def test_drift_measures_shift_and_variance_against_the_running_statistics() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3, eps=1e-12).double())
     ((images, labels),) = batches(10)
@@ -248,28 +168,3 @@ def test_drift_measures_shift_and_variance_against_the_running_statistics() -> N
     assert layer.log_variance_ratio == pytest.approx(torch.tensor(4.0).log().item())
     (layer,) = polish(model, [(images, labels)], CPU)
     assert layer.ratio_quantiles == pytest.approx([-torch.tensor(4.0).log().item()] * 5)
-
-
-def polish_shares() -> list[dict[str, list[float]]]:
-    """Polish with the batches divided over this number of workers; the last one gets none."""
-    from largebatch.distributed.torch_distributed import TorchDistributed
-
-    backend = TorchDistributed()
-    share = [batches(4, 4, 4)[:2], batches(4, 4, 4)[2:], []][backend.rank]
-    model = first_layer()
-    polish(model, share, backend)
-    found = {
-        name: backend.all_gather(value).tolist()
-        for name, value in model.state_dict().items()
-        if "running" in name
-    }
-    backend.close()
-    return [{name: rows[rank] for name, rows in found.items()} for rank in range(3)]
-
-
-def test_workers_pool_their_shares_including_empty_ones() -> None:
-    alone = first_layer()
-    polish(alone, batches(4, 4, 4), CPU)
-    for state in on_forked_workers(polish_shares, workers=3):
-        for name, values in state.items():
-            assert values == pytest.approx(alone.state_dict()[name].tolist(), rel=1e-12)

@@ -1,7 +1,7 @@
 """polish() on every kind of model, against float64 moments by hand, on 1 to 4 gloo workers."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim.swa_utils import AveragedModel
 
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
@@ -216,31 +215,6 @@ def test_every_kind_of_model_has_the_moments_of_all_workers_images(workers: int)
             assert_close(own, by_hand(network(norm)), rel=rel)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, instance])
-def test_sequential_passes_end_with_the_moments_in_evaluation(
-    norm: Callable[[int], nn.Module],
-) -> None:
-    model = network(norm)
-    polish(model, batches(), CPU, sequential=True, tolerance=0)
-    assert_close(statistics(model), by_hand(network(norm), sequential=True), rel=1e-10)
-
-
-def test_a_pass_that_fails_leaves_instance_norm_as_it_was() -> None:
-    def failing() -> Iterator[Tensor]:
-        yield from batches()
-        raise KeyboardInterrupt
-
-    model = network(instance)
-    before = statistics(model)
-    with pytest.raises(KeyboardInterrupt):
-        polish(model, failing(), CPU)
-    assert_close(statistics(model), before, rel=0)
-    assert model[0].track_running_stats
-    (drift, *_) = polish(model, batches(), CPU)
-    mean, _ = moments(batches(), by_sample=True)  # from a mean of 0 and a variance of 1
-    assert drift.mean_shift == pytest.approx(mean.square().mean().sqrt().item(), rel=1e-4)
-
-
 def is_divided(layer: nn.Module) -> bool:
     return type(layer.get_parameter("weight")).__name__ == "DTensor"
 
@@ -374,18 +348,6 @@ def test_tensor_parallelism_is_refused() -> None:
     assert message.endswith("pass a complete copy of it")
 
 
-def test_a_compiled_model_uses_the_polished_statistics() -> None:
-    """The graph that was compiled before reads the same buffers."""
-    model = network().eval()
-    graph = torch.compile(model, backend="eager", fullgraph=True)
-    images = batches()[0]
-    with torch.no_grad():
-        before = graph(images)
-        polish(graph, batches(), CPU)  # type: ignore[arg-type]  # torch's stubs
-        assert graph(images).equal(model(images))
-        assert not graph(images).equal(before)
-
-
 class Split(nn.Module):
     """A model with each half on another device."""
 
@@ -446,13 +408,6 @@ def test_statistics_of_half_precision_are_rounded_once(
             values = [layer(v).detach() for v in values]
 
 
-def test_a_model_of_bf16_is_evaluated_on_float32_images() -> None:
-    model = network().bfloat16()
-    pairs = [(images.float(), torch.zeros(len(images), dtype=torch.long)) for images in batches()]
-    same = [(images.bfloat16(), labels) for images, labels in pairs]
-    assert evaluate(model, pairs, CPU).loss == evaluate(model, same, CPU).loss
-
-
 class Unknown(nn.Module):
     """A layer with running statistics that is none of torch's."""
 
@@ -474,13 +429,3 @@ def test_a_layer_that_cannot_be_measured_is_one_line(layer: nn.Module, message: 
     with pytest.raises(ValueError, match=message) as caught:
         polish(nn.Sequential(layer).double(), batches(), CPU)
     assert "\n" not in str(caught.value)
-
-
-def never() -> Iterator[Tensor]:
-    raise AssertionError
-    yield
-
-
-def test_an_average_without_statistics_is_known_before_the_first_batch() -> None:
-    with pytest.raises(ValueError, match="nothing to polish"):
-        polish(AveragedModel(nn.Sequential(nn.LayerNorm(3))), never(), CPU)

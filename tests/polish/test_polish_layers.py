@@ -107,28 +107,6 @@ def test_frozen_layers_keep_statistics_and_normalise_by_them(
         torch.testing.assert_close(layer.running_var, pair[1], rtol=rel, atol=rel)
 
 
-@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, nn.InstanceNorm2d])
-def test_other_kinds_of_layers_are_frozen_too(kind: type[Any]) -> None:
-    settings = {"track_running_stats": True} if kind is nn.InstanceNorm2d else {}
-    model = freeze(layers(lambda num: kind(num, **settings)), 0)
-    before = copy.deepcopy(model.get_submodule("0"))
-    polish(model, BATCHES, CPU)
-    assert model.get_submodule("0").state_dict().keys() == before.state_dict().keys()
-    torch.testing.assert_close(model.get_submodule("0").state_dict(), before.state_dict())
-    if kind is nn.SyncBatchNorm:
-        right = by_hand(layers(), {0}, BATCHES)[2]
-        torch.testing.assert_close(model.get_buffer("2.running_var"), right[1])
-
-
-def test_a_layer_of_no_momentum_and_frozen_weights_is_measured_and_named() -> None:
-    model = layers()
-    for layer in (model[0], model[2]):
-        cast("nn.BatchNorm2d", layer).momentum = 0.0
-    model[0].requires_grad_(False)
-    drift = polish(model, BATCHES, CPU)
-    assert (list(drift.notes), len(drift)) == (["0"], 3)
-
-
 def test_everything_frozen_and_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 0 is kept: it is in evaluation mode"):
         polish(freeze(layers(), 0, 2, 5), BATCHES, CPU)
@@ -146,13 +124,6 @@ class Scaled(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- PyTorch's name
         return super().forward(2 * input + 1)
-
-
-class ChannelsLast(nn.BatchNorm1d):
-    """BatchNorm whose channels are the last dimension."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- PyTorch's name
-        return super().forward(input.flatten(0, -2)).view_as(input)
 
 
 class OwnFormula(nn.BatchNorm2d):
@@ -251,12 +222,6 @@ def test_what_is_normalised_is_measured_and_normalised_as_in_training(
         torch.testing.assert_close(found.running_mean, mean, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(found.running_var, var, rtol=1e-9, atol=1e-9)
     assert not any(it.grad is not None for it in model.parameters())
-
-
-def test_channels_may_be_the_last_dimension() -> None:
-    model = ChannelsLast(3).double()
-    polish(model, [it.movedim(1, -1) for it in BATCHES], CPU)
-    torch.testing.assert_close(model.running_var, moments(BATCHES)[1])
 
 
 @pytest.mark.parametrize(("layer", "message"), [
@@ -404,26 +369,3 @@ def test_frozen_classes_stay_as_they_are_and_are_named() -> None:
     drift = polish(model, BATCHES, CPU)
     assert ([*drift.notes], [it.name for it in drift]) == (["0", "2"], ["5"])
     assert not model.get_buffer("0.running_mean").any()
-
-
-@pytest.mark.parametrize(("layer", "shape"), [
-    (nn.InstanceNorm1d, (4, 4)), (nn.InstanceNorm2d, (4, 4, 7)), (nn.InstanceNorm3d, (4, 4, 7, 5))
-])  # fmt: skip
-@pytest.mark.parametrize("sequential", [False, True])
-def test_instance_norm_without_a_batch_dimension_takes_one_sample(
-    layer: type[nn.InstanceNorm2d], shape: tuple[int, ...], *, sequential: bool
-) -> None:
-    """As PyTorch defines it: the first dimension has the channels."""
-    model, samples = layer(4, track_running_stats=True), [torch.randn(shape) for _ in range(3)]
-    polish(model, samples, CPU, sequential=sequential)
-    rows = torch.stack(samples).flatten(2).double()
-    for found, right in ((model.running_mean, rows.mean(2)), (model.running_var, rows.var(2))):
-        assert found is not None
-        torch.testing.assert_close(found, right.mean(0).float())
-
-
-def test_a_model_of_one_layer_is_called_the_model() -> None:
-    with pytest.raises(DataError, match="^the model got a single value per channel"):
-        polish(nn.BatchNorm1d(3), [torch.ones(1, 3)], CPU)
-    with pytest.raises(ValueError, match="^the model is not initialised"):
-        polish(nn.LazyBatchNorm2d(), [torch.ones(1, 3, 2, 2)], CPU)

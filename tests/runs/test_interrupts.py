@@ -67,7 +67,7 @@ def test_a_closed_terminal_is_a_request_to_stop_that_is_not_answered() -> None:
     terminal, program = pty.openpty()
     os.close(terminal)
     with pytest.raises(OSError, match="Input/output error"):
-        os.write(program, b"heard")
+        os.write(program, b"received")
     assert answers((signal.SIGHUP, 0), stderr=program) == ["True"]
     os.close(program)
 

@@ -147,52 +147,6 @@ def test_multistep_is_lrbenchs_nstep(boundaries: Sequence[int], peak: float, gam
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
 
 
-@pytest.mark.parametrize("name", [*(name for name in lrbench.DECAYS if name != "sig"), "cosine"])
-@given(k=rates_of_two, length=st.integers(1, 200), gamma=gammas, p=powers)
-def test_a_decay_begins_at_its_peak_and_never_rises(
-    name: str, k: tuple[float, float], length: int, gamma: float, p: float
-) -> None:
-    peak, end = max(k), min(k)
-    falls = {
-        "cosine": lambda: cosine(peak=peak, steps=length, end=end),
-        "poly": lambda: polynomial(peak=peak, steps=length, power=p, end=end),
-    }
-    ours = falls[name]() if name in falls else OURS[name](peak, end, length, gamma, p)
-    rates = [ours(step) for step in range(3 * length + 2)]
-    assert rates[0] == peak
-    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
-    if name in falls:
-        assert rates[length] == rates[length + 1] == ours(10**9) == end
-
-
-@pytest.mark.parametrize("name", ["tri", "sin", "cos"])
-@given(k=rates_of_two, length=lengths, step=st.integers(0, 10**9))
-def test_a_cycle_repeats_exactly_however_late(
-    name: str, k: tuple[float, float], length: int, step: int
-) -> None:
-    ours = OURS[name](max(k), min(k), length, 1.0, 1.0)
-    period = length if name == "cos" else 2 * length
-    assert ours(step + period) == ours(step)
-    assert ours(step % period) == ours(step)
-    assert ours(step * period) == (max(k) if name == "cos" else min(k))
-    assert ours(step * period + length) == max(k)
-    mirrored = -step % period
-    assert ours(mirrored) == pytest.approx(ours(step), rel=1e-12, abs=1e-12 * max(k))
-
-
-@pytest.mark.parametrize("name", ["tri2", "sin2", "triexp", "sinexp"])
-@given(k=rates_of_two, length=lengths, cycle=st.integers(0, 50), gamma=st.floats(0.9, 1))
-def test_a_fading_cycle_touches_the_low_rate_and_fades_as_it_says(
-    name: str, k: tuple[float, float], length: int, cycle: int, gamma: float
-) -> None:
-    peak, low = max(k), min(k)
-    ours = OURS[name](peak, low, length, gamma, 1.0)
-    bottom, top = 2 * cycle * length, (2 * cycle + 1) * length
-    share = 2.0**-cycle if name.endswith("2") else gamma**top
-    assert ours(bottom) == low
-    assert ours(top) == pytest.approx(low + (peak - low) * share, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     "name", ["tri2", "sin2", "step", "exp", "triexp", "inv", "sig", "upcos2", "rsw2", "cosrswexp"]
 )
@@ -297,71 +251,6 @@ def test_pieces_follow_each_other_and_count_from_their_own_start(
 )
 def test_schedule_gives_these_rates(schedule: Schedule, expected: list[float]) -> None:
     assert [schedule(step) for step in range(len(expected))] == pytest.approx(expected)
-
-
-def test_fujitsus_formula_is_a_ramp_and_a_polynomial() -> None:
-    """FACTS: 13 ((1 - r) (1 - min(t - 540, 780) / 780)^2.2 + r) after 540 steps, r = 0.0025."""
-    rate = warmup(polynomial(peak=13.0, steps=780, power=2.2, end=13 * 0.0025), steps=540)
-    for step in (0, 1, 539):
-        assert rate(step) == pytest.approx(13 * step / 540)
-    for step in (540, 541, 1000, 1275, 1319, 1320, 1349):
-        fall = math.pow(1 - min(step - 540, 780) / 780, 2.2)
-        assert rate(step) == pytest.approx(13 * ((1 - 0.0025) * fall + 0.0025))
-
-
-def test_mlperfs_formula_counts_from_one() -> None:
-    """RULES: base step / W up to W, then end + (base - end) (1 - (step - W) / D)^2, D = T-W+1."""
-    base, end, ramp, total = 21.2, 1e-4, 626, 2268
-    fall = total - ramp + 1
-    rate = skip(warmup(polynomial(peak=base, steps=fall, power=2.0, end=end), steps=ramp), steps=1)
-    for number in (1, 2, ramp, ramp + 1, total - 1, total):
-        expected = (
-            base * number / ramp
-            if number <= ramp
-            else end + (base - end) * (1 - (number - ramp) / fall) ** 2
-        )
-        assert rate(number - 1) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        pytest.param(lambda: polynomial(peak=1.0, steps=0, power=1.0), "at least 1, got 0", id="0"),
-        pytest.param(lambda: cosine(peak=1.0, steps=-1), "at least 1, got -1", id="negative"),
-        pytest.param(lambda: cycles.triangular2(peak=1.0, low=0.0, steps=-1), "got -1", id="cycle"),
-        pytest.param(
-            lambda: multistep(peak=1.0, boundaries=[3, 3], gamma=0.1), "increase", id="boundaries"
-        ),
-        pytest.param(
-            lambda: multistep(peak=1.0, boundaries=[0, 3], gamma=0.1), "above 0", id="at once"
-        ),
-        pytest.param(
-            lambda: functions.piecewise([DECAY, DECAY], boundaries=[1, 2]),
-            r"2 pieces need 1 boundaries, got \[1, 2\]",
-            id="pieces",
-        ),
-        pytest.param(
-            lambda: cycles.sine(peak=0.1, low=0.2, steps=1),
-            r"\(0.2\) must not exceed the peak \(0.1\)",
-            id="upside down",
-        ),
-        pytest.param(lambda: cosine(peak=0.1, end=0.2, steps=1), "must not exceed", id="rising"),
-        pytest.param(
-            lambda: functions.exponential(peak=1.0, gamma=1.1),
-            "above 0 and at most 1, got 1.1",
-            id="growing",
-        ),
-        pytest.param(
-            lambda: functions.step(peak=1.0, gamma=0.0, steps=1), "at most 1, got 0", id="gamma 0"
-        ),
-        pytest.param(
-            lambda: functions.inverse(peak=1.0, gamma=0.1, power=0.0), "power .* got 0", id="power"
-        ),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_refused(make: Callable[[], Schedule], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 NAN, INF = math.nan, math.inf
