@@ -175,24 +175,6 @@ def test_batches_on_one_side_of_the_critical_one_have_no_interval(
         list(measured(tmp_path, [16, 18, 20, 24]))
 
 
-def test_a_stop_request_starts_no_further_run_of_a_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[Path] = []
-
-    def stopped(_: object, options: Options) -> SimpleNamespace:
-        started.append(options.out)
-        return SimpleNamespace(status="interrupted")
-
-    monkeypatch.setattr(critical_batch, "start", stopped)
-    words = [word for change in LENET for word in ("--set", change)]
-    out = tmp_path / "out"
-    words += ["--measure", "16,32,64,128", "--out", str(out)]
-    assert main(["lab", "noise", "digits_96", *words]) == 75
-    assert len(started) == 1
-    assert str(out) in capsys.readouterr().out
-
-
 @pytest.mark.long
 def test_the_critical_batch_of_real_runs_resumes_after_a_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
