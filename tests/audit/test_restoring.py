@@ -161,7 +161,7 @@ def train_with_audits(workers: int, static_graph: bool) -> tuple[list[Any], list
     return expected, audited.state(), faults
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("static_graph", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_script_goes_on_bit_for_bit_as_without_an_audit(*, static_graph: bool) -> None:
     expected, state, faults = on_forked_workers(
         in_group, train_with_audits, 0, static_graph, workers=2
