@@ -28,10 +28,11 @@ from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Step, System
 from largebatch.training.loop import Stopwatch, Update
 from largebatch.training.state import Progress
-from largebatch.training.step_log import StepLog
+from largebatch.training.updates import log_update
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"
@@ -261,25 +262,24 @@ def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:
         updater=SimpleNamespace(optimizer=optimizer),
     )
     events: list[Any] = []
-    log = StepLog(
+    log = build_step_log(
         recipe,
         make_plan(recipe, workers=1),
         Serial(GPU),
         state,
         emit=events.append,
-        wants_stop=lambda: False,
     )
     loss, finite, waited = torch.ones((), device=GPU), torch.tensor(True).to(GPU), Stopwatch(GPU)
     for step, mode in enumerate(("default", "error")):  # the first copies a table to the device
         kernels[0].grad = torch.ones_like(kernels[0])  # none of the other, whose ratio is absent
         log.flush()
-        assert log.measure_norm is not None
+        assert log.monitors.measure_norm is not None
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            norm = log.measure_norm()
+            norm = log.monitors.measure_norm()
             optimizer.step()
             update = Update(step, 0.1, loss, loss, None, finite, waited, waited, loss)
-            log.add("train", update._replace(gradient_norm=norm))
+            log_update("train", update._replace(gradient_norm=norm), state, log)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     log.flush()

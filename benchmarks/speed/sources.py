@@ -19,14 +19,14 @@ _BATCHNORM = ("models/batchnorm.py", "models/batchnorm_functional.py")
 _KERNELS = ("models/fusion.py", "models/kernels")
 _LARS = ("optim/kernels", "optim/lars.py")
 _UPDATE = ("distributed/reducer.py", *_BATCHNORM, "training/loop.py", "training/loss.py")
-_INPUT = ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py")
+_INPUT = ("data/augment.py", "data/decoders", "data/pipeline.py")
 
 MEASURED = {
     "audit_cost": ("audit",),
     "checkpoint": ("training/checkpoint.py", "training/state.py"),
     "index": ("data/index",),
     "input_gpu": _INPUT,
-    "input_host": (*_INPUT, "data/index/file.py", "data/order.py"),
+    "input_host": (*_INPUT, "data/index/index.py", "data/order.py"),
     "input_pipeline": _INPUT,
     "lars": _LARS,
     "loop": _UPDATE,

@@ -291,6 +291,8 @@ def suggest(  # noqa: PLR0913 -- its options
 
 def _measured(found: Suggestion, folders: Sequence[Path]) -> "Shape | None":
     """Return the schedule measured for such a recipe; None if there is none."""
+    if not folders and not any(Path("runs").glob("*/*/*/cell.json")):
+        return None  # and nothing is imported for it
     from largebatch.lab.studies.recommend import read_groups, shape_for
 
     try:
@@ -298,8 +300,7 @@ def _measured(found: Suggestion, folders: Sequence[Path]) -> "Shape | None":
     except StudyError as error:
         if folders:
             raise
-        if any(Path("runs").glob("*/*/*/cell.json")):
-            print(wrapped(f"no measured policies: {error}"))
+        print(wrapped(f"no measured policies: {error}"))
         return None
     shape = shape_for(found, groups)
     if shape is None and folders:

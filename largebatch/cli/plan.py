@@ -23,7 +23,7 @@ from largebatch.runs.options import Changes, Count, Given, RecipeFile
 from largebatch.schedules.build import follow
 
 if TYPE_CHECKING:
-    from largebatch.lab.planner.scan import Point
+    from largebatch.lab.planner.prediction import Point
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -178,8 +178,7 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
 def _predict(recipe: Recipe, name: str, *, workers: int, out: Path | None, as_json: bool) -> None:
     """Print the prediction for a recipe on a cluster."""
     from largebatch.lab.planner.cluster import load_cluster
-    from largebatch.lab.planner.prediction import describe, predict
-    from largebatch.lab.planner.scan import best_batches, has_epoch_law
+    from largebatch.lab.planner.prediction import best_batches, describe, has_epoch_law, predict
 
     cluster = load_cluster(name)
     prediction = predict(recipe, cluster, workers=workers)

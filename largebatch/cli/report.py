@@ -188,7 +188,8 @@ def mlperf(
 
 def _describe(run: Path) -> None:
     """Print a draft of the system description of one run."""
-    from largebatch.lab.mlperf.system_description import MARK, describe
+    from largebatch.lab.mlperf.referee import MARK
+    from largebatch.lab.mlperf.system_description import describe
 
     content = describe(run)
     print(json_module.dumps(content, indent=2))
@@ -202,7 +203,7 @@ def _describe(run: Path) -> None:
 
 def _draw(findings: "Findings", out: Path) -> Path | None:
     """Draw the chart if there is a reference, and return its path."""
-    from largebatch.lab.mlperf.page import write_convergence
+    from largebatch.lab.mlperf.referee import write_convergence
 
     batch = findings.logs[0].batch
     if findings.reference is None or batch is None:

@@ -9,7 +9,6 @@ from largebatch.errors import RecipeError, clip
 from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
 from largebatch.models.compiled import compile_model
-from largebatch.models.fusion import pair
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 
@@ -20,6 +19,8 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     if recipe.execution.channels_last(device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     if device.type in kernels.DEVICES:
+        from largebatch.models.fusion import pair
+
         pair(model)
     return in_precision(model, recipe, device)
 

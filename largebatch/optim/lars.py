@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from largebatch.optim.kernels import Rule, Update, apex, batched, fused, table
+from largebatch.optim.kernels import Rule, Update, batched, fused, table
 from largebatch.optim.kernels.table import Table
 from largebatch.recipe.choices import Convention, Kernels
 
@@ -407,6 +407,8 @@ def _as_models(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tens
 def _kernel(device: torch.device, kernels: Kernels) -> Update:
     match kernels:
         case "apex":
+            from largebatch.optim.kernels import apex
+
             return apex.update
         case "torch":
             return fused.update if device.type == "cpu" else batched.update
@@ -461,6 +463,8 @@ def _check(group: dict[str, Any]) -> None:
         if not weight.is_floating_point():
             raise ValueError(f"LARS updates real floating-point parameters, got {weight.dtype}")
     if group["kernels"] == "apex":
+        from largebatch.optim.kernels import apex
+
         apex.check(group["params"], clip_gradient=group["clip_gradient"])
 
 

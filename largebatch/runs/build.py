@@ -4,8 +4,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -14,33 +14,25 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
-from largebatch.distributed.serial import Serial
 from largebatch.errors import MissingPackageError, PlanError
-from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, prepare_training
 from largebatch.recipe.arithmetic.division import may_split
-from largebatch.recipe.arithmetic.plan import measuring_plan, plan_run
+from largebatch.recipe.arithmetic.plan import Plan, measuring_plan, plan_run
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_affine, build_criterion, build_state
+from largebatch.runs.state import build_session, build_state, build_training
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import CHECKPOINTS, LOG, Tracker
-from largebatch.tracking.log import record
-from largebatch.tracking.mlflow import MLflow
-from largebatch.tracking.tensorboard import TensorBoard
-from largebatch.tracking.wandb import Wandb
-from largebatch.training.checkpoint import Retention, Writer
+from largebatch.tracking.events import LOG, TRACE, Tracker
+from largebatch.training.profiling import Profiler
+from largebatch.training.session import Session
 from largebatch.training.state import TrainState
-from largebatch.training.step_log import StepLog
-from largebatch.training.trainer import Trainer, Updates
-from largebatch.training.updates import synchronous_updates
+from largebatch.training.updates import Updates, synchronous_updates
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,6 +51,8 @@ def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Ba
     same options, packages and `facts`.
     """
     for name in options.imports:
+        from largebatch.data.datasets.own import import_own
+
         import_own(name)
     backend = connect(options.backend, timeout=options.timeout, starting=True, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
@@ -74,74 +68,75 @@ def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Ba
 
 
 @contextmanager
-def open_trainer(
-    recipe: Recipe,
-    options: Options,
-    facts: Facts,
-    *,
-    measuring: bool = False,
-    joined: Backend | None = None,
-) -> Iterator[Trainer]:
+def open_session(
+    recipe: Recipe, options: Options, facts: Facts, *, joined: Backend | None = None
+) -> Iterator[Session]:
     """Build every object of a run, on the workers that have `joined` or that join now.
 
-    Trackers can be added later. If `measuring`, nothing is trained: the number of workers is free,
-    and settings of the training machine are ignored. `facts` and errors are those of join.
+    Trackers can be added later. `facts` and errors are those of join.
     """
-    with ExitStack() as opened:
-        backend = joined or opened.enter_context(
-            join(
-                options,
-                {**facts, **recipe.model_dump(mode="json")},
-                splits=may_split(recipe, workers=world_size()),
-            )
-        )
+    with _joined(recipe, options, facts, joined) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
-        if measuring:
-            plan = measuring_plan(recipe, workers=backend.world_size)
-        else:
-            plan = plan_run(recipe, workers=backend.world_size, backend=backend.name)
+        plan = plan_run(recipe, workers=backend.world_size, backend=backend.name)
         model = build_model(recipe, backend.device)
-        if not measuring:
-            prepare_training(model, recipe, plan, backend.device)
-        pipeline = open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
-        if backend.rank == 0 and not measuring:  # worker 0 sends its weights to the others
-            _init_from_images(model, pipeline)
-        share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-        here = anywhere(recipe) if measuring else recipe
-        keeps_gradients = here.protocol is not None  # each worker its own, for the servers
-        group = Serial(backend.device) if keeps_gradients else backend
-        state = build_state(here, plan, model, group, keeps_gradients=keeps_gradients)
-        affine = partial(build_affine, here, plan, model, group, keeps_gradients=keeps_gradients)
-        updates = _choose_updates(recipe, options, state, backend, measuring=measuring)
+        prepare_training(model, recipe, plan, backend.device)
+        limit = time_limit(recipe, options, rank=backend.rank)
+        alone = recipe.protocol is not None  # each worker's gradients are its own, for the servers
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
-        limit = time_limit(here, options, rank=backend.rank)
-        wants_stop = opened.enter_context(
-            stop_requests(handles_signals=handles_signals, limit=limit, begun=begun)
-        )
-        trackers: list[Tracker] = []
-        emit = partial(record, trackers)
-        try:
-            yield Trainer(
-                recipe=recipe,
-                plan=plan,
-                backend=backend,
-                pipeline=pipeline,
-                criterion=build_criterion(recipe),
-                spans=Spans(model, group, sync_workers=plan.sync_workers),
-                state=state,
-                build_affine=affine,
-                trackers=trackers,
-                emit=emit,
-                step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),
-                checkpoints=options.out / CHECKPOINTS,
-                writer=Writer(options.out / CHECKPOINTS, _retention(recipe)),
-                updates=updates,
-                began=began,
-            )
-        finally:
-            state.updater.reducer.close()  # that of the last stage
-            pipeline.close()
+        with (
+            closing(_open_images(recipe, plan, backend, options)) as pipeline,
+            stop_requests(handles_signals=handles_signals, limit=limit, begun=begun) as wants_stop,
+        ):
+            if backend.rank == 0:  # worker 0 sends its weights to the others
+                _init_from_images(model, pipeline)
+            share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
+            with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
+                training = build_training(
+                    recipe,
+                    pipeline,
+                    backend,
+                    state,
+                    folder=options.out,
+                    alone=alone,
+                    wants_stop=wants_stop,
+                )
+                updates = choose_updates(recipe, state, backend)
+                yield build_session(recipe, training, updates, began=began)
+
+
+@contextmanager
+def open_measuring(
+    recipe: Recipe, options: Options, facts: Facts, *, joined: Backend | None = None
+) -> Iterator[Session]:
+    """Build the objects that evaluate or polish a saved run, as open_session does.
+
+    Nothing is trained: the number of workers is free, and settings of the training machine are
+    ignored.
+    """
+    with _joined(recipe, options, facts, joined) as backend:
+        plan = measuring_plan(recipe, workers=backend.world_size)
+        model = build_model(recipe, backend.device)
+        with closing(_open_images(recipe, plan, backend, options)) as pipeline:
+            share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
+            here = anywhere(recipe)
+            with closing(build_state(here, plan, model, backend)) as state:
+                updates = choose_updates(recipe, state, None)
+                training = build_training(here, pipeline, backend, state, folder=options.out)
+                yield build_session(recipe, training, updates)
+
+
+def _joined(
+    recipe: Recipe, options: Options, facts: Facts, joined: Backend | None
+) -> AbstractContextManager[Backend]:
+    if joined is not None:
+        return nullcontext(joined)
+    splits = may_split(recipe, workers=world_size())
+    return join(options, {**facts, **recipe.model_dump(mode="json")}, splits=splits)
+
+
+def _open_images(recipe: Recipe, plan: Plan, backend: Backend, options: Options) -> Pipeline:
+    return open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
@@ -160,17 +155,43 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
         init(batch.images for batch in batches)
 
 
-def _choose_updates(
-    recipe: Recipe, options: Options, state: TrainState, backend: Backend, *, measuring: bool
-) -> Updates:
-    """Return the function that makes the updates of a stage: the training loop, or a protocol."""
+def choose_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -> Updates:
+    """Return the function that makes the updates of a stage: the training loop, or a protocol.
+
+    Without a backend no updates are made, and a protocol adds only its state.
+    """
     if recipe.protocol is None:
         return synchronous_updates
-    if options.profile is not None:
-        raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
-    open_updates = _plugged_in("updates", "protocol")
-    updates: Updates = open_updates(recipe, state, None if measuring else backend)
+    updates: Updates = _plugged_in("updates", "protocol")(recipe, state, backend)
     return updates
+
+
+def with_profiler(session: Session, options: Options, *, until: int) -> Session:
+    """Return the session with a profiler of the updates in `options.profile`.
+
+    Raises PlanError unless this part of the run makes these updates.
+    """
+    if options.profile is None:
+        return session
+    training = session.training
+    if session.updates is not synchronous_updates:
+        raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
+    first, last = options.profile
+    made, end = session.state.progress.step, min(until, training.plan.updates)
+    if options.resume == "auto":  # the same command starts the run and every restart
+        first = max(first, made + 1)
+        if first > last:
+            return session
+    if not made < first <= last <= end:
+        raise PlanError(
+            f"--profile {first}:{last}: expected a first and a last update among those that are "
+            f"to be made, {made + 1} to {end}"
+        )
+    if training.backend.rank:
+        return session
+    resume_clock = training.step_log.resume_clock
+    profiler = Profiler(first, last, options.out / TRACE, session.log.emit, resume_clock)
+    return replace(session, updates=partial(synchronous_updates, profiler=profiler))
 
 
 def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
@@ -192,24 +213,30 @@ def optional_workers(recipe: Recipe) -> Collection[int]:
 
 
 def open_trackers(
-    trainer: Trainer, folder: Path, ids: Mapping[str, str | None], *, resume: bool
+    session: Session, folder: Path, ids: Mapping[str, str | None], *, resume: bool
 ) -> Iterator[Tracker]:
     """Open each tracker of the recipe once; `ids` are the run's in them before it was resumed."""
-    recipe = trainer.recipe
-    config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
+    recipe = session.saver.recipe
+    config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
     upload = recipe.execution.checkpoints.upload
     for name in dict.fromkeys(recipe.tracking):
         match name:
             case "wandb":
-                note, known = partial(trainer.note, "train"), ids.get(name)
+                from largebatch.tracking.wandb import Wandb
+
+                note, known = partial(session.log.note, "train"), ids.get(name)
                 yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
             case "tensorboard":
+                from largebatch.tracking.tensorboard import TensorBoard
+
                 yield TensorBoard(folder, config)
             case "mlflow":
+                from largebatch.tracking.mlflow import MLflow
+
                 known, resumed = ids.get(name), resume and (folder / LOG).exists()
                 yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
             case "mlperf":
-                yield _plugged_in("trackers", name)(folder, recipe, began=trainer.began)
+                yield _plugged_in("trackers", name)(folder, recipe, began=session.began)
             case _:
                 assert_never(name)
 
@@ -223,8 +250,3 @@ def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:
     section = recipe.protocol
     serves = section is not None and rank >= section.learners
     return None if serves else options.time_limit
-
-
-def _retention(recipe: Recipe) -> Retention:
-    section = recipe.execution.checkpoints
-    return Retention(last=section.keep_last, every=section.keep_every)

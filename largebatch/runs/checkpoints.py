@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.writing import dump_recipe
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_measuring, open_session
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options
 from largebatch.runs.record import record
@@ -27,11 +27,11 @@ from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
-from largebatch.training.judging import end_stage
-from largebatch.training.saving import require_fit, restore
-from largebatch.training.stages import describe_unsettled, polish_statistics
-from largebatch.training.trainer import Trainer
-from largebatch.training.updates import make_updates
+from largebatch.training.judging import describe_unsettled
+from largebatch.training.saving import require_fit
+from largebatch.training.session import Session
+from largebatch.training.stages.statistics import polish_statistics
+from largebatch.training.updates import Part
 
 Mode = Literal["none", "statistics", "affine", "clean"]
 
@@ -94,23 +94,23 @@ def with_updates(recipe: Recipe, *, epochs: float, lr: float | None) -> Recipe:
     return recipe.model_copy(update={"polish": polish})
 
 
-def compare(trainer: Trainer) -> Comparison:
-    """Polish copies of the trainer's model in every way; `with_updates` made its recipe."""
+def compare(session: Session) -> Comparison:
+    """Polish copies of the session's model in every way; `with_updates` made its recipe."""
+    training = session.training
     return Comparison(
-        rows=_rows(trainer),
-        commit=source_commit() if trainer.backend.rank == 0 else None,
+        rows=_rows(session),
+        commit=source_commit() if training.backend.rank == 0 else None,
         versions=versions(),
-        data=trainer.pipeline.splits,
+        data=training.pipeline.splits,
     )
 
 
-def _rows(trainer: Trainer) -> Iterator[Row]:
+def _rows(session: Session) -> Iterator[Row]:
     """Measure the model as it is and after each way of polishing a copy.
 
     In `clean`, all weights move as in `affine`: by momentum SGD on clean images at a small rate.
     """
-    polish, state = trainer.recipe.polish, trainer.state
-    assert polish is not None
+    polish, state, evaluator = session.polish, session.state, session.evaluator
     assert polish.affine is not None
     assert polish.statistics is not None
     weights = {name: value.clone() for name, value in state.model.state_dict().items()}
@@ -122,14 +122,14 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
         begun, note, updates = time.perf_counter(), None, 0
         if mode == "statistics":
             section = polish.statistics
-            drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
+            drift = evaluator.statistics(section.samples, sequential=section.sequential)
             note = describe_unsettled(drift)
         elif lr is not None:
-            planned, updates = trainer.plan.affine_steps, _update(trainer, mode)
+            planned, updates = session.training.plan.affine_steps, _update(session, mode)
             if updates < planned:
                 note = f"{planned - updates} of {planned} updates skipped: gradients not finite"
         seconds = time.perf_counter() - begun
-        found = trainer.measure()
+        found = evaluator.validation()
         yield Row(
             mode=mode,
             top1=found.top1,
@@ -142,15 +142,17 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
         )
 
 
-def _update(trainer: Trainer, mode: Literal["affine", "clean"]) -> int:
-    plan, state = trainer.plan, trainer.state
-    skipped, every = state.progress.skipped, mode == "clean"
-    state.use(build_affine(trainer.recipe, plan, state.model, trainer.backend, all_weights=every))
+def _update(session: Session, mode: Literal["affine", "clean"]) -> int:
+    training, state = session.training, session.state
+    plan, skipped, recipe = training.plan, state.progress.skipped, session.saver.recipe
+    every = mode == "clean"
+    state.use(build_affine(recipe, plan, state.model, training.backend, all_weights=every))
+    steps = range(plan.steps, plan.updates)
     try:
-        make_updates(trainer, mode, range(plan.steps, plan.updates), until=plan.updates)
+        session.make_updates(Part(mode, steps, plan.updates, clean=True))
     except DivergedError as error:
         raise DivergedError(f"{mode}: {str(error).partition(';')[0]}; lower --lr") from None
-    if trainer.step_log.stopped:
+    if training.requests.stopped:
         raise LargebatchError(f"stopped in {mode}: there is no result for it")
     return plan.affine_steps - (state.progress.skipped - skipped)
 
@@ -182,10 +184,10 @@ def evaluate_checkpoint(
     path, checkpoint = _load(path, options)
     checked = checksum(checkpoint.state["model"])
     facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
-    with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
-        restore(trainer, checkpoint, source=str(path))
-        found = trainer.measure(each)
-        on_training = trainer.measure_training() if training else None
+    with open_measuring(checkpoint.recipe, options, facts) as session:
+        session.saver.restore(checkpoint, source=str(path))
+        found = session.evaluator.validation(each)
+        on_training = session.evaluator.training() if training else None
         return Evaluated(path, checkpoint.progress.updates, found, on_training)
 
 
@@ -202,22 +204,23 @@ def polish_checkpoint(
     state = checkpoint.state
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
-    with open_trainer(recipe, options, facts, measuring=True) as trainer:
+    with open_measuring(recipe, options, facts) as session:
         begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
-        restore(trainer, replace(checkpoint, stages=[], state=begun))
-        trainer.store_average()
-        stage = current_stage(checkpoint, trainer.plan)
+        session.saver.restore(replace(checkpoint, stages=[], state=begun))
+        session.evaluator.store_average()
+        stage = current_stage(checkpoint, session.training.plan)
         if ema:
             with require_fit(str(path)):
-                store_ema(state["ema"], trainer.state.model)
+                store_ema(state["ema"], session.state.model)
             stage = "ema"
 
         def polish() -> bool:
-            end_stage(trainer, stage, num_steps=trainer.state.progress.updates)
-            polish_statistics(trainer)
+            assert session.polish.statistics is not None
+            session.judge.end(stage, num_steps=session.state.progress.updates)
+            polish_statistics(session.judge, session.polish.statistics)
             return True
 
-        return record(trainer, options.out, polish)
+        return record(session, options.out, polish)
 
 
 @contextmanager
@@ -239,23 +242,19 @@ def compare_checkpoint(
     recipe = with_statistics(anywhere(checkpoint.recipe), samples)
     recipe = with_updates(recipe, epochs=epochs, lr=lr)
     facts = {"command": "polish --compare", "checkpoint": checksum(state["model"]), "--ema": ema}
-    with open_trainer(recipe, options, facts) as trainer:
+    with open_session(recipe, options, facts) as session:
+        own = session.state
         with require_fit(str(path)):
-            trainer.state.model.load_state_dict(state["model"])
-            trainer.state.scaler.load_state_dict(state["scaler"])
-            _store_average(trainer, state["optimizer"])
+            own.model.load_state_dict(state["model"])
+            own.scaler.load_state_dict(state["scaler"])
+            if is_averaging(state["optimizer"]["param_groups"]):
+                own.load_optimizer(**state["optimizer"])
+                session.evaluator.store_average()
+            elif is_averaging(own.updater.optimizer.param_groups):  # the model has the average
+                store_average(own.updater.optimizer)
             if ema:
-                store_ema(state["ema"], trainer.state.model)
-        yield compare(trainer)
-
-
-def _store_average(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Copy the average in a saved optimizer into the model, unless the model has it already."""
-    if is_averaging(saved["param_groups"]):
-        trainer.state.load_optimizer(**saved)
-        trainer.store_average()
-    elif is_averaging(trainer.state.updater.optimizer.param_groups):  # fresh
-        store_average(trainer.state.updater.optimizer)
+                store_ema(state["ema"], own.model)
+        yield compare(session)
 
 
 def _load(path: Path, options: Options, *, ema: bool = False) -> tuple[Path, Checkpoint]:
@@ -300,8 +299,7 @@ def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
 
     `statistics`, which moves no weight, is the last stage of every run that has it.
     """
-    under_way: StageName = "affine" if checkpoint.progress.step > plan.steps else "clean"
-    under_way = under_way if checkpoint.progress.step > plan.train_steps else "train"
+    under_way: StageName = plan.stage_after(checkpoint.progress.step)
     ended = {stage.name for stage in checkpoint.stages}
     kept = [stage.name for stage in checkpoint.stages if stage.kept]
     moved = [name for name in kept if name != "statistics"]

@@ -15,6 +15,7 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import open_trackers
 from largebatch.runs.options import Resume
@@ -35,23 +36,22 @@ from largebatch.training.checkpoint import (
     set_aside_damaged,
 )
 from largebatch.training.saving import share_checkpoint
-from largebatch.training.trainer import Trainer
+from largebatch.training.session import Session
 
 _LOG = logging.getLogger(__name__)
 
 
 @contextmanager
 def open_folder(
-    trainer: Trainer, folder: Path, *, resume: bool, ids: Mapping[str, str | None]
+    session: Session, folder: Path, *, resume: bool, ids: Mapping[str, str | None]
 ) -> Iterator[list[Tracker]]:
     """Make and lock the run folder, and yield the trackers of the run; worker 0 only.
 
     `ids` are the run's in the trackers, from its checkpoint. Raises CheckpointError if the folder
     cannot be written or another run writes to it, TrackerError if a tracker cannot be used.
     """
-    recipe = trainer.recipe
     console = Console(started=command_started())
-    trackers: list[Tracker] = [console, *open_trackers(trainer, folder, ids, resume=resume)]
+    trackers: list[Tracker] = [console, *open_trackers(session, folder, ids, resume=resume)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -60,9 +60,9 @@ def open_folder(
     with closing(log):
         try:
             remove_leftovers(folder, folder / CHECKPOINTS)
-            set_aside_damaged(folder / CHECKPOINTS, step=trainer.state.progress.step)
+            set_aside_damaged(folder / CHECKPOINTS, step=session.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
-            write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+            write_whole(folder / RECIPE, dump_recipe(session.saver.recipe).encode())
         except OSError as error:
             raise _unwritable(folder, error) from None
         trackers.insert(1, log)
@@ -97,7 +97,12 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
 
 
 def require_same_run(
-    checkpoint: Checkpoint, trainer: Trainer, folder: Path, *, allow: Sequence[str]
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    splits: Mapping[str, object],
+    folder: Path,
+    *,
+    allow: Sequence[str],
 ) -> None:
     """Raise CheckpointError, with every difference, unless a checkpoint has this recipe and data.
 
@@ -105,8 +110,8 @@ def require_same_run(
     optimizer, whose state no other can use.
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
-    here = trainer.recipe.mathematics.model_dump(mode="json")
-    data = checkpoint.origin.data, trainer.pipeline.splits
+    here = recipe.mathematics.model_dump(mode="json")
+    data = checkpoint.origin.data, splits
     changed = {
         key: f"{key} is {_written(old)} there and {_written(new)} here"
         for key, old, new in (*differences(there, here), *differences(*data, "data.index"))

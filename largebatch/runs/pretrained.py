@@ -24,13 +24,12 @@ from largebatch.models import zoo
 from largebatch.polish import Drift
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import join, open_trainer
+from largebatch.runs.build import join, open_measuring, open_session
 from largebatch.runs.checkpoints import Comparison, compare, with_statistics, with_updates
 from largebatch.runs.options import Options
 from largebatch.runs.weights import Weights, check_new, read_weights
 from largebatch.training.evaluation import Metrics
-from largebatch.training.stages import describe_unsettled
-from largebatch.training.trainer import Trainer
+from largebatch.training.judging import describe_unsettled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +70,14 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
         assert recipe.polish is not None
         section = recipe.polish.statistics
         assert section is not None
-        with _open(recipe, state, options, backend, measuring=True) as trainer:
-            before = trainer.measure()
-            drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
-            after = trainer.measure()
+        nowhere = replace(options, out=Path())
+        with open_measuring(recipe, nowhere, {}, joined=backend) as session:
+            session.state.model.load_state_dict(state)
+            before = session.evaluator.validation()
+            drift = session.evaluator.statistics(section.samples, sequential=section.sequential)
+            after = session.evaluator.validation()
             if backend.rank == 0:
-                weights.replace(_statistics(trainer.state.model))
+                weights.replace(_statistics(session.state.model))
                 weights.write(options.out)
     return Polished(before=before, after=after, drift=drift, note=describe_unsettled(drift))
 
@@ -93,28 +94,14 @@ def compare_weights(
     with join(options, facts) as backend:
         recipe, state = fit_model(names, weights, options, backend)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=lr)
-        with _open(recipe, state, options, backend, measuring=False) as trainer:
-            yield compare(trainer)
+        nowhere = replace(options, out=Path())
+        with open_session(recipe, nowhere, {}, joined=backend) as session:
+            session.state.model.load_state_dict(state)
+            yield compare(session)
 
 
 def _facts(what: Pretrained, weights: Weights) -> Facts:
     return {"--model": what.model, "--weights": checksum(weights.tensors)}
-
-
-@contextmanager
-def _open(
-    recipe: Recipe,
-    state: dict[str, Tensor],
-    options: Options,
-    backend: Backend,
-    *,
-    measuring: bool,
-) -> Iterator[Trainer]:
-    """Open a trainer for a model with these weights, without a run folder."""
-    nowhere = replace(options, out=Path())
-    with open_trainer(recipe, nowhere, {}, measuring=measuring, joined=backend) as trainer:
-        trainer.state.model.load_state_dict(state)
-        yield trainer
 
 
 def fit_model(

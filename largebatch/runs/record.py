@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from largebatch.data.pipeline import Pipeline
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.compiled import failures_named
 from largebatch.report import write_report
@@ -14,14 +15,13 @@ from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
-from largebatch.training.saving import finish_saving
-from largebatch.training.trainer import Trainer
+from largebatch.training.session import Session
 
 _LOG = logging.getLogger(__name__)
 
 
 def record(
-    trainer: Trainer,
+    session: Session,
     folder: Path,
     work: Callable[[], bool],
     *,
@@ -35,49 +35,49 @@ def record(
     complete. Only worker 0 writes to the folder.
     """
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
-    if trainer.backend.rank == 0:
-        opened = open_folder(trainer, folder, resume=resume, ids=ids)
+    if session.training.backend.rank == 0:
+        opened = open_folder(session, folder, resume=resume, ids=ids)
     with opened as trackers:
-        trainer.trackers.extend(trackers)
-        trainer.begin()
+        session.log.trackers.extend(trackers)
+        session.begin()
         try:
             with failures_named():
                 complete = work()
-                finish_saving(trainer)
+                session.saver.finish()
         except BaseException as error:
             status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             diverged = str(error) if isinstance(error, DivergedError) else None
             with suppress(CheckpointError):  # the first error is the one to fix
-                finish_saving(trainer)
+                session.saver.finish()
             with suppress(CheckpointError):
-                _finish(trainer, folder, status, draws=draws, diverged=diverged)
+                _finish(session, folder, status, draws=draws, diverged=diverged)
             raise
         if complete:
-            return _finish(trainer, folder, "finished", draws=draws)
-        status = "interrupted" if trainer.step_log.stopped else "paused"
-        return _finish(trainer, folder, status, draws=draws)
+            return _finish(session, folder, "finished", draws=draws)
+        status = "interrupted" if session.training.requests.stopped else "paused"
+        return _finish(session, folder, status, draws=draws)
 
 
 def _finish(
-    trainer: Trainer, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
+    session: Session, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
 ) -> Summary:
-    summary = replace(summarize(trainer, status), diverged=diverged)
-    if trainer.backend.rank == 0:
+    summary = replace(summarize(session, status), diverged=diverged)
+    if session.training.backend.rank == 0:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
             summary.write(folder / SUMMARY)
-            if draws and not trainer.step_log.stopped:  # a stopped run has no time for it
-                _draw(trainer, folder)
+            if draws and not session.training.requests.stopped:  # a stopped run has no time for it
+                _draw(session.training.pipeline, folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
-        trainer.emit(Finish(time=now(), summary=summary))
+        session.log.emit(Finish(time=now(), summary=summary))
     return summary
 
 
-def _draw(trainer: Trainer, folder: Path) -> None:
+def _draw(pipeline: Pipeline, folder: Path) -> None:
     try:
-        record_worst(trainer.pipeline, folder)
+        record_worst(pipeline, folder)
     except Exception as error:  # a user's data set may raise anything; the run is finished
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
     try:
@@ -89,16 +89,16 @@ def _draw(trainer: Trainer, folder: Path) -> None:
         _LOG.warning("%s: the report was not drawn: %s; draw it with `%s`", folder, error, again)
 
 
-def summarize(trainer: Trainer, status: Status) -> Summary:
+def summarize(session: Session, status: Status) -> Summary:
     """Return the summary of the run so far."""
-    plan, state = trainer.plan, trainer.state
+    plan, state, backend = session.training.plan, session.state, session.training.backend
     progress, last = state.progress, state.last_kept
     timed = progress.images and progress.train_seconds
     return Summary(
-        recipe=trainer.recipe.name,
-        commit=source_commit() if trainer.backend.rank == 0 else None,
+        recipe=session.saver.recipe.name,
+        commit=source_commit() if backend.rank == 0 else None,
         versions=versions(),
-        backend=trainer.backend.name,
+        backend=backend.name,
         workers=plan.workers,
         global_batch=plan.global_batch,
         device_batch=plan.device_batch,
@@ -108,7 +108,7 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         samples=progress.images,
         seconds=state.seconds,
         images_per_second=progress.images / progress.train_seconds if timed else None,
-        peak_memory_bytes=peak_memory_bytes(trainer.backend.device),
+        peak_memory_bytes=peak_memory_bytes(backend.device),
         top1=last.top1 if last else None,
         top5=last.top5 if last else None,
         loss=last.loss if last else None,

@@ -5,7 +5,6 @@ from typing import assert_never
 import torch
 from torch import nn
 
-from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import (
     Grouping,
@@ -44,6 +43,8 @@ def build_reducer(
     copies = copies_gradients(recipe, plan, backend.device, keeps_gradients=keeps_gradients)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
+        from largebatch.distributed.adasum import Adasum
+
         return Adasum(
             model, backend, parts=parts, accumulation=passes, grouping=grouping, copies=copies
         )

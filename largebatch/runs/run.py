@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -26,7 +25,7 @@ from largebatch.models.fusion import describe_pairs
 from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import open_trainer, optional_workers
+from largebatch.runs.build import open_session, optional_workers, with_profiler
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
@@ -37,12 +36,9 @@ from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.launch import start_workers
 from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
-from largebatch.runs.weights import begin_with
-from largebatch.tracking.events import SUMMARY, TRACE, Summary
-from largebatch.training.profiling import Profiler
-from largebatch.training.saving import restore
+from largebatch.tracking.events import SUMMARY, Summary
+from largebatch.training.session import Session
 from largebatch.training.stages import require_resumable, run_stages
-from largebatch.training.trainer import Trainer
 
 _SLOW = (
     "{} on a CPU is often ten times slower than fp32, or more; to try a recipe here: "
@@ -173,63 +169,44 @@ def _fewer(recipe: Recipe, options: Options, workers: int, *, least: int) -> int
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Run one worker of a run."""
     folder = options.out
-    with open_trainer(recipe, options, {"command": "train"}) as trainer:
-        checkpoint = read_checkpoint(folder, trainer.backend, resume=options.resume)
+    with open_session(recipe, options, {"command": "train"}) as session:
+        training, saver = session.training, session.saver
+        checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
         if checkpoint is not None:
-            require_same_run(checkpoint, trainer, folder, allow=options.allow)
-            require_resumable(checkpoint, trainer.plan, folder)
-            restore(trainer, checkpoint, source=str(folder))
-            finished = finished_summary(folder, trainer.backend)
+            splits = training.pipeline.splits
+            require_same_run(checkpoint, recipe, splits, folder, allow=options.allow)
+            require_resumable(checkpoint, training.plan, folder)
+            saver.restore(checkpoint, source=str(folder))
+            finished = finished_summary(folder, training.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
-            begin_with(Path(recipe.model.weights), trainer)
-        until = trainer.plan.updates if options.max_steps is None else options.max_steps
-        stages = partial(run_stages, _profiled(trainer, options, until=until), until=until)
+            from largebatch.runs.weights import begin_with
+
+            drawn = recipe.model.head_std is not None
+            file = Path(recipe.model.weights)
+            begin_with(file, session.state, training.backend, drawn=drawn)
+        until = training.plan.updates if options.max_steps is None else options.max_steps
+        profiled = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            for remark in _remarks(trainer, options, resumed=checkpoint is not None):
-                trainer.note("train", remark)
-            return stages()
+            for remark in _remarks(session, options, resumed=checkpoint is not None):
+                session.log.note("train", remark)
+            return run_stages(profiled, until=until)
 
         ids = checkpoint.origin.trackers if checkpoint else {}
         resume, draws = bool(options.resume), options.report
-        return record(trainer, folder, train, resume=resume, ids=ids, draws=draws)
+        return record(session, folder, train, resume=resume, ids=ids, draws=draws)
 
 
-def _remarks(trainer: Trainer, options: Options, *, resumed: bool) -> Iterator[str]:
+def _remarks(session: Session, options: Options, *, resumed: bool) -> Iterator[str]:
     """Yield remarks to log before the first update."""
-    recipe = trainer.recipe
-    yield from () if resumed else trainer.pipeline.remarks
-    if recipe.precision != "fp32" and trainer.backend.device.type == "cpu":
+    training, recipe = session.training, session.saver.recipe
+    yield from () if resumed else training.pipeline.remarks
+    if recipe.precision != "fp32" and training.backend.device.type == "cpu":
         yield _SLOW.format(recipe.precision)
     if recipe.execution.compile:
         yield _COMPILING
-    yield from describe_pairs(trainer.state.model)
+    yield from describe_pairs(session.state.model)
     if options.resume == "auto" and not resumed:
         yield f"no checkpoint in {options.out}; starting a new run"
-
-
-def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
-    """Return the trainer with a profiler of the updates in `options.profile`.
-
-    Raises PlanError unless this part of the run makes these updates.
-    """
-    if options.profile is None:
-        return trainer
-    first, last = options.profile
-    made, end = trainer.state.progress.step, min(until, trainer.plan.updates)
-    if options.resume == "auto":  # the same command starts the run and every restart
-        first = max(first, made + 1)
-        if first > last:
-            return trainer
-    if not made < first <= last <= end:
-        raise PlanError(
-            f"--profile {first}:{last}: expected a first and a last update among those that are "
-            f"to be made, {made + 1} to {end}"
-        )
-    if trainer.backend.rank:
-        return trainer
-    resume_clock = trainer.step_log.resume_clock
-    profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock)
-    return replace(trainer, profiler=profiler)

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, reason_of, shorten
 from largebatch.models import classifier
 from largebatch.models.inputs import sizes
 from largebatch.storage import whole_file
 from largebatch.training.checkpoint import CONTENT, load_checkpoint
-from largebatch.training.trainer import Trainer
+from largebatch.training.state import TrainState
 
 _PLACES = (
     *("state_dict", "model", "model_state_dict"),
@@ -285,24 +286,23 @@ def _is_safe(path: Path) -> bool:
     return path.suffix == _SAFE
 
 
-def begin_with(path: Path, trainer: Trainer) -> None:
+def begin_with(path: Path, state: TrainState, backend: Backend, *, drawn: bool) -> None:
     """Load the initial weights from a file, which worker 0 reads for all.
 
-    With `model.head_std` the classifier keeps its random weights. Raises CheckpointError if the
-    file cannot be read or does not fit the model.
+    If the classifier is `drawn`, it keeps its random weights. Raises CheckpointError if the file
+    cannot be read or does not fit the model.
     """
-    model, backend = trainer.state.model, trainer.backend
-    digest = None
+    model, digest = state.model, None
     if backend.rank == 0:
         weights = read_weights(path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest().encode()
-        drawn = trainer.recipe.model.head_std is not None
-        state = _starting_state(weights, model, drawn=drawn)
-        model.load_state_dict({**model.state_dict(), **state})
+        model.load_state_dict(
+            {**model.state_dict(), **_starting_state(weights, model, drawn=drawn)}
+        )
     for tensor in model.state_dict().values():
         backend.broadcast(tensor)
-    trainer.state.weights_sha256 = broadcast_bytes(digest, backend).decode()
+    state.weights_sha256 = broadcast_bytes(digest, backend).decode()
 
 
 def _starting_state(weights: Weights, model: nn.Module, *, drawn: bool) -> dict[str, Tensor]:

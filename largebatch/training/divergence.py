@@ -5,20 +5,20 @@ from collections.abc import Callable
 
 from largebatch.errors import DivergedError, shorten
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.recipe import Recipe
-from largebatch.tracking.events import Note, StageName, Step
+from largebatch.tracking.events import Note, Step
 
 
 class DivergenceCheck:
-    """Checks the record of every update and counts consecutive skipped updates."""
+    """Checks the record of every update and counts consecutive skipped updates.
+
+    At most `most_skipped` in a row may be, besides those whose gradients overflow in fp16.
+    """
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, *, in_fp16: bool, emit: Callable[[Note], None]
+        self, plan: Plan, *, most_skipped: int, in_fp16: bool, emit: Callable[[Note], None]
     ) -> None:
-        nonfinite = recipe.nonfinite
         self._plan, self._in_fp16, self._emit = plan, in_fp16, emit
-        self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
-        self._num_skipped = 0
+        self._most_skipped, self._num_skipped = most_skipped, 0
 
     def check(self, step: Step, *, infinite: float = 0, bad: float = 0, ranks: float = 0) -> None:
         """Raise DivergedError if the run cannot continue after this update.
@@ -29,7 +29,7 @@ class DivergenceCheck:
         if step.skipped and step.loss_scale < 1:
             raise DivergedError(
                 f"the gradients of step {step.step} overflow in fp16 even without loss "
-                f"scaling; use precision: bf16 or fp32, or lower {_lr_key(step.stage)}"
+                f"scaling; use precision: bf16 or fp32, or lower {self._key(step)}"
             )
         if self._in_fp16 and step.skipped:
             return
@@ -54,9 +54,13 @@ class DivergenceCheck:
             )
             return
         raise DivergedError(
-            f"{text}; lower {_lr_key(step.stage)}"
-            + (" or lengthen schedule.warmup" if step.stage == "train" else "")
+            f"{text}; lower {self._key(step)}"
+            + (" or lengthen schedule.warmup" if step.step < self._plan.train_steps else "")
         )
+
+    def _key(self, step: Step) -> str:
+        """Return the recipe key that sets the learning rate of an update."""
+        return "schedule.peak_lr" if step.step < self._plan.steps else "polish.affine.lr"
 
     def _where(self, step: Step, *, bad: float, ranks: float) -> str:
         """Describe the worker with the bad loss, and the positions of its samples in the order."""
@@ -67,8 +71,3 @@ class DivergenceCheck:
         parts = (plan.positions(step.step, micro, rank) for micro in range(accumulation))
         samples = shorten([f"{part.start} to {part.stop - 1}" for part in parts], most=3)
         return f"; worker {rank}, samples {samples} of the order"
-
-
-def _lr_key(stage: StageName) -> str:
-    """Return the recipe key that sets the learning rate of a stage."""
-    return "polish.affine.lr" if stage == "affine" else "schedule.peak_lr"

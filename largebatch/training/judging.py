@@ -4,87 +4,190 @@ With `polish.keep: better`, held-out training images decide: a stage that does n
 number of them classified correctly is rolled back.
 """
 
+import gc
 import math
 import time
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from largebatch.polish.statistics import QUANTILES
+from largebatch.polish.statistics import Drift as PolishDrift
+from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import (
     Accuracy,
     Decision,
+    Drift,
+    Evaluation,
     GeneralizationGap,
     Mistakes,
     StageName,
     StageResult,
 )
-from largebatch.training import saving
 from largebatch.training.evaluation import Answer, Answers, Metrics
-from largebatch.training.trainer import Trainer
+from largebatch.training.evaluator import Each, Evaluator
+from largebatch.training.saving import Saver
+from largebatch.training.step_log import RunLog
 
 WORST = 16
 """Number of images with the largest loss that are recorded."""
 
 
-def begin_stage(trainer: Trainer) -> None:
-    """Take a snapshot if the stage that starts or resumes may be rolled back."""
-    if _decides(trainer) and trainer.state.stages:  # the first stage is never rolled back
-        trainer.state.take_snapshot()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """Evaluates the stages of a run, and keeps each of them or rolls it back."""
 
+    evaluator: Evaluator
+    saver: Saver
+    log: RunLog
+    decides: bool
+    """True if stages that do not help are rolled back."""
 
-def end_stage(
-    trainer: Trainer,
-    name: StageName,
-    *,
-    num_steps: int,
-    note: str | None = None,
-    failed: bool = False,
-) -> None:
-    """Evaluate, keep the stage or roll it back, record it, and save.
+    measures_gap: bool
+    """True if the generalization gap is measured at the end of every stage."""
 
-    `note` is a remark on the stage; a stage that `failed` is rolled back whatever its accuracy.
-    """
-    state = trainer.state
-    if note is not None:
-        trainer.note(name, note, kind="stage")
-    metrics = _evaluate(trainer, name)
-    last = state.last_kept
-    held_out, kept = _decide(trainer, name, last, failed=failed)
-    if kept:
-        state.progress.note(metrics)
-    else:
-        state.roll_back()
-    state.end_stage(
-        StageResult(
-            name=name,
-            steps=num_steps,
-            seconds=state.seconds - sum(stage.seconds for stage in state.stages),
-            top1=metrics.top1,
-            top5=metrics.top5,
-            loss=metrics.loss,
-            before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
-            held_out=held_out,
-            kept=kept,
-            note=note,
+    def begin(self) -> None:
+        """Take a snapshot if the stage that starts or resumes may be rolled back."""
+        state = self.evaluator.state
+        if self.decides and state.stages:  # the first stage is never rolled back
+            state.take_snapshot()
+
+    def evaluate(self, stage: StageName, each: Each = lambda *_: None) -> Metrics:
+        """Evaluate the current model and emit the event; `each` is as in evaluate."""
+        begun = time.perf_counter()
+        gc.collect()  # here, because it never does so by itself: see process.py
+        metrics = self.evaluator.validation(each)
+        step = self.evaluator.state.progress.step
+        self.log.emit(
+            Evaluation(
+                stage=stage,
+                step=step,
+                epoch=self.evaluator.pipeline.plan.epoch(step),
+                seconds=time.perf_counter() - begun,
+                **asdict(metrics),
+            )
         )
+        return metrics
+
+    def measure_statistics(self, stage: StageName, section: Statistics) -> str | None:
+        """Measure the statistics and emit their drift; return a remark if they did not converge."""
+        drift = self.evaluator.statistics(section.samples, sequential=section.sequential)
+        self.log.emit(
+            Drift(
+                stage=stage,
+                step=self.evaluator.state.progress.step,
+                samples=section.samples,
+                passes=drift.passes,
+                settling=drift.settling,
+                settled=drift.settled,
+                quantiles=QUANTILES,
+                layers=tuple(drift),
+            )
+        )
+        return describe_unsettled(drift)
+
+    def end(
+        self,
+        name: StageName,
+        *,
+        num_steps: int = 0,
+        note: str | None = None,
+        failed: bool = False,
+    ) -> None:
+        """Evaluate, keep the stage or roll it back, record it, and save.
+
+        `note` is a remark on the stage; a stage that `failed` is rolled back whatever its accuracy.
+        """
+        state = self.evaluator.state
+        if note is not None:
+            self.log.note(name, note, kind="stage")
+        metrics = self._evaluate_end(name)
+        last = state.last_kept
+        held_out, kept = self._decide(name, last, failed=failed)
+        if kept:
+            state.progress.note(metrics)
+        else:
+            state.roll_back()
+        state.end_stage(
+            StageResult(
+                name=name,
+                steps=num_steps,
+                seconds=state.seconds - sum(stage.seconds for stage in state.stages),
+                top1=metrics.top1,
+                top5=metrics.top5,
+                loss=metrics.loss,
+                before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
+                held_out=held_out,
+                kept=kept,
+                note=note,
+            )
+        )
+        self.saver.save()
+
+    def _evaluate_end(self, stage: StageName) -> Metrics:
+        """Evaluate the model; emit the images it classifies wrongly and the generalization gap."""
+        pipeline, step = self.evaluator.pipeline, self.evaluator.state.progress.step
+        if pipeline.classes:
+            answers = Answers()
+            metrics = self.evaluate(stage, answers.add)
+            own, samples = pipeline.validation_samples, pipeline.evaluated_samples
+            found = answers.gather(own, samples, self.evaluator.backend)
+            self.log.emit(find_mistakes(found, stage=stage, step=step, classes=pipeline.classes))
+        else:
+            metrics = self.evaluate(stage)
+        if self.measures_gap:
+            start = time.perf_counter()
+            training = self.evaluator.training()
+            self.log.emit(
+                GeneralizationGap(
+                    stage=stage,
+                    step=step,
+                    samples=training.samples,
+                    top1=training.top1,
+                    loss=training.loss,
+                    gap=metrics.loss - training.loss,
+                    seconds=time.perf_counter() - start,
+                )
+            )
+        return metrics
+
+    def _decide(
+        self, name: StageName, last: StageResult | None, *, failed: bool
+    ) -> tuple[float | None, bool]:
+        """Return top-1 on the held-out images (None without them) and True if the stage is kept.
+
+        A model whose loss is not finite is not kept, even if some labels match by chance. All
+        workers decide alike: counts are exact, and one all-reduce gives the same counts to all.
+        """
+        if not self.decides:
+            return None, True
+        metrics = self.evaluator.held_out()
+        if last is None:
+            return metrics.top1, True
+        assert last.held_out is not None
+        usable = not failed and math.isfinite(metrics.loss)
+        kept = usable and metrics.top1 > last.held_out
+        self.log.emit(
+            Decision(
+                stage=name,
+                step=self.evaluator.state.progress.step,
+                samples=metrics.samples,
+                before=last.held_out,
+                after=metrics.top1,
+                kept=kept,
+            )
+        )
+        return metrics.top1, kept
+
+
+def describe_unsettled(drift: PolishDrift) -> str | None:
+    """Describe statistics that did not converge; None if they did."""
+    if drift.settled:
+        return None
+    return (
+        f"the statistics have not converged in {drift.passes} passes: the last one moved them by "
+        f"{drift.settling:.2g} standard deviations or ln(variance)"
     )
-    saving.save(trainer)
-
-
-def _evaluate(trainer: Trainer, stage: StageName) -> Metrics:
-    """Evaluate the model; emit the images it classifies wrongly and the generalization gap."""
-    classes, step = trainer.pipeline.classes, trainer.state.progress.step
-    if classes:
-        answers = Answers()
-        metrics = trainer.evaluate(stage, answers.add)
-        pipeline = trainer.pipeline
-        samples = pipeline.evaluated_samples
-        gathered = answers.gather(pipeline.validation_samples, samples, trainer.backend)
-        trainer.emit(find_mistakes(gathered, stage=stage, step=step, classes=classes))
-    else:
-        metrics = trainer.evaluate(stage)
-    if "generalization_gap" in trainer.recipe.monitor:
-        _emit_gap(trainer, stage, metrics)
-    return metrics
 
 
 def find_mistakes(
@@ -105,54 +208,3 @@ def find_mistakes(
         worst=tuple(found.sample[worst].tolist()),
         losses=tuple(found.loss[worst].tolist()),
     )
-
-
-def _emit_gap(trainer: Trainer, stage: StageName, validation: Metrics) -> None:
-    start = time.perf_counter()
-    training = trainer.measure_training()
-    trainer.emit(
-        GeneralizationGap(
-            stage=stage,
-            step=trainer.state.progress.step,
-            samples=training.samples,
-            top1=training.top1,
-            loss=training.loss,
-            gap=validation.loss - training.loss,
-            seconds=time.perf_counter() - start,
-        )
-    )
-
-
-def _decides(trainer: Trainer) -> bool:
-    """Return True if stages that do not help are rolled back."""
-    polish = trainer.recipe.polish
-    return polish is not None and polish.keep == "better"
-
-
-def _decide(
-    trainer: Trainer, name: StageName, last: StageResult | None, *, failed: bool
-) -> tuple[float | None, bool]:
-    """Return top-1 on the held-out images (None without them) and True if the stage is kept.
-
-    A model whose loss is not finite is not kept, even if some labels match by chance. All workers
-    decide alike: counts are exact, and one all-reduce gives the same counts to all of them.
-    """
-    if not _decides(trainer):
-        return None, True
-    metrics = trainer.measure_held_out()
-    if last is None:
-        return metrics.top1, True
-    assert last.held_out is not None
-    usable = not failed and math.isfinite(metrics.loss)
-    kept = usable and metrics.top1 > last.held_out
-    trainer.emit(
-        Decision(
-            stage=name,
-            step=trainer.state.progress.step,
-            samples=len(trainer.pipeline.held_out_samples),
-            before=last.held_out,
-            after=metrics.top1,
-            kept=kept,
-        )
-    )
-    return metrics.top1, kept

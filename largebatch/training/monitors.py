@@ -1,13 +1,13 @@
-"""The fields that `monitor` adds to the records: gradient norm, trust ratios, use of resources.
+"""The fields that `monitor` adds to the records: norm, trust ratios, noise scale, resources.
 
 The trust ratios of LARS and the system's counters are read after an update. The norm is measured
 between the sum of the gradients and the optimizer, because some optimizers overwrite `.grad`. So
-monitoring cannot change a weight, and costs nothing for fields that are not monitored. The noise
-scale is measured by the reducer.
+monitoring cannot change a weight, and costs nothing for fields that are not monitored. The squared
+lengths of the noise scale are measured by the reducer.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from largebatch.distributed.backend import Backend
 from largebatch.optim.kernels import batched, fused
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.choices import Monitor
 from largebatch.tracking.environment import Sampler
-from largebatch.tracking.events import SYSTEM
+from largebatch.tracking.events import SYSTEM, Step, System
+from largebatch.tracking.noise_scale import RunningNoise
 from largebatch.training.loop import Update
 from largebatch.training.state import TrainState
 
@@ -30,11 +31,13 @@ SAMPLES = 200
 class Monitors:
     """Measures the fields that the recipe monitors, on every worker."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, backend: Backend, state: TrainState) -> None:
+    def __init__(
+        self, monitored: Collection[Monitor], plan: Plan, backend: Backend, state: TrainState
+    ) -> None:
         self._plan, self._state, self._backend = plan, state, backend
-        self._norm = "gradient_norm" in recipe.monitor
-        self._ratios = "trust_ratios" in recipe.monitor
-        self._sampler = Sampler(backend.device) if "system" in recipe.monitor else None
+        self._norm, self._ratios = "gradient_norm" in monitored, "trust_ratios" in monitored
+        self._sampler = Sampler(backend.device) if "system" in monitored else None
+        self._noise = RunningNoise(plan)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -84,6 +87,20 @@ class Monitors:
         first = len(SYSTEM) * self._backend.rank
         rows[first : first + len(SYSTEM)] = self._sampler.read()
         return rows
+
+    def noise(self, step: int, squares: Sequence[float], *, loss_scale: float) -> dict[str, Any]:
+        """Return the noise scale's fields of a step's record; none without the reducer's squares.
+
+        `squares` are summed over the workers.
+        """
+        return self._noise.add(step, *squares, loss_scale=loss_scale) if squares else {}
+
+    def system(self, step: Step, rows: Sequence[float]) -> System | None:
+        """Return the record of the rows of `sample`, summed over the workers; None without any."""
+        if not rows:
+            return None
+        columns = {name: tuple(rows[place :: len(SYSTEM)]) for place, name in enumerate(SYSTEM)}
+        return System(stage=step.stage, step=step.step, **columns)  # type: ignore[arg-type]  # all columns
 
     def _adapted(self) -> dict[str, nn.Parameter]:
         """Return the parameters that LARS adapts now, by name."""

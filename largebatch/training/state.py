@@ -6,7 +6,7 @@ state.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -132,6 +132,9 @@ class TrainState:
     snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State at the start of the current stage, if it may be rolled back; else empty."""
 
+    build_affine: Callable[[], Updater] | None = None
+    """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
+
     extra: dict[str, ExtraState] = field(default_factory=dict)
     """State of extensions, by name."""
 
@@ -147,11 +150,20 @@ class TrainState:
         """Result of the stage that produced the current model."""
         return next((stage for stage in reversed(self.stages) if stage.kept), None)
 
+    def close(self) -> None:
+        """Remove the hooks of the reducer of the last stage."""
+        self.updater.reducer.close()
+
     def use(self, updater: Updater) -> None:
         """Use another updater from now on."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
         self._drop_extra_momentum()
+
+    def begin_affine(self) -> None:
+        """Use the updater of the affine stage from now on."""
+        assert self.build_affine is not None
+        self.use(self.build_affine())
 
     def count(self, step: int, *, images: int, seconds: float) -> None:
         """Count the update of a step on the host; `follow` it then."""

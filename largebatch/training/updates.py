@@ -1,81 +1,106 @@
-"""The updates of a stage, and the work between them: evaluate, compare, save, stop."""
+"""The updates of a stage: what they are made with, and the training loop over its batches."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Generator
 from contextlib import closing
-from functools import partial
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from largebatch.data.pipeline import Pipeline
+from largebatch.distributed.backend import Backend
+from largebatch.models.batchnorm import Spans
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import StageName
-from largebatch.training import saving
 from largebatch.training.loop import Update, step_seeds, train
-from largebatch.training.trainer import Trainer
+from largebatch.training.loss import Criterion
+from largebatch.training.profiling import Profiler
+from largebatch.training.state import TrainState
+from largebatch.training.step_log import Requests, RunLog, StepLog
 
 
-def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
-    """Make these updates of a stage, up to `until`; evaluate and save between them."""
-    step_log, progress = trainer.step_log, trainer.state.progress
-    end = min(steps.stop, until + progress.discarded)
-    done = steps.start
-    with closing(trainer.updates(trainer, name, steps, end)) as updates:
-        for _ in updates:
-            before, done = done, trainer.state.progress.step
-            evaluates = done < steps.stop and _passes(trainer.plan, before, done)
-            saves = evaluates or saving.save_is_due(trainer, since=before)  # compares them too
-            if saving.comparison_is_due(trainer, since=before) and not saves:
-                saving.compare_weights(trainer)
-            if evaluates:
-                step_log.flush()
-                trainer.state.progress.note(trainer.evaluate(name))
-            if saves:
-                step_log.flush()
-                saving.save(trainer)
-            if step_log.stopped or done >= end:
-                break
-    step_log.flush()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The objects that make the updates of a run, on one worker. Attributes are never rebound."""
+
+    state: TrainState
+    plan: Plan
+    pipeline: Pipeline
+    backend: Backend
+    criterion: Criterion
+    spans: Spans
+    log: RunLog
+    step_log: StepLog
+    requests: Requests
+    seed: int
+    skip_nonfinite: bool
 
 
-def _passes(plan: Plan, before: int, done: int) -> bool:
-    """Return True if an evaluation is due after one of the updates in (before, done]."""
-    points = plan.evaluate_after  # in rising order, up to 100,000 of them
-    return bisect_right(points, before) < bisect_right(points, done)
+class Part(NamedTuple):
+    """The updates of a stage that remain, a range of the plan's."""
+
+    stage: StageName
+    steps: range
+    end: int
+    """The update after which this part of the run ends."""
+
+    clean: bool
+    """True if they are on clean images."""
+
+
+Updates = Callable[[Training, Part], Generator[None, None, None]]
+"""Makes the updates of a stage, and yields after one or several of them: whenever every worker has
+the same state, so that it can be evaluated and saved.
+
+An extension may yield only at the end of the part and where `plan.evaluate_after` and the
+checkpoints of the recipe need it.
+"""
 
 
 def synchronous_updates(
-    trainer: Trainer, name: StageName, steps: range, _: int
+    training: Training, part: Part, *, profiler: Profiler | None = None
 ) -> Generator[None, None, None]:
-    """Make synchronous updates by the training loop; yield after each."""
-    step_log, state = trainer.step_log, trainer.state
-    batches = trainer.pipeline.training(steps, clean=name != "train")
-    train_piece = partial(
-        train,
-        state.model,
-        state.updater.optimizer,
-        batches,
-        state.updater.schedule,
-        trainer.criterion,
-        state.updater.reducer,
-        trainer.spans,
-        state.scaler,
-        seed=step_seeds(trainer.recipe.seed, trainer.backend.rank),
-        skip_nonfinite=trainer.recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
-        measure_norm=step_log.measure_norm,
-    )
-    updates = train_pieces(trainer.plan, steps, train_piece)
-    if trainer.profiler is not None:
-        updates = trainer.profiler.follow(updates, stage=name, made=steps.start)
+    """Make synchronous updates by the training loop; yield after each.
+
+    `profiler` profiles some of them.
+    """
+    state, plan, step_log = training.state, training.plan, training.step_log
+    batches = training.pipeline.training(part.steps, clean=part.clean)
+
+    def updates_of_pieces() -> Generator[Update, None, None]:
+        for steps, global_batch, accumulation in plan.within(part.steps):
+            yield from train(
+                state.model,
+                state.updater.optimizer,
+                batches,
+                state.updater.schedule,
+                training.criterion,
+                state.updater.reducer,
+                training.spans,
+                state.scaler,
+                steps=steps,
+                accumulation=accumulation,
+                global_batch=global_batch,
+                seed=step_seeds(training.seed, training.backend.rank),
+                skip_nonfinite=training.skip_nonfinite,
+                measure_norm=step_log.monitors.measure_norm,
+            )
+
+    updates = updates_of_pieces()
+    if profiler is not None:
+        updates = profiler.follow(updates, stage=part.stage, made=part.steps.start)
     step_log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:
-            step_log.add(name, update)  # one under way when the one before diverged is not made
+            log_update(part.stage, update, state, step_log)
             yield
             if not step_log.is_training:  # it was flushed, for something other than updates
                 step_log.resume_clock()
 
 
-def train_pieces(
-    plan: Plan, steps: range, train_piece: Callable[..., Generator[Update, None, None]]
-) -> Generator[Update, None, None]:
-    """Make the updates of each piece of a batch schedule; `train_piece` is `train` less sizes."""
-    for part, global_batch, accumulation in plan.within(steps):
-        yield from train_piece(steps=part, accumulation=accumulation, global_batch=global_batch)
+def log_update(stage: StageName, update: Update, state: TrainState, step_log: StepLog) -> None:
+    """Count an update that was made, and log it; raises as StepLog.flush."""
+    seconds = step_log.lap()
+    step_log.read_own()  # of the update before, which is counted before this one
+    images = step_log.plan.batch_at(update.step)
+    state.count(update.step, images=images, seconds=seconds)
+    state.follow(update.step, update.skipped)
+    step_log.add(stage, update, seconds=seconds)

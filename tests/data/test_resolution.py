@@ -21,7 +21,7 @@ from largebatch.models.of_recipe import require_accepted
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -106,7 +106,7 @@ def test_a_fixed_size_model_is_refused_before_training(tmp_path: Path) -> None:
     )
     with (
         pytest.raises(RecipeError, match=r"resolution: lenet5 does not take images of 12 x 12 \("),
-        open_trainer(recipe, Options(out=tmp_path), {}),
+        open_session(recipe, Options(out=tmp_path), {}),
     ):
         pass
     vit = digits("model={name: vit_tiny_patch16_224}", "batch.bn_span=null", "polish=null")

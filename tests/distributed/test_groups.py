@@ -18,7 +18,7 @@ from largebatch import load_recipe
 from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
 
@@ -96,7 +96,7 @@ def test_a_protocol_that_horovod_cannot_run_is_refused_before_data_are_read(
     backend.name = "horovod"
     with (
         pytest.raises(RecipeError, match=message),
-        open_trainer(recipe, Options(out=tmp_path), {}, joined=backend),
+        open_session(recipe, Options(out=tmp_path), {}, joined=backend),
     ):
         pass
     with pytest.raises(RecipeError, match=message):  # nor are workers started for it

@@ -79,8 +79,8 @@ def die(folder: Path) -> None:
     )
     add = StepLog.add
 
-    def then(log: StepLog, stage: Any, update: Any) -> None:  # noqa: ANN401 -- passed on
-        add(log, stage, update)
+    def then(log: StepLog, stage: Any, update: Any, *, seconds: float) -> None:  # noqa: ANN401 -- passed on
+        add(log, stage, update, seconds=seconds)
         if update.step == LOST_AT and os.environ["RANK"] == "1":
             os._exit(9)
 

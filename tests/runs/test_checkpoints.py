@@ -33,8 +33,8 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.checkpoints import current_stage, find_checkpoint
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
-from largebatch.training.trainer import Trainer
-from largebatch.training.updates import make_updates
+from largebatch.training.session import Session
+from largebatch.training.updates import Part
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
 
@@ -241,11 +241,13 @@ def test_every_row_begins_with_the_loss_scale_of_the_checkpoint_and_shows_skippe
     write_checkpoint(path.parent, checkpoint)
     begun: list[float] = []
 
-    def noted(trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 -- passed on
-        begun.append(trainer.state.scaler.get_scale())
-        make_updates(trainer, *args, **kwargs)
+    make_updates = Session.make_updates
 
-    monkeypatch.setattr("largebatch.runs.checkpoints.make_updates", noted)
+    def noted(session: Session, part: Part) -> None:
+        begun.append(session.state.scaler.get_scale())
+        make_updates(session, part)
+
+    monkeypatch.setattr(Session, "make_updates", noted)
     how = ["--samples", "48", "--epochs", "0.07", "--out", str(tmp_path / "table.json")]
     assert main(["polish", "--compare", str(tmp_path / "run"), *how]) == DONE
     assert begun == [2.0**60, 2.0**60]

@@ -23,16 +23,14 @@ from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.connection import connect
 from largebatch.errors import CheckpointError, DataError, DesynchronizedError, DivergedError
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs import build
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion
-from largebatch.tracking.events import StageName
-from largebatch.training import saving, stages, updates
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.loss import Criterion
-from largebatch.training.saving import restore
-from largebatch.training.trainer import Trainer
+from largebatch.training.saving import Saver
+from largebatch.training.session import Session
+from largebatch.training.updates import Part
 
 STEPS = 8
 SMALL = ("model={name: lenet5}", "batch.bn_span=null", "polish=null", "data.image_size=28")
@@ -163,14 +161,14 @@ def test_a_folder_that_is_removed_is_the_error_that_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    real = saving.comparison_is_due
+    real = Saver.comparison_is_due
 
-    def remove(trainer: Trainer, *, since: int) -> bool:
-        if trainer.state.progress.step == 3:
+    def remove(saver: Saver, *, since: int) -> bool:
+        if saver.state.progress.step == 3:
             shutil.rmtree(out)
-        return real(trainer, since=since)
+        return real(saver, since=since)
 
-    monkeypatch.setattr(saving, "comparison_is_due", remove)
+    monkeypatch.setattr(Saver, "comparison_is_due", remove)
     with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
         run(recipe(), out=out)
     assert not out.exists()
@@ -181,16 +179,16 @@ def test_nothing_is_saved_after_a_record_that_is_missing(
 ) -> None:
     """A run that went on from there would lack the record of a step for good."""
     out = tmp_path / "run"
-    real = saving.comparison_is_due
+    real = Saver.comparison_is_due
 
-    def replace_log(trainer: Trainer, *, since: int) -> bool:
-        if trainer.state.progress.step == 3:
+    def replace_log(saver: Saver, *, since: int) -> bool:
+        if saver.state.progress.step == 3:
             (out / "log.jsonl").rename(tmp_path / "old")
             shutil.copy(tmp_path / "old", out / "log.jsonl")
-        return real(trainer, since=since)
+        return real(saver, since=since)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "comparison_is_due", replace_log)
+        patch.setattr(Saver, "comparison_is_due", replace_log)
         with pytest.raises(CheckpointError, match="was replaced by another file"):
             run(recipe(), out=out)
     run(recipe(), out=out, resume="auto")
@@ -304,14 +302,13 @@ def test_checkpoints_come_by_steps_and_by_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    real = saving.save
+    real = Saver.save
 
-    def save(trainer: Trainer) -> None:
-        written.append(trainer.state.progress.step)
-        real(trainer)
+    def save(saver: Saver) -> None:
+        written.append(saver.state.progress.step)
+        real(saver)
 
-    for module in (saving, stages):
-        monkeypatch.setattr(module, "save", save)
+    monkeypatch.setattr(Saver, "save", save)
     run(recipe("execution.checkpoints={every_steps: 3, every_minutes: null}"), out=tmp_path / "a")
     assert written == [3, 6, STEPS]
     written.clear()
@@ -369,7 +366,8 @@ class _BadOnce:
 def bad_numbers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def plant(*calls: int) -> None:
         monkeypatch.setattr(
-            build, "build_criterion", lambda recipe: _BadOnce(set(calls), build_criterion(recipe))
+            "largebatch.runs.state.build_criterion",
+            lambda recipe: _BadOnce(set(calls), build_criterion(recipe)),
         )
 
     return plant
@@ -424,15 +422,17 @@ def test_the_affine_stage_starts_again_without_momentum(
 ) -> None:
     failures = [DivergedError("planted")]
 
-    def diverging(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
-        updates.make_updates(trainer, name, steps, until=until)
-        if name == "affine" and failures:
-            trainer.state.progress.step = steps.stop - 1
+    real = Session.make_updates
+
+    def diverging(session: Session, part: Part) -> None:
+        real(session, part)
+        if part.stage == "affine" and failures:
+            session.state.progress.step = part.steps.stop - 1
             raise failures.pop()
 
     changes = ("nonfinite={action: roll_back}",)
     plain = run(a_recipe(AFFINE, changes=changes), out=tmp_path / "plain")
-    monkeypatch.setattr(stages, "make_updates", diverging)
+    monkeypatch.setattr(Session, "make_updates", diverging)
     again = run(a_recipe(AFFINE, changes=changes), out=tmp_path / "again")
     assert not failures
     assert "rolled back to step 8: planted" in log(tmp_path / "again", "note")[0]["text"]
@@ -446,17 +446,19 @@ def test_a_stage_computed_again_from_its_start_can_still_be_rolled_back(
 ) -> None:
     tries: list[int] = []
 
-    def diverging(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
-        if name == "clean":
-            tries.append(steps.start)
+    real = Session.make_updates
+
+    def diverging(session: Session, part: Part) -> None:
+        if part.stage == "clean":
+            tries.append(part.steps.start)
             if len(tries) == 1:
                 raise DivergedError("planted")
-        updates.make_updates(trainer, name, steps, until=until)
-        if name == "clean":
-            for parameter in trainer.state.model.parameters():
+        real(session, part)
+        if part.stage == "clean":
+            for parameter in session.state.model.parameters():
                 parameter.data.zero_()
 
-    monkeypatch.setattr(stages, "make_updates", diverging)
+    monkeypatch.setattr(Session, "make_updates", diverging)
     judged = ("polish.keep=better", "polish.held_out=100", "nonfinite={action: roll_back}")
     summary = run(a_recipe(CLEAN, changes=judged), out=tmp_path / "run")
     assert summary.status == "finished"
@@ -512,9 +514,7 @@ def test_weights_are_compared_at_the_interval_and_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(
-        saving, "compare_weights", lambda trainer: compared.append(trainer.state.progress.step)
-    )
+    monkeypatch.setattr(Saver, "compare", lambda saver: compared.append(saver.state.progress.step))
     run(recipe("execution.compare_every=3"), out=tmp_path / "a")
     assert compared == [3, 6, STEPS]
     compared.clear()
@@ -555,5 +555,5 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path: Path, whole
         changed = content(out)
         change(changed)
         refused = pytest.raises(CheckpointError, match=rf"it: does not fit this run: .*{message}")
-        with open_trainer(recipe(), Options(out=tmp_path), {}) as trainer, refused:
-            restore(trainer, Checkpoint.of(checkpoint.recipe, changed), source="it")
+        with open_session(recipe(), Options(out=tmp_path), {}) as session, refused:
+            session.saver.restore(Checkpoint.of(checkpoint.recipe, changed), source="it")

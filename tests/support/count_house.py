@@ -1,7 +1,7 @@
 """Print how large the house is: python tests/support/count_house.py [--loaded]
 
 Lines of the package, its tests and benchmarks, words of the documents, functions that take a Recipe
-or a Trainer, and hard dependencies; with --loaded also what two updates of digits_96 import.
+or a Session, and hard dependencies; with --loaded also what two updates of digits_96 import.
 """
 
 import ast
@@ -71,7 +71,7 @@ def main() -> None:
         "documents, words": words,
         "README, lines": len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()),
         "functions that take a Recipe": len(list(takers("Recipe"))),
-        "functions that take a Trainer": len(list(takers("Trainer"))),
+        "functions that take a Session": len(list(takers("Session"))),
         "hard dependencies": sum(not line.strip().startswith("#") for line in requires),
     }
     if "--loaded" in sys.argv[1:]:

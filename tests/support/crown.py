@@ -32,7 +32,6 @@ from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
-from largebatch.training.updates import train_pieces
 
 STEPS = 5
 GLOBAL_BATCH = 64
@@ -176,8 +175,9 @@ def solve(
             GradScaler("cpu", enabled=False),
             seed=step_seeds(0, backend.rank),
         )
-        for _ in train_pieces(plan, range(steps), train_piece):
-            pass
+        for part, batch, passes in plan.within(range(steps)):
+            for _ in train_piece(steps=part, accumulation=passes, global_batch=batch):
+                pass
     return model
 
 

@@ -215,7 +215,7 @@ MUTANTS = (
     Mutant(
         "training goes on from what was polished of an unfinished run",
         "runs/run.py",
-        "            require_resumable(checkpoint, trainer.plan, folder)\n",
+        "            require_resumable(checkpoint, training.plan, folder)\n",
         "",
         "runs/test_checkpoints.py::test_what_was_polished_of_a_run_in_its_first_stage_is_refused_too",
     ),

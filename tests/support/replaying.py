@@ -12,12 +12,11 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
-from largebatch.lab.protocols.arrivals import Arrivals
 from largebatch.lab.protocols.exchange import Exchange, Layout, Record
 from largebatch.lab.protocols.links import open_links
 from largebatch.lab.protocols.replay import Part, replay
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import ParameterServer, divide
+from largebatch.lab.protocols.server import Arrivals, ParameterServer, divide
 from largebatch.optim.lars import LARS
 
 SETTINGS: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-3}

@@ -32,12 +32,13 @@ from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Step
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.loop import Update, step_seeds, train
 from largebatch.training.loss import cross_entropy
 from largebatch.training.state import TrainState, Updater
-from largebatch.training.step_log import StepLog
+from largebatch.training.updates import log_update
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -249,9 +250,9 @@ def logged(device: torch.device) -> tuple[list[Step], TrainState]:
     with training(backend, replace(HALF, init_scale=OVERFLOWS, steps=6)) as (state, made):
         state.average = EMA(state.model, decay=0.5)
         plan = make_plan(recipe, workers=1)
-        log = StepLog(recipe, plan, backend, state, emit=events.append, wants_stop=lambda: False)
+        log = build_step_log(recipe, plan, backend, state, emit=events.append)
         for update in made:
-            log.add("train", update)
+            log_update("train", update, state, log)
         assert (len(events), state.progress.skipped) == ((6, 3) if device == CPU else (5, 3))
         log.flush()
     return events, state
@@ -293,10 +294,10 @@ def log_counts(case: Case, average: str) -> dict[str, int]:
         state.average = EMA(state.model, decay=0.5)
         if average == "SWA":
             state.average = SWA(state.model, after=range(9))
-        log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
+        log = build_step_log(recipe, plan, backend, state, emit=lambda _: None)
         for update in made:
             COUNTS.clear()
-            log.add("train", update)
+            log_update("train", update, state, log)
         assert state.average.num_models == case.steps
     return COUNTS.totals()
 

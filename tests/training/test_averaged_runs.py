@@ -23,6 +23,7 @@ from largebatch.data.datasets import digits
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.options import Options
+from largebatch.training.judging import Judge
 
 EVERY = 1437
 MOMENTUM = 0.9
@@ -149,7 +150,7 @@ def test_a_run_that_was_ended_before_its_last_evaluation_ends_as_if_it_had_not_b
     recipe = free(changes=(f"execution.checkpoints.every_steps={BEFORE}",))
     run(recipe, out=tmp_path / "whole")
     with monkeypatch.context() as patched:
-        patched.setattr("largebatch.training.stages.end_stage", mock.Mock(side_effect=MemoryError))
+        patched.setattr(Judge, "end", mock.Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             run(recipe, out=tmp_path / "run")
     assert content(tmp_path / "run")["progress"]["step"] == BEFORE

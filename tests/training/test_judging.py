@@ -17,9 +17,10 @@ from torch.optim import SGD
 
 from largebatch.distributed.serial import Serial
 from largebatch.tracking.events import Decision, Event, Note, StageName, StageResult
-from largebatch.training.judging import begin_stage, end_stage
+from largebatch.training.evaluator import Evaluator
+from largebatch.training.judging import Judge
 from largebatch.training.state import Progress, TrainState, Updater
-from largebatch.training.trainer import Trainer
+from largebatch.training.step_log import RunLog
 
 LABELS = torch.arange(10) % 5
 
@@ -32,7 +33,7 @@ def scores(right: int) -> Tensor:
 
 
 class Second:
-    """A trainer before its second stage, of a model that returns what it is shown."""
+    """A judge before its second stage, of a model that returns what it is shown."""
 
     def __init__(self, *, before: int, after: Tensor) -> None:
         self.events: list[Event] = []
@@ -56,35 +57,27 @@ class Second:
             validation_samples=np.arange(10),
             evaluated_samples=np.arange(10),
             classes=tuple("abcde"),
+            plan=SimpleNamespace(val_samples=10, epoch=float),
         )
-        plan: Any = SimpleNamespace(val_samples=10, epoch=float)
-        data = SimpleNamespace(val_split=10, held_out=None)
-        polish = SimpleNamespace(keep="better")
-        evaluation = SimpleNamespace(views=1)
-        recipe: Any = SimpleNamespace(polish=polish, monitor=(), data=data, evaluation=evaluation)
-        self.trainer = Trainer(
-            recipe=recipe,
-            plan=plan,
-            backend=Serial(torch.device("cpu")),
-            pipeline=pipeline,
-            criterion=anything,
-            spans=anything,
-            state=self.state,
-            build_affine=anything,
-            trackers=[],
-            emit=self.events.append,
-            step_log=anything,
-            checkpoints=Path(),
-            writer=anything,
-            updates=anything,
+        backend = Serial(torch.device("cpu"))
+        log = RunLog(Path(), self.state)
+        log.trackers.append(SimpleNamespace(record=self.events.append))
+        evaluator = Evaluator(
+            state=self.state, pipeline=pipeline, backend=backend, views=1, average_samples=None
+        )
+        self.judge = Judge(
+            evaluator=evaluator,
+            saver=SimpleNamespace(save=lambda: None),  # type: ignore[arg-type]
+            log=log,
+            decides=True,
+            measures_gap=False,
         )
 
     def end(self, name: StageName, **how: Any) -> StageResult:  # noqa: ANN401 -- passed on
         """End a stage; return its result, and in `rolled_back` how often it was undone."""
-        roll_back = mock.patch.object(TrainState, "roll_back")
-        with roll_back as rolled_back, mock.patch("largebatch.training.saving.save"):
-            begin_stage(self.trainer)
-            end_stage(self.trainer, name, num_steps=3, **how)
+        with mock.patch.object(TrainState, "roll_back") as rolled_back:
+            self.judge.begin()
+            self.judge.end(name, num_steps=3, **how)
         self.rolled_back = rolled_back.call_count
         return self.state.stages[-1]
 
@@ -139,7 +132,7 @@ def test_the_held_out_samples_are_evaluated_uncompiled_as_the_validation_data_is
 
     second = Second(before=6, after=scores(7))
     with (
-        mock.patch("largebatch.training.trainer.uncompiled", uncompiled),
+        mock.patch("largebatch.training.evaluator.uncompiled", uncompiled),
         mock.patch.object(second.state.model, "forward", during),
     ):
         assert second.end("affine").kept

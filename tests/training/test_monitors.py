@@ -191,7 +191,7 @@ def test_every_worker_fills_its_own_row_of_the_sum() -> None:
     recipe = load_recipe(DIGITS, ["monitor=system", "duration={steps: 600}"])
     plan, state = make_plan(recipe, workers=3), SimpleNamespace()
     workers = [SimpleNamespace(rank=r, world_size=3, device=torch.device("cpu")) for r in range(3)]
-    monitors: list[Any] = [Monitors(recipe, plan, worker, state) for worker in workers]  # type: ignore[arg-type]  # what it reads of them
+    monitors: list[Any] = [Monitors(recipe.monitor, plan, worker, state) for worker in workers]  # type: ignore[arg-type]  # what it reads of them
     rows = np.array([one.sample(3) for one in monitors]).reshape(3, 3, len(SYSTEM))
     memory = rows[:, :, SYSTEM.index("memory_bytes")]
     assert (np.diag(memory) > 2**26).all()

@@ -28,11 +28,13 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.models.of_recipe import build_model
+from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import Stopwatch, Update, train
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
+from largebatch.training.updates import log_update
 
 CPU = Serial(torch.device("cpu"))
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -187,9 +189,11 @@ def a_log(backend: Backend) -> tuple[StepLog, TrainState, list[Step | System | N
     events: list[Step | System | Note] = []
     scaler, updater = GradScaler("cpu"), cast("Any", None)
     state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
-    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
+    plan: Any = SimpleNamespace(
+        batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99, steps=99, train_steps=99
+    )
     recipe = load_recipe(DIGITS, ["precision=fp16"])
-    log = StepLog(recipe, plan, backend, state, emit=events.append, wants_stop=lambda: False)
+    log = build_step_log(recipe, plan, backend, state, emit=events.append)
     return log, state, events
 
 
@@ -201,7 +205,7 @@ def skipped_update(step: int, *, loss_scale: float) -> Update:
 
 def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
     log, state, events = a_log(CPU)
-    log.add("train", skipped_update(0, loss_scale=1.0))
+    log_update("train", skipped_update(0, loss_scale=1.0), state, log)
     with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
-        log.add("train", skipped_update(1, loss_scale=0.5))
+        log_update("train", skipped_update(1, loss_scale=0.5), state, log)
     assert (state.progress.skipped, len(events)) == (2, 2)

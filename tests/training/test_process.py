@@ -13,9 +13,10 @@ from torch.backends import cudnn
 from largebatch import run
 from largebatch.runs import run as running
 from largebatch.training.evaluation import Metrics
+from largebatch.training.evaluator import Evaluator
 from largebatch.training.process import collected_by_hand
+from largebatch.training.session import Session
 from largebatch.training.stages import run_stages
-from largebatch.training.trainer import Trainer
 
 Collections = list[int]
 """The generations that were collected, in their order."""
@@ -42,10 +43,10 @@ def test_a_run_collects_once_for_each_evaluation(
     """And not when the stages begin: looking through all of PyTorch takes 0.2 s."""
     found: list[Collections] = []
 
-    def counted(trainer: Trainer, *, until: int) -> bool:
+    def counted(session: Session, *, until: int) -> bool:
         with collections() as generations:
             found.append(generations)
-            return run_stages(trainer, until=until)
+            return run_stages(session, until=until)
 
     monkeypatch.setattr(running, "run_stages", counted)
     run(a_recipe(CLEAN, changes=("evaluation={every_epochs: 0.2}",)), out=tmp_path / "run")
@@ -102,12 +103,12 @@ def test_convolutions_are_tried_where_all_images_have_one_size(
 ) -> None:
     found: list[bool] = []
 
-    def noted(trainer: Trainer, *args: Any) -> Metrics:  # noqa: ANN401 -- its own
+    def noted(evaluator: Evaluator, *args: Any) -> Metrics:  # noqa: ANN401 -- its own
         found.append(cudnn.benchmark)
-        return evaluate(trainer, *args)
+        return evaluate(evaluator, *args)
 
-    evaluate = Trainer.evaluate
-    monkeypatch.setattr(Trainer, "evaluate", noted)
+    evaluate = Evaluator.validation
+    monkeypatch.setattr(Evaluator, "validation", noted)
     monkeypatch.setattr(cudnn, "deterministic", deterministic)
     run(a_recipe(CLEAN, changes=changes), out=tmp_path / "run")
     assert set(found) == {tries}

@@ -296,7 +296,7 @@ def test_statistics_that_never_settle_are_told_in_every_place(
     monkeypatch.setattr("largebatch.polish.statistics._SPARE_PASSES", -11)  # two passes
     note = run(recipe, out=tmp_path / "run").stages[-1].note
     assert note is not None
-    assert note.startswith("the statistics have not settled in 2 passes: the last one moved them")
+    assert note.startswith("the statistics have not converged in 2 passes: the last one moved them")
     assert log(tmp_path / "run", "drift")[0]["settled"] is False
     assert note in capsys.readouterr().out.replace("\n", "")
     words = [
@@ -308,4 +308,4 @@ def test_statistics_that_never_settle_are_told_in_every_place(
         str(tmp_path / "polished"),
     ]
     assert main(words) == DONE
-    assert "have not settled in 2 passes" in capsys.readouterr().out.replace("\n", "")
+    assert "have not converged in 2 passes" in capsys.readouterr().out.replace("\n", "")

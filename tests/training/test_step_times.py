@@ -17,11 +17,13 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans
+from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training import loop
 from largebatch.training.loop import Stopwatch, Update, train
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
+from largebatch.training.updates import log_update
 
 CPU = Serial(torch.device("cpu"))
 
@@ -68,8 +70,10 @@ def a_log(
     """Return a log and the state it counts in."""
     scaler, updater = GradScaler("cpu", enabled=False), cast("Any", None)
     state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
-    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
-    log = StepLog(load_recipe(DIGITS), plan, backend, state, emit=emit, wants_stop=lambda: False)
+    plan: Any = SimpleNamespace(
+        batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99, steps=99, train_steps=99
+    )
+    log = build_step_log(load_recipe(DIGITS), plan, backend, state, emit=emit)
     return log, state
 
 
@@ -84,9 +88,9 @@ def test_an_update_has_its_waits_for_images_and_for_gradients(
 
 def test_the_record_of_a_step_holds_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Step | System | Note] = []
-    log, _ = a_log(CPU, emit=events.append)
+    log, state = a_log(CPU, emit=events.append)
     for update in updates_that_wait(Clock(monkeypatch), accumulation=1):
-        log.add("train", update)
+        log_update("train", update, state, log)
     assert [
         (event.data_seconds, event.reduction_seconds) for event in events if isinstance(event, Step)
     ] == [(3.0, 7.0), (5.0, 7.0)]
@@ -101,20 +105,19 @@ def test_the_long_wait_at_the_start_ends_with_the_first_record(
     monkeypatch.setattr(backend, "started", lambda: records.append(state.progress.step))
     assert not records
     for update in updates_that_wait(Clock(monkeypatch), accumulation=1):
-        log.add("train", update)
+        log_update("train", update, state, log)
     assert records == [1, 2]
 
 
 def test_a_log_that_stops_a_run_says_that_no_updates_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What follows may change the weights: a rescue would save another stage's."""
-    log, _ = a_log(CPU)
+    log, state = a_log(CPU)
     first, _ = updates_that_wait(Clock(monkeypatch), accumulation=1)
     log.resume_clock()
     assert log.is_training
     with pytest.raises(DivergedError):
-        log.add("train", first._replace(finite=torch.tensor(False)))
+        log_update("train", first._replace(finite=torch.tensor(False)), state, log)
     assert not log.is_training
 
 

@@ -27,20 +27,18 @@ from scipy.optimize import least_squares
 from benchmarks.speed.measuring import write
 from largebatch.formatting import aligned
 from largebatch.lab.planner.calibration import (
+    IMAGES,
+    VALIDATION,
     LeftOut,
+    Published,
     fit,
     installed_fit,
     installed_left_out,
+    parse_runs,
+    published_runs,
     quantile,
 )
 from largebatch.lab.planner.cluster import Generation
-from largebatch.lab.planner.published import (
-    IMAGES,
-    VALIDATION,
-    Published,
-    parse_runs,
-    published_runs,
-)
 
 START = np.log([1500, 3200, 0.01, 0.002, 0.0007])
 SCALE = 0.05

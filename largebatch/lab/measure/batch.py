@@ -439,7 +439,6 @@ def compare(
 
 
 def _left_out(rows: Sequence[Row], refused: Mapping[int, str]) -> Iterator[str]:
-    """Yield why the table begins at its smallest batch, and why the first larger one is missing."""
     smallest = rows[0].batch
     below = max((size for size in refused if size < smallest), default=None)
     above = min((size for size in refused if size > smallest), default=None)
@@ -466,7 +465,6 @@ def recommend(rows: Sequence[Row], *, most: float, own: int) -> Row:
 
 
 def _bounds(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[int, int]:
-    """Return the batches that are recommended at both ends of the noise scale."""
     low, high = (
         recommend(
             compare(question, cluster, replace(noise, value=max(1e-9, end)))[0],
@@ -498,58 +496,39 @@ def largest_device_batch(step: Estimate, device_batch: int, question: Question) 
 
 
 def describe(advice: Advice) -> Iterator[str]:
-    """Yield the critical batch, the table of batches, the step, memory, the rate, and remarks."""
+    """Yield the critical batch, the table of batches, memory, the rate, and remarks."""
     value, low, high = advice.critical
-    noise, smallest = advice.noise, advice.rows[0].batch
+    noise, chosen, ends = advice.noise, advice.chosen, advice.bounds
     yield (
         f"critical batch: {samples(value)} ({samples(low)} to {samples(high)}), which takes "
-        f"{MORE_STEPS:.0%} more epochs than small batches: a fifth of the noise scale, "
-        f"{samples(noise.value)} (95 %: {samples(noise.low)} to {samples(noise.high)}, of "
-        f"{plural(noise.updates, 'update')}); the interval has a factor of {THEORY:g} more, by "
-        "which runs may differ from the noise scale"
+        f"{MORE_STEPS:.0%} more epochs than small batches; the interval includes a factor of "
+        f"{THEORY:g} for the theory"
     )
-    larger = f"; the smallest of this table, {smallest:,}, is larger" if advice.all_above else ""
     yield (
-        f"efficient: batches up to {samples(value)}{larger}; one of {samples(noise.value)} takes "
-        "twice the epochs of a small one"
+        f"noise scale: {samples(noise.value)} (95 %: {samples(noise.low)} to "
+        f"{samples(noise.high)}), of {plural(noise.updates, 'update')}"
     )
     yield from _table(advice).split("\n")
     steps = [f"{1000 * each:.3g} ms for {size:,}" for size, each in advice.step_seconds.items()]
     if steps:
-        yield (
-            f"step of one worker on {advice.cluster.name} by device batch: {', '.join(steps)}, on "
-            "the line through measured times"
-        )
+        yield f"step of one worker on {advice.cluster.name} by device batch: {', '.join(steps)}"
     if advice.most is not None:
-        yield (
-            f"memory: a device batch of up to {advice.most:,} samples a worker, estimated from the "
-            "activations of a few; larger batches take several device batches an update"
-        )
-    yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}, {_rate_source(advice)}"
+        yield f"memory: a device batch of up to {advice.most:,} samples a worker, an estimate"
+    edges = [f"{three_digits(t.upper.value)} at {size:,}" for size, t in advice.edges if t.upper]
+    known = f"upper edges of range tests: {', '.join(edges) or 'none'}"
+    rule = "" if advice.keeps or len(edges) > 1 else "; the square-root rule"
+    yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}; {known}{rule}"
     yield from advice.remarks
-    yield from _recommended(advice)
-
-
-def _recommended(advice: Advice) -> Iterator[str]:
-    chosen, first = advice.chosen, advice.rows[0]
-    smallest = f"{first.batch:,}, the smallest of this table, which is above the critical batch"
-    why = "the recipe's own," if advice.keeps else "the smallest batch"
-    shortest = "the shortest time up to the critical batch"
-    limit = f"the time of {smallest}" if advice.all_above else shortest
-    reason = f"{chosen.batch:,}, {why} within {CLOSE - 1:.0%} of {limit}"
-    if advice.all_above and chosen == first:
-        reason = smallest
-    yield f"recommended: {reason}, for {chosen.epochs:.3g} epochs"
-    if set(advice.bounds) != {chosen.batch}:
-        low, high = advice.bounds
-        yield (
-            f"the interval does not decide: at its lower end {low:,} would be recommended, at its "
-            f"upper end {high:,}"
-        )
+    above = ", above the critical batch as all of this table" if advice.all_above else ""
+    yield (
+        f"recommended: {chosen.batch:,}, within {CLOSE - 1:.0%} of the shortest time up to the "
+        f"critical batch{above}, for {chosen.epochs:.3g} epochs"
+    )
+    if set(ends) != {chosen.batch}:
+        yield f"at the ends of the interval {ends[0]:,} and {ends[1]:,} would be recommended"
 
 
 def _table(advice: Advice) -> str:
-    """Return a table of the batches; each change is from the batch before, half as large."""
     priced = ["cost"] if any(row.cost is not None for row in advice.rows) else []
     rows = [["batch", "epochs", "interval", "time", *priced, "doubling", "", ""]]
     for before, row in zip([None, *advice.rows[:-1]], advice.rows, strict=True):
@@ -576,17 +555,6 @@ def _rate_rule(advice: Advice) -> str:
         return "the recipe's"
     ratio = f"({advice.chosen.batch} / {batch})"
     return f"the recipe's {recipe.schedule.peak_lr:g} x {ratio}^{advice.exponent:.2g}"
-
-
-def _rate_source(advice: Advice) -> str:
-    known = [(size, test.upper.value) for size, test in advice.edges if test.upper]
-    found = " and ".join(f"{three_digits(rate)} at {size:,}" for size, rate in known)
-    if advice.keeps:
-        return f"with upper edges of range tests: {found}" if found else "no edge was found"
-    if len(known) < 2:
-        return "the square-root rule: no two edges were found"
-    bounded = "" if 0 < advice.exponent < 1 else "; bounded to 0 to 1, as in theory"
-    return f"between the upper edges of range tests, {found}{bounded}"
 
 
 def write_advice(path: Path, advice: Advice) -> None:

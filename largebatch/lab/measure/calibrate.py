@@ -32,7 +32,7 @@ from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.planner.cluster import Cluster, Measured
-from largebatch.lab.planner.limits import settings
+from largebatch.lab.planner.prediction import settings
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
@@ -58,17 +58,16 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     """
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
-    if not out.parent.is_dir():
-        raise LargebatchError(f"--out {out}: there is no folder {out.parent}; make it first")
-    _require_writable(out)
+    try:  # before minutes of measurement
+        out.touch(exist_ok=False)
+        out.unlink()
+    except OSError as error:
+        raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
     measured = measure(recipe, data=data)
     cluster = cluster_of(measured, name=out.stem)
     text = f"# Measured with largebatch plan --calibrate on {recipe.name}.\n" + dump_yaml(cluster)
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise LargebatchError(f"{out}: cannot write the cluster file: {error.strerror}") from None
+    with out.open("x", encoding="utf-8") as file:
+        file.write(text)
     return [*describe(measured), f"cluster file: {out}"]
 
 
@@ -85,31 +84,16 @@ def cluster_of(measured: Measured, *, name: str) -> Cluster:
     )
 
 
-def _require_writable(out: Path) -> None:
-    """Raise LargebatchError if the file cannot be written, before the measurement starts."""
-    try:
-        out.touch(exist_ok=False)
-        out.unlink()
-    except FileExistsError:
-        raise LargebatchError(
-            f"--out {out}: File exists; give another name, or remove it"
-        ) from None
-    except OSError as error:
-        raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
-
-
 def describe(measured: Measured) -> list[str]:
     """Describe the measurements."""
-    passes, images = 1000 * measured.seconds_per_pass, 1000 * measured.seconds_per_image
-    update, latency = 1000 * measured.seconds_per_update, 1e6 * measured.exchange_seconds
-    rate, number = measured.exchange_gigabytes_per_second, measured.messages
-    exchange = "one device: all-reduces were not measured"
-    if rate is not None:
-        exchange = f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s"
+    rate, latency = measured.exchange_gigabytes_per_second, 1e6 * measured.exchange_seconds
+    exchange = "not measured" if rate is None else f"{latency:.0f} us and {rate:.2f} GB/s"
     return [
-        f"a pass takes {passes:.2f} ms and {images:.3f} ms an image, an update {update:.2f} ms",
-        f"{exchange}; an update has {number}",
-        f"a worker reads {measured.images_per_second_read:,.0f} images/s",
+        f"pass: {1000 * measured.seconds_per_pass:.2f} ms",
+        f"image: {1000 * measured.seconds_per_image:.3f} ms",
+        f"update: {1000 * measured.seconds_per_update:.2f} ms",
+        f"all-reduce: {exchange}, {measured.messages} an update",
+        f"reading: {measured.images_per_second_read:,.0f} images/s a worker",
     ]
 
 
@@ -187,7 +171,6 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
 
 
 def _group_bytes(recipe: Recipe, model: nn.Module) -> list[int]:
-    """Return the bytes that each group of gradients sends."""
     exact, width = kept_exact(recipe, model), 4 if recipe.reduction.dtype == "fp32" else 2
     grouping = grouping_of(recipe.execution.groups)
     groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
@@ -204,7 +187,6 @@ def _places(device: str) -> int:
 def _computing(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
 ) -> tuple[dict[int, float], float]:
-    """Return the seconds of a pass by device batch, and of an update."""
     optimizer = build_optimizer(recipe, model, backend)
     criterion = cross_entropy(
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
@@ -248,7 +230,6 @@ def _device_batches(plan: Plan) -> list[int]:
 def _take_turns(
     rivals: dict[int, Callable[[], object]], backend: Backend, clock: Callable[[], float]
 ) -> dict[int, list[float]]:
-    """Return the seconds of each function, round by round, without a first round."""
     times: dict[int, list[float]] = {name: [] for name in rivals}
     for _ in range(ROUNDS + 1):
         for name, rival in rivals.items():
@@ -305,7 +286,6 @@ def _reading(
 
 
 def _exchanging() -> dict[int, float]:
-    """Return the seconds of an all-reduce between two workers, by message size."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "exchange.json")
         start_workers(["-m", "largebatch.lab.measure.calibrate", str(file)], workers=2)

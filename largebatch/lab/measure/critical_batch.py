@@ -141,11 +141,9 @@ class _Study:
     trials: list[Trial] = field(default_factory=list)
 
     def updates(self, batch: int, epochs: float) -> int:
-        """Return the number of updates in some epochs."""
         return max(2, round(epochs * self.recipe.train_samples / batch))
 
     def window(self, batch: int) -> int:
-        """Return the number of updates in the averaging window of a batch."""
         samples = max(self.sizes[-1], round(WINDOW * self.epochs * self.recipe.train_samples))
         return max(1, round(samples / batch))
 
@@ -154,11 +152,9 @@ class _Study:
         return float(f"{factor * self.recipe.schedule.peak_lr * math.sqrt(share):.3g}")
 
     def at(self, batch: int, rate: float) -> Recipe:
-        """Return the recipe at another batch and a constant rate, monitored."""
         return at_constant_rate(self.recipe, batch, rate, epochs=self.epochs)
 
     def train(self, batch: int, factor: float, epochs: float) -> Run:
-        """Train for some epochs, resuming what exists; a run that diverges stops earlier."""
         rate = self.rate(batch, factor)
         folder = self.options.out / f"batch-{batch}-rate-{rate:g}"
         steps = self.updates(batch, epochs)
@@ -194,7 +190,6 @@ class _Study:
         return means
 
     def reach(self, batch: int, factor: float, target: float) -> Trial:
-        """Train until the target is reached or the samples are used up."""
         epochs = self.epochs
         while True:
             record = self.train(batch, factor, epochs)
@@ -215,7 +210,6 @@ class _Study:
         return trial
 
     def best(self, batch: int) -> Trial | None:
-        """Return the trial of a batch with the fewest steps; None if none reached the target."""
         reached = [t for t in self.trials if t.batch == batch and t.steps is not None]
         return min(reached, key=lambda trial: trial.steps or math.inf, default=None)
 
@@ -286,7 +280,6 @@ def measure_critical(
 
 
 def _require_same(record: Run, recipe: Recipe) -> None:
-    """Raise LargebatchError if an existing run has another recipe."""
     assert record.recipe is not None
     there = parse_recipe(record.recipe, source=str(record.path))
     if there.mathematics != recipe.mathematics:

@@ -125,7 +125,6 @@ def draft(found: Survey, *, name: str) -> str:
 
 
 def _tree(found: Survey, name: str) -> dict[str, Any]:
-    """Return the sections of the recipe."""
     number = len(found.train)
     batch = global_batch_for(number)
     epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
@@ -164,7 +163,6 @@ def _tree(found: Survey, name: str) -> dict[str, Any]:
 
 
 def _comments(number: int, batch: int) -> dict[str, str]:
-    """Return the rule of each choice by its key, for this number of images and batch."""
     most = min(LARGEST_BATCH, number // UPDATES_PER_EPOCH)
     bounds = f"{SMALLEST_BATCH} to {most}, for at least {UPDATES_PER_EPOCH} updates an epoch"
     if batch > most:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
+from largebatch.formatting import aligned, plural
 from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
@@ -90,7 +91,6 @@ class Curve:
 
     @property
     def _edge(self) -> int:
-        """Number of steps that count as the start."""
         return max(3, round(WINDOW * len(self.rates)))
 
     @cached_property
@@ -437,7 +437,7 @@ def _is_done(folder: Path, recipe: Recipe) -> bool:
         return False
     record = read_run(folder)
     _require_same(record, recipe)
-    return record.diverged or len(record.steps) == len(_rates(recipe))
+    return record.diverged or len(record.steps) == recipe.duration.steps
 
 
 def _require_same(record: Run, recipe: Recipe) -> None:
@@ -446,12 +446,6 @@ def _require_same(record: Run, recipe: Recipe) -> None:
         raise LargebatchError(
             f"{record.path}: holds a run of another recipe or other rates; give another --out"
         )
-
-
-def _rates(recipe: Recipe) -> range:
-    steps = recipe.duration.steps
-    assert steps is not None
-    return range(steps)
 
 
 def _curve(recipe: Recipe, folder: Path, rates: Range) -> Curve:
@@ -466,87 +460,58 @@ def _curve(recipe: Recipe, folder: Path, rates: Range) -> Curve:
 
 
 def describe(test: RangeTest) -> list[str]:
-    """Return the result as sentences: bounds, what is uncertain, and what a rate means here."""
-    return [*_found(test), *_uncertain(test), *_setting(test)]
+    """Return a table of the bounds, and remarks on what is uncertain and on the optimizer."""
+    bounds = {
+        "lower": (test.lower, "the loss begins to fall"),
+        "steepest": (test.steepest, "it falls fastest"),
+        "turn": (test.turn, "it turns"),
+        "upper": (test.upper, f"mean of turn and turn / {test.overshoot:.2g}, by the momentum"),
+    }
+    rows = [
+        (name, rate(found.value), f"{rate(found.low)} to {rate(found.high)}", meaning)
+        for name, (found, meaning) in bounds.items()
+        if found is not None
+    ]
+    table = [("bound", "rate", "seeds", "meaning"), *rows]
+    return [*(aligned(table, right=[1]).split("\n") if rows else []), *_remarks(test)]
 
 
-def _found(test: RangeTest) -> Iterator[str]:
-    lower, steepest, turn, upper = test.lower, test.steepest, test.turn, test.upper
-    if lower is None or steepest is None:
-        return
-    seeds = f"In {len(test.curves)} seeds t" if len(test.curves) > 1 else "T"
-    yield (
-        f"{seeds}he loss begins to fall at a rate of {_interval(lower)}, falls fastest at "
-        f"{_interval(steepest)}" + (f" and turns at {_interval(turn)}." if turn else ".")
-    )
-    if upper is None or turn is None:
-        return
-    if upper.value <= lower.value:
-        yield "It turns so soon that no range is left between bounds: try more --steps."
-        return
-    yield (
-        f"Suggested bounds: {rate(lower.value)} to {rate(upper.value)}, also as low_lr and peak_lr "
-        "of a cyclic policy. The upper one is the mean of the rate at which the loss turns and of "
-        f"that over {test.overshoot:.2g}: with momentum {momentum_of(test.recipe):g} a quadratic "
-        f"turns at 1 to {test.overshoot:.2g} times the limit."
-    )
-
-
-def _uncertain(test: RangeTest) -> Iterator[str]:
-    """Yield which end of the range to widen, and which bounds are uncertain."""
-    still = [curve for curve in test.curves if not curve.falls]
+def _remarks(test: RangeTest) -> Iterator[str]:
+    curves, lower, upper = test.curves, test.lower, test.upper
+    still = [curve for curve in curves if not curve.falls]
+    flat = sum(not curve.rises for curve in curves)
     if still:
         only_rises = all(curve.rises or curve.diverged is not None for curve in still)
-        side = "it only rises: give a lower --low" if only_rises else "give a higher --high"
         yield (
-            f"In {len(still)} of {len(test.curves)} seeds the loss does not fall by more than its "
-            f"noise between {rate(test.low)} and {rate(test.high)}; {side}, or more --steps."
+            f"{len(still)} of {plural(len(curves), 'seed')}: no fall beyond the noise between "
+            f"{rate(test.low)} and {rate(test.high)}; give a "
+            f"{'lower --low' if only_rises else 'higher --high'}, or more --steps"
         )
-        return
-    if any(curve.falls_at_once for curve in test.curves):
-        yield "It falls from the lowest rate on: a lower --low would show where that begins."
-    if flat := sum(not curve.rises for curve in test.curves):
+    elif flat:
         yield (
-            f"In {flat} of {len(test.curves)} seeds it does not rise again up to "
-            f"{rate(test.high)}, so there is no upper bound: give a higher --high."
+            f"{flat} of {plural(len(curves), 'seed')}: no rise up to {rate(test.high)}, so no "
+            "upper bound; give a higher --high"
         )
-    for name, limit in {"lower": test.lower, "upper": test.upper}.items():
+    if not still and any(curve.falls_at_once for curve in curves):
+        yield "the loss falls from the lowest rate on: give a lower --low"
+    if lower is not None and upper is not None and upper.value <= lower.value:
+        yield "no range between the bounds: give more --steps"
+    for name, limit in {"lower": lower, "upper": upper}.items():
         if limit is not None and not limit.certain:
-            yield (
-                f"The seeds differ by a factor of {limit.high / limit.low:.1f} about the {name} "
-                "bound: more --steps determine it better."
-            )
-    if len(test.curves) == 1:
-        yield "One seed does not show how certain that is: --seeds 3 does."
-
-
-def _setting(test: RangeTest) -> Iterator[str]:
-    """Yield where the recipe's own rate is, and what a rate means for its optimizer."""
+            yield f"{name}: seeds differ by a factor of {limit.high / limit.low:.1f}; more --steps"
+    if len(curves) == 1 and not still:
+        yield "one seed shows no uncertainty: give --seeds 3"
     recipe, optimizer = test.recipe, test.recipe.optimizer
     if test.peak_is is not None:
-        yield f"peak_lr of the recipe, {rate(recipe.schedule.peak_lr)}, is {test.peak_is} bounds."
+        yield f"peak_lr {rate(recipe.schedule.peak_lr)} of the recipe is {test.peak_is} the bounds"
     if isinstance(optimizer, LARS):
-        text = "With LARS rate x eta is the length of a step relative to the weights"
-        if test.upper is not None:
-            text += f": {test.upper.value * optimizer.eta:.2g} at the upper bound"
-        yield text + ", so the range is elsewhere than that of SGD."
+        step = "" if upper is None else f", {upper.value * optimizer.eta:.2g} at the upper bound"
+        yield f"LARS: rate x eta is the length of a step relative to the weights{step}"
         if optimizer.convention == "fujitsu":
-            yield (
-                f"Convention fujitsu scales weight decay by the peak rate, which is {test.high:g} "
-                "here: with another --high the losses differ a little."
-            )
+            yield f"convention fujitsu: weight decay is scaled by the peak rate, here {test.high:g}"
     if isinstance(optimizer, LAMB | AdamW | Muon):
-        yield (
-            f"With {type(optimizer).__name__} a rate is the length of a step, whatever the "
-            "gradient: the range is elsewhere than that of SGD."
-        )
-    begin = recipe.model.weights or "fresh weights, after a warm-up higher rates may work too"
-    yield f"The test begins with {begin}."
-
-
-def _interval(limit: Bound) -> str:
-    low, high = rate(limit.low), rate(limit.high)
-    return rate(limit.value) + (f" ({low} to {high})" if low != high else "")
+        yield f"{type(optimizer).__name__}: the rate is the length of a step"
+    yield f"initial weights: {recipe.model.weights or 'random; with a warm-up the edge is higher'}"
 
 
 def rate(value: float) -> str:

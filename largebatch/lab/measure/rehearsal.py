@@ -23,8 +23,7 @@ from largebatch.distributed.serial import Done
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.lab.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
-from largebatch.lab.planner.limits import require_cacheable
-from largebatch.lab.planner.prediction import FIXED_BYTES
+from largebatch.lab.planner.prediction import FIXED_BYTES, require_cacheable
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import (
     in_precision,
@@ -36,10 +35,9 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import kept_exact
-from largebatch.runs.state import build_criterion, build_state
+from largebatch.runs.state import build_criterion, build_state, build_step_log
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.state import TrainState
-from largebatch.training.step_log import StepLog
 
 _CPU = torch.device("cpu")
 
@@ -251,7 +249,7 @@ def _make_update(
             firsts.append(len(backend.messages))
             yield Batch(*random_batch(recipe, samples, side, _CPU))
 
-    log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
+    log = build_step_log(recipe, plan, backend, state, emit=lambda _: None)
     reducer = state.updater.reducer
     # On a CPU it reads numbers, which fake gradients do not have.
     reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]

@@ -137,7 +137,6 @@ class MLPerf(Clock):
         self._log.start("block_start", metadata=metadata, time_ms=self._since)
 
     def _evaluate(self, event: Evaluation) -> None:
-        """Log an evaluation that has just ended; at the target the log ends."""
         end = _now()
         begin = end - round(1000 * event.seconds) if math.isfinite(event.seconds) else end
         metadata = {"epoch_num": round(event.epoch, 6)}
@@ -225,7 +224,6 @@ def _submission(recipe: Recipe) -> dict[str, str]:
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:
-    """Return the existing log; raise CheckpointError if it cannot be read."""
     if not path.exists():
         return []
     try:
@@ -237,5 +235,4 @@ def _records(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _now() -> int:
-    """Return the time in milliseconds since 1970, as the package does."""
     return round(1000 * time.time())

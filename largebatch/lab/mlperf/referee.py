@@ -14,18 +14,175 @@ import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from largebatch.errors import clip, shorten
+from largebatch.errors import LargebatchError, clip, shorten
 from largebatch.formatting import plural
-from largebatch.lab.mlperf.logs import PURPOSE, Log, LogError, captured_log, find_logs, read_log
-from largebatch.lab.mlperf.page import Point, Reference
+from largebatch.lab.mlperf.logger import MLPERF_LOG, UNNAMED
 from largebatch.lab.mlperf.rules import BENCHMARK, ROUND, TARGET, USAGE
-from largebatch.lab.mlperf.system_description import problems
 from largebatch.optional import require_mlperf, require_scipy
+from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, write_chart
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Axes, Figure
+
+PURPOSE = "referee"
+MARK = "FILL IN"
+"""Prefix of a field that is unknown here."""
+
+_OURS = COLOURS["train"]
+_BOUND: dict[str, Any] = {"color": INK, "lw": 1.2, "ls": (0, (4, 3))}
+
+
+class LogError(LargebatchError):
+    """A log that cannot be checked: missing, damaged, unfinished, or of another benchmark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Contents of the log of one finished run."""
+
+    path: Path
+    batch: int | None
+    """Global batch; None if the log has no number."""
+
+    division: str
+    epochs: float | None
+    """Epochs to the target; None if it was not reached or not logged."""
+
+    complete: bool
+    """True if the RCP checker can read it: the batch and every evaluation's epoch are there."""
+
+    remarks: tuple[str, ...]
+
+
+def find_logs(folder: Path) -> list[Path]:
+    """Return the logs in a folder."""
+    if not folder.is_dir():
+        raise LogError(f"{folder}: expected a run folder or one of result_*.txt")
+    own = folder / MLPERF_LOG
+    paths = [own] if own.exists() else sorted(folder.glob("result_*.txt"))
+    if not paths:
+        raise LogError(
+            f"{folder}: holds neither {MLPERF_LOG} nor result_*.txt; a run writes its log with "
+            "--set tracking=[mlperf]"
+        )
+    return paths
+
+
+def read_log(path: Path) -> Log:
+    """Read a log with the package's parser; raise LogError if there is nothing to check."""
+    values = _values(path)
+    _require_finished(path, values)
+    batch = values.get("global_batch_size", [{"value": None}])[-1]["value"]
+    known = isinstance(batch, int) and batch > 0
+    complete = known and _evaluations_have_epochs(values)
+    return Log(
+        path=path,
+        batch=batch if known else None,
+        division=str(values.get("submission_division", [{"value": "unnamed"}])[0]["value"]),
+        epochs=_epochs(path) if complete else None,
+        complete=complete,
+        remarks=tuple(_remarks(values)),
+    )
+
+
+def _values(path: Path) -> dict[str, list[Any]]:
+    parser = require_mlperf("compliance_checker.mlp_parser", PURPOSE)
+    values: dict[str, list[Any]] = {}
+    try:
+        lines, errors = parser.parse_file(path, ruleset=ROUND)
+        for line in lines:
+            values.setdefault(line.key, []).append(line.value)
+    except (KeyError, TypeError, OSError) as error:
+        raise LogError(f"{path}: is damaged: {type(error).__name__}: {error}") from None
+    if errors:
+        line, reason = errors[0]
+        raise LogError(f"{path}: is damaged: {reason}, in a line that begins {clip(line, 80)!r}")
+    return values
+
+
+def read_submission(path: Path) -> dict[str, str]:
+    """Return the submission's org, platform, division and status in a log, if they are set.
+
+    The run need not be finished. Raises LogError for a damaged log.
+    """
+    values = _values(path)
+    submission = {
+        key: str(values[f"submission_{key}"][0]["value"])
+        for key in ("org", "platform", "division", "status")
+        if f"submission_{key}" in values
+    }
+    return {key: text for key, text in submission.items() if not text.startswith(UNNAMED)}
+
+
+def _require_finished(path: Path, values: Mapping[str, Any]) -> None:
+    if not values:
+        raise LogError(f"{path}: holds no line of mlperf-logging: is it a log?")
+    if "run_stop" not in values:
+        raise LogError(
+            f"{path}: the run is not finished: its log has no run_stop; `largebatch train` with "
+            "--resume continues it"
+        )
+    benchmark = values.get("submission_benchmark", [{"value": None}])[0]["value"]
+    if benchmark != BENCHMARK:
+        raise LogError(f"{path}: submission_benchmark is {benchmark!r}, expected {BENCHMARK!r}")
+
+
+def _evaluations_have_epochs(values: Mapping[str, Any]) -> bool:
+    accuracies = [*values.get("eval_accuracy", []), *values.get("eval_error", [])]
+    metadata = [entry["metadata"] for entry in accuracies]
+    epochs = [entry.get("epoch_num") for entry in metadata if isinstance(entry, dict)]
+    stops = [entry["metadata"] for entry in values["run_stop"]]
+    return (
+        bool(metadata)
+        and len(epochs) == len(metadata)
+        and all(isinstance(epoch, (int, float)) for epoch in epochs)
+        and all(isinstance(stop, dict) and "status" in stop for stop in stops)
+    )
+
+
+def _epochs(path: Path) -> float | None:
+    checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
+    with captured_log():
+        failed, epochs, _, _ = checker.read_submission_file(path, ROUND, False)  # noqa: FBT003
+    return None if failed else epochs
+
+
+def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
+    if not any(entry["value"] for entry in values.get("cache_clear", [])):
+        yield "cache_clear is false: the rules ask for an empty page cache (MLPERF_CACHE_CLEARED=1)"
+    for key in ("submission_org", "submission_platform"):
+        if any(str(entry["value"]).startswith(UNNAMED) for entry in values.get(key, [])):
+            yield f"{key} has no name: MLPERF_{key.upper()} gives it"
+
+
+@contextmanager
+def captured_log() -> Iterator[list[logging.LogRecord]]:
+    """Collect the checkers' messages, which go to the root logger, instead of printing them."""
+    root, captured = logging.getLogger(), _Records()
+    handlers, level = root.handlers, root.level
+    root.handlers = [captured]
+    root.setLevel(logging.INFO)
+    try:
+        yield captured.records
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
 
 RUNS = 5
 """Number of runs of a ResNet submission; the fastest and the slowest do not count."""
@@ -45,6 +202,37 @@ class Verdict:
     sentence: str
     reasons: tuple[str, ...] = ()
     """Failures of the checker, each with its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Reference at one batch, measured or interpolated, and our runs."""
+
+    batch: int
+    """Global batch: ours, or the smallest reference point if ours is smaller than all."""
+
+    mean: float
+    std: float
+    least: float
+    """Least mean of epochs that is accepted."""
+
+    ours: float
+    """Our mean epochs, without the fastest and the slowest run."""
+
+    interval: tuple[float, float] | None
+    """95 % bootstrap interval of our mean; None if a run did not reach the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Epochs to the target of the reference's runs at one batch."""
+
+    batch: int
+    epochs: tuple[float, ...]
+    mean: float
+    least: float
+    counts: bool
+    """True if it bounds submissions; other points converge slower than their neighbours suggest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +289,6 @@ def _check_compliance(logs: Sequence[Log]) -> Verdict:
 
 
 def _broken_rules(path: Path) -> list[str]:
-    """Return the compliance checker's failures for a log."""
     package = require_mlperf("compliance_checker.mlp_compliance", PURPOSE)
     checker = package.make_checker(USAGE, ROUND, quiet=True, werror=False)
     package.enqueued_configs.clear()  # of a check that ended by an exception
@@ -148,7 +335,6 @@ def _rule(test: str, key: str) -> str:
 
 
 def _check_seeds(logs: Sequence[Log]) -> Verdict:
-    """Check that every run logs a seed and that seeds differ."""
     package = require_mlperf("package_checker.seed_checker", PURPOSE)
     with captured_log() as captured, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a log of several seeds is allowed
@@ -165,7 +351,6 @@ def _check_seeds(logs: Sequence[Log]) -> Verdict:
 
 
 def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
-    """Compare epochs to the target with the reference's, by the RCP checker."""
     reason = _why_not_compared(logs)
     if reason:
         return Verdict("convergence", None, reason), None
@@ -199,7 +384,6 @@ def _why_not_compared(logs: Sequence[Log]) -> str | None:
 
 
 def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
-    """Return the reference that the RCP checker logged; None if it compared nothing."""
     records = [message.args for message in captured if str(message.msg).startswith(" RCP Record")]
     means = [
         message.args
@@ -239,7 +423,6 @@ def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
 
 
 def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor: float) -> str:
-    """Describe how our runs compare with the reference, and the consequence."""
     ours = f"{reference.ours:.2f}"
     if reference.interval is not None:
         low, high = reference.interval
@@ -258,7 +441,6 @@ def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor
 
 
 def _points() -> tuple[Point, ...]:
-    """Return all reference points, ordered by batch."""
     package = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
     checker = package.RCP_Checker(USAGE, ROUND, BENCHMARK, False)  # noqa: FBT003
     return tuple(
@@ -274,7 +456,6 @@ def _points() -> tuple[Point, ...]:
 
 
 def _check_system(path: Path | None) -> Verdict:
-    """Check a system description, if there is one."""
     if path is None:
         text = "no description of the system is given (--describe drafts one)"
         return Verdict("system", None, text)
@@ -288,3 +469,94 @@ def _check_system(path: Path | None) -> Verdict:
         return Verdict("system", passed=True, sentence=f"{path} has every required field")
     reasons = tuple(f"{path}: {reason}" for reason in faults)
     return Verdict("system", passed=False, sentence=sentence, reasons=reasons)
+
+
+def problems(path: Path) -> list[str]:
+    """Return the package's failures for a description, and its leftover marks.
+
+    Raises LogError if it is no JSON object, and TypeError, as the checker does, for a value that
+    is not text.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, found {clip(json.dumps(content), 80)}")  # noqa: TRY004 -- of a file
+        reasons = missing_fields(path)
+    except (OSError, ValueError) as error:
+        raise LogError(f"{path}: is not a system description in JSON: {error}") from None
+    left = [field for field, text in content.items() if str(text).startswith(MARK)]
+    return [*reasons, *([f"to be filled in: {', '.join(left)}"] if left else [])]
+
+
+def missing_fields(path: Path) -> list[str]:
+    """Return the failures that the checker of system descriptions logs."""
+    package = require_mlperf("system_desc_checker.system_desc_checker", PURPOSE)
+    with captured_log() as captured:
+        if package.check_system_desc(path, USAGE, ROUND)[0]:
+            return []
+    args: Any = next(record.args for record in captured if record.levelno == logging.ERROR)
+    return list(args[1])
+
+
+def write_convergence(
+    path: Path,
+    points: Sequence[Point],
+    reference: Reference,
+    *,
+    batch: int,
+    epochs: Sequence[float],
+) -> None:
+    """Draw runs at `batch` and their epochs next to the reference, into a PNG file.
+
+    Raises as write_chart.
+    """
+
+    def draw(figure: "Figure") -> None:
+        left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+        _draw_points(left, points, batch=batch, epochs=epochs)
+        _draw_distribution(right, reference, epochs=epochs)
+
+    write_chart(path, draw, size=(960, 360))
+
+
+def _draw_points(
+    axes: "Axes", points: Sequence[Point], *, batch: int, epochs: Sequence[float]
+) -> None:
+    for point in points:
+        axes.plot(
+            [point.batch] * len(point.epochs), point.epochs,
+            color=MUTED, marker="o", ms=4, lw=0, alpha=0.35,
+        )  # fmt: skip
+    bounds = [point for point in points if point.counts]
+    axes.plot([point.batch for point in bounds], [point.mean for point in bounds], color=MUTED)
+    axes.plot([point.batch for point in bounds], [point.least for point in bounds], **_BOUND)
+    axes.plot([batch] * len(epochs), epochs, color=_OURS, marker="o", ms=7, lw=0, zorder=3)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    title = name_axes(axes, y="Epochs to the target", x="Global batch")
+    title = name_line(axes, "reference", MUTED, after=title)
+    title = name_line(axes, "fewest accepted", INK, after=title)
+    name_line(axes, "ours", _OURS, after=title)
+
+
+def _draw_distribution(axes: "Axes", reference: Reference, *, epochs: Sequence[float]) -> None:
+    import numpy as np
+
+    spread = max(reference.std, 0.01)
+    low = min([reference.mean - 4 * spread, *epochs])
+    high = max([reference.mean + 4 * spread, *epochs])
+    grid = np.linspace(low, high, 400)
+    density = np.exp(-0.5 * ((grid - reference.mean) / spread) ** 2)
+    axes.fill_between(grid, density, color=MUTED, alpha=0.25, lw=0)
+    axes.axvline(reference.mean, ymax=0.95, color=MUTED)
+    axes.axvline(reference.least, ymax=0.95, **_BOUND)
+    heights = [0.1 + 0.08 * sorted(epochs)[:place].count(epoch)
+               for place, epoch in enumerate(sorted(epochs))]  # fmt: skip
+    axes.plot(sorted(epochs), heights, color=_OURS, marker="o", ms=7, lw=0)
+    if reference.interval is not None:
+        axes.plot(reference.interval, [0.62, 0.62], color=_OURS, lw=2.5)
+    axes.plot([reference.ours], [0.62], color=_OURS, marker="D", ms=8)
+    axes.set_ylim(0, 1.08)
+    axes.set_yticks([])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_title(f"At batch {reference.batch:,}: runs, and their mean with 95 % (bootstrap)")
+    axes.set_xlabel("Epochs →", loc="right")

@@ -178,7 +178,6 @@ def _is_power_of_two(number: float) -> bool:
 
 
 def _found(recipe: Recipe, setting: str) -> str:
-    """Format the value of a setting as in a recipe."""
     value: object = recipe
     for key in setting.split("."):
         value = getattr(value, key)

@@ -6,7 +6,6 @@ The checker accepts any text, so leftover marks are found here.
 """
 
 import json
-import logging
 import os
 import platform
 import re
@@ -19,20 +18,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from largebatch.errors import clip
-from largebatch.lab.mlperf.logs import (
-    PURPOSE,
-    LogError,
-    captured_log,
-    find_logs,
-    read_submission,
-)
-from largebatch.lab.mlperf.rules import ROUND, USAGE
-from largebatch.optional import require_mlperf
+from largebatch.lab.mlperf.referee import MARK, find_logs, missing_fields, read_submission
 from largebatch.tracking.events import SUMMARY, Summary
-
-MARK = "FILL IN"
-"""Prefix of a field that is unknown here."""
 
 _STATUS = {
     "onprem": "Available on-premise",
@@ -87,34 +74,7 @@ def required_fields() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "system.json")
         empty.write_text("{}", encoding="utf-8")
-        return [reason.removeprefix("Missing field ") for reason in _reasons(empty)]
-
-
-def problems(path: Path) -> list[str]:
-    """Return the package's failures for a description, and its leftover marks.
-
-    Raises LogError if it is no JSON object, and TypeError, as the checker does, for a value that
-    is not text.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object, found {clip(json.dumps(content), 80)}")  # noqa: TRY004 -- of a file
-        reasons = _reasons(path)
-    except (OSError, ValueError) as error:
-        raise LogError(f"{path}: is not a system description in JSON: {error}") from None
-    left = [field for field, text in content.items() if str(text).startswith(MARK)]
-    return [*reasons, *([f"to be filled in: {', '.join(left)}"] if left else [])]
-
-
-def _reasons(path: Path) -> list[str]:
-    """Return the failures that the checker logs."""
-    package = require_mlperf("system_desc_checker.system_desc_checker", PURPOSE)
-    with captured_log() as captured:
-        if package.check_system_desc(path, USAGE, ROUND)[0]:
-            return []
-    args: Any = next(record.args for record in captured if record.levelno == logging.ERROR)
-    return list(args[1])
+        return [reason.removeprefix("Missing field ") for reason in missing_fields(empty)]
 
 
 def _mark(field: str) -> str:
@@ -122,14 +82,12 @@ def _mark(field: str) -> str:
 
 
 def _summary(folder: Path) -> Summary | None:
-    """Return the summary of a run; None if there is none, as with result_*.txt."""
     with suppress(OSError, ValidationError):
         return TypeAdapter(Summary).validate_json((folder / SUMMARY).read_bytes())
     return None
 
 
 def _submission(log: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the log's values on the submission."""
     return {
         "submitter": log.get("org"),
         "division": log.get("division"),
@@ -139,7 +97,6 @@ def _submission(log: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _software(summary: Summary | None) -> dict[str, str | None]:
-    """Return the versions of packages in the run's summary."""
     if summary is None:
         return {}
     versions = [f"{name} {number}" for name, number in summary.versions.items()]
@@ -152,7 +109,6 @@ def _software(summary: Summary | None) -> dict[str, str | None]:
 
 
 def _lscpu() -> dict[str, str]:
-    """Return the output of `lscpu` for this machine; empty if it fails."""
     try:
         done = subprocess.run(
             ["lscpu", "--json"],  # noqa: S607 -- of the system's PATH
@@ -188,7 +144,6 @@ def _processors(cpu: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _accelerators(workers: int | None) -> dict[str, str | None]:
-    """Return the GPUs of this machine, and the number of such nodes for the run's workers."""
     from largebatch import accelerator  # checking needs no torch
 
     names = accelerator.names()

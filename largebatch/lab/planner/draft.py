@@ -107,19 +107,18 @@ def _extrapolates(it: Drafted) -> Numbers | None:
     found = it.found
     if not found.extrapolated:
         return None
-    return {"found": found, "factor": found.alike / found.upper.batch, "upper": found.upper}
+    return {"found": found, "factor": found.equivalent / found.upper.batch, "upper": found.upper}
 
 
 def _between(it: Drafted) -> Numbers | None:
     found = it.found
     if found.extrapolated or found.a_point:
         return None
-    share = 100 * place(found.alike, found.lower, found.upper)
+    share = 100 * place(found.equivalent, found.lower, found.upper)
     return {"lower": found.lower, "upper": found.upper, "share": share}
 
 
 def _published(it: Drafted) -> Numbers | None:
-    """Return the installed recipes for ImageNet in batches of this size, with their origin."""
     same = [
         f"{name} ({origin(text).after})"
         for name, text in installed().items()
@@ -210,9 +209,9 @@ RULES: tuple[Rule[Drafted], ...] = (
          "training may diverge: look for the edge with `largebatch lab range` first"),
     Rule(kind="batch", holds=_looked_up,
          text="{data.samples:,} images in batches of {found.batch:,} make as many updates an epoch "
-         "({updates:.1f}) as ImageNet in batches of {found.alike:,.0f}, which is looked up"),
+         "({updates:.1f}) as ImageNet in batches of {found.equivalent:,.0f}, which is looked up"),
     Rule(kind="points", holds=_extrapolates,
-         text="extrapolates: {found.alike:,.0f} is {factor:.2f} times the largest reference point, "
+         text="extrapolates: {found.equivalent:,.0f} is {factor:.2f} times the largest point, "
          "{upper.name}, whose learning rate, momentum, weight decay and share of warm-up it keeps; "
          "resnet50_86016_fujitsu has settings that were run"),
     Rule(kind="points",
@@ -264,7 +263,7 @@ RULES: tuple[Rule[Drafted], ...] = (
 def draft(
     found: Suggestion, *, schedule: Schedule | None = None, base: Recipe | None = None
 ) -> str:
-    """Return the text of the suggested recipe, with the rule beside each number.
+    """Return the text of the suggested recipe, with the rule of each number.
 
     `schedule` is the section with a measured policy, if there is one; `base` is a recipe whose
     images, network and other sections are kept.
@@ -370,9 +369,8 @@ def _is_small(found: Suggestion) -> bool:
 
 
 def _source(found: Suggestion) -> str:
-    """Return the points that a suggestion is from, and the rule, for the head of the recipe."""
     lower, upper = found.lower.name, found.upper.name
-    where = f" (at {found.alike:,.0f} by updates in an epoch)" if found.elsewhere else ""
+    where = f" (at {found.equivalent:,.0f} by updates in an epoch)" if found.elsewhere else ""
     if found.extrapolated:
         return f"{upper}, whose settings are kept beyond it{where}"
     if found.a_point:

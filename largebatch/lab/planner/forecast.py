@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING
 from largebatch.errors import LargebatchError
 from largebatch.formatting import plural
 from largebatch.lab.planner.cluster import Cluster
-from largebatch.lab.planner.prediction import Prediction
-from largebatch.lab.planner.scan import Point, batches, best_batches, has_epoch_law
+from largebatch.lab.planner.prediction import (
+    Point,
+    Prediction,
+    batches,
+    best_batches,
+    has_epoch_law,
+)
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.style import (
     COLOURS,
@@ -21,6 +26,7 @@ from largebatch.report.style import (
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
+
 
 NEIGHBOURS = (0.25, 1, 4)
 """Numbers of GPUs whose times are drawn by batch, relative to the run's."""
@@ -79,7 +85,6 @@ def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
 
 
 def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
-    """Draw the time by batch on the number of GPUs of the run, on fewer and on more."""
     numbers = {max(1, min(cluster.workers, round(found.workers * one))) for one in NEIGHBOURS}
     times = [found.low, found.high]
     for workers in sorted(numbers):

@@ -61,7 +61,7 @@ class Constants:
     """Seconds from the start of a run until its steps have full speed."""
 
     evaluation: float
-    """Seconds of every evaluation, besides its forward passes."""
+    """Seconds of every evaluation, without its forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

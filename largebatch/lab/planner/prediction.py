@@ -1,21 +1,32 @@
-"""A recipe on a cluster: the time of each part, the limit, memory, energy and cost."""
+"""A recipe on a cluster: the time of each part, limit, memory, energy, cost, and the best batch.
+
+The law of epochs behind the best batch is that of ResNet-50 on ImageNet with LARS to 75.9 % top-1:
+epochs(B) = shortest (1 + B / critical), through MLPerf's reference points (`suggest`). Time is
+epochs x steps of an epoch x time of a step, so every number of GPUs has a best batch.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
+
+from pydantic import JsonValue
 
 from largebatch.errors import PlanError
 from largebatch.formatting import duration, three_digits
-from largebatch.lab.planner.calibration import COVERAGE, installed_fit, installed_left_out, quantile
-from largebatch.lab.planner.cluster import Cluster, require_workers
-from largebatch.lab.planner.limits import (
-    PUBLISHED_SIZE,
-    cached_bytes,
-    decodes,
-    name_beyond,
-    require_known,
+from largebatch.lab.planner.calibration import (
+    COVERAGE,
+    EVALUATE_EVERY,
+    IMAGES,
+    VALIDATION,
+    Published,
+    installed_fit,
+    installed_left_out,
+    published_runs,
+    quantile,
 )
+from largebatch.lab.planner.cluster import Cluster, ClusterError, Gpu, Measured, require_workers
 from largebatch.lab.planner.model import (
     GRADIENTS,
     Constants,
@@ -25,8 +36,10 @@ from largebatch.lab.planner.model import (
     machine,
     step_seconds,
 )
+from largebatch.lab.planner.suggest import LARGEST, EpochLaw, fit_epochs, reference_points
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
+from largebatch.recipe.model import RESNET50
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 
@@ -167,7 +180,6 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
 
 
 def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -> dict[str, float]:
-    """Return the seconds of a whole run by its parts."""
     on = machine_for(recipe, cluster, constants)
     parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
     usual = recipe.data.image_size
@@ -207,7 +219,6 @@ def _measures_last(polish: Polish) -> bool:
 
 
 def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) -> float:
-    """Return the seconds of evaluations, also of training images, statistics, and decisions."""
     pixels = _pixels(cluster, recipe.data.image_size)
     polish, views = recipe.polish, recipe.evaluation.views
     passes = [(plan.val_samples, views * count_evaluations(recipe, plan))]
@@ -306,7 +317,6 @@ def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
 
 
 def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
-    """Return the limit of a run, and a way to shorten its largest part except computing."""
     if not fits:
         return {"limit": "memory", "help": f"against memory: {HELP['memory']}"}
     largest = sorted(parts, key=lambda name: -parts[name])
@@ -316,7 +326,6 @@ def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
 
 
 def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
-    """Return the energy at the maximum power of nodes or GPUs, and the cost if there is a price."""
     nodes, hours = math.ceil(workers / cluster.gpus_per_node), seconds / 3600
     watts = None
     if cluster.node_watts is not None:
@@ -384,3 +393,231 @@ def _shares(parts: dict[str, float], whole: float) -> str:
     """Format the parts of a time as percentages, largest first."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)
+
+
+PUBLISHED_SIZE = 224
+COSTLESS_ARGUMENTS = {"zero_init_last", "zero_init_residual"}
+"""Arguments of ResNet-50 that change no shape, in timm and in torchvision."""
+
+SETTINGS = (
+    "optimizer.kind",
+    "data.source",
+    "execution.decoder",
+    "execution.cache",
+    "execution.memory_format",
+    "execution.kernels",
+)
+"""Keys of a recipe that, with its model, decide the times of reading, a pass and an update."""
+
+CACHED_BYTES = 2**34
+"""Largest split in execution.cache, in bytes, as data.decoders.pixel_cache.LIMIT."""
+
+
+def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) -> tuple[str, ...]:
+    """Name the settings in which a run exceeds the published ones.
+
+    `needed` are the images a second that each GPU needs.
+    """
+    gpu = cluster.gpu
+    if gpu is None:
+        return ()
+    own = [run for run in published_runs() if run.generation == gpu.generation]
+    kind, sizes = recipe.optimizer.kind, {recipe.data.image_size}
+    sizes |= {piece.image_size for piece in plan.sizes}
+    dali = decodes(recipe) and recipe.execution.decoder == "dali"
+    fed = max((run.epochs * IMAGES / run.seconds / run.workers for run in own), default=0.0)
+    beyond = {
+        **_beyond_generation(plan, gpu, own),
+        "published runs have one micro-batch": plan.accumulation > 1 or bool(plan.batch_changes),
+        "published runs compute in fp16": recipe.precision != "fp16",
+        f"published runs have images of {PUBLISHED_SIZE} x {PUBLISHED_SIZE}": (
+            sizes != {PUBLISHED_SIZE}
+        ),
+        f"the additional time of an update of {kind} is unknown": (kind not in {"lars", "sgd"}),
+        "additional messages of adasum are not counted": recipe.reduction.kind == "adasum",
+        f"how fast DALI decodes on {gpu.name} is not known, {needed:,.0f} images/s are needed": (
+            dali and gpu.decoded_images_per_second is None and needed > fed
+        ),
+    }
+    return tuple(text for text, holds in beyond.items() if holds)
+
+
+def _beyond_generation(plan: Plan, gpu: Gpu, own: Sequence[Published]) -> dict[str, bool]:
+    if not own:
+        return {f"no published run on {gpu.generation} GPUs: its data sheet alone": True}
+    most, batches = max(run.workers for run in own), [run.device_batch for run in own]
+    names = {run.cluster.gpu.name for run in own if run.cluster.gpu}
+    return {
+        f"published runs on {gpu.generation} GPUs have at most {most:,}": plan.workers > most,
+        f"device batches are at least {min(batches)} there": plan.device_batch < min(batches),
+        f"device batches are at most {max(batches)} there": plan.device_batch > max(batches),
+        f"no published run is on {gpu.name}": gpu.name not in names,
+    }
+
+
+def require_known(recipe: Recipe, cluster: Cluster) -> None:
+    """Raise ClusterError where the times of the recipe's model on this cluster are unknown."""
+    require_cacheable(recipe)
+    found = cluster.measured
+    if found is None:
+        if recipe.model.name not in RESNET50:
+            raise ClusterError(
+                f"model.name: {recipe.model.name}: {cluster.name} is calibrated with published "
+                f"runs of {RESNET50[0]}; measure others with `largebatch plan --calibrate`"
+            )
+        changed = sorted(recipe.model.arguments.keys() - COSTLESS_ARGUMENTS)
+        if changed:
+            raise ClusterError(
+                f"model.arguments: {', '.join(changed)}: {cluster.name} is calibrated with "
+                f"published runs of {RESNET50[0]} as it is; measure others with `largebatch "
+                "plan --calibrate`"
+            )
+        if recipe.precision not in {"fp16", "bf16"}:
+            raise ClusterError(
+                f"precision: {recipe.precision}: the published runs compute in fp16; plan this "
+                "with --set precision=fp16"
+            )
+        return
+    for key, (value, measured) in _compared(recipe, found).items():
+        if value != measured:
+            raise ClusterError(
+                f"{key}: {value}: {cluster.name} was measured with {measured}; measure this "
+                "recipe with `largebatch plan --calibrate`"
+            )
+
+
+def decodes(recipe: Recipe) -> bool:
+    """Return True if image files are read and decoded throughout the run."""
+    return recipe.data.source == "folder" and recipe.execution.cache is None
+
+
+def cached_bytes(recipe: Recipe) -> int:
+    """Return the least bytes of the decoded training images: those at the model's image size."""
+    return 3 * recipe.data.train_samples * recipe.data.image_size**2
+
+
+def require_cacheable(recipe: Recipe) -> None:
+    """Raise PlanError where the images cannot fit execution.cache, however small they are."""
+    cache, least = recipe.execution.cache, cached_bytes(recipe)
+    if cache is not None and least > CACHED_BYTES:
+        side = recipe.data.image_size
+        raise PlanError(
+            f"execution.cache: {cache}: {recipe.data.train_samples:,} images of {side} x {side} "
+            f"take {least / 1e9:.0f} GB or more, and a cache holds {CACHED_BYTES / 1e9:.0f} GB; "
+            "--set execution.cache=null --set execution.decoder=dali"
+        )
+
+
+def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object]]:
+    return {
+        "model.name": (recipe.model.name, found.model),
+        "model.arguments": (recipe.model.arguments, found.arguments),
+        "data.classes": (recipe.data.classes, found.classes),
+        "data.image_size": (recipe.data.image_size, found.image_size),
+        "precision": (recipe.precision, found.precision),
+        "reduction.dtype": (recipe.reduction.dtype, found.reduction),
+        "execution.groups": (recipe.execution.groups.model_dump(mode="json"), found.groups),
+        **{key: (value, found.settings.get(key)) for key, value in settings(recipe).items()},
+    }
+
+
+def settings(recipe: Recipe) -> dict[str, JsonValue]:
+    """Return the values of SETTINGS in a recipe."""
+    return {key: attrgetter(key)(recipe) for key in SETTINGS}
+
+
+SMALLEST_DEVICE_BATCH = 8
+RATIO = 2 ** (1 / 8)
+"""Ratio of two consecutive batches that are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A run to 75.9 % top-1."""
+
+    workers: int
+    global_batch: int
+    accumulation: int
+    epochs: float
+    seconds: float
+
+
+def has_epoch_law(recipe: Recipe, cluster: Cluster) -> bool:
+    """Return True if the law holds for the recipe's data and the cluster's model."""
+    return cluster.gpu is not None and recipe.data.classes == CLASSES
+
+
+def best_batches(recipe: Recipe, cluster: Cluster) -> list[Point]:
+    """Return the best batch for one GPU, two, four ... and all of a cluster."""
+    return [
+        min(batches(recipe, cluster, workers=workers), key=lambda point: point.seconds)
+        for workers in _numbers(cluster)
+    ]
+
+
+def batches(recipe: Recipe, cluster: Cluster, *, workers: int) -> list[Point]:
+    """Return the time with each batch between the smallest reference point and the largest run.
+
+    Raises ClusterError where an image does not fit a GPU's memory.
+    """
+    assert cluster.gpu is not None
+    law = fit_epochs(reference_points())
+    on = machine_for(recipe, cluster, installed_fit().constants)
+    fits = (cluster.gpu.memory_gigabytes * 1e9 - FIXED_BYTES) / KEPT_BYTES
+    if fits < 1:
+        raise ClusterError(
+            f"{cluster.name}: gpu.memory_gigabytes: {cluster.gpu.memory_gigabytes:g}: libraries "
+            f"take {FIXED_BYTES / 1e9:g} GB and an image {KEPT_BYTES / 1e9:g}; give the GPU's own"
+        )
+    return [
+        _point(on, law, _load_of_batch(recipe, workers, batch, most=math.floor(fits)), batch=batch)
+        for batch in _batches(workers)
+    ]
+
+
+def _load_of_batch(recipe: Recipe, workers: int, batch: int, *, most: int) -> Load:
+    share = batch // workers
+    accumulation = math.ceil(share / most)
+    return Load(
+        workers=workers,
+        device_batch=math.ceil(share / accumulation),
+        accumulation=accumulation,
+        gradient_bytes=gradient_bytes(recipe),
+        overlap=not sends_at_once(recipe.execution.groups),
+    )
+
+
+def _point(on: Machine, law: EpochLaw, load: Load, *, batch: int) -> Point:
+    epochs = law(batch)
+    one = evaluation_seconds(on, workers=load.workers, samples=VALIDATION)
+    steps = epochs * IMAGES / batch
+    return Point(
+        workers=load.workers,
+        global_batch=batch,
+        accumulation=load.accumulation,
+        epochs=epochs,
+        seconds=on.start + steps * step_seconds(on, load).seconds + epochs / EVALUATE_EVERY * one,
+    )
+
+
+def _batches(workers: int) -> list[int]:
+    """Return multiples of the workers, from the smallest reference point to the largest run."""
+    smallest = reference_points()[0].batch
+    number = math.ceil(math.log(LARGEST / smallest, RATIO))
+    shares = (smallest * RATIO**place / workers for place in range(number + 1))
+    found = {max(SMALLEST_DEVICE_BATCH, math.ceil(share)) * workers for share in shares}
+    within = {batch for batch in found if batch <= LARGEST}
+    return sorted(within or {SMALLEST_DEVICE_BATCH * workers})
+
+
+def _numbers(cluster: Cluster) -> Iterator[int]:
+    """Yield powers of two of GPUs in a node, then of nodes, and the whole cluster."""
+    workers = 1
+    while workers < cluster.gpus_per_node:
+        yield workers
+        workers *= 2
+    workers = cluster.gpus_per_node
+    while workers < cluster.workers:
+        yield workers
+        workers *= 2
+    yield cluster.workers

@@ -179,7 +179,7 @@ class Suggestion:
     batch: int
     data: DataSet
     model: str
-    alike: float
+    equivalent: float
     """The batch with as many updates in an epoch of ImageNet; `batch` itself on ImageNet."""
 
     lower: Point
@@ -189,7 +189,7 @@ class Suggestion:
     weight_decay: float
     bn_span: int
     law_epochs: float
-    """Epochs until 75.9 %, by the law at `alike`."""
+    """Epochs until 75.9 %, by the law at `equivalent`."""
 
     epochs: float
     """Epochs of the schedule."""
@@ -202,7 +202,7 @@ class Suggestion:
     @property
     def extrapolated(self) -> bool:
         """True if the batch is larger than that of all points."""
-        return self.alike > self.upper.batch
+        return self.equivalent > self.upper.batch
 
     @property
     def elsewhere(self) -> bool:
@@ -212,7 +212,7 @@ class Suggestion:
     @property
     def a_point(self) -> bool:
         """True if the batch is that of a reference point."""
-        return self.lower.batch == self.alike
+        return self.lower.batch == self.equivalent
 
 
 def suggest(
@@ -224,19 +224,23 @@ def suggest(
     BatchNorm spans.
     """
     points = reference_points()
-    alike = batch * IMAGENET.samples / data.samples
-    _require_in_range(batch, alike, points, data)
-    lower, upper = neighbours(alike, points)
+    equivalent = batch * IMAGENET.samples / data.samples
+    _require_in_range(batch, equivalent, points, data)
+    lower, upper = neighbours(equivalent, points)
     alone = lower is upper
-    values = {name: interpolate(alike, points, value) for name, value in SETTINGS.items()}
-    law_epochs = fit_epochs(points)(alike)
-    own = lower.schedule_epochs if lower.batch == alike else math.ceil(law_epochs * margin(points))
+    values = {name: interpolate(equivalent, points, value) for name, value in SETTINGS.items()}
+    law_epochs = fit_epochs(points)(equivalent)
+    own = (
+        lower.schedule_epochs
+        if lower.batch == equivalent
+        else math.ceil(law_epochs * margin(points))
+    )
     total = own if epochs is None else epochs
     return Suggestion(
         batch=batch,
         data=data,
         model=model,
-        alike=alike,
+        equivalent=equivalent,
         lower=lower,
         upper=upper,
         peak_lr=lower.peak_lr if alone else _digits(values["learning rate"], 4),
@@ -251,10 +255,12 @@ def suggest(
     )
 
 
-def _require_in_range(batch: int, alike: float, points: Sequence[Point], data: DataSet) -> None:
+def _require_in_range(
+    batch: int, equivalent: float, points: Sequence[Point], data: DataSet
+) -> None:
     smallest, share = points[0].batch, data.samples / IMAGENET.samples
-    like = "" if data == IMAGENET else f", as {alike:,.0f} on ImageNet by updates in an epoch"
-    if alike > LARGEST:
+    like = "" if data == IMAGENET else f", as {equivalent:,.0f} on ImageNet by updates in an epoch"
+    if equivalent > LARGEST:
         most = math.floor(LARGEST * share)
         advice = f"give at most {most:,}"
         if most < SPANS[0]:
@@ -264,7 +270,7 @@ def _require_in_range(batch: int, alike: float, points: Sequence[Point], data: D
             f"here is {LARGEST:,} (Fujitsu's, MLPerf v0.6), {IMAGENET.samples / LARGEST:.1f} "
             f"updates an epoch, so settings for more would be made up; {advice}"
         )
-    if alike < smallest:
+    if equivalent < smallest:
         raise RecipeError(
             f"a batch of {batch:,}{like}: the smallest reference point is {smallest:,}; give at "
             f"least {math.ceil(smallest * share):,}. Smaller ones do without LARS: SGD with a "
@@ -273,7 +279,6 @@ def _require_in_range(batch: int, alike: float, points: Sequence[Point], data: D
 
 
 def _span(batch: int, wanted: float) -> int:
-    """Return the divisor of the batch in SPANS that is nearest to a span, by ratio."""
     possible = _spans(batch)
     if not possible:
         below = next(filter(_spans, range(batch, 0, -1)), None)

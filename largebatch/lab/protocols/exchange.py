@@ -7,22 +7,24 @@ So a run can be evaluated, saved and resumed between them as usual.
 import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
+from largebatch.distributed.environment import DROPPED
 from largebatch.distributed.torch_distributed import TorchDistributed, lost_peers_named
 from largebatch.errors import PeerLostError
-from largebatch.lab.protocols.dropped import DroppedWorkers
-from largebatch.lab.protocols.learner import Gradient, Shard, learn
 from largebatch.lab.protocols.links import Link, open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.lab.protocols.server import (
@@ -34,13 +36,52 @@ from largebatch.lab.protocols.server import (
 )
 from largebatch.lab.protocols.service import (
     Endpoint,
+    Gradient,
     LocalServer,
+    LostLearner,
     RemoteServer,
     Service,
+    Shard,
+    learn,
 )
-from largebatch.lab.protocols.state import LostLearner
 from largebatch.recipe.protocols import Protocol
 from largebatch.schedules.functions import Schedule
+
+
+class DroppedWorkers:
+    """The notes of dropped workers in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore(DROPPED, store)
+        self._rounds = count()
+
+    def add(self, worker: int) -> None:
+        """Record that the run continues without a worker, from the next `agree` on."""
+        self._store.append("all", f"{worker} ")  # type: ignore[attr-defined]  # torch's stubs
+        self._store.set(str(worker), "")
+
+    def include(self, worker: int) -> bool:
+        """Return True if a worker was dropped; False if the store is out of reach."""
+        with suppress(DistError):
+            return bool(self._store.check([str(worker)]))
+        return False
+
+    def agree(
+        self, of: Collection[int], *, own: int, witnesses: Sequence[int], limit: timedelta
+    ) -> set[int]:
+        """Return which of these workers are dropped, the same set on every worker that calls this.
+
+        The witnesses, who add workers, call it when they will add no more; all others wait for
+        them. Every worker calls it equally often. Raises DistError after the limit.
+        """
+        number = next(self._rounds)
+        ready = [f"{number} {witness}" for witness in witnesses]
+        if own in witnesses:
+            self._store.set(f"{number} {own}", "")
+        self._store.wait(ready, limit)
+        noted = self._store.get("all") if self._store.check(["all"]) else b""
+        return {int(worker) for worker in noted.split()} & set(of)
+
 
 _LATER = timedelta(minutes=1)
 """Additional wait for the servers, which themselves wait for a learner that is silent."""
@@ -189,7 +230,6 @@ class Exchange:
 
     @contextmanager
     def _refused_if_lost(self) -> Iterator[None]:
-        """Explain the loss of the servers if they continued without this worker."""
         try:
             yield
         except PeerLostError as error:
@@ -198,7 +238,6 @@ class Exchange:
             raise
 
     def _leave_the_lost(self) -> None:
-        """Continue with this worker and the others that remain."""
         if self._dropped is None:
             return
         assert isinstance(self.backend, TorchDistributed)
@@ -264,7 +303,6 @@ class Exchange:
                 optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
 
     def _collect(self, own: Service | None, mini_batches: MiniBatches) -> Record:
-        """Return the record of all servers on every worker."""
         own_values: dict[str, Any] = {}
         if own is not None:
             own_values = {
@@ -302,7 +340,6 @@ def _refusal(worker: int) -> str:
 def _copied(
     weights: Sequence[Tensor], optimizer: Optimizer, part: Sequence[int]
 ) -> tuple[list[Tensor], Optimizer]:
-    """Return copies of some of the weights, and a copy of the optimizer with them."""
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(optimizer, memo)
     own = [memo[id(weights[number])] for number in part]

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch.lab.protocols.arrivals import Arrivals
-from largebatch.lab.protocols.server import Applied, ParameterServer
+from largebatch.lab.protocols.server import Applied, Arrivals, ParameterServer
 
 Gradient = Callable[[int, int], tuple[Sequence[Tensor], float]]
 """Maps a learner and a mini-batch to its mean gradient at the current weights, one tensor for each,
@@ -69,7 +68,6 @@ def _advance(
     weights: Sequence[Tensor],
     gradient: Gradient,
 ) -> Iterator[Applied | None]:
-    """Follow one server's record until something is needed from the others."""
     while not one.is_done and _is_possible(followed, gradients, one.mini_batch):
         mini_batch = one.mini_batch
         if mini_batch not in gradients:
@@ -111,17 +109,14 @@ class _Followed:
 
     @property
     def is_done(self) -> bool:
-        """True at the end of the record."""
         return self._next == len(self._rows)
 
     @property
     def mini_batch(self) -> int:
-        """Mini-batch of the next gradient."""
         return self._rows[self._next][1] if not self.is_done else -1
 
     @property
     def learner(self) -> int:
-        """Learner of the next gradient."""
         return self._rows[self._next][0]
 
     def read(self, mini_batch: int) -> list[Tensor]:
@@ -133,7 +128,6 @@ class _Followed:
         return self._versions[clock] if self._left[clock] else self._versions.pop(clock)
 
     def push(self, computed: _Computed) -> Applied | None:
-        """Apply the next gradient."""
         learner, mini_batch, clock_read, update = self._rows[self._next]
         clock, held = self.server.pull()
         if clock != update:
@@ -148,14 +142,12 @@ class _Followed:
         return self.server.push(learner, clock_read, own, mini_batch=mini_batch, loss=computed.loss)
 
     def _completes(self) -> bool:
-        """Return True if the next gradient is the last of an update."""
         return (self._next + 1) % self.server.rule.gradients == 0
 
 
 def _is_possible(
     followed: Sequence[_Followed], gradients: dict[int, _Computed], mini_batch: int
 ) -> bool:
-    """Return True if a gradient, or all weights to compute it from, are available."""
     return mini_batch in gradients or all(
         one.reads[mini_batch] <= one.server.clock for one in followed
     )

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from largebatch.errors import PeerLostError, PeerSilentError
 from largebatch.lab.protocols.links import Link
 from largebatch.lab.protocols.rule import MiniBatches
 from largebatch.lab.protocols.server import Applied, ParameterServer
-from largebatch.lab.protocols.state import LostLearner
 
 PATIENCE = 1.0
 """Seconds after which a learner without a mini-batch gets an answer and repeats its request."""
@@ -28,8 +28,24 @@ _NONE, _LOST, _LATER = -1.0, -2.0, -3.0
 a clock); perhaps a mini-batch later (in its place)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostLearner:
+    """A learner that failed and without which the run continues."""
+
+    learner: int
+    update: int
+    """Number of updates made until then, by the server that noted the loss."""
+
+    mini_batch: int | None
+    """Number of its last mini-batch, which was handed out again. None if it had none, and from all
+    servers but the first."""
+
+    silent: bool
+    """True if it did nothing for the whole of --timeout; else its process was gone."""
+
+
 class Pulled(NamedTuple):
-    """The answer of one server to a pull, besides the weights."""
+    """The answer of one server to a pull, without the weights."""
 
     clock: int
     """Number of updates in the weights."""
@@ -42,7 +58,7 @@ class Pulled(NamedTuple):
 
 
 class Pushed(NamedTuple):
-    """The values that a learner sends besides the gradient."""
+    """The values that a learner sends with the gradient."""
 
     clock: int
     """Clock of the weights that the gradient was computed from."""
@@ -154,11 +170,11 @@ class Service:
             self._answer(learner, link)
         except Exception as error:  # it ends all that wait, in whatever thread
             if learner in self._optional and isinstance(error, PeerLostError) and not self.failure:
-                self._go_on_without(learner, silent=isinstance(error, PeerSilentError))
+                self._continue_without(learner, silent=isinstance(error, PeerSilentError))
             else:
                 self.fail(error)
 
-    def _go_on_without(self, learner: int, *, silent: bool) -> None:
+    def _continue_without(self, learner: int, *, silent: bool) -> None:
         with self._changed:
             back = self._mini_batches.take_back(learner) if self._mini_batches else None
             loss = LostLearner(
@@ -288,3 +304,72 @@ class RemoteServer:
 
 
 Endpoint = LocalServer | RemoteServer
+
+
+Gradient = Callable[[int], tuple[Sequence[Tensor], float]]
+"""Maps a mini-batch to its mean gradient, one tensor for each weight, and its mean loss."""
+
+
+class Shard(NamedTuple):
+    """One server, and the numbers of its weights."""
+
+    server: Endpoint
+    numbers: Sequence[int]
+
+
+def learn(
+    shards: Sequence[Shard],
+    weights: Sequence[Tensor],
+    gradient: Gradient,
+    *,
+    asks: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run a learner until the first server has no mini-batch left.
+
+    `weights` hold the values read last; `asks` returns True if this worker is asked to stop. Raises
+    PeerLostError if a server, or a learner that an update waits for, is lost.
+    """
+    flat = [
+        weights[shard.numbers[0]].new_empty(sum(weights[n].numel() for n in shard.numbers))
+        for shard in shards
+    ]
+    while True:
+        clocks, (_, number, later) = _pull(shards, flat)
+        if later:
+            continue
+        if number is None:
+            break
+        for shard, values in zip(shards, flat, strict=True):
+            _unpack(values, [weights[n] for n in shard.numbers])
+        found, loss = gradient(number)
+        stop = asks()
+        for shard, clock in zip(shards, clocks, strict=True):
+            packed = torch.cat([found[n].flatten() for n in shard.numbers])
+            shard.server.begin_push(Pushed(clock, number, loss, stop), packed)
+        for shard in shards:
+            shard.server.finish_push()
+    for shard in shards:
+        shard.server.leave()
+
+
+def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], Pulled]:
+    """Read from all servers, first from the one that hands out mini-batches.
+
+    The others are read even if there is none yet, because they take silence for a loss.
+    """
+    clocks: list[int] = []
+    shards[0].server.begin_pull()
+    first = shards[0].server.finish_pull(flat[0])
+    if first.mini_batch is None and not first.later:
+        return clocks, first
+    for shard in shards[1:]:
+        shard.server.begin_pull()
+    for shard, values in zip(shards[1:], flat[1:], strict=True):
+        clocks.append(shard.server.finish_pull(values).clock)
+    return [first.clock, *clocks], first
+
+
+@torch.no_grad()
+def _unpack(values: Tensor, weights: Sequence[Tensor]) -> None:
+    for part, weight in zip(values.split([w.numel() for w in weights]), weights, strict=True):
+        weight.copy_(part.view_as(weight))

@@ -20,15 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from largebatch.lab.protocols.arrivals import Arrivals
-from largebatch.lab.protocols.cluster import Cluster, Link, Serving
-from largebatch.lab.protocols.compute_times import FloatArray, compute_times
-from largebatch.lab.protocols.fair_links import End, FairLinks
+from largebatch.lab.protocols.cluster import Cluster, FloatArray, Link, Serving, compute_times
 from largebatch.lab.protocols.rule import MiniBatches, Rule
+from largebatch.lab.protocols.server import Arrivals
 from largebatch.optional import require_simpy
+
+if TYPE_CHECKING:
+    import simpy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,6 @@ class _Server:
         return self._free_at
 
     def record(self, connection: "_Connection", now: float) -> None:
-        """Record a gradient that arrives."""
         learners, mini_batches, clocks, updates = self._columns
         learners.append(connection.learner.number)
         mini_batches.append(connection.learner.mini_batch)
@@ -151,7 +152,6 @@ class _Server:
         self.seconds.append(now)
 
     def arrivals(self) -> Arrivals:
-        """Return the record."""
         learner, mini_batch, clock_read, update = (
             np.frombuffer(column, dtype=np.int64) for column in self._columns
         )
@@ -180,18 +180,15 @@ class _Learner:
         """Number of restarts; events of earlier rounds are ignored."""
 
     def pull(self, begin: float) -> None:
-        """Read the weights of the first server and, if it has a mini-batch left, of the others."""
         self._asked = 1
         self._ask(self.connections[:1], begin)
 
     def push(self) -> None:
-        """Send every server its part of the gradient."""
         self._expect(len(self.connections))
         for connection in self.connections:
             connection.send_gradient()
 
     def take_weights(self, at: float) -> None:
-        """Start to compute once the weights of all servers have arrived."""
         if not self._was_last(at):
             return
         if self._asked < len(self.connections):
@@ -203,7 +200,6 @@ class _Learner:
         engine.at(self.ready_at + seconds, self, self.push)
 
     def acknowledge(self, at: float) -> None:
-        """Continue once all servers have acknowledged the gradient."""
         if self._was_last(at):
             self.pull(self.ready_at)
 
@@ -232,13 +228,11 @@ class _Connection:
         self.latency = 0.0 if host is server.host else host.latency + server.host.latency
 
     def read(self) -> None:
-        """Read the server's current weights once it is free."""
         engine = self._engine
         end = self.server.serve(engine.env.now, engine.pull_seconds * self.server.share)
         engine.at(end, self.learner, self._answer)
 
     def _answer(self) -> None:
-        """Send the weights, if there is anything left to do."""
         engine, learner = self._engine, self.learner
         if self.server is engine.servers[0]:
             number = engine.mini_batches.next(learner.number)
@@ -249,14 +243,12 @@ class _Connection:
         self._send(self.server.host, self._host, learner.take_weights)
 
     def send_gradient(self) -> None:
-        """Send the server its part of the gradient."""
         self._send(self._host, self.server.host, self._arrive)
 
     def _arrive(self, at: float) -> None:
         self._engine.at(at, self.learner, self._receive)
 
     def _receive(self) -> None:
-        """Push the gradient once the server is free and has made the update it completes."""
         engine, server = self._engine, self.server
         server.arrived += 1
         completes = server.arrived % engine.rule.gradients == 0
@@ -315,7 +307,6 @@ class _Engine:
             self.learners.append(learner)
 
     def run(self, updates: int) -> None:
-        """Process events until every server has made its updates."""
         self.mini_batches = MiniBatches(self.rule, range(updates * self.rule.local_steps))
         for learner in self.learners:
             learner.pull(0.0)
@@ -336,7 +327,6 @@ class _Engine:
         self.env.timeout(delay).callbacks.append(fire)
 
     def take(self, connection: _Connection) -> None:
-        """Add a gradient to its server, and make the update that it completes."""
         server = connection.server
         server.record(connection, self.env.now)
         server.pushed.append(connection)
@@ -351,8 +341,104 @@ class _Engine:
             each.learner.acknowledge(self.env.now + each.latency)
 
     def _restart(self, in_time: set[_Learner]) -> None:
-        """Cancel the work of all other learners and restart them."""
         for learner in self.learners:
             if learner not in in_time:
                 learner.round += 1
                 learner.pull(self.env.now + learner.connections[0].latency)
+
+
+Arrive = Callable[[float], object]
+"""Called with the time at which the last byte arrives."""
+
+_ROUNDING = 1e-9
+"""Share of a message that is left by rounding when it ends."""
+
+
+class End:
+    """One direction of the link of a host."""
+
+    __slots__ = ("bandwidth",)
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth
+        """Bytes per second."""
+
+
+class _Message:
+    __slots__ = ("arrive", "ends", "left", "rate", "size")
+
+    def __init__(self, ends: Sequence[End], size: float, arrive: Arrive) -> None:
+        self.ends, self.size, self.arrive = ends, size, arrive
+        self.left, self.rate = size, 0.0
+
+
+class FairLinks:
+    """The messages under way between hosts, which share links as TCP connections do.
+
+    Rates are max-min fair (Bertsekas and Gallager, Data Networks, section 6.5.2): the end of a link
+    with the least for each of its messages fixes their rates, then the next one among the rest.
+    """
+
+    def __init__(self, env: "simpy.Environment") -> None:
+        self._env = env
+        self._under_way: list[_Message] = []
+        self._at = 0.0
+        """Time up to which what is left of the messages is known."""
+
+        self._plans = 0
+        """Number of times that the rates were set or are about to be; older events do nothing."""
+
+    def send(self, ends: Sequence[End], size: float, arrive: Arrive) -> None:
+        """Send a message over the ends of links; without any it arrives immediately."""
+        if not ends or not size:
+            arrive(self._env.now)
+            return
+        self._advance()
+        self._under_way.append(_Message(ends, size, arrive))
+        self._plan(0.0)
+
+    def _advance(self) -> None:
+        passed, self._at = self._env.now - self._at, self._env.now
+        for message in self._under_way:
+            message.left -= message.rate * passed
+
+    def _plan(self, delay: float) -> None:
+        self._plans += 1
+        number = self._plans
+
+        def fire(_: object) -> None:
+            if number == self._plans:
+                self._deliver()
+
+        self._env.timeout(delay).callbacks.append(fire)
+
+    def _deliver(self) -> None:
+        self._advance()
+        ended = [one for one in self._under_way if one.left <= _ROUNDING * one.size]
+        if ended:
+            self._under_way = [one for one in self._under_way if one not in ended]
+            self._plan(0.0)  # after all that these messages set off now
+            for message in ended:
+                message.arrive(self._env.now)
+        elif self._under_way:
+            _set_rates(self._under_way)
+            self._plan(min(one.left / one.rate for one in self._under_way))
+
+
+def _set_rates(messages: Sequence[_Message]) -> None:
+    users: dict[End, list[_Message]] = {}
+    for message in messages:
+        for end in message.ends:
+            users.setdefault(end, []).append(message)
+    free = {end: end.bandwidth for end in users}
+    while users:
+        tightest = min(users, key=lambda end: free[end] / len(users[end]))
+        rate = free[tightest] / len(users[tightest])
+        for message in users.pop(tightest):
+            message.rate = rate
+            for other in message.ends:
+                if other in users:
+                    users[other].remove(message)
+                    free[other] -= rate
+                    if not users[other]:
+                        del users[other]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from largebatch.lab.protocols.learner import Gradient
 from largebatch.lab.protocols.server import MOMENTUM, divide
+from largebatch.lab.protocols.service import Gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

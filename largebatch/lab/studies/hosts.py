@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
 from largebatch.lab.protocols.split import server_bytes
@@ -39,15 +40,14 @@ from largebatch.lab.studies.namespaces import (
 )
 from largebatch.lab.studies.study import Cell, Compute, OnHosts, Task
 from largebatch.lab.studies.trained import circumstances
+from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Event, Step
 from largebatch.training.loss import Criterion
-from largebatch.training.saving import finish_saving
 from largebatch.training.stages import STAGES
-from largebatch.training.trainer import Trainer
 
 USER = 2
 """Exit code of an error that the user can fix."""
@@ -253,44 +253,42 @@ def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
 
 def measure(job: Job) -> Json:
     """Train, and return the result of this worker."""
-    with open_trainer(job.recipe, job.options, {"command": "study"}) as opened:
-        trainer, paced = opened, None
+    with open_session(job.recipe, job.options, {"command": "study"}) as opened:
+        session, paced, training = opened, None, opened.training
         if job.compute is not None:
-            seed, rank = job.recipe.seed, trainer.backend.rank
+            seed, rank = job.recipe.seed, training.backend.rank
             times = job.compute.times(job.samples, seed=seed, worker=rank)
-            paced = PacedCriterion(trainer.criterion, trainer.state.model, times)
-            trainer = replace(trainer, criterion=paced)
+            paced = PacedCriterion(training.criterion, training.state.model, times)
+            session = replace(opened, training=replace(training, criterion=paced))
         steps = StepTimes()
-        trainer.trackers.append(steps)
+        session.log.trackers.append(steps)
         marks = []
-        with applied_rates(trainer.state.updater.optimizer) as rates:
+        with applied_rates(session.state.updater.optimizer) as rates:
             for until in job.stretches:
-                STAGES[0].run(trainer, range(trainer.plan.train_steps), until)
-                finish_saving(trainer)
-                marks.append(_idle_counters(trainer))
+                STAGES[0].run(session, range(training.plan.train_steps), until)
+                session.saver.finish()
+                marks.append(_idle_counters(training.backend))
         return {
-            "rank": trainer.backend.rank,
+            "rank": training.backend.rank,
             "counters": marks,
             "seconds": steps.seconds[-job.updates :],
             "rates": rates,
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
-            "shards": _shards(trainer),
+            "shards": _shards(session.state.updater.optimizer, job.recipe.protocol),
         }
 
 
-def _idle_counters(trainer: Trainer) -> Counters:
+def _idle_counters(backend: Backend) -> Counters:
     """Read the counters while no worker sends anything."""
-    trainer.backend.barrier()
+    backend.barrier()
     counters = read_counters(Path("/proc/net/dev").read_text())
-    trainer.backend.barrier()
+    backend.barrier()
     return counters
 
 
-def _shards(trainer: Trainer) -> list[int]:
-    groups = trainer.state.updater.optimizer.param_groups
-    weights = [weight for group in groups for weight in group["params"]]
-    protocol = trainer.recipe.protocol
+def _shards(optimizer: Optimizer, protocol: Protocol | None) -> list[int]:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     servers = 1 if protocol is None else protocol.num_servers
     return server_bytes(weights, servers, split=protocol is not None and protocol.split)
 

@@ -31,8 +31,7 @@ import numpy as np
 import torch
 
 from largebatch.errors import LargebatchError
-from largebatch.lab.protocols.cluster import Cluster, Link
-from largebatch.lab.protocols.compute_times import Recorded, compute_times
+from largebatch.lab.protocols.cluster import Cluster, Link, Recorded, compute_times
 from largebatch.lab.protocols.rule import Rule
 from largebatch.lab.protocols.simulator import simulate
 from largebatch.lab.protocols.split import server_bytes

@@ -27,12 +27,11 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.lab.protocols.arrivals import Arrivals
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.protocols.replay import Part, replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import ParameterServer
+from largebatch.lab.protocols.server import Arrivals, ParameterServer
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.metrics import Interval, difference, interval, ratio
@@ -64,11 +63,11 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.training.trainer import Trainer
+from largebatch.training.session import Session
 
 _NOTE = (
     "The gradients are real, the learners and their times are simulated. Means over seeds with "
@@ -247,11 +246,11 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     """
     begun = time.perf_counter()
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with noting_requests() as was_asked_to_stop, open_trainer(recipe, options, {}) as trainer:
-        learners = _Learners.of(cell, trainer, was_asked_to_stop, seed=seed)
+    with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
+        learners = _Learners.of(cell, session, was_asked_to_stop, seed=seed)
         diverged = None
         try:
-            plan = trainer.plan
+            plan = session.training.plan
             learners.train("train", range(plan.train_steps))
             if plan.clean_steps:
                 learners.train("clean", range(plan.train_steps, plan.steps))
@@ -290,12 +289,12 @@ class _DivergedError(Exception):
 class _Learners:
     """The server, the model that gradients are computed on, and the results so far.
 
-    The trainer's own model and optimizer are the server's; the model here becomes, one after the
+    The session's own model and optimizer are the server's; the model here becomes, one after the
     other, what each learner has read. Each learner has running statistics of its own.
     """
 
     cell: StalenessCell
-    trainer: Trainer
+    session: Session
     seed: int
     rule: Rule
     was_asked_to_stop: Callable[[], bool]
@@ -309,14 +308,14 @@ class _Learners:
 
     @classmethod
     def of(
-        cls, cell: StalenessCell, trainer: Trainer, was_asked_to_stop: Callable[[], bool], *,
+        cls, cell: StalenessCell, session: Session, was_asked_to_stop: Callable[[], bool], *,
         seed: int,
     ) -> "_Learners":  # fmt: skip
-        alone = Serial(trainer.backend.device)
-        model = build_model(trainer.recipe, trainer.backend.device)
+        alone = Serial(session.training.backend.device)
+        model = build_model(session.saver.recipe, alone.device)
         return cls(
             cell=cell,
-            trainer=trainer,
+            session=session,
             seed=seed,
             rule=cell.rule,
             was_asked_to_stop=was_asked_to_stop,
@@ -327,7 +326,7 @@ class _Learners:
 
     def train(self, stage: str, steps: range) -> None:
         """Make the updates of a stage, and evaluate; raise _DivergedError."""
-        state, size = self.trainer.state, self.cell.mu
+        state, size = self.session.state, self.cell.mu
         weights = list(self.model.parameters())
         held = list(state.model.parameters())
         cluster = self.cell.cluster.model_copy(
@@ -342,7 +341,9 @@ class _Learners:
             held, state.updater.optimizer, state.updater.schedule, self.rule, clock=steps.start
         )
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
-        with closing(self.trainer.pipeline.at(positions, clean=stage == "clean")) as batches:
+        with closing(
+            self.session.training.pipeline.at(positions, clean=stage == "clean")
+        ) as batches:
             part = Part(server, range(len(weights)), arrivals)
             for _, applied in replay([part], weights, self._gradient(weights, batches)):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
@@ -359,7 +360,7 @@ class _Learners:
             model=self.model,
             weights=weights,
             batch=lambda _: next(batches),
-            criterion=self.trainer.criterion,
+            criterion=self.session.training.criterion,
             reducer=self.reducer,
             spans=self.spans,
             learners=self.rule.learners,
@@ -367,7 +368,7 @@ class _Learners:
         )
 
         def of(learner: int, mini_batch: int) -> tuple[Sequence[Tensor], float]:
-            start = self.trainer.state.model.buffers
+            start = self.session.state.model.buffers
             own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
             for buffer, kept in zip(self.model.buffers(), own, strict=True):
                 buffer.copy_(kept)
@@ -381,7 +382,7 @@ class _Learners:
     def _average_statistics(self) -> None:
         """Set the running statistics of the model to their mean over the learners."""
         idle = self.rule.learners - len(self.buffers)
-        for place, buffer in enumerate(self.trainer.state.model.buffers()):
+        for place, buffer in enumerate(self.session.state.model.buffers()):
             total = buffer.double() * idle
             for own in self.buffers.values():
                 total += own[place]
@@ -390,7 +391,7 @@ class _Learners:
         self.buffers.clear()
 
     def _evaluate(self, stage: str) -> None:
-        found = self.trainer.measure()
+        found = self.session.evaluator.validation()
         if not math.isfinite(found.loss):
             raise _DivergedError(f"after {stage} the validation loss is not finite")
         self.stages.append({"name": stage, "top1": found.top1, "loss": found.loss})
@@ -407,10 +408,9 @@ class _Learners:
 
     def measure_statistics(self) -> None:
         """End with the pass that measures BatchNorm's statistics, if the recipe has one."""
-        polish = self.trainer.recipe.polish
-        if polish is not None and polish.statistics is not None:
-            section = polish.statistics
-            self.trainer.measure_statistics(section.samples, sequential=section.sequential)
+        section = self.session.polish.statistics
+        if section is not None:
+            self.session.evaluator.statistics(section.samples, sequential=section.sequential)
             self._evaluate("statistics")
 
 

@@ -16,8 +16,7 @@ from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError
-from largebatch.lab.protocols.cluster import Link, Serving
-from largebatch.lab.protocols.compute_times import ComputeTime, Constant, compute_times
+from largebatch.lab.protocols.cluster import ComputeTime, Constant, Link, Serving, compute_times
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Centralised
 from largebatch.recipe.recipe import Recipe

@@ -7,6 +7,7 @@ that is given a plan counts steps and positions.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.arithmetic.division import divide_batch
@@ -148,6 +149,12 @@ class Plan:
     def batch_at(self, step: int) -> int:
         """Return the global batch of this update."""
         return piece_at(self.pieces, step).global_batch
+
+    def stage_after(self, step: int) -> Literal["train", "clean", "affine"]:
+        """Return the stage with updates that is current after this number of them."""
+        if step > self.steps:
+            return "affine"
+        return "clean" if step > self.train_steps else "train"
 
     def position(self, step: int) -> int:
         """Return the position of the first sample of this update."""

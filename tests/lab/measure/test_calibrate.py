@@ -8,7 +8,6 @@ import torch
 
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
-from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure import calibrate
@@ -107,22 +106,7 @@ def test_a_machine_with_one_gpu_is_measured_without_an_exchange(
     monkeypatch.setattr(calibrate, "_exchanging", lambda: pytest.fail("two workers, one GPU"))
     found = calibrate.measure(load_recipe("digits_96"))
     assert found.exchange_gigabytes_per_second is None
-    assert "not measured" in calibrate.describe(found)[1]
-
-
-def test_reading_has_the_cores_of_one_worker_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Backend] = []
-
-    def opened(_: object, __: object, backend: Backend, **___: object) -> None:
-        seen.append(backend)
-        raise LargebatchError("enough")
-
-    monkeypatch.setattr(calibrate, "open_images", opened)
-    monkeypatch.setattr(calibrate, "_places", lambda _: 4)
-    recipe = load_recipe("digits_96")
-    with pytest.raises(LargebatchError, match="enough"):
-        calibrate._reading(recipe, make_plan(recipe, workers=1), Serial(), None)
-    assert [backend.local_size for backend in seen] == [4]
+    assert "not measured" in calibrate.describe(found)[3]
 
 
 class _OneGpu(Serial):
@@ -138,14 +122,3 @@ def test_the_link_between_two_workers_is_measured() -> None:
     assert list(times) == list(calibrate.SIZES)
     latency, largest = times[calibrate.SIZES[0]], times[calibrate.SIZES[-1]]
     assert 1e-6 < latency < largest < 10
-
-
-def test_a_line_of_costs_is_that_of_scipys_non_negative_least_squares() -> None:
-    optimize, draw = pytest.importorskip("scipy.optimize"), np.random.default_rng(0)
-    for _ in range(100):
-        sizes, seconds = np.arange(1.0, 5.0), draw.uniform(0.1, 1.0, 4)
-        table = np.stack([sizes / seconds, 1 / seconds], axis=1)
-        expected, _ = optimize.nnls(table, np.ones(4))
-        if expected[0] > 0:
-            found = fit_line({int(n): float(t) for n, t in zip(sizes, seconds, strict=True)})
-            assert found == pytest.approx(tuple(expected), rel=1e-6, abs=1e-9)

@@ -4,7 +4,6 @@ import pytest
 from short_runs import DIGITS
 
 from largebatch import load_recipe
-from largebatch.cli.main import main
 from largebatch.lab.measure.estimate import Estimate, estimate
 from largebatch.models import build
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -67,18 +66,6 @@ def test_what_an_optimizer_keeps_is_counted(changes: list[str], copies: int) -> 
     plain = measured().memory_bytes - weights  # without its momentum
     found = measured(*changes).memory_bytes - plain
     assert found == pytest.approx(copies * weights, rel=0.1 if copies == 6 else 1e-4)
-
-
-def test_plan_shows_what_a_run_takes_here_and_that_a_batch_is_larger_than_an_epoch(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = [word for change in SMALL for word in ("--set", change)]
-    assert main(["plan", str(DIGITS), *words, "--set", "batch.global_batch=2874"]) == 0
-    shown = capsys.readouterr().out
-    assert "0.50 steps: a batch is larger than an epoch and holds every image 2.00 times" in shown
-    assert "a step of one worker on cpu in fp32" in shown
-    assert main(["plan", str(DIGITS), *words]) == 0
-    assert "larger than an epoch" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("workers", "span", "size"), [(48, 48, 1), (1, 3, 48)])

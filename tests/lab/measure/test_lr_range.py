@@ -97,7 +97,7 @@ def test_with_lars_the_limit_is_that_of_rate_times_eta_whatever_the_curvature(
     test = ranged(Curve(0, rates, np.array(losses)))
     assert test.upper is not None
     assert 3.8 / eta / FACTOR < test.upper.value < 3.8 / eta
-    assert "rate x eta is the length of a step relative to the weights" in " ".join(describe(test))
+    assert f"{test.upper.value * eta:.2g}" in " ".join(describe(test))
 
 
 def test_the_overshoot_is_what_integrals_and_simulations_give() -> None:
@@ -158,9 +158,7 @@ def test_noise_alone_is_hardly_ever_taken_for_a_fall() -> None:
     assert sum(noisy(rates, seed, **flat).falls for seed in range(100)) <= 3
     test = ranged(noisy(rates, 1, **flat), noisy(rates, 2, **flat))
     assert (test.lower, test.steepest, test.upper, test.peak_is) == (None, None, None, None)
-    assert describe(test)[0].startswith(
-        "In 2 of 2 seeds the loss does not fall by more than its noise between 0.0001 and 10; "
-    )
+    assert "2 of 2 seeds" in describe(test)[0]
 
 
 def test_bounds_in_noise_lie_about_those_without_it() -> None:
@@ -173,21 +171,21 @@ def test_bounds_in_noise_lie_about_those_without_it() -> None:
             assert expected / 4 < getattr(noisy(rates, seed, **shape), name) < expected * 4
 
 
-def test_a_side_that_the_range_does_not_reach_is_named() -> None:
+def test_a_side_beyond_the_range_names_the_option_that_widens_it() -> None:
     falling = np.geomspace(1e-4, 0.02, 60)
     test = ranged(Curve(0, falling, sigmoid(falling, center=0.01, fall=1, wall=5)))
     text = " ".join(describe(test))
     assert test.lower is not None
     assert test.upper is None
-    assert "give a higher --high" in text
+    assert "--high" in text
     late = np.geomspace(0.01, 10, 60)
     test = ranged(Curve(0, late, sigmoid(late, center=0.01, fall=1, wall=5)))
-    assert "It falls from the lowest rate on: a lower --low" in " ".join(describe(test))
+    assert "--low" in " ".join(describe(test))
     rising = np.geomspace(1, 100, 60)
     test = ranged(Curve(0, rising, sigmoid(rising, center=0.01, fall=0, wall=5)))
-    assert "it only rises: give a lower --low" in describe(test)[0]
+    assert "--low" in describe(test)[0]
     at_once = np.where(rising < 1.3, 2.3, math.nan)
-    assert "it only rises: give a lower" in describe(ranged(Curve(0, rising, at_once)))[0]
+    assert "--low" in describe(ranged(Curve(0, rising, at_once)))[0]
 
 
 def test_losses_that_are_no_numbers_are_a_wall_and_not_an_error() -> None:
@@ -220,21 +218,7 @@ def test_seeds_that_disagree_are_named_and_their_interval_is_kept(tmp_path: Path
     assert test.lower.high / test.lower.low > APART
     assert test.lower.low < test.lower.value < test.lower.high
     assert bound([0.003, 0.01, 0.03]).value == pytest.approx(0.0096549, rel=1e-4)  # type: ignore[union-attr]
-    text = " ".join(describe(test))
-    assert "In 3 seeds the loss begins to fall at a rate of" in text
-    assert "about the lower bound" in text
+    assert "lower: seeds differ" in " ".join(describe(test))
     assert content(test)["lower"]["low"] == test.lower.low
     write_range(tmp_path / "range.png", test)
     assert (tmp_path / "range.png").stat().st_size > 10_000
-
-
-def test_bounds_without_a_range_between_them_are_not_suggested() -> None:
-    rates = np.geomspace(1e-4, 10, 100)
-    losses = np.where(rates < 0.05, 2.3, np.where(rates < 0.1, 1.3, 1e3))
-    test = ranged(Curve(0, rates, losses), changes=sgd(0.0))
-    assert test.lower is not None
-    assert test.upper is not None
-    assert test.upper.value < test.lower.value
-    text = " ".join(describe(test))
-    assert "no range is left between bounds" in text
-    assert "Suggested bounds" not in text

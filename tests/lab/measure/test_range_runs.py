@@ -1,7 +1,6 @@
 """Range tests of real runs: their losses against plain PyTorch, whatever the division."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
-from largebatch.errors import LargebatchError
 from largebatch.lab.measure import lr_range
 from largebatch.lab.measure.lr_range import (
     Range,
@@ -31,7 +29,6 @@ from largebatch.lab.measure.lr_range import (
 from largebatch.models.lenet5 import LeNet5
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
 from largebatch.report.run import read_run
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
@@ -164,12 +161,6 @@ def test_what_cannot_be_tested_is_one_line_before_anything_runs(
     assert not out.exists()
 
 
-def test_a_rate_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for word in ("0", "nan", "x"):
-        assert main(["lab", "range", "digits_96", "--low", word]) == USER
-        assert "--low" in capsys.readouterr().err
-
-
 def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,32 +177,17 @@ def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
     assert {curve["seed"] for curve in found["curves"]} == {1, 2}
     assert 0.001 < found["lower"]["value"] < found["upper"]["value"]
     assert found["turn"]["high"] < min(curve["diverged"] for curve in found["curves"])
-    assert "In 2 seeds the loss begins to fall at a rate of" in first
     assert f"figure: {tmp_path / 'out' / 'range.png'}" in first
 
     monkeypatch.setattr(lr_range, "start", None)  # it is not called
     assert main(words) == DONE
-    sentences = first[first.index("In 2 seeds") :]
-    assert capsys.readouterr().out.endswith(sentences)
+    assert capsys.readouterr().out.endswith(first[first.index("bound") :])
     assert main(["20" if word == "30" else word for word in words]) == USER
     assert "holds a run of another recipe or other rates" in capsys.readouterr().err
     words[-1] = str(tmp_path / "out" / "seed-1")
     assert main(words) == USER
     assert "seed-1: holds a run; give another --out" in capsys.readouterr().err
     assert read_run(tmp_path / "out" / "seed-1").summary.status == "failed"  # type: ignore[union-attr]
-
-
-def test_an_error_that_is_no_divergence_is_not_a_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, rates = load_recipe("digits_96"), RATES["reference"]
-
-    def fail(*_: object, **__: object) -> None:
-        raise LargebatchError("disk full")
-
-    monkeypatch.setattr(lr_range, "start", fail)
-    with pytest.raises(LargebatchError, match="disk full"):
-        train_range(recipe, Options(out=tmp_path / "out"), rates)
 
 
 def test_a_stop_request_starts_no_further_run_of_a_range_test(
@@ -247,16 +223,3 @@ def test_a_resumed_range_test_has_the_same_losses(
     train_range(recipe, Options(out=tmp_path / "parts"), rates)
     ours, whole = (read_range(recipe, tmp_path / name, rates) for name in ("parts", "whole"))
     assert ours.curves[0].losses.tolist() == whole.curves[0].losses.tolist()
-
-
-def test_a_first_loss_that_is_no_number_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, rates = load_recipe("digits_96"), RATES["reference"]
-    text = dump_recipe(range_recipe(recipe, rates, seed=1))
-    record = SimpleNamespace(
-        path=tmp_path, recipe=text, steps=[SimpleNamespace(step=0, loss=math.nan)]
-    )
-    monkeypatch.setattr(lr_range, "read_run", lambda _: record)
-    with pytest.raises(LargebatchError, match="the first loss is not a number"):
-        read_range(recipe, tmp_path, rates)

@@ -225,15 +225,6 @@ def test_a_resumable_run_has_no_run_stop(status: str, tmp_path: Path) -> None:
     assert checker(path)[0] == 1  # for it is of the closed division and below the target
 
 
-def test_a_run_killed_while_writing_resumes_with_whole_lines(tmp_path: Path) -> None:
-    of = recipe("32768_mlperf")
-    path = write(tmp_path, of, [start(of), update(0), finish("stopped")])
-    with path.open("a") as file:
-        file.write(':::MLLOG {"namespace": "", "ti')
-    write(tmp_path, of, [start(of, step=1), evaluation(58, REACHED), finish()])
-    assert lines(path)[-1]["key"] == "run_stop"
-
-
 def test_a_finished_log_stays_as_it_is(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     path = write(tmp_path, of, whole_run(of, reached_at=55.0))

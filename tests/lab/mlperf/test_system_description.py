@@ -10,8 +10,9 @@ from mlperf_logging.system_desc_checker.system_desc_checker import check_system_
 from mlperf_logs import finish, recipe, run_folders
 
 from largebatch import accelerator
-from largebatch.cli.main import DONE, FAILED, USER, main
-from largebatch.lab.mlperf.system_description import MARK, describe
+from largebatch.cli.main import DONE, FAILED, main
+from largebatch.lab.mlperf.referee import MARK
+from largebatch.lab.mlperf.system_description import describe
 from largebatch.tracking.events import Finish
 
 SUBMISSION = {"ORG": "Contoso", "PLATFORM": "2xNode", "STATUS": "cloud", "DIVISION": "open"}
@@ -38,7 +39,7 @@ def fill(draft: dict[str, str]) -> dict[str, str]:
 def test_the_packages_checker_passes_a_draft_whose_marks_are_filled(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, words = tmp_path / "system.json", ["referee", str(folder), "--system"]
+    file, words = tmp_path / "system.json", ["report", "mlperf", str(folder), "--system"]
     assert main(["report", "mlperf", str(folder), "--describe"]) == DONE
     shown = capsys.readouterr()
     file.write_text(shown.out)
@@ -99,21 +100,3 @@ def test_unknown_fields_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     draft = describe(folder)
     for field in ("submitter", "system_name", "framework", "host_processor_model_name", "sw_notes"):
         assert draft[field].startswith(MARK)
-
-
-def test_a_description_that_is_no_object_is_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "system.json"
-    for text in ("[1, 2]", "5", '"x"', "null"):
-        file.write_text(text)
-        assert main(["report", "mlperf", str(folder), "--system", str(file)]) == USER
-        assert f"expected an object, found {text}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--json"], ["--system", "a.json"], ["."]])
-def test_what_a_draft_would_ignore_is_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "mlperf", "run", *words, "--describe"]) == USER
-    assert "give one run" in capsys.readouterr().err

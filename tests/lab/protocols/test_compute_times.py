@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from largebatch.lab.protocols.compute_times import (
-    Constant,
+from largebatch.lab.protocols.cluster import (
     Distribution,
     Exponential,
     Lognormal,
@@ -44,15 +43,6 @@ def test_recorded_times_come_back_each_as_often() -> None:
     shares = {value: float((seconds == value).mean()) for value in set(RECORD)}
     assert shares == pytest.approx({0.5: 0.25, 1.0: 0.5, 2.5: 0.25}, abs=0.01)
     assert set(seconds) == set(RECORD)
-
-
-def test_stragglers_are_as_often_and_as_slow_as_they_are_to_be() -> None:
-    usual = Constant(kind="constant", seconds=2.0)
-    slowed = Stragglers(kind="stragglers", usual=usual, probability=0.1, factor=5.0)
-    seconds = drawn(slowed)
-    assert set(seconds) == {2.0, 10.0}
-    assert (seconds == 10.0).mean() == pytest.approx(0.1, abs=0.01)
-    assert slowed.expectation == pytest.approx(2.8)
 
 
 def test_stragglers_of_a_distribution_are_the_mixture() -> None:

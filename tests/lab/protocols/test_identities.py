@@ -18,7 +18,6 @@ from plain import plain_pytorch
 from torch import Tensor
 
 from largebatch.lab.protocols.exchange import Record
-from largebatch.lab.protocols.server import Arrival, divide
 
 
 @pytest.fixture(scope="module")
@@ -78,71 +77,6 @@ def move(
     """Momentum SGD in place; vectors are not decayed."""
     velocity.mul_(MOMENTUM).add_(grad + (decay * weight if weight.ndim > 1 else 0))
     weight.sub_(lr * velocity)
-
-
-class Replay:
-    """Servers in one process, in plain PyTorch, that make the updates of a record again."""
-
-    def __init__(self, record: Record) -> None:
-        parameters = begin()
-        matrices = [n for n, weight in enumerate(parameters) if weight.ndim > 1]
-        vectors = [n for n, weight in enumerate(parameters) if weight.ndim == 1]
-        order = [*matrices, *vectors]  # of the optimizer's groups
-        sizes = [parameters[n].nbytes for n in order]
-        parts = divide(sizes, len(record.arrivals))
-        self.shards = [[order[place] for place in part] for part in parts]
-        self.reads = [
-            {one.mini_batch: one.clock_read for one in arrivals} for arrivals in record.arrivals
-        ]
-        self.history = [[begin()] for _ in self.shards]
-        """The weights of each server by its clock; those of other servers are unused."""
-
-        self.velocity = [torch.zeros_like(weight) for weight in parameters]
-
-    def can(self, one: Arrival) -> bool:
-        """Return True if all servers have the weights that it was computed from."""
-        each = zip(self.reads, self.history, strict=True)
-        return all(reads[one.mini_batch] < len(history) for reads, history in each)
-
-    def seen(self, mini_batch: int) -> list[Tensor]:
-        """Return the weights that were read for a mini-batch, server by server."""
-        found = begin()
-        for shard, reads, history in zip(self.shards, self.reads, self.history, strict=True):
-            for n in shard:
-                found[n] = history[reads[mini_batch]][n]
-        return found
-
-    def make(self, server: int, one: Arrival) -> None:
-        """Make the update of one gradient."""
-        grads = gradient(self.seen(one.mini_batch), one.mini_batch, size=GLOBAL_BATCH)
-        after = [weight.clone() for weight in self.history[server][-1]]
-        for n in self.shards[server]:
-            late, lr = max(1, one.staleness), crown.rate(one.update)
-            move(after[n], grads[n] / late, self.velocity[n], lr=lr, decay=WEIGHT_DECAY / late)
-        self.history[server].append(after)
-
-
-def test_the_record_of_an_asynchronous_run_gives_its_weights_again(
-    solved: dict[str, tuple[State, Record]],
-) -> None:
-    """Each gradient from what every server's weights were when they were read for it."""
-    ours, record = solved["softsync"]
-    replay, pending = Replay(record), [list(arrivals) for arrivals in record.arrivals]
-    while any(pending):
-        able = [server for server, left in enumerate(pending) if left and replay.can(left[0])]
-        assert able, "a gradient was computed from weights that there had not been"
-        replay.make(able[0], pending[able[0]].pop(0))
-    final = begin()
-    for shard, history in zip(replay.shards, replay.history, strict=True):
-        for n in shard:
-            final[n] = history[-1][n]
-    torch.testing.assert_close(list(ours.values()), final, rtol=1e-10, atol=1e-10)
-    for arrivals in record.arrivals:
-        first = {one.learner: one for one in reversed(arrivals)}  # a quick one may be back before
-        assert [first[learner].clock_read for learner in range(4)] == [0] * 4
-        assert max(one.staleness for one in first.values()) >= 3
-        assert all(one.staleness == one.update - one.clock_read for one in arrivals)
-    assert all(sorted(reads) == list(range(STEPS)) for reads in replay.reads)
 
 
 def test_local_steps_with_an_outer_optimizer_are_diloco(

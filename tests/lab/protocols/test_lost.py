@@ -1,4 +1,4 @@
-"""A learner or a server is killed in the middle: nothing hangs, and the run can go on."""
+"""A learner or a server is killed in the middle: nothing hangs, and the run can resume."""
 
 import json
 import os

@@ -11,12 +11,10 @@ from replaying import SETTINGS, UPDATES, build, loss_of, replayed, run_for_real,
 from torch import Tensor
 from torch.optim import SGD
 
-from largebatch.lab.protocols.arrivals import Arrivals
-from largebatch.lab.protocols.cluster import Cluster, Link
-from largebatch.lab.protocols.compute_times import Exponential
+from largebatch.lab.protocols.cluster import Cluster, Exponential, Link
 from largebatch.lab.protocols.exchange import Layout, Record
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import Arrival, divide
+from largebatch.lab.protocols.server import Arrival, Arrivals, divide
 from largebatch.lab.protocols.simulator import simulate
 
 MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]
@@ -109,13 +107,6 @@ def test_a_replay_has_the_weights_of_a_plain_program_after_every_update(rule: Ru
     assert calls == len(arrivals)
     for update, weights in enumerate(after):
         assert_same(weights, expected.weights([update + 1]))
-
-
-def test_hardsync_has_the_same_weights_over_any_number_of_servers() -> None:
-    rule = Rule.hardsync(3)
-    weights = [replayed(rule, record(rule, servers=servers))[0] for servers in (1, 2, 4)]
-    for other in weights[1:]:
-        assert_same(other, weights[0])
 
 
 def test_servers_that_saw_different_orders_are_followed_each_in_its_own() -> None:

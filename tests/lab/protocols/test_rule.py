@@ -1,8 +1,6 @@
 """What the arithmetic of the protocols gives, against the papers' own formulas and examples."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 from pydantic import TypeAdapter
@@ -46,11 +44,6 @@ def test_hardsync_scales_the_rate_by_the_root_of_the_batch() -> None:
     assert (found.gradients, found.waits) == (30, True)
 
 
-def test_local_steps_push_one_change_of_each_learner() -> None:
-    found = rule(kind="local_steps", learners=3, steps=8)
-    assert (found.gradients, found.waits, found.local_steps) == (3, True, 8)
-
-
 @pytest.mark.parametrize("learners", [1, 2, 5])
 @pytest.mark.parametrize("gradients", [1, 2, 3])
 def test_every_mini_batch_is_handed_out_once_however_unequal_the_learners_are(
@@ -77,14 +70,3 @@ def test_learners_who_wait_all_finish_the_update_that_one_has_begun_when_stopped
     assert [them.next(0), them.next(1), them.next(0)] == [0, 1, 8]
     them.stop_early()
     assert (them.end, them.next(1), them.next(0), them.next(1)) == (8, 9, None, None)
-
-
-def test_the_last_round_of_local_steps_ends_where_the_updates_do() -> None:
-    them = MiniBatches(Rule(learners=1, gradients=1, waits=True, local_steps=4), range(6))
-    assert [them.next(0) for _ in range(3)] == [0, 4, None]
-    assert them.end == 6
-
-
-def test_sections_of_protocols_are_read_without_pytorch() -> None:
-    code = "import sys, largebatch.recipe.protocols as _; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

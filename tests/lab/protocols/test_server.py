@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import Applied, Arrival, ParameterServer, divide
+from largebatch.lab.protocols.server import Applied, ParameterServer, divide
 from largebatch.optim.lars import LARS
 
 
@@ -185,18 +185,6 @@ def test_hardsync_sums_by_learner_whoever_is_first() -> None:
             assert applied[2].update == update
         found.append([weight.detach() for weight in server.weights])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_a_server_records_every_gradient_and_its_clock_goes_on_from_where_it_began() -> None:
-    server = serve(SGD, Rule(learners=2, gradients=2, waits=False, rate=0.5), clock=7)
-    clock, weights = read(server)
-    assert clock == 7
-    assert server.push(1, 7, gradient(weights, 0), mini_batch=14, loss=2.5) is None
-    applied = server.push(0, 7, gradient(weights, 1), mini_batch=15, loss=1.5)
-    expected = (Arrival(7, 1, 7, 0, 14, 2.5), Arrival(7, 0, 7, 0, 15, 1.5))
-    assert applied == Applied(7, 0.5 * schedule(7), expected)
-    assert tuple(server.arrivals) == expected
-    assert server.clock == 8
 
 
 def test_a_gradient_of_weights_to_come_and_a_second_one_for_an_update_are_refused() -> None:

@@ -17,11 +17,16 @@ from torch.optim import SGD
 
 from largebatch.errors import PeerLostError, PeerSilentError
 from largebatch.lab.protocols import service as services
-from largebatch.lab.protocols.learner import Shard, learn
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.lab.protocols.server import ParameterServer
-from largebatch.lab.protocols.service import Pushed, RemoteServer, Service
-from largebatch.lab.protocols.state import LostLearner
+from largebatch.lab.protocols.service import (
+    LostLearner,
+    Pushed,
+    RemoteServer,
+    Service,
+    Shard,
+    learn,
+)
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""

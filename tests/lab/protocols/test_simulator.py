@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import simpy
 
-from largebatch.lab.protocols.cluster import Cluster, Link, Serving
-from largebatch.lab.protocols.compute_times import Constant, Exponential, Lognormal
-from largebatch.lab.protocols.fair_links import End, FairLinks
+from largebatch.lab.protocols.cluster import (
+    Cluster,
+    Constant,
+    Exponential,
+    Link,
+    Lognormal,
+    Serving,
+)
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.simulator import Direction, Simulation, simulate
+from largebatch.lab.protocols.simulator import Direction, End, FairLinks, Simulation, simulate
 
 EXPONENTIAL = Exponential(kind="exponential", mean=0.5)
 NARROW = Lognormal(kind="lognormal", median=1.0, sigma=0.1)
@@ -67,12 +72,6 @@ def test_staleness_is_about_n_and_at_most_twice_that(n: int) -> None:
     assert staleness.min() == 0
     assert staleness.max() <= 2 * n
     assert staleness.mean() == pytest.approx(n, rel=0.08)
-
-
-def test_1_softsync_has_no_staleness_but_0_1_and_2() -> None:
-    cluster = Cluster(learners=30, compute=NARROW)
-    found = simulate(softsync(30, 1), cluster, servers=1, updates=500, seed=4)
-    assert set(found.arrivals[0].staleness.tolist()) == {0, 1, 2}
 
 
 def test_hardsync_has_no_staleness_and_each_update_one_gradient_of_every_learner() -> None:
@@ -190,15 +189,6 @@ def test_servers_may_have_unequal_shares() -> None:
         )  # fmt: skip
 
 
-def test_the_first_server_answers_before_the_others_are_asked() -> None:
-    cluster = Cluster(learners=1, compute=SECOND, link=Link(latency=0.1))
-    ends = [
-        simulate(Rule.hardsync(1), cluster, servers=servers, updates=1, seed=1).ends[0]
-        for servers in (1, 2, 3)
-    ]
-    assert ends == pytest.approx([1.6, 2.0, 2.0])
-
-
 def test_a_link_serves_as_a_resource_of_simpy() -> None:
     """Messages of any size at any time, one after the other, first come, first served."""
     generator = np.random.default_rng(0)
@@ -240,19 +230,3 @@ def test_a_server_that_takes_time_makes_one_update_after_the_other() -> None:
     assert waiting.seconds_per_update == pytest.approx(1.0 + 8 * 0.2 + 0.3)
     two = simulate(Rule.hardsync(8), cluster, servers=2, updates=10, seed=1)
     assert two.seconds_per_update == pytest.approx(1.0 + (8 * 0.2 + 0.3) / 2)
-
-
-def test_a_pull_waits_for_the_pulls_before_it() -> None:
-    cluster = Cluster(learners=4, compute=SECOND, serving=Serving(pull=0.01), model_bytes=10.0)
-    found = simulate(Rule.hardsync(4), cluster, servers=1, updates=3, seed=1)
-    assert found.ends.tolist() == pytest.approx([1.4, 2.8, 4.2])
-
-
-def test_a_server_that_takes_no_time_changes_nothing() -> None:
-    cluster = Cluster(learners=5, compute=NARROW, link=Link(bandwidth=1e3), model_bytes=100.0)
-    same = cluster.model_copy(update={"serving": Serving()})
-    one, other = (simulate(softsync(5, 2), each, servers=2, updates=50, seed=1)
-                  for each in (cluster, same))  # fmt: skip
-    assert one.ends.tolist() == other.ends.tolist()
-    with pytest.raises(ValueError, match="restarts needs servers that take no time"):
-        simulate(Rule.hardsync(5), same, servers=1, updates=1, seed=1, restarts=True)

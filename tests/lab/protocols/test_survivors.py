@@ -1,4 +1,4 @@
-"""A learner is killed or suspended in the middle, and the others go on without it."""
+"""A learner is killed or suspended in the middle, and the others continue."""
 
 import json
 import os
@@ -24,12 +24,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 from largebatch import load_recipe, run
 from largebatch.distributed.connection import connect
 from largebatch.errors import PeerLostError
-from largebatch.lab.protocols.arrivals import Arrivals
 from largebatch.lab.protocols.exchange import Exchange, Layout
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.protocols.links import open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrival
+from largebatch.lab.protocols.server import Arrival, Arrivals
 
 LEARNERS, VICTIM = 3, 1
 LONG = pytest.mark.long
@@ -217,5 +216,5 @@ def test_a_run_ends_without_a_lost_learner_and_with_all_samples(
     assert {one["stage"] for one in evaluations} == {"train", "clean", "statistics"}
     assert {one["samples"] for one in evaluations} == {360}
     (note,) = [one["text"] for one in log(tmp_path / "run", "note") if "learner" in one["text"]]
-    assert "the others go on without it" in note
+    assert "the others continue" in note
     assert f"its last mini-batch, {lost['mini_batch']}, was handed out again" in note
