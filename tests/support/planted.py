@@ -27,7 +27,7 @@ MUTANTS = (
         "training/updates.py",
         "                global_batch=global_batch,\n",
         "                global_batch=plan.global_batch,\n",
-        "test_crown.py::test_a_batch_schedule_matches_plain_pytorch_for_any_division",
+        "training/test_batch_schedule.py::test_a_run_counts_the_samples_of_every_update",
     ),
     Mutant(
         "the policy of a batch schedule counts updates",
