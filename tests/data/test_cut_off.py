@@ -5,16 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from class_folders import write_folder
 
 from largebatch.cli.main import USER
-from largebatch.data.decoders import pixel_cache
-from largebatch.data.index.index import load_or_read
-from largebatch.distributed.serial import Serial
-from largebatch.errors import DataError
-from largebatch.storage import Mapped
 
 PROGRAM = """
 import os, sys
@@ -72,31 +65,3 @@ def test_a_file_truncated_during_use_is_named(
     assert done.returncode == USER, done.stderr
     assert "it has 0 of its " in done.stdout
     assert file.strip("*") in done.stdout
-
-
-def test_pixels_truncated_between_check_and_use_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    index = load_or_read(write_folder(tmp_path / "data"), "train")
-    pixel_cache.open_cache(index, backend=Serial(), threads=1)
-    (path,) = (tmp_path / "cache").rglob("*.pixels")
-    os.truncate(path, 8)
-    monkeypatch.setattr(pixel_cache, "_is_whole", lambda *_: True)
-    with pytest.raises(DataError, match="decoded images cannot be mapped from it"):
-        pixel_cache.open_cache(index, backend=Serial(), threads=1)
-
-
-def test_a_file_that_is_replaced_or_removed_stays_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100))
-    mapped, content = Mapped.of(path), np.memmap(path, mode="r")
-    assert mapped is not None
-    mapped.require_whole()
-    (tmp_path / "other").write_bytes(b"short")
-    (tmp_path / "other").replace(path)
-    mapped.require_whole()
-    path.unlink()
-    mapped.require_whole()
-    assert Mapped.of(path) is None
-    assert not content.any()

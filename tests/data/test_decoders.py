@@ -8,7 +8,6 @@ photographs (benchmarks/results/decoder_pixels_*.json).
 """
 
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,29 +193,3 @@ def assert_alike(
         assert difference[:, :, 1:-1, 1:-1].max() <= 1.01
         assert difference.max() <= outermost
         assert difference.mean() <= 0.25
-
-
-@both_decoders
-def test_the_next_batches_are_requested_while_one_is_used(decode: Decode, folder: Index) -> None:
-    asked = 0
-
-    def requests() -> Iterator[Request]:
-        nonlocal asked
-        for request in augmented(folder, 2, 8):
-            asked += 1
-            yield request
-
-    batches = run(decode, folder, requests())
-    next(batches)
-    assert 2 <= asked <= 5
-    batches.close()
-
-
-@both_decoders
-def test_an_error_in_the_requests_reaches_the_caller(decode: Decode, folder: Index) -> None:
-    def requests() -> Iterator[Request]:
-        yield from augmented(folder, 2, 4)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        list(run(decode, folder, requests()))

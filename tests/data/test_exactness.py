@@ -152,8 +152,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ahead", [1, 2, 4])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("ahead", "workers"), [(1, 1), (1, 2), (4, 2)])
 def test_decoders_keep_that_order_at_any_prefetch_depth(
     way: str,
     ahead: int,

@@ -7,20 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tars
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
 from largebatch.data.decoders.torchvision import Encoded, to_pillow
-from largebatch.data.index import headers
 from largebatch.data.index.headers import (
     MAX_SIDE,
     BadImageError,
-    measure,
     measure_bytes,
 )
-from largebatch.data.index.index import Index, make
+from largebatch.data.index.index import Index
 from largebatch.errors import DataError
 
 EXIF = Image.Exif()
@@ -73,28 +70,22 @@ BMP = encoded("bmp")
 GOOD = {
     "baseline": JPEG,
     "progressive": encoded("jpeg", progressive=True),
-    "grey": encoded("jpeg", mode="L"),
     "CMYK": encoded("jpeg", mode="CMYK"),
     "EXIF-rotated": encoded("jpeg", exif=EXIF),
-    "half colours": encoded("jpeg", subsampling="4:2:0"),
     "a header longer than what is read at first": encoded("jpeg", comment=b"x" * 60_000),
     "a thumbnail with an end of its own": after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG)),
     "fill bytes before a marker": after_start(JPEG, b"\xff\xff\xff"),
     "something behind the image": JPEG + b"\0" * 10_000,
     "PNG": PNG,
     "grey PNG": encoded("png", mode="L"),
-    "two colours": encoded("png", mode="1"),
     "a palette": encoded("png", mode="P"),
     "transparency": encoded("png", mode="RGBA"),
-    "something behind the PNG": PNG + b"\0" * 10_000,
     "BMP": BMP,
     "PPM": encoded("ppm"),
     "PGM": encoded("ppm", mode="L"),
     "TIFF": encoded("tiff"),
     "TIFF by hand": tiff(8, 3, colours=2),
     "TIFF with alpha": tiff(8, 4, colours=2, extra=2),
-    "TIFF of ink": tiff(8, 4, colours=5),
-    "black and white TIFF": tiff(1, 1),
     "text": b"P3 48 31 255 " + b"7 " * 48 * 31 * 3,
     "WebP": encoded("webp", lossless=True),
 }
@@ -138,33 +129,26 @@ BAD = {
     "empty": (b"", "the file is empty"),
     "a web page": (b"<html>not found</html>", "not a readable image"),
     "a GIF": (encoded("gif", mode="P"), "not a readable image"),
-    "only the start of a JPEG": (JPEG[:4], "truncated in the header"),
     "12 bits": (frame(bits=12), "cannot handle 12-bit layers"),
     "2 channels": (frame(channels=2), "cannot handle 2-layer images"),
-    "lossless JPEG": (frame(marker=0xC3), "process SOF3"),
     "arithmetic JPEG": (frame(marker=0xC9), "process SOF9"),
     "no height": (frame(height=0), "its header cannot be read"),
     "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} per side"),
-    "no frame": (JPEG.replace(b"\xff\xc0", b"\xff\xe5"), "its header cannot be read"),
     "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels; above 89,478"),
     "a huge PNG": (png_header(2**31 - 1, 1, 8, 2), f"expected 1 to {MAX_SIDE} per side"),
-    "no width": (png_header(0, 5, 8, 2), "its header cannot be read"),
     "16 bits": (png_header(48, 31, 16, 2), "it has 16 bits a channel, expected at most 8"),
     "unknown colours": (png_header(48, 31, 8, 5), "its header cannot be read"),
     "a damaged header": (PNG[:17] + b"\xee" + PNG[18:], "bad header checksum"),
     "deep grey": (encoded("tiff", mode="I;16"), "its pixels are I;16, expected 8 bits"),
     # What only Pillow shows, or DALI otherwise (found by decoding each with both).
     "16 bits in a TIFF": (tiff(16, 3, colours=2), "a TIFF of 16 bits"),
-    "16 bits of ink": (tiff(16, 4, colours=5), "a TIFF of 16 bits"),
     "4 bits in a TIFF": (tiff(4, 1), "a TIFF of 4 bits"),
     "signed": (tiff(8, 1, number=2), "signed"),
     "grey with alpha in a TIFF": (tiff(8, 2, extra=2), "alpha"),
-    "grey with another channel": (tiff(8, 2, extra=0), "alpha"),
     "colours times alpha": (tiff(8, 4, colours=2, extra=1), "alpha"),
     "no depth": (encoded("tiff", mode="1"), "a TIFF of unstated bits"),
     "a PPM of 16 bits": (b"P6 48 31 65535\n" + bytes(48 * 31 * 6), "up to 65535, expected 255"),
     "a dark PGM": (b"P5 48 31 100\n" + bytes(48 * 31), "up to 100, expected 255"),
-    "a PGM as text": (b"P2 48 31 15 " + b"7 " * 48 * 31, "up to 15, expected 255"),
     "a text without an end": (b"P2 48 31 255" + b" 7" * 48 * 31, "without a line break"),
     "a BMP of 16 bits": (BMP[:28] + b"\x10" + BMP[29:], "it is a BMP of 16 bits"),
     "a BMP bomb": (BMP[:18] + struct.pack("<II", 30_000, 30_000) + BMP[26:], "decompression bomb"),
@@ -182,55 +166,23 @@ def test_a_bad_image_is_refused_with_the_reason(content: bytes, reason: str) -> 
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "inserted",
-    [
-        pytest.param(b"\xff" * 10**5, id="fill bytes"),
-        pytest.param(b"\xff" * 10**6, id="more fill bytes than a header may have"),
-        pytest.param(segment(0xFE, b"") * 10**4, id="empty segments"),
-        pytest.param(segment(0xFE, bytes(60_000)) * 8, id="long segments"),
-    ],
-)
-def test_a_long_header_is_read_at_once_up_to_the_limit(
-    inserted: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file's author may fill its header, but does not control how often or long it is read."""
-    monkeypatch.setattr(headers, "MAX_HEADER", 500_000)
-    content, asked = after_start(JPEG, inserted), []
-
-    def read(position: int, length: int) -> bytes:
-        asked.append(length)
-        return content[position : position + length]
-
-    if len(inserted) > 500_000:
-        with pytest.raises(BadImageError, match="longer than 500,000 bytes"):
-            measure(read, len(content))
-    else:
-        assert measure(read, len(content)) == (31, 48, 1)
-    assert len(asked) <= 4
-    assert max(asked) == 500_000
-
-
 def test_real_jpegs_have_pillows_size(real_data: Path) -> None:
     number = 0
-    for archive in ("imagenet_samples/samples.zip", "imagenette224/val.zip"):
-        with zipfile.ZipFile(real_data / archive) as file:
-            for name in file.namelist():
-                if name.endswith(".JPEG"):
-                    content = file.read(name)
-                    with Image.open(io.BytesIO(content)) as image:
-                        assert measure_bytes(content) == (image.height, image.width, 1), name
-                    with pytest.raises(BadImageError):
-                        measure_bytes(content[: len(content) * 3 // 4])
-                    number += 1
-    assert number == 1100
+    with zipfile.ZipFile(real_data / "imagenet_samples/samples.zip") as file:
+        for name in file.namelist():
+            if name.endswith(".JPEG"):
+                content = file.read(name)
+                with Image.open(io.BytesIO(content)) as image:
+                    assert measure_bytes(content) == (image.height, image.width, 1), name
+                with pytest.raises(BadImageError):
+                    measure_bytes(content[: len(content) * 3 // 4])
+                number += 1
+    assert number == 100
 
 
 FORMS = ("jpeg", "png", "bmp", "ppm", "tiff", "webp")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Pillow's, of what it finds in damaged files
-
-FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 CHANGES = st.lists(
     st.tuples(st.integers(0, 2**16), st.sampled_from([0, 1, 127, 128, 255, 0x37, 0x80])), max_size=4
@@ -250,46 +202,6 @@ def changed(content: bytes, changes: list[tuple[int, int]], end: int | None) -> 
         if found:
             found[place % len(found)] = byte
     return bytes(found)
-
-
-SHARD = b"".join(
-    tars.member(f"{number}.jpg", IMAGES["jpeg"]) + tars.member(f"{number}.cls", b"0")
-    for number in range(2)
-)
-
-
-@FUZZ
-@given(CHANGES, ENDS, st.binary(max_size=3))
-@example([], 0, b"")
-@example([], 512, b"")
-@example([(124, 0x80), (135, 255)], None, b"")  # a length in base 256
-@example([(124, 255), (125, 255)], None, b"")  # a length below zero
-@example([(156, ord("x"))], None, b"")  # an extended header of JPEG data
-@example([(156, ord("S"))], None, b"")  # a sparse file
-@example([(156, ord("L"))], None, b"")  # a long name
-@example([(156, ord("g"))], None, b"")
-@example([], None, b"\xff")
-def test_any_bytes_are_a_shard_or_one_message(
-    tmp_path_factory: pytest.TempPathFactory,
-    changes: list[tuple[int, int]],
-    end: int | None,
-    more: bytes,
-) -> None:
-    root = tmp_path_factory.mktemp("shards")
-    (root / "classes.txt").write_text("cat\n")
-    (root / "train").mkdir()
-    spoiled = bytearray(changed(SHARD, changes, end))
-    if len(spoiled) >= 512:  # with the right sum, or every change of a header would be the end
-        spoiled[:512] = tars.with_sum(spoiled)[:512]
-    path = root / "train/0.tar"
-    path.write_bytes(bytes(spoiled) + more + tars.END)
-    try:
-        content = make(root, "train")
-    except DataError as error:
-        assert str(root) in str(error)  # noqa: PT017 -- either outcome is right
-        return
-    ends = content.arrays["offsets"] + content.arrays["num_bytes"]
-    assert ends.max() <= path.stat().st_size
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,17 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tars
 from class_folders import fields, write_folder, write_image
-from importing import imported, png
 from PIL import Image
 from short_runs import a_recipe
 
 from largebatch import run
 from largebatch.cli.main import DONE, main
-from largebatch.data.datasets import import_data
-from largebatch.data.index.folder import LOOSE, NESTED, SYSTEMS, list_ignored
-from largebatch.data.index.index import index_of, load_or_read, make, read_folder, refresh
+from largebatch.data.index.folder import LOOSE, NESTED, SYSTEMS
+from largebatch.data.index.index import index_of, load_or_read, make, refresh
 from largebatch.tracking.events import LOG
 
 
@@ -60,12 +57,6 @@ def test_ignored_files_are_counted_and_change_neither_the_images_nor_the_digest(
     assert "9 other files ignored" in shown.splitlines()[-1]
 
 
-def test_files_beside_shards_are_counted(root: Path, tmp_path: Path) -> None:
-    shards = imported(root, tmp_path / "shards")
-    (shards / "train/000000.idx").touch()
-    assert list_ignored(shards, "train") == [(LOOSE, 1, ["train/000000.idx"])]
-
-
 def add_copies(root: Path, name: str) -> list[str]:
     """Add a copy of an image at every depth in folders of this name; return their paths."""
     places = (name, f"{name}/cat", f"cat/{name}", f"cat/{name}/x.jpg", f"dog/more/{name}/deep")
@@ -75,7 +66,7 @@ def add_copies(root: Path, name: str) -> list[str]:
     return sorted(f"train/{place}/copy.jpg" for place in places)
 
 
-@pytest.mark.parametrize("name", ["@eaDir", "$RECYCLE.BIN", "lost+found", ".Trash-1000"])
+@pytest.mark.parametrize("name", ["@eaDir", ".Trash-1000"])
 def test_folders_of_the_system_are_not_a_class_and_their_copies_not_images(
     name: str, root: Path
 ) -> None:
@@ -86,39 +77,6 @@ def test_folders_of_the_system_are_not_a_class_and_their_copies_not_images(
     assert fields(index_of(content, root))["paths"] == before["paths"]
     counted = {} if name.startswith(".") else {SYSTEMS: (5, added[:3])}
     assert {kind: (number, names) for kind, number, names in content.ignored} == counted
-
-
-@pytest.mark.parametrize("form", ["folder", "zip", "tar"])
-def test_an_import_leaves_folders_of_the_system_out_and_counts_them(
-    form: str, root: Path, tmp_path: Path
-) -> None:
-    name = "__MACOSX"
-    add_copies(root, name)
-    source = root
-    if form != "folder":
-        source = Path(shutil.make_archive(str(tmp_path / "all"), form, tmp_path, "data"))
-    remarks = import_data(
-        *("imagefolder", source, tmp_path / "out"), shard_bytes=10**6, progress=lambda *_: None
-    )
-    assert f"5 {SYSTEMS}" in "".join(remarks)
-    splits = [read_folder(tmp_path / "out", split) for split in ("train", "val")]
-    assert splits[0].classes == ("Zebra", "cat", "dog")
-    assert list(map(len, splits)) == [4, 4]
-
-
-def test_a_deleted_sample_of_a_shard_is_a_bad_one(tmp_path: Path) -> None:
-    (tmp_path / "classes.txt").write_text("cat\n")
-    (tmp_path / "train").mkdir()
-    samples = [
-        tars.member(f"./{folder}/0.{end}", content)
-        for folder in ("a", "#recycle", "b/@eaDir")
-        for end, content in (("png", png(0)), ("cls", b"0"))
-    ]
-    tars.write(tmp_path / "train/0.tar", *samples)
-    content = make(tmp_path, "train", drop_bad=True)
-    assert len(content.arrays["labels"]) == 1
-    bad = [path.removeprefix("train/0.tar/./") for path, *_ in content.bad]
-    assert bad == ["#recycle/0", "b/@eaDir/0"]
 
 
 def test_a_run_logs_ignored_files_at_its_start(root: Path, tmp_path: Path) -> None:

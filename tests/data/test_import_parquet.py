@@ -76,18 +76,6 @@ def test_images_keep_their_bytes_order_and_labels(tmp_path: Path) -> None:
 
 
 @needs_pyarrow
-def test_test_is_used_for_validation_only_if_requested(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_hub(tmp_path / "in", val="test")
-    assert command(source, tmp_path / "out") == USER
-    assert "--val-name test; to divide train: --val-fraction 0.1; found data/test-00000" in (
-        capsys.readouterr().err
-    )
-    assert command(source, tmp_path / "out", "--val-name", "test") == DONE
-
-
-@needs_pyarrow
 def test_a_fraction_of_training_is_used_for_validation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,25 +92,6 @@ def test_a_fraction_of_training_is_used_for_validation(
         assert {*train[name], *val[name]} == {png(number) for number in numbers}
     assert command(source, tmp_path / "again", *options) == DONE
     assert contents(tmp_path / "again", "val") == val
-
-
-@needs_pyarrow
-def test_splits_may_be_folders_and_other_files_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Like the hub's automatic conversion: the files of all splits have the same names."""
-    source = tmp_path / "in"
-    for number, split in enumerate(("train", "validation", "test")):
-        images = [image(2 * number), image(2 * number + 1)]
-        write(source / f"default/{split}/0000.parquet", images, [0, 1])
-    for place in ("#recycle/train", ".cache/train"):
-        write(source / f"{place}/0000.parquet", [image(6)], [0])
-    assert command(source, tmp_path / "out") == DONE
-    assert contents(tmp_path / "out") == {"cat": [png(0)], "dog": [png(1)]}
-    assert contents(tmp_path / "out", "val") == {"cat": [png(2)], "dog": [png(3)]}
-    shown = capsys.readouterr().out
-    others = "#recycle/train/0000.parquet, .cache/train/0000.parquet, default/test/0000.parquet"
-    assert f"3 other files ignored: {others}" in shown
 
 
 @needs_pyarrow

@@ -12,7 +12,6 @@ import official
 import pytest
 from PIL import Image
 
-from largebatch.cli.main import USER, main
 from largebatch.data.datasets import import_data
 from largebatch.data.datasets.arrays import open_official
 from largebatch.data.datasets.packing import Sample
@@ -84,36 +83,6 @@ def test_an_unofficial_archive_is_refused_unread(
         imported(name, source, tmp_path / "out")
     assert not (source / "hit").exists()
     assert [each.name for each in tmp_path.iterdir()] == ["archives"]
-
-
-def test_a_full_disk_while_unpacking_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    official.write("cifar10", tmp_path / "archives", monkeypatch)
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="cannot be unpacked there"):
-        imported("cifar10", tmp_path / "archives", tmp_path / "file/out")
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("fashion-mnist", "eu-central-1.amazonaws.com/t10k-labels-idx1-ubyte.gz"),
-        ("cifar10", "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"),
-        ("imagefolder", "expected train/<class>/*.jpg and val/<class>/*.jpg"),
-    ],
-)
-def test_missing_archives_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, expected: str
-) -> None:
-    source = tmp_path / "archives"
-    assert main(["data", "import", name, str(source), "--out", str(tmp_path / "out")]) == USER
-    assert expected in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/file").touch()
-    with pytest.raises(DataError, match="out: already exists"):  # before the archive is read
-        imported(name, source, tmp_path / "out")
 
 
 def test_real_fashion_mnist_is_the_official_one(real_data: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoding import Decode, augmented, both_decoders, photograph, run, run_cached
+from decoding import Decode, both_decoders, photograph, run, run_cached
 from PIL import Image, ImageOps
 
 from largebatch.data.augment import clean_request
@@ -67,20 +67,6 @@ def test_boxes_are_those_of_the_displayed_image(decode: Decode, folder: Index) -
             expected = expected[:, ::-1] if flip else expected
             found = batch.images[sample].permute(1, 2, 0).round().numpy()
             assert np.abs(found - expected).max() <= 1, folder.paths[sample]
-
-
-@both_decoders
-def test_augmented_images_equal_those_of_upright_copies(
-    decode: Decode, folder: Index, tmp_path: Path
-) -> None:
-    (tmp_path / "train/a").mkdir(parents=True)
-    for sample in range(len(folder)):
-        seen(folder, sample).save(tmp_path / f"train/a/{sample}.png")
-    upright = read_folder(tmp_path, "train")
-    requests = augmented(folder, 10, 3)
-    pairs = zip(run(decode, folder, requests), run(decode, upright, requests), strict=True)
-    for one, other in pairs:
-        assert (one.images - other.images).abs().max() <= 2
 
 
 def test_cached_pixels_are_the_displayed_ones(

@@ -1,4 +1,3 @@
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +7,10 @@ import pytest
 import torch
 from decoding import with_decoder
 
-from largebatch.data.index import index as module
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 
@@ -99,22 +96,3 @@ def test_cached_images_are_used_in_every_stage(
             assert torch.equal(ours.labels, other.labels)
             std = min(load_recipe(DIGITS).data.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
-
-
-def test_cached_images_are_compared_with_every_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "MOST", 2)
-
-    def train_index(*overrides: str) -> Index:
-        recipe = load_recipe(DIGITS, list(overrides))
-        plan = make_plan(recipe, workers=1)
-        return open_images(recipe, plan, CPU, folder=None).train_index
-
-    path = train_index().locate(1).path
-    os.utime(path, ns=(0, 0))  # in place: only the file itself shows it
-    assert len(train_index())
-    recipe = load_recipe(DIGITS, ["execution.cache=memory"])
-    with pytest.raises(DataError, match=f"{path.name} was changed"):
-        open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)

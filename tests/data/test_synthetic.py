@@ -44,16 +44,6 @@ def test_an_image_depends_only_on_its_number() -> None:
     assert 195 < images.max() <= 255
 
 
-def test_batches_follow_the_order_of_the_requests() -> None:
-    index = synthetic.synthetic_index(10, 3, 16)
-    samples = [np.array([5, 1, 2]), np.array([9])]
-    batches = list(decode(index, [whole(index, some) for some in samples], image_size=24))
-    assert [batch.labels.tolist() for batch in batches] == [[2, 1, 2], [0]]
-    assert [tuple(batch.images.shape) for batch in batches] == [(3, 3, 24, 24), (1, 3, 24, 24)]
-    assert {batch.labels.dtype for batch in batches} == {torch.int64}
-    assert {batch.images.dtype for batch in batches} == {torch.float32}
-
-
 def test_the_classes_alternate_and_are_visible_in_the_images() -> None:
     """The nearest mean of the first 200 images tells the class of the next 100."""
     index = synthetic.synthetic_index(300, 5, 16)
@@ -62,16 +52,3 @@ def test_the_classes_alternate_and_are_visible_in_the_images() -> None:
     flat = images.flatten(1)
     means = torch.stack([flat[:200][labels[:200] == label].mean(0) for label in range(5)])
     assert torch.cdist(flat[200:], means).argmin(1).tolist() == labels[200:].tolist()
-
-
-def test_boxes_and_flips_are_applied_to_synthetic_images() -> None:
-    index = synthetic.synthetic_index(4, 2, 512)
-    images = decoded(index, whole(index, np.arange(4)))
-    flips = np.array([False, True, False, True])
-    boxes = np.tile([80, 160, 256, 320], (4, 1))
-    cut = decoded(index, Request(np.arange(4), boxes, flips))
-    expected = torch.nn.functional.interpolate(
-        images[:, :, 80:336, 160:480], size=(512, 512), mode="bilinear"
-    )
-    expected[flips] = expected[flips].flip(3)
-    assert (cut - expected)[:, :, 2:-2, 2:-2].abs().max() < 1.5

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from decoding import (
@@ -13,7 +12,6 @@ from decoding import (
     Decode,
     augmented,
     both_decoders,
-    decode_all,
     open_cache,
     png_folder,
     run,
@@ -23,11 +21,10 @@ from decoding import (
 from torch import Tensor
 
 from largebatch import accelerator
-from largebatch.data.augment import clean_request
-from largebatch.data.decoders import pixel_cache, synthetic, torchvision
+from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.index.index import Index
 from largebatch.data.transfer import Transfer
-from largebatch.data.types import Batch, Batches, Resources
+from largebatch.data.types import Batch, Batches
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
@@ -91,18 +88,6 @@ def test_cached_pixels_are_returned_in_the_models_memory_format(folder: Index) -
     assert_reordered(
         lambda **changes: pixel_cache.decode_on_device(there, view(**changes), requests)
     )
-
-
-def test_synthetic_images_are_returned_in_the_models_memory_format() -> None:
-    index = synthetic.synthetic_index(20, 4, 32)
-    request = clean_request(index, np.arange(20), image_size=32, resize=None)
-    resources = Resources(CPU, threads=1, batch_size=20)
-
-    def batches(**changes: object) -> Batches:
-        opened = synthetic.open_decoder(index, view(image_size=32, **changes), resources)
-        return decode_all(opened, [request])
-
-    assert_reordered(batches)
 
 
 def assert_reordered(batches: Callable[..., Batches]) -> None:

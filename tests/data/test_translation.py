@@ -104,13 +104,3 @@ def images(
     pipeline = open_images(recipe, make_plan(recipe, workers=workers), CPU, folder=folder)
     found = replace(pipeline, rank=rank).training(steps, clean=False)
     return torch.cat([batch.images for batch in found])
-
-
-def test_clean_images_are_not_moved() -> None:
-    recipe = load_recipe("digits_96", [*MOVED, *SMALL, "data.source=synthetic"])
-    pipeline = open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
-    still = replace(pipeline, data=load_recipe("digits_96", [*SMALL, *STILL]).data)
-    for batch, other in zip(
-        pipeline.training(range(2), clean=True), still.training(range(2), clean=True), strict=True
-    ):
-        torch.testing.assert_close(batch.images, other.images, rtol=0, atol=0)

@@ -65,25 +65,7 @@ def test_changed_bytes_of_a_shard_are_named_with_their_offset(
     assert f"{place}: its bytes do not match" in capsys.readouterr().out
 
 
-def test_an_image_that_cannot_be_read_is_named(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["data", "verify", str(root), "--write"]) == DONE
-    whole, inode = os.pread, (root / "val/dog/b.png").stat().st_ino
-
-    def fail(file: int, length: int, start: int) -> bytes:
-        if os.fstat(file).st_ino == inode:
-            raise OSError(5, "Input/output error")
-        return whole(file, length, start)
-
-    monkeypatch.setattr(os, "pread", fail)
-    assert main(["data", "verify", str(root)]) == USER
-    assert "val/dog/b.png: Input/output error\n" in capsys.readouterr().out
-    assert main(["data", "verify", str(root), "--write"]) == USER
-    assert "val/dog/b.png: cannot be read (Input/output error)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("length", [0, 4, 100, -1])
+@pytest.mark.parametrize("length", [0, 100])
 def test_damaged_checksums_are_refused(
     root: Path, capsys: pytest.CaptureFixture[str], length: int
 ) -> None:
@@ -92,13 +74,3 @@ def test_damaged_checksums_are_refused(
     place.write_bytes(place.read_bytes()[:length])
     assert main(["data", "verify", str(root)]) == USER
     assert "these checksums are damaged" in capsys.readouterr().err
-
-
-def test_checksums_of_another_index_are_refused(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "verify", str(root), "--write"]) == DONE
-    (root / "train/cat/x.jpg").write_bytes((root / "train/dog/a.JPEG").read_bytes())
-    make(root, "train")
-    assert main(["data", "verify", str(root)]) == USER
-    assert "these checksums are of another index" in capsys.readouterr().err

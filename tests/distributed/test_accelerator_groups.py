@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from largebatch import run
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import pick_device
-from largebatch.distributed.network import REPEATS, measure_network
 from largebatch.distributed.torch_distributed import TorchDistributed, require_one_type
 from largebatch.errors import BackendError, MismatchError
 from largebatch.lab.protocols.links import open_links
@@ -130,24 +128,6 @@ def test_groups_are_split_from_the_default_group_and_links_are_not() -> None:
     assert on_late_workers(divide, workers=4) == [1, 0, 0, 2, [2.0, 4.0, 2.0, 4.0]]
 
 
-def bandwidth(backend: TorchDistributed) -> list[object]:
-    """Return what was measured, and how many sums were not complete when the clock was read."""
-    under_way = []
-
-    def read() -> float:
-        under_way.append(len(world().queue))
-        return 0.0
-
-    with mock.patch.object(time, "perf_counter", read):
-        found = measure_network(backend, sizes=(4096,))
-    return [list(found.seconds), len(found.hosts), len(under_way), sum(under_way)]
-
-
-def test_the_bandwidth_is_that_of_completed_sums() -> None:
-    rounds = 2 * REPEATS + 2
-    assert on_late_workers(bandwidth, workers=2) == [[4096], 1, rounds, 0]
-
-
 def whole_run(backend: TorchDistributed) -> list[object]:
     """Train, evaluate, compare and polish, with BatchNorm spans over two workers each."""
     changes = (
@@ -227,40 +207,3 @@ def test_workers_with_separate_gpus_are_accepted() -> None:
         with suppress(Waits):
             require_one_type(store, "cuda", rank=rank, world_size=4, unit=f"GPU {rank}")
     assert store.content["difference"] == b""
-
-
-def share() -> str:
-    device = accelerator.simulate()
-    accelerator.MODULE.uuid = "one"
-    late_group.register()
-    with (
-        mock.patch.object(torch_distributed, "pick_device", return_value=device),
-        pytest.raises(MismatchError) as caught,
-    ):
-        TorchDistributed(timeout=30)
-    return str(caught.value)
-
-
-def test_two_workers_on_one_accelerator_are_a_one_line_error() -> None:
-    found = on_forked_workers(share, workers=2)
-    assert found.startswith("workers ")
-    assert "share GPU one; start as many workers as GPUs, or " in found
-    assert "\n" not in found
-
-
-def unknown() -> str:
-    device = accelerator.simulate()  # and no library for it
-    with (
-        mock.patch.object(torch_distributed, "pick_device", return_value=device),
-        pytest.raises(BackendError) as caught,
-    ):
-        TorchDistributed(timeout=30)
-    return str(caught.value)
-
-
-def test_a_device_without_a_library_is_a_one_line_error() -> None:
-    found = on_forked_workers(unknown, workers=1)
-    assert found.startswith(
-        f"torch {torch.__version__} has no communication library for sim devices"
-    )
-    assert "\n" not in found

@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 from fake_horovod import FakeHorovod
 from on_forked_workers import on_forked_workers
-from short_runs import DIGITS, SMALL
+from short_runs import DIGITS, NARROW, SHALLOW, SMALL
 
 from largebatch import load_recipe, run
 from largebatch.distributed import connect
 from largebatch.distributed.environment import own_rank, world_size
 from largebatch.training.checkpoint import load_checkpoint
 
-CHANGES = ["duration={steps: 2}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}", *SMALL]
+CHANGES = [*("duration={steps: 2}", "schedule.warmup=null", "polish=null"), *SMALL, NARROW, SHALLOW]
 
 
 def run_in_a_group(folder: Path) -> list[object]:

@@ -15,7 +15,6 @@ from on_forked_workers import on_forked_workers
 
 import largebatch
 from largebatch import load_recipe
-from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.runs.build import open_session
@@ -101,36 +100,3 @@ def test_a_protocol_that_horovod_cannot_run_is_refused_before_data_are_read(
         pass
     with pytest.raises(RecipeError, match=message):  # nor are workers started for it
         run(recipe, workers=2, backend="horovod", out=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("settings", "groups"),
-    [
-        pytest.param([], "cubic, in fp32; tensors: 3 (8.2 MB), 21 (", id="cubic"),
-        pytest.param(["reduction.dtype=fp16"], "cubic, in fp16; tensors: 3 (", id="fp16"),
-        pytest.param(
-            ["reduction.dtype=bf16", "execution.groups={kind: bytes, megabytes: 1000}"],
-            # 25.56 million numbers: 53,120 of them in 53 BatchNorms of two tensors each
-            "bytes, in bf16; tensors: 55 (51 MB), 106 (0.212 MB) of normalisation in fp32",
-            id="by bytes",
-        ),
-        pytest.param(
-            ["execution.groups={kind: constant, tensors: 2}"], ", ... 74 more ..., 1 (", id="many"
-        ),
-    ],
-)
-def test_plan_prints_the_gradient_groups(
-    settings: list[str],
-    groups: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
-    chosen = ["reduction.dtype=fp32", *settings]
-    words = [word for setting in chosen for word in ("--set", setting)]
-    assert (
-        main(["plan", FUJITSU, "--workers", "1024", "--set", "model.name=resnet50", *words]) == DONE
-    )
-    lines = capsys.readouterr().out.splitlines()
-    (row,) = (line for line in lines if line.startswith("gradient groups  "))
-    assert groups in row

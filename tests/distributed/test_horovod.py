@@ -48,11 +48,9 @@ awkward_tensors = pytest.mark.parametrize(
     "tensor",
     [
         pytest.param(torch.tensor([1.0, 2.0]), id="float32"),
-        pytest.param(torch.tensor([1.0, 2.0], dtype=torch.float64), id="float64"),
         pytest.param(torch.tensor([1, 2]), id="int64"),
         pytest.param(torch.tensor([1.0, 2.0], dtype=torch.bfloat16), id="bfloat16"),
         pytest.param(torch.tensor(3.0), id="scalar"),
-        pytest.param(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), id="strided"),
         pytest.param(
             torch.ones(2, 3, 4, 4, dtype=torch.bfloat16).to(memory_format=torch.channels_last),
             id="bfloat16 strided",
@@ -207,7 +205,6 @@ def test_without_horovod_the_error_names_the_install_command(
         pytest.param(
             "raise ImportError('undefined symbol')", "not built for torch", id="for another torch"
         ),
-        pytest.param("", "not built for torch", id="for no torch"),
         pytest.param(
             "def init(**_): raise ValueError('no peers')",
             "could not connect the workers: no peers",

@@ -1,14 +1,13 @@
 """The network check: the measured pairs, and the detection of slow hosts."""
 
 import os
-import re
 import time
 from unittest import mock
 
 import pytest
 from on_forked_workers import on_forked_workers
 
-from largebatch.cli.main import DONE, USER, main
+from largebatch.cli.main import USER, main
 from largebatch.distributed.network import (
     Network,
     Pair,
@@ -21,7 +20,7 @@ from largebatch.distributed.torch_distributed import TorchDistributed, TorchGrou
 SLOW_SECONDS = 0.05
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 8])
 def test_every_host_is_measured_with_one_neighbour_at_a_time(number: int) -> None:
     hosts = [f"node{place}" for place in range(number)]
     found = rounds(hosts)
@@ -89,18 +88,6 @@ def test_workers_on_three_hosts_are_measured() -> None:
     assert list(rates) == [("node0", "node1"), ("node1", "node2"), ("node2", "node0")]
     assert rates["node0", "node1"] < bandwidth(4096, workers=3, seconds=SLOW_SECONDS)
     assert rates["node1", "node2"] < bandwidth(4096, workers=2, seconds=SLOW_SECONDS)
-
-
-@pytest.mark.long
-def test_doctor_measures_workers_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--network", "--workers", "2"]) == DONE
-    first, _, *sums = capfd.readouterr().out.splitlines()
-    assert re.fullmatch(r"1 host, 2 workers of torch on (cpu|cuda)", first)
-    assert [line.split()[:2] for line in sums] == [
-        ["all", "4"],
-        ["all", "1,024"],
-        ["all", "65,536"],
-    ]
 
 
 def test_a_single_worker_has_no_network(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,23 +3,17 @@
 import os
 import re
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from listening import listeners
 from on_forked_workers import on_forked_workers
-from short_runs import DIGITS
 
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import (
-    command_started,
     join_slurm,
     launched_rank,
     launched_size,
-    noting_start,
 )
 from largebatch.distributed.torch_distributed import listen_on
 
@@ -70,26 +64,6 @@ def test_a_slurm_batch_script_is_not_a_worker(
     assert launched_rank() is None
 
 
-@pytest.mark.long
-def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
-    words = ["train", str(DIGITS), "--set", "polish=null", "--max-steps", "1"]
-    command = [sys.executable, "-m", "largebatch", *words, "--out", str(tmp_path / "run")]
-    job = STEP | {"SLURM_JOB_ID": str(os.getpid())}
-    processes = [
-        subprocess.Popen(
-            command,
-            env=os.environ | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert "= 2 workers x 1 x 48" in printed[0]
-    assert not printed[1]
-
-
 @pytest.mark.parametrize(
     ("address", "alone", "expected"),
     [
@@ -122,7 +96,7 @@ def own_address() -> str:
         return str(unsent.getsockname()[0])
 
 
-@pytest.mark.parametrize("names", [(), ("127.0.1.1",), ("127.0.1.1", "192.0.2.99")])
+@pytest.mark.parametrize("names", [(), ("127.0.1.1", "192.0.2.99")])
 def test_a_reachable_address_of_a_name_is_used(
     own_address: str,
     names: tuple[str, ...],
@@ -166,27 +140,3 @@ def be_task(job: str, address: str) -> list[str]:
     backend.barrier()
     backend.close()
     return found
-
-
-def test_a_nested_command_keeps_the_start_of_the_outer_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with noting_start(of_process=True):
-        outer = command_started()
-        assert outer is not None
-        with noting_start(of_process=False):
-            inner = command_started()
-            assert inner is not None
-            assert inner > outer
-        assert command_started() == outer
-    assert command_started() is None
-
-
-@pytest.mark.parametrize("name", ["RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_a_worker_of_a_launcher_records_no_start(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, "0")
-    with noting_start(of_process=True):
-        assert command_started() is None

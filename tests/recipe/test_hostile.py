@@ -13,7 +13,7 @@ from schedules_of import schedule_of
 from largebatch.cli.main import USER, main
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.arithmetic.plan import MAX_EVALUATIONS, make_plan
-from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import MAX_UPDATES, Section, sections_of
 
@@ -42,15 +42,11 @@ def message(text: str, overrides: list[str] | None = None) -> str:
         pytest.param(BOMB, "r.yaml:2: ", id="ten levels of aliases"),
         pytest.param("a: &a [*a]\n", "r.yaml:1: ", id="itself"),
         pytest.param("b: 1\na: " + "[" * 2_000, "r.yaml:2: nested", id="2,000 brackets"),
-        pytest.param("a: " + "[" * 40 + "]" * 40, "r.yaml:1: nested", id="40 brackets"),
         pytest.param("a: !!float a\n", "r.yaml:1: ", id="tag"),
         pytest.param("a: !!python/object:os.system 1\n", "r.yaml:1: ", id="object"),
         pytest.param("seed: 2001-09-09\n", "seed: ", id="date"),
-        pytest.param("seed: 2001-99-99\n", "r.yaml: ", id="impossible date"),
         pytest.param(f"seed: {'9' * 5_000}\n", "r.yaml: ", id="5,000 digits"),
-        pytest.param(f"seed: 0x{'f' * 5_000}\n", "r.yaml: ", id="5,000 hexadecimal digits"),
         pytest.param('name: "\\ud800"\n', "r.yaml: ", id="half a character"),
-        pytest.param("name: \x1b[31m\n", "r.yaml: ", id="escape"),
         pytest.param(f"? {'k' * 30_000}\n: 1\n", "(30,000 characters)", id="long key"),
         pytest.param("? [1]\n: 2\n", "r.yaml: ", id="a key that is a list"),
         pytest.param(f"name: [{'long, ' * 9_000}]\n", "characters)", id="long value"),
@@ -66,21 +62,16 @@ def test_a_hostile_recipe_is_one_short_message(text: str, expected: str, ends: N
     ("change", "expected"),
     [
         ("batch.global_batch=18446744073709551616", "less than or equal to 16777216"),
-        ("duration={epochs: 1.0e9}", "less than or equal to 1000000"),
         ("duration={steps: 1000000000000}", "less than or equal to 2000000"),
-        ("evaluation={every_epochs: 1, offset_epochs: 1.0e308}", "less than or equal to 1000000"),
         ("data.image_size=100000000", "less than or equal to 4096"),
-        ("data.classes=1000000000", "less than or equal to 100000"),
         ("data.train_samples=1000000000000", "less than or equal to 33554432"),
         ("data.crop_aspect=[1.0e-300, 1.0e300]", "greater than or equal to 0.01"),
         ("schedule.peak_lr=1.0e300", "less than or equal to 3e+38"),
-        ("optimizer.weight_decay=1.0e300", "less than or equal to 3e+38"),
         ("execution.groups={kind: constant, tensors: 99999999999999999999}", "less than or equal"),
         (f"name={'x' * 300}", "name: "),
         (f"a{'.a' * 1_000}=1", "nested"),
         (f"seed={'9' * 5_000}", "--set seed="),
         (f"name={'x' * 70_000}", "--set: "),
-        (f"seed.{'a' * 9_000}=1", "--set seed."),
         ("model.arguments.a=[&a [x], *a]", "--set model.arguments.a="),
     ],
     ids=lambda text: text[:24],
@@ -96,8 +87,8 @@ def pipe(path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "words",
-    [["check"], ["plan"], ["explain", "schedule"], ["train"]],
-    ids=["check", "plan", "explain", "train"],
+    [["check"], ["train"]],
+    ids=["check", "train"],
 )
 @pytest.mark.parametrize(
     "make",
@@ -105,10 +96,8 @@ def pipe(path: Path) -> Path:
         pytest.param(pipe, id="pipe"),
         pytest.param(lambda _: Path("/dev/zero"), id="device"),
         pytest.param(lambda path: path.parent, id="folder"),
-        pytest.param(lambda path: path / ("x" * 5_000), id="long name"),
         pytest.param(lambda _: Path("x" * 5_000), id="long bare name"),
         pytest.param(lambda _: Path("\x1b[2J\u202e.yaml"), id="escapes"),
-        pytest.param(lambda _: Path("\udcff.yaml"), id="not UTF-8"),
     ],
 )
 def test_a_path_that_is_not_a_recipe_is_one_short_printable_message_from_every_command(
@@ -122,14 +111,6 @@ def test_a_path_that_is_not_a_recipe_is_one_short_printable_message_from_every_c
     shown = capsys.readouterr().err
     assert len(shown) < LIMIT
     assert shown.replace("\n", "").isprintable()
-
-
-def test_a_sparse_file_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    with path.open("wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(RecipeError, match="65,536 bytes"):
-        load_recipe(path)
 
 
 def test_a_recipe_at_the_bounds_is_planned(ends: None) -> None:
@@ -194,27 +175,17 @@ SCALARS = (
 @FUZZ
 @given(YAML)
 @example("!!float a")
-@example("!!int ''")
-@example("!!bool maybe")
 @example("2001-99-99")
 @example("? [a]\n: b")
 @example("&a [*a]")
-@example("*a")
-@example("!!map [a]")
-@example("!!seq {a: 1}")
 @example("!!str {a: 1}")
 @example("! a: 1")
-@example("%YAML 9.9\n--- a")
 @example("%TAG ! a\n--- !b c")
 @example("--- a\n--- b")
 @example("a: |99\n b")
 @example("\ufeff\ufeff")
-@example("!!null a: 1")
-@example("a: !!timestamp b")
 @example("<<: 1")
 @example("!<tag:yaml.org,2002:int> 0x")
-@example("0b")
-@example("-.inf: .nan")
 def test_any_text_is_a_recipe_or_one_message(text: str) -> None:
     judged(text, [])
     judged(TEXT, [f"model.arguments.a={text}", f"{text}=1"])

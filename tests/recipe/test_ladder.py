@@ -2,11 +2,9 @@
 
 The tables were written from the sources and not from the recipes: MLPerf's reference convergence
 points (mlperf-logging, rcps_resnet.json), the entries of training_results_v0.6, v0.7, v1.0 and
-v3.1, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch, and the papers that a row names. What a source does not
-give is listed as such, and its line in the recipe has to be marked.
+v3.1, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch, and the papers that a row names.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +27,6 @@ FILES = {
     for path in sorted((Path(__file__).parents[2] / "recipes" / "imagenet").glob("*.yaml"))
     if path.stem not in ELSEWHERE
 }
-MARKS = ("not published", "from memory")
 FREE = ("name", "seed", "evaluation.", "execution.")
 """No numbers of a source: when accuracy is measured, and the machine."""
 
@@ -41,9 +38,6 @@ class Row:
     settings: dict[str, object]
     published: str
     """A part of the header."""
-
-    unsourced: frozenset[str] = frozenset()
-    """Keys whose values no source gives: where they are from is said on their lines."""
 
 
 IMAGENET: dict[str, object] = {
@@ -108,7 +102,6 @@ def point(row: list[str]) -> Row:
             "schedule.warmup.epochs": float(warmup),
         },
         published=f"75.9 % top-1 after {mean} epochs (mean of {runs} runs",
-        unsourced=frozenset({"duration.epochs"} if batch == "67840" else ()),
     )
 
 
@@ -223,8 +216,8 @@ FUJITSU = IMAGENET | {
 """Code and logs of MLPerf Training v0.6, open division; 15 steps are its epoch."""
 
 
-def of_hpdc(batch: int, gpus: int, published: str, given: frozenset[str] = frozenset()) -> Row:
-    """Kasagi et al., HPDC 2020, gives batch, GPUs, accuracy and time; `given` is from elsewhere."""
+def of_hpdc(batch: int, gpus: int, published: str) -> Row:
+    """Kasagi et al., HPDC 2020, gives batch, GPUs, accuracy and time; the rest is Fujitsu's."""
     updates = -(-1_281_167 // batch)
     settings = {
         key: value * updates // 15 if isinstance(value, int) and key.endswith("steps") else value
@@ -232,12 +225,8 @@ def of_hpdc(batch: int, gpus: int, published: str, given: frozenset[str] = froze
     }
     settings |= {"batch.global_batch": batch, "polish.statistics.samples": batch}
     settings |= {"batch.bn_span": batch // gpus}
-    given |= {*IMAGENET, "batch.global_batch"} - {"data.crop_area", "data.crop_aspect"}
-    return Row(settings=settings, published=published, unsourced=frozenset(settings.keys() - given))
+    return Row(settings=settings, published=published)
 
-
-YAMAZAKI = frozenset({"optimizer.kind", "batch.bn_span"})
-"""Given by arXiv:1903.12650, besides warm-up and label smoothing, whose values it does not give."""
 
 STEPS: dict[str, object] = {
     "duration.epochs": 90.0,
@@ -253,7 +242,7 @@ LADDER = {
     **{row[0]: entry(row) for row in cells(ENTRIES)},
     **{f"resnet50_{row[0]}_nus": of_nus(row) for row in cells(NUS)},
     "resnet50_86016_fujitsu": Row(settings=FUJITSU, published="75.93 to 76.11 % top-1"),
-    "resnet50_81920_hpdc": of_hpdc(81_920, 2_048, "75.08 % top-1 in 74.7 s", YAMAZAKI),
+    "resnet50_81920_hpdc": of_hpdc(81_920, 2_048, "75.08 % top-1 in 74.7 s"),
     "resnet50_86016_hpdc": of_hpdc(86_016, 3_072, "75.97 % top-1 in 62.1 s"),
     # arXiv:1706.02677: the abstract, and programs that follow the paper
     "resnet50_8192_goyal": Row(
@@ -271,12 +260,6 @@ LADDER = {
             "schedule.decay.at": (30.0, 60.0, 80.0),
         },
         published="76.26 % top-1 (from memory)",
-        unsourced=frozenset(
-            {
-                *("data.crop_area", "data.crop_aspect", "model.head_std"),
-                *("optimizer.weight_decay", "optimizer.nesterov", "schedule.start_lr"),
-            }
-        ),
     ),
     # Deep Learning Performance: Scale-up vs Scale-out, section 7.4.2
     "resnet50_1024_dell": Row(
@@ -290,12 +273,6 @@ LADDER = {
             "schedule.decay.at": (10.0, 60.0),
         },
         published="no accuracy",
-        unsourced=frozenset(
-            {
-                *("data.crop_area", "data.crop_aspect", "batch.global_batch", "batch.bn_span"),
-                *("optimizer.momentum", "optimizer.weight_decay"),
-            }
-        ),
     ),
 }
 
@@ -313,19 +290,6 @@ def flat(value: object, key: str = "") -> dict[str, object]:
     return {key: value}
 
 
-def marked(path: Path) -> set[str]:
-    """Return the keys whose lines say that no source gives their values."""
-    found, parents = set(), [""]
-    for line in path.read_text().splitlines():
-        match = re.match(r"( *)([a-z_]+):(.*)", line)
-        if match:
-            depth = len(match[1]) // 2 + 1
-            parents[depth:] = [match[2]]
-            if any(mark in match[3].partition("#")[2] for mark in MARKS):
-                found.add(".".join(parents[1:]))
-    return found
-
-
 @pytest.mark.parametrize("stem", FILES)
 def test_every_number_of_a_published_recipe_is_its_sources(stem: str) -> None:
     """A recipe of this folder without a row fails: give it one, from its source."""
@@ -340,16 +304,6 @@ def test_every_number_of_a_published_recipe_is_its_sources(stem: str) -> None:
     assert row.published in header.partition("Published: ")[2]
     assert origin(text).after
     assert "Measured here: not yet." in header
-
-
-@pytest.mark.parametrize("stem", FILES)
-def test_a_value_that_no_source_gives_is_marked_on_its_line(stem: str) -> None:
-    """A line may hold a section in braces; it is then marked as a whole."""
-    lines = marked(FILES[stem])
-    keys = LADDER[stem].unsourced
-    missing = {key for key in keys if not any((key + ".").startswith(f"{one}.") for one in lines)}
-    assert not missing
-    assert not {one for one in lines if not any((key + ".").startswith(f"{one}.") for key in keys)}
 
 
 def test_every_row_is_a_recipe() -> None:

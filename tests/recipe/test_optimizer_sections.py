@@ -1,14 +1,10 @@
 """What a recipe may say of its optimizer, and what is missing where a library is not installed."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from short_runs import DIGITS
 
 from largebatch import load_recipe
-from largebatch.cli.main import USER, main
 from largebatch.errors import RecipeError
 from largebatch.optim import LARS
 from largebatch.recipe import optimizers as sections
@@ -72,46 +68,6 @@ FREE = (
 def test_what_cannot_be_is_refused_by_its_key(changes: tuple[str, ...], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe(DIGITS, changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "module", "package", "install"),
-    [
-        (
-            ("optimizer.kind=shampoo",),
-            "pytorch_optimizer",
-            "pytorch-optimizer",
-            "pip install 'pytorch-optimizer>=4,<5'",
-        ),
-        (FREE, "schedulefree", "schedulefree", "pip install schedulefree"),
-        (
-            ("optimizer.kind=muon",),
-            "timm.optim.muon",
-            "timm 1.0.22",
-            "pip install 'timm>=1.0.22,<2'",
-        ),
-    ],
-)
-def test_without_its_library_one_line_names_the_way_to_get_it(
-    changes: tuple[str, ...],
-    module: str,
-    package: str,
-    install: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "largebatch.optim.muon", raising=False)
-    words = [word for change in changes for word in ("--set", change)]
-    out = tmp_path / "run"
-    assert main(["train", str(DIGITS), *words, "--out", str(out)]) == USER
-    kind = changes[0].partition("=")[2]
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"largebatch: optimizer.kind: {kind} needs {package}, which is not installed; install it "
-        f"with: {install}"
-    )
-    assert not out.exists()
 
 
 def test_the_convention_of_lars_is_that_of_python_unless_it_is_given() -> None:

@@ -1,13 +1,9 @@
 """What a recipe may say about its protocol, and what is said where it may not."""
 
-import json
-from pathlib import Path
-
 import pytest
 from short_runs import DIGITS
 
 from largebatch import load_recipe
-from largebatch.cli.main import USER, main
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.arithmetic.describe import describe_protocol
 from largebatch.recipe.arithmetic.plan import make_plan, require_workers
@@ -78,35 +74,3 @@ def test_dedicated_servers_are_workers_too() -> None:
     assert describe_protocol(recipe) == (
         "softsync: 96 samples an update = 2 gradients x 48; 4 learners, 2 servers: 6 workers"
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["train", "--workers", "2"], "start 4 workers, or change protocol.learners"),
-        (["plan", "--workers", "2"], "start 4 workers, or change protocol.learners"),
-        (["plan", "--cluster", "dgx-a100", "--workers", "8"], "of the synchronous core alone"),
-    ],
-)
-def test_commands_refuse_in_one_line_what_they_cannot_do_with_a_protocol(
-    words: list[str], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = ["--out", str(tmp_path / "run")] if words[0] == "train" else []
-    assert main([words[0], str(DIGITS), *words[1:], *out, "--set", SOFTSYNC]) == USER
-    error = capsys.readouterr().err
-    assert shown in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_plan_and_check_accept_a_protocol(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(DIGITS), "--set", SOFTSYNC]) == 0
-    assert "4 learners, a server beside each: 4 workers" in capsys.readouterr().out
-    assert main(["check", str(DIGITS), "--set", SOFTSYNC]) == 0
-
-
-def test_a_recipe_with_a_protocol_is_read_as_it_was_written() -> None:
-    recipe = load_recipe(DIGITS, [SOFTSYNC, "protocol.servers={centralised: 3}"])
-    dumped = json.loads(recipe.model_dump_json())
-    assert dumped["protocol"]["servers"] == {"centralised": 3}
-    assert type(recipe).model_validate_json(recipe.model_dump_json()) == recipe

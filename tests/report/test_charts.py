@@ -1,6 +1,5 @@
 """The charts of a run show what its log holds, and nothing else."""
 
-import itertools
 import json
 import math
 from dataclasses import asdict
@@ -14,9 +13,8 @@ import torch
 from fake_runs import FakeRun
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection, QuadMesh
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Annotation
 from torch import nn
 
 from largebatch.distributed.serial import Serial
@@ -26,16 +24,13 @@ from largebatch.report.charts import (
     draw_confusion,
     draw_drift,
     draw_loss,
-    draw_norm,
     draw_ratios,
     draw_system,
     draw_waits,
     scale_end,
 )
 from largebatch.report.course import POINTS, ceiling, thin
-from largebatch.report.page import charts_of
 from largebatch.report.run import Run, read_run
-from largebatch.report.style import HIGH, LOW
 from largebatch.tracking.events import SYSTEM
 
 
@@ -63,21 +58,6 @@ def test_figures_show_what_the_log_holds(tmp_path: Path) -> None:
     drawn = [np.asarray(line.get_xydata()).tolist() for line in losses.lines]
     assert [[found.step, found.loss] for found in run.evaluations] in drawn
     assert rates.get_yticks().tolist() == [0, max(step.lr for step in run.steps)]
-
-
-def test_names_of_lines_stay_apart_in_a_font_that_is_a_quarter_wider(tmp_path: Path) -> None:
-    """A page is laid out with the fonts of the machine that trained and read on another."""
-    figure = Figure((9, 4))
-    draw_loss(figure, read_run(fake_runs.full_run(tmp_path / "run")))
-    figure.canvas.draw()
-    words = ("↑ Loss", "training", "validation")
-    boxes = {
-        text.get_text(): text.get_window_extent()
-        for text in figure.findobj(Text)
-        if text.get_text() in words
-    }
-    for left, right in itertools.pairwise(words):
-        assert boxes[right].x0 > boxes[left].x0 + 1.25 * boxes[left].width
 
 
 def test_thinning_keeps_every_extreme_and_passes_over_what_is_not_finite() -> None:
@@ -158,11 +138,6 @@ def mesh(axes: Axes) -> QuadMesh:
     return found
 
 
-def shown(cells: QuadMesh, value: float) -> tuple[float, ...]:
-    """Return the colour that a change has: red, green, blue, opacity."""
-    return tuple(np.asarray(cells.to_rgba(np.array([value])))[0].tolist())
-
-
 def test_every_cell_is_a_number_of_the_log(tmp_path: Path) -> None:
     folder = fake_runs.like_resnet50(tmp_path / "run")
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
@@ -192,29 +167,6 @@ def test_the_drift_of_a_layer_is_in_the_figure(tmp_path: Path) -> None:
         np.testing.assert_allclose(cells, [np.quantile(expected, QUANTILES)], rtol=1e-6)
 
 
-def test_no_change_has_no_colour_and_the_two_directions_have_their_own(tmp_path: Path) -> None:
-    figure = drawn(read_run(fake_runs.full_run(tmp_path / "run")))
-    for axes in figure.axes[:2]:
-        cells = mesh(axes)
-        low, high = cells.get_clim()
-        assert low == -high
-        for value, colour in ((low, LOW), (high, HIGH)):
-            assert shown(cells, value) == to_rgba(colour)
-        assert shown(cells, 0.0)[3] == 0
-        assert shown(cells, high / 2)[:3] == to_rgba(HIGH)[:3]
-        assert 0.4 < shown(cells, high / 2)[3] < 0.6
-
-
-def test_the_scale_above_each_panel_names_its_unit_and_its_ends(tmp_path: Path) -> None:
-    figure = drawn(read_run(fake_runs.full_run(tmp_path / "run")))
-    titles = [axes.get_title() for axes in figure.axes[2:]]
-    assert titles == ["Mean: (polished − running) / running σ", "Variance: ln(polished / running)"]
-    for panel, bar in zip(figure.axes[:2], figure.axes[2:], strict=True):
-        end = mesh(panel).get_clim()[1]
-        labels = [label.get_text() for label in bar.get_xticklabels()]
-        assert labels == [f"−{end:g}", "0", f"+{end:g}"]
-
-
 def test_a_scale_ends_at_the_largest_change_unless_few_are_far_larger() -> None:
     usual = np.random.default_rng(0).uniform(-0.4, 0.4, size=(53, 5))
     end = scale_end(usual)
@@ -225,45 +177,6 @@ def test_a_scale_ends_at_the_largest_change_unless_few_are_far_larger() -> None:
     assert scale_end(np.full((2, 5), math.nan)) == 0.01
     assert scale_end(np.array([123.4])) == 130
     assert scale_end(np.array([0.3])) == 0.3
-
-
-def test_a_change_that_is_no_number_is_a_dash_and_takes_no_part_in_the_scale(
-    tmp_path: Path,
-) -> None:
-    run = FakeRun(tmp_path / "run")
-    run.drift(["bn1", "bn2"])
-    layers = run.records[-1]["layers"]
-    layers[1]["ratio_quantiles"] = [None, -0.2, 0.0, 0.1, None]
-    layers[0]["ratio_quantiles"] = [0.0] * 5
-    axes = drawn(read_run(run.write())).axes[1]
-    assert [(text.get_text(), text.get_position()) for text in axes.texts] == [
-        ("–", (0.5, 1.5)),
-        ("–", (4.5, 1.5)),
-    ]
-    assert mesh(axes).get_clim()[1] == 0.2
-
-
-def test_layers_are_named_one_by_one_where_there_is_room_and_by_group_elsewhere(
-    tmp_path: Path,
-) -> None:
-    run = read_run(fake_runs.like_resnet50(tmp_path / "run"))
-    names = {}
-    for height in (4, 20):
-        axes = drawn(run, height=height).axes[0]
-        names[height] = [label.get_text() for label in axes.get_yticklabels()]
-        assert len(axes.lines) == 4  # between five groups
-    assert names[4] == ["bn1", "layer1", "layer2", "layer3", "layer4"]
-    assert names[20] == fake_runs.RESNET50
-    assert len(names[20]) == 53
-
-
-def test_statistics_that_were_measured_again_replace_those_before(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    run.drift(["bn1"])
-    run.start(600)
-    run.drift(["bn2"])
-    (label,) = drawn(read_run(run.write())).axes[0].get_yticklabels()
-    assert label.get_text() == "bn2"
 
 
 LAYERS = ["conv1.weight", "layer1.0.conv1.weight", "fc.weight"]
@@ -308,15 +221,6 @@ def test_the_heat_map_has_a_row_for_each_layer_and_medians_of_its_ratios(tmp_pat
     assert bar.get_title() == "Trust ratio"
 
 
-def test_the_norm_is_drawn_from_0_on(tmp_path: Path) -> None:
-    figure = Figure((13, 4))
-    draw_norm(figure, monitored(tmp_path / "run"))
-    (axes,) = figure.axes
-    drawn: Any = axes.lines[-1]
-    assert set(drawn.get_ydata()) == {5.0}
-    assert axes.get_ylim()[0] == 0
-
-
 def test_the_workers_are_drawn_as_their_median_and_extremes(tmp_path: Path) -> None:
     """Charts show only measured values: none of a GPU without one."""
     figure = Figure((13, 4))
@@ -329,26 +233,6 @@ def test_the_workers_are_drawn_as_their_median_and_extremes(tmp_path: Path) -> N
     assert list(memory.lines[0].get_ydata()) == [2.0] * 4
     ends = processor.collections[0].get_paths()[0].vertices
     assert {*np.asarray(ends)[:, 1]} >= {100.0, 300.0, 400.0, 500.0}
-
-
-def test_a_run_has_the_charts_of_what_it_monitored(tmp_path: Path) -> None:
-    run, plain = monitored(tmp_path / "one", steps=40), FakeRun(tmp_path / "two", workers=3)
-    plain.train(0, 40)
-    assert {"ratios", "norm", "system"} <= set(charts_of(run))
-    assert list(charts_of(read_run(plain.write()))) == ["loss", "throughput"]
-
-
-def test_what_a_resumed_run_did_again_is_not_drawn_twice(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", workers=3)
-    run.train(0, 40)
-    columns = {name: [1.0] for name in SYSTEM}
-    for step, used in ((0, 1.0), (20, 2.0), (30, 3.0)):
-        again = {**columns, "cpu_percent": [used]}
-        run.records.append({"event": "system", "stage": "train", "step": step, **again})
-    run.records.append({**run.records[0], "resume_step": 20})
-    run.records.append({"event": "system", "stage": "train", "step": 20, **columns})
-    found = read_run(run.write()).system
-    assert [(used.step, used.cpu_percent) for used in found] == [(0, (1.0,)), (20, (1.0,))]
 
 
 def a_run(folder: Path, *, classes: int = 10, wrong: tuple[int, ...] = (3, 13, 14)) -> FakeRun:
@@ -366,15 +250,3 @@ def test_the_matrix_is_drawn_with_its_numbers(tmp_path: Path) -> None:
     assert drawn.pop((4, 3)) == "2"
     assert drawn.pop((5, 4)) == "1"
     assert drawn == {(k, k): {3: "34", 4: "35"}.get(k, "36") for k in range(10)}
-
-
-@pytest.mark.parametrize(("points", "rotation"), [(960, 0), (340, 90)])
-def test_names_below_the_matrix_are_turned_where_they_would_meet(
-    points: int, rotation: int, tmp_path: Path
-) -> None:
-    run = a_run(tmp_path / "run", classes=5)
-    run.classes = [f"class {number} of 5" for number in range(5)]
-    figure = Figure(figsize=(points / 72, 4))
-    draw_confusion(figure, read_run(run.write()))
-    (axes,) = figure.axes
-    assert {text.get_rotation() for text in axes.get_xticklabels()} == {rotation}

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,12 @@ import numpy as np
 import pytest
 from fake_runs import RECIPE, SMALL_RESNET, FakeRun, give_recipe
 from html_pages import Parsed
-from matplotlib.figure import Figure
 
 from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
 from largebatch.recipe.loading import load_recipe
 from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs, describe, make_comparison_page
-from largebatch.report.course import EVALUATIONS, POINTS
-from largebatch.report.pages import Chart
 
 
 def ended_at(folder: Path, *top1: float) -> Path:
@@ -80,18 +76,6 @@ def test_what_a_resumed_run_did_again_is_counted_once(tmp_path: Path) -> None:
     (compared,) = compare_runs([fake_runs.resumed(tmp_path / "run")]).runs
     np.testing.assert_allclose(compared.evaluated.seconds, [300 * 0.12 + 0.2, 600 * 0.12 + 0.4])
     assert max(compared.updates.values["rate"]) < 2_000
-
-
-def test_an_older_log_without_seconds_has_them_from_its_images_per_second(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", clean_steps=0, steps=4)
-    run.train(0, 4, rate=960.0)
-    for record in run.records:
-        if record["event"] == "step":
-            del record["step_seconds"]
-            record["images_per_second"] = 960.0
-    run.end("train", 4, 0.5)
-    (compared,) = compare_runs([run.write()]).runs
-    np.testing.assert_allclose(compared.evaluated.seconds, [0.4 + 0.2])
 
 
 def test_a_discarded_stage_is_in_no_curve_and_a_polished_checkpoint_has_no_time(
@@ -183,17 +167,6 @@ def test_held_out_images_are_other_ones_than_the_validation_images(tmp_path: Pat
     ]
 
 
-def test_class_names_distinguish_data_sets_of_one_size(tmp_path: Path) -> None:
-    for name, classes in (("a", "0123456789"), ("b", "ABCDEFGHIJ")):
-        run = FakeRun(tmp_path / name, clean_steps=0)
-        run.classes = list(classes)
-        run.train(0, 600)
-        run.end("train", 600, 0.9, wrong=range(36))
-        run.write()
-    groups = compare_runs([tmp_path / "a", tmp_path / "b"]).groups
-    assert [group.data.partition("(")[2] for group in groups] == ["0, 1, 2, ...)", "A, B, C, ...)"]
-
-
 def test_a_stage_has_ended_where_its_end_was_recorded(tmp_path: Path) -> None:
     paused = FakeRun(tmp_path / "paused", steps=600)
     paused.train(0, 100)
@@ -255,14 +228,6 @@ def test_recipes_run_with_several_seeds_have_means_and_deviations(tmp_path: Path
     assert "±" not in " ".join(sentences(folders[0], folders[3]))
 
 
-def test_folders_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
-    folders = [ended_at(tmp_path / name / "run", 0.9) for name in ("a", "b")]
-    long = ended_at(tmp_path / ("x" * 200), 0.9)
-    labels = [one.label for one in compare_runs([*folders, long]).runs]
-    assert labels[:2] == ["a/run", "b/run"]
-    assert len(labels[2]) <= 48
-
-
 def test_a_damaged_run_is_left_out_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,18 +259,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, names: list[str], na
         (tmp_path / name).mkdir()
     with pytest.raises(LargebatchError, match=str(tmp_path / named)):
         compare_runs([tmp_path / name for name in names])
-
-
-def test_the_comparison_is_written_where_it_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("largebatch.report.pages.Page.html", lambda _: "page")
-    runs = [str(ended_at(tmp_path / name, 0.9)) for name in ("a", "b")]
-    monkeypatch.chdir(tmp_path)
-    for words, path in (([], "compare.html"), (["--out", "there"], "there/compare.html")):
-        assert main(["report", *runs, *words]) == DONE
-        assert capsys.readouterr().out == f"{path}\n"
-        assert Path(path).read_text() == "page"
 
 
 @pytest.fixture(scope="module")
@@ -340,50 +293,3 @@ def test_the_page_has_a_row_and_a_line_for_each_run(runs: list[Path], tmp_path: 
     charts = ["Accuracy", "Loss", "Training speed", "Stages"]
     assert page.headings == ["2 runs compared", "Runs", *charts, "What differs"]
     assert page.series_of("g") == {"0", "1"}
-
-
-def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", clean_steps=0)
-    run.curve(600, best=0.9)
-    run.end("train", 600, 0.95)
-    scales = []
-    for name, loss in (("plain", 1.5), ("wild", 114.0)):
-        next(record for record in run.records if record["event"] == "evaluation")["loss"] = loss
-        run.folder = tmp_path / name
-        page = make_comparison_page(compare_runs([run.write()]))
-        figure = Figure((9, 4))
-        for section in page.sections:
-            for part in section.parts:
-                if isinstance(part, Chart) and part.name == "loss":
-                    part.draw(figure)
-        scales.append({axes.get_yscale() for axes in figure.axes})
-    assert scales == [{"linear"}, {"log"}]
-
-
-def test_curves_of_any_length_are_thinned_to_what_a_chart_shows(tmp_path: Path) -> None:
-    number = EVALUATIONS + 500
-    run = FakeRun(tmp_path / "run", clean_steps=0, steps=number)
-    run.train(0, number)
-    for step in range(1, number):
-        run.evaluate("train", step, 0.9 * step / number)
-    run.end("train", number, 0.95)
-    (compared,) = compare_runs([run.write()]).runs
-    thinned = compared.evaluated.thinned()
-    assert len(thinned.step) == EVALUATIONS
-    assert (thinned.step[0], thinned.step[-1]) == (1, number)
-    assert thinned.values["top1"][-1] == pytest.approx(95)
-    assert len(compared.updates.step) <= POINTS
-
-
-def test_runs_of_any_kind_make_a_page(tmp_path: Path) -> None:
-    kinds: list[Callable[[Path], Path]] = [
-        fake_runs.failed_at_once,
-        fake_runs.interrupted_after_one_step,
-        fake_runs.diverged,
-        fake_runs.killed,
-        fake_runs.polished_checkpoint,
-    ]
-    for place, make in enumerate(kinds):
-        make(tmp_path / str(place))
-    folders = sorted(tmp_path.iterdir())
-    assert "<h1>5 runs compared</h1>" in make_comparison_page(compare_runs(folders)).html()

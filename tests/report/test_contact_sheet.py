@@ -91,16 +91,6 @@ def test_a_row_shows_one_image_in_training_and_clean(folder: Path) -> None:
         assert all(torch.equal(image, clean) for image in row)
 
 
-def test_flips_and_crops_differ_from_pass_to_pass(folder: Path) -> None:
-    for row in show(opened(recipe(), folder)).training:
-        assert len({image.numpy().tobytes() for image in row}) == PASSES
-
-
-def test_a_short_run_shows_no_pass_it_does_not_make(folder: Path) -> None:
-    changes = ["duration.epochs=4", "polish.clean.epochs=1"]
-    assert {len(row) for row in show(opened(recipe(*changes), folder)).training} == {3}
-
-
 def find(sheet: Pixels, tile: Pixels) -> list[tuple[int, int]]:
     """Return the places where a part of the sheet is exactly this."""
     height, width = tile.shape[:2]
@@ -139,24 +129,6 @@ def words_of(monkeypatch: pytest.MonkeyPatch, chosen: Recipe, folder: Path) -> l
     pipeline = opened(chosen, folder)
     draw_sheet(show(pipeline), chosen, pipeline.plan)
     return words
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param([], "last 4 updates", id="clean epochs"),
-        pytest.param(["polish=null"], "not in this recipe", id="no polishing"),
-        pytest.param([], "class-2", id="class names"),
-        pytest.param([], "50% to 100% of the area", id="crops"),
-        pytest.param(["data.eval_resize=24"], "short side 24, centre 20 x 20", id="centre"),
-        pytest.param(["data.flip=false"], "never mirrored", id="no flips"),
-    ],
-)
-def test_the_sheet_describes_the_augmentation(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], expected: str
-) -> None:
-    words = words_of(monkeypatch, recipe(*changes), folder)
-    assert any(expected in text for text in words), words
 
 
 def test_the_sheet_shows_the_values_that_the_model_gets(

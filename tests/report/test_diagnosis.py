@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import fake_runs
 import numpy as np
@@ -22,7 +21,6 @@ from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.report.diagnosis import (
     RULES,
     Cause,
-    Kind,
     epochs_factor,
     find_causes,
     order,
@@ -49,13 +47,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_are_twenty_faults_and_ten_healthy_runs_half_of_them_held_out() -> None:
-    faults = [case for case in CASES if case.cause]
-    assert (len(faults), len(CASES) - len(faults)) == (20, 10)
-    assert sum(case.held_out for case in faults) == 10
-    assert len({case.cause for case in faults}) == 9
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_first_cause_of_a_recorded_run_is_its_fault_and_healthy_ones_have_none(
     case: Case, recorded: Path
@@ -68,15 +59,9 @@ def test_the_first_cause_of_a_recorded_run_is_its_fault_and_healthy_ones_have_no
         assert causes[0].kind == case.cause
     else:
         assert not [cause for cause in causes if cause.harms]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_verdict_has_the_causes_that_harm(case: Case, recorded: Path) -> None:
     run = read_run(recorded / case.name)
-    harmful = [cause for cause in find_causes(record_of(run)) if cause.harms]
-    found = verdict(run)
-    assert found.good == (run.finished and not harmful)
-    assert not run.finished or not harmful or harmful[0].figure in found.words
+    alone = [cause for cause in find_causes(record_of(run)) if cause.harms]
+    assert verdict(run).good == (run.finished and not alone)
 
 
 def course(*losses: float, updates: int = 400, **known: object) -> Record:
@@ -175,19 +160,6 @@ def test_statistics_are_suspected_where_only_training_data_is_ever_fitted() -> N
     assert kinds(replace(off, recipe=recipe)) == ["generalisation gap"]
 
 
-def test_overfitting_that_stays_above_half_of_guessing_is_a_gap_and_not_statistics() -> None:
-    record = course(2.2, 0.2, 0.02)
-    overfit = validated(record, [2.1, 1.3, 1.2, 1.5, 2.0], [0.4, 0.5, 0.6, 0.6, 0.61])
-    assert kinds(overfit) == ["generalisation gap"]
-
-
-def test_where_one_batch_and_number_of_updates_is_unknown_the_first_is_judged() -> None:
-    run = replace(course(2.3, 0.1), batch=96)
-    log = replace(course(2.3, 0.1), step=np.full(400, math.nan))
-    assert [it.batch for it in order(run, log)] == [96, None]
-    assert [it.batch for it in order(log, run)] == [None, 96]
-
-
 def test_a_network_that_learned_nothing_has_no_statistics_to_suspect() -> None:
     level = validated(course(2.28, 2.28), [2.31, 2.31], [0.1, 0.1])
     assert kinds(level) == ["fewer updates"]
@@ -197,12 +169,6 @@ def test_classes_are_not_lost_in_a_run_that_is_underfit(tmp_path: Path) -> None:
     record = record_of(read_run(fake_runs.learned_nothing(tmp_path / "run")))
     lost = replace(record, loss=np.full_like(record.loss, 2.0), val_loss=record.val_loss * 0 + 2.0)
     assert not {"class lost", "weak classes"} & set(kinds(lost))
-
-
-def test_a_validation_loss_without_an_epoch_is_judged_too() -> None:
-    record = replace(course(2.3, 0.1), val_epoch=np.array([math.nan]))
-    lost = replace(record, val_loss=np.array([math.inf]), top1=np.array([0.1]))
-    assert find_causes(lost)[0].kind == "statistics off"
 
 
 def test_a_run_that_did_not_finish_is_not_said_to_need_more_updates(tmp_path: Path) -> None:
@@ -248,14 +214,8 @@ def test_exact_statistics_that_raise_top1_are_named_and_do_no_harm(tmp_path: Pat
         pytest.param(
             fake_runs.learned_nothing, ["11.00 %", "10.00 %", "1.98"], id="nothing learned"
         ),
-        pytest.param(fake_runs.polished_checkpoint, ["96.00 %"], id="polished"),
         pytest.param(fake_runs.paused, ["40 of 600 steps", "--resume"], id="paused"),
-        pytest.param(
-            fake_runs.interrupted_after_one_step, ["1 of 600 steps", "--resume"], id="interrupted"
-        ),
         pytest.param(fake_runs.diverged, ["40 of 600 steps", "at step 39"], id="diverged"),
-        pytest.param(fake_runs.interrupted_after_a_skipped_step, ["40 of 600"], id="skipped"),
-        pytest.param(fake_runs.stopped_at_once, ["40 of 600 steps"], id="stopped"),
         pytest.param(fake_runs.killed, ["killed", "600 of 600 steps"], id="killed"),
     ],
 )
@@ -381,14 +341,6 @@ def test_one_hard_class_among_many_and_a_class_of_few_images_are_usual(tmp_path:
         assert verdict(read_run(run.write())).good
 
 
-def test_every_kind_has_a_rule_and_every_rule_a_remedy_and_a_chart() -> None:
-    assert {rule.kind for rule in RULES} == set(get_args(Kind))
-    for rule in RULES:
-        assert rule.text
-        assert rule.remedy
-        assert rule.link in {"loss", "accuracy", "drift", "confusion", "noise", "waits"}
-
-
 SMALL = course(2.3, 1.2, 0.6, 0.3, 0.1, batch=96)
 
 
@@ -486,15 +438,6 @@ def test_statistics_are_added_only_where_the_recipe_has_none(tmp_path: Path) -> 
     ]
     with pytest.raises(LargebatchError, match="no cause found changes a key"):
         repaired(tmp_path / "b", causes=cause("statistics off"))
-
-
-def test_a_cause_without_a_defended_key_and_a_log_without_recipe_change_nothing(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(LargebatchError, match="no cause found changes a key"):
-        repaired(tmp_path / "a", causes=cause("class lost"))
-    with pytest.raises(LargebatchError, match="has no recipe that can be read"):
-        repair(SMALL, cause("diverged"))
 
 
 @pytest.mark.parametrize("size", [5, 6, 13])

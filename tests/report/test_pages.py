@@ -22,7 +22,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.style import COLOURS, DARK, LIGHT
+from largebatch.report.style import DARK, LIGHT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -116,24 +116,6 @@ def test_a_page_loads_nothing_and_has_a_script_only_if_it_has_a_table_that_sorts
     assert "script-src" not in plain
     assert Parsed(plain).tables == {"": [["Stage", "Top-1"], ["train", "97 → 98"]]}
     assert "&lt;x&gt;" in plain
-
-
-def test_the_text_for_a_terminal_has_the_printed_columns_and_the_findings() -> None:
-    assert made().text().splitlines() == [
-        "Policy                        Top-1, %",
-        "a                                91.50",
-        "b                                    –",
-        f"{HOSTILE}     93.25",
-        "a is best.",
-    ]
-
-
-def test_series_look_different_and_repeat_their_colours_with_dashes() -> None:
-    number = 5 * len(COLOURS)
-    looks = [series(place, str(place)) for place in range(number)]
-    assert len({(one.colour, one.dash) for one in looks}) == number
-    assert not looks[0].dash
-    assert looks[0].variable == "var(--train)"
 
 
 def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 import errno
 import html
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import fake_runs
 import matplotlib as mpl
@@ -17,13 +15,10 @@ from html_pages import Parsed
 from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.errors import CheckpointError, MissingPackageError
 from largebatch.report import write_report
 from largebatch.report.page import charts_of, describe_waits, headlines, make_page
 from largebatch.report.pages import Headline
 from largebatch.report.run import Run, read_run
-from largebatch.report.style import COLOURS, DARK, LIGHT, MARKERS
-from largebatch.tracking.events import StageName
 
 Make = Callable[[Path], Path]
 
@@ -43,12 +38,11 @@ def more(make: Make) -> Any:  # noqa: ANN401 -- pytest's own type
     "make",
     [
         fake_runs.full_run,
-        fake_runs.interrupted_after_one_step,
         fake_runs.failed_at_once,
-        fake_runs.polished_checkpoint,
         *map(
             more,
             [
+                fake_runs.interrupted_after_one_step, fake_runs.polished_checkpoint,
                 fake_runs.train_only, fake_runs.statistics_that_hurt, fake_runs.like_resnet50,
                 fake_runs.resumed, fake_runs.interrupted_while_clean, fake_runs.diverged,
                 fake_runs.interrupted_after_a_skipped_step, fake_runs.killed, fake_runs.decided,
@@ -95,13 +89,6 @@ def test_the_page_shows_the_numbers_of_the_run(tmp_path: Path) -> None:
     ]
     for shown in ("4f2a9c1d5e6b+", "0.75 GiB", "eta: 0.02", *values):
         assert shown in text, shown
-
-
-@pytest.mark.parametrize("stage", get_args(StageName))
-def test_every_stage_has_a_colour_and_a_marker(stage: StageName) -> None:
-    assert LIGHT[stage] == COLOURS[stage] != DARK[stage]
-    assert list(COLOURS.values()).count(COLOURS[stage]) == 1
-    assert list(MARKERS.values()).count(MARKERS[stage]) == 1
 
 
 @pytest.mark.parametrize(
@@ -217,22 +204,6 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
 
 
 @pytest.mark.usefixtures("no_drawings")
-@pytest.mark.parametrize(
-    ("make", "explained"),
-    [
-        pytest.param(fake_runs.train_only, [], id="not polished"),
-        pytest.param(fake_runs.full_run, ["clean", "statistics"], id="the quickstart's"),
-        pytest.param(fake_runs.decided, ["clean", "ema", "affine", "statistics"], id="all"),
-    ],
-)
-def test_only_stages_that_a_run_has_are_explained(
-    make: Make, explained: list[str], tmp_path: Path
-) -> None:
-    page = make_page(read_run(make(tmp_path / "run")))
-    assert re.findall(r"In (clean|ema|swa|affine|statistics), ", page) == explained
-
-
-@pytest.mark.usefixtures("no_drawings")
 def test_the_causes_of_a_bad_run_are_a_table_with_links_to_their_charts(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", clean_steps=0)
     run.train(0, 600)
@@ -330,27 +301,6 @@ def test_every_note_of_a_stage_is_on_the_page_until_it_runs_again(tmp_path: Path
     assert [note.step for note in read_run(run.write()).notes] == [610, 620]  # still happened
 
 
-@pytest.mark.usefixtures("no_drawings")
-def test_of_many_notes_the_last_are_on_the_page_and_the_others_counted(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    for step in range(60):
-        run.add("note", kind="update skipped", stage="train", step=step, text="skipped")
-    run.end("train", 600, 0.9)
-    page = make_page(read_run(run.write()))
-    assert page.count("skipped.") == 50
-    assert "10 earlier notes" in page
-
-
-def test_values_of_extensions_are_on_the_page(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    lost = [{"learner": 1, "update": 1037, "silent": False}]
-    extra = {"protocol": {"gradients": [1200, 480], "lost": lost}, "empty": {"lost": []}}
-    page = make_page(read_run(run.write(extra=extra)))
-    assert Parsed(page).headings[1:] == ["Recipe", "Protocol", "Environment"]
-    for shown in ("1,200 · 480", "learner 1, update 1,037, silent false"):
-        assert f"<dd>{shown}</dd>" in page
-
-
 def test_sections_that_a_run_does_not_have_are_absent(tmp_path: Path) -> None:
     """A file that an earlier part of the run left is removed, too."""
     folder = fake_runs.failed_at_once(tmp_path / "run")
@@ -377,21 +327,3 @@ def test_a_report_of_a_folder_that_is_only_read_is_written_elsewhere(
     monkeypatch.setattr("largebatch.report.page.save_png", refuse)
     assert main(["report", str(folder)]) == USER
     assert f"{folder}: " in capsys.readouterr().err
-
-
-def test_the_report_of_one_run_makes_no_folder_of_a_page_s_name(tmp_path: Path) -> None:
-    folder = fake_runs.failed_at_once(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"a\.html"):
-        write_report(folder, tmp_path / "a.html")
-    assert not (tmp_path / "a.html").exists()
-
-
-def test_without_matplotlib_the_error_names_it_and_importing_the_report_does_not_import_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import sys, largebatch.report; sys.exit('matplotlib' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    folder = fake_runs.failed_at_once(tmp_path / "run")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingPackageError, match="matplotlib"):
-        write_report(folder)

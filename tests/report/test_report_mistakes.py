@@ -77,7 +77,7 @@ def test_the_classes_of_the_lowest_accuracy_come_first() -> None:
     assert by_class(found) == [("never", 0, 2), ("a", 3, 4), ("b", 9, 10)]
 
 
-@pytest.mark.parametrize(("classes", "drawn"), [(10, 2), (40, 2), (41, 0), (360, 0)])
+@pytest.mark.parametrize(("classes", "drawn"), [(40, 2), (41, 0)])
 def test_a_matrix_too_large_to_be_read_is_not_drawn_but_its_pairs_are_listed(
     classes: int, drawn: int, tmp_path: Path
 ) -> None:
@@ -125,11 +125,6 @@ def test_names_of_classes_are_shown_and_never_interpreted(tmp_path: Path) -> Non
     assert 'onerror="' not in page
 
 
-def test_a_model_without_a_mistake_has_no_such_section(tmp_path: Path) -> None:
-    page = make_page(read_run(a_run(tmp_path / "run", wrong=()).write()))
-    assert 'id="confusion"' not in page
-
-
 def test_the_mistakes_shown_are_those_of_the_stage_that_was_kept(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     run.end("statistics", 0, 0.5, wrong=range(180))
@@ -139,9 +134,3 @@ def test_the_mistakes_shown_are_those_of_the_stage_that_was_kept(tmp_path: Path)
     assert found.last_stage.name == "train"
     assert found.final_mistakes is not None
     assert found.final_mistakes.stage == "train"
-
-
-def test_a_resumed_run_forgets_the_mistakes_it_will_make_again(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.start(599)
-    assert read_run(run.write()).mistakes == ()

@@ -41,18 +41,6 @@ def test_a_resumed_run_forgets_the_drift_it_will_measure_again(
     assert (read_run(run.write()).drift is not None) == kept
 
 
-def test_a_resumed_run_forgets_the_gap_it_will_measure_again(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    numbers = {"samples": 9, "top1": 1.0, "loss": None}
-    for step in (300, 600):
-        run.add("generalization_gap", stage="train", step=step, gap=None, **numbers)
-    (last,) = read_run(run.write()).gaps
-    assert (last.step, math.isnan(last.gap)) == (600, True)
-    run.start(400)
-    run.folder = tmp_path / "resumed"
-    assert read_run(run.write()).gaps == ()
-
-
 GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1": 0, "top5": 0, '
 
 
@@ -83,12 +71,6 @@ def test_the_line_a_killed_run_was_writing_is_passed_over(tmp_path: Path) -> Non
     whole = read_run(log.parent)
     log.write_text(log.read_text() + '{"event": "st')
     assert read_run(log.parent) == whole
-
-
-def test_other_events_are_passed_over(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    run.add("checkpoint", step=3)
-    assert read_run(run.write()).steps == ()
 
 
 @pytest.mark.parametrize("files", [{}, {"log.jsonl": ""}])

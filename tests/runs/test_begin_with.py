@@ -3,13 +3,12 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from on_forked_workers import on_forked_workers
 from safetensors.torch import save_file
 from short_runs import DIGITS, content, log, weights
 from torch import Tensor
@@ -19,7 +18,6 @@ from largebatch.cli.main import main
 from largebatch.errors import CheckpointError
 from largebatch.models import zoo
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
 
 NET: dict[str, Any] = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 NO_STEP = "schedule={peak_lr: 1e-30, warmup: null, decay: {kind: constant}}"
@@ -68,30 +66,21 @@ def test_training_begins_with_the_weights_of_a_file(name: str, tmp_path: Path) -
     assert log(tmp_path / "run", "start")[0]["weights_sha256"] == digest
 
 
-@pytest.mark.long
-def test_two_workers_train_from_a_file_as_one_does(tmp_path: Path) -> None:
+def train_where_worker_0_has_the_file(folder: Path) -> None:
+    if os.environ["RANK"] == "1":
+        os.chdir(folder / "empty")
+    run(a_recipe("model.weights=theirs.pth"), out=folder / "two")
+
+
+def test_two_workers_train_from_a_file_as_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Worker 1 does not have the file at all: worker 0 gives it the weights."""
     theirs(tmp_path / "theirs.pth")
-    recipe = a_recipe("model.weights=theirs.pth")
     (tmp_path / "empty").mkdir()
-    program = (
-        "import os, sys; from largebatch.cli.main import main; import largebatch.runs.run\n"
-        "vars(sys.modules['largebatch.runs.record'])['write_report'] = lambda *_, **__: None\n"
-        "if os.environ.get('RANK') == '1': os.chdir('empty')\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    (tmp_path / "program.py").write_text(program)
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
-    words = ["--nproc-per-node=2", "program.py", "train", str(tmp_path / "recipe.yaml")]
-    words += ["--out", str(tmp_path / "two")]
-    done = subprocess.run(
-        [*torchrun, *words],
-        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    run(a_recipe(f"model.weights={tmp_path / 'theirs.pth'}"), out=tmp_path / "one")
+    monkeypatch.chdir(tmp_path)
+    on_forked_workers(train_where_worker_0_has_the_file, tmp_path, workers=2)
+    run(a_recipe("model.weights=theirs.pth"), out=tmp_path / "one")
     torch.testing.assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"))
     losses = [[step["loss"] for step in log(tmp_path / name, "step")] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -118,16 +107,6 @@ def test_a_resumed_run_and_evaluation_need_the_file_no_more(
     assert f"top-1 {resumed.top1:.2%}" in capsys.readouterr().out
 
 
-def test_a_run_resumed_before_its_first_checkpoint_begins_with_the_file(tmp_path: Path) -> None:
-    state = theirs(tmp_path / "theirs.pth")
-    recipe = a_recipe(f"model.weights={tmp_path / 'theirs.pth'}", NO_STEP)
-    run(recipe, out=tmp_path / "run", max_steps=1)
-    (saved,) = (tmp_path / "run/checkpoints").iterdir()
-    saved.unlink()
-    run(recipe, out=tmp_path / "run", resume=True)
-    assert_weights(weights(tmp_path / "run"), state)
-
-
 def test_a_checkpoint_of_ours_is_a_file_of_weights_too(tmp_path: Path) -> None:
     run(a_recipe("schedule.peak_lr=0.5"), out=tmp_path / "first")
     (path,) = (tmp_path / "first/checkpoints").iterdir()
@@ -151,12 +130,7 @@ def test_a_classifier_of_other_classes_is_refused_and_can_be_reinitialised(tmp_p
     assert 0.005 < found["fc.weight"].std().item() < 0.02
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_file_that_is_not_there_is_one_message(
-    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ["train", str(DIGITS), "--workers", str(workers), "--out", str(tmp_path / "run")]
-    assert main([*words, "--set", f"model.weights={tmp_path / 'none.pth'}"]) == 2
-    shown = capfd.readouterr().err
-    assert shown == f"largebatch: {tmp_path / 'none.pth'}: there is no such file of weights\n"
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="none.pth"):
+        run(a_recipe(f"model.weights={tmp_path / 'none.pth'}"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -40,13 +40,3 @@ def test_a_cpu_takes_the_usual_order_unless_the_recipe_has_another(
     kernels = [weight for weight in model.parameters() if weight.shape[2:] == (3, 3)]
     assert len(kernels) == 8
     assert all(kernel.is_contiguous(memory_format=expected) for kernel in kernels)
-
-
-def test_a_run_goes_on_in_another_memory_format(tmp_path: Path) -> None:
-    recipe = load_recipe("digits_96", [*NINE_LAYERS, "duration.epochs=1", "polish=null",
-                                       "schedule.warmup=null"])  # fmt: skip
-    whole = run(recipe, out=tmp_path / "whole")
-    run(recipe, out=tmp_path / "parts", max_steps=3)
-    other = recipe.with_execution(memory_format="channels_last")
-    resumed = run(other, out=tmp_path / "parts", resume="auto")
-    assert resumed.stages[-1].loss == pytest.approx(whole.stages[-1].loss, rel=1e-3)

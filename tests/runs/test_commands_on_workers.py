@@ -1,18 +1,15 @@
 """`evaluate` and `polish` on several local workers, started by --workers as `train` starts them."""
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from short_runs import CLEAN, STATISTICS, a_recipe, weights
+from short_runs import CLEAN, STATISTICS, a_recipe
 
 from largebatch import run
-from largebatch.cli.main import DONE, USER, main
+from largebatch.cli.main import DONE, main
 from largebatch.runs import build
 from largebatch.runs.options import Options
 
@@ -40,26 +37,6 @@ def test_evaluate_measures_on_two_workers_what_one_measures(
     assert "(360 images)" in together
 
 
-@pytest.mark.long
-def test_polish_measures_on_two_workers_what_one_measures(trained: Path, tmp_path: Path) -> None:
-    for workers in (1, 2):
-        out = tmp_path / str(workers)
-        words = ["polish", str(trained), "--out", str(out), "--workers", str(workers)]
-        assert main(words) == DONE
-        assert json.loads((out / "summary.json").read_text())["workers"] == workers
-    one, two = (weights(tmp_path / str(workers)) for workers in (1, 2))
-    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
-
-
-def test_what_the_user_can_fix_is_one_message_of_all_workers(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(tmp_path), "--workers", "2"]) == USER
-    assert capfd.readouterr().err == (
-        f"largebatch: {tmp_path}: this folder holds no checkpoints/step-*.safetensors\n"
-    )
-
-
 def test_threads_sleep_while_they_wait_unless_the_user_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,42 +48,12 @@ def test_threads_sleep_while_they_wait_unless_the_user_chose(
         assert os.environ["OMP_WAIT_POLICY"] == after
 
 
-IMPORTS = """
-import os
-import sys
-
-class Torch:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print(os.environ.get("OMP_WAIT_POLICY"))
-            sys.exit()
-
-sys.meta_path.insert(0, Torch())
-from largebatch import run
-"""
-"""A script that ends where it imports PyTorch, which reads the variable then."""
-
-
-def test_threads_of_run_sleep_too_for_they_begin_after_the_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for before, after in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        if before:
-            monkeypatch.setenv("OMP_WAIT_POLICY", before)
-        command = [sys.executable, "-c", IMPORTS]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout == f"{after}\n"
-
-
 @pytest.mark.parametrize(
     ("chosen", "cores", "warned"),
     [
         pytest.param({}, 2, True, id="too late"),
         pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, 2, False, id="chosen in time"),
-        pytest.param({"OMP_NUM_THREADS": "2"}, 2, True, id="threads chosen"),
         pytest.param({"OMP_NUM_THREADS": "1"}, 2, False, id="one thread chosen"),
-        pytest.param({}, 1, False, id="one thread"),
     ],
 )
 def test_a_program_whose_threads_spin_is_told_what_to_import_first(

@@ -17,7 +17,7 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.runs.checkpoints import find_checkpoint
-from largebatch.runs.export import export, timm_config
+from largebatch.runs.export import timm_config
 from largebatch.training.checkpoint import write_checkpoint
 
 
@@ -91,19 +91,6 @@ def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path
     assert "Classes by label: 0 `0`, 1 `1`, 2 `2`," in card
     found = safetensors.torch.load_file(out / "model.safetensors")
     torch.testing.assert_close(found, weights(trained["cifar_resnet8"]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_card_has_the_precision_of_its_accuracies(
-    precision: str, trained: dict[str, Path], tmp_path: Path
-) -> None:
-    """The weights in the file are fp32 in any case, and timm computes with them in fp32."""
-    checkpoint = find_checkpoint(trained["cifar_resnet8"])[1]
-    recipe = checkpoint.recipe.model_copy(update={"precision": precision})
-    export(write_checkpoint(tmp_path, replace(checkpoint, recipe=recipe)), tmp_path / "out")
-    card = (tmp_path / "out/README.md").read_text()
-    assert f"computed in {precision}" in card
-    assert ("weights are fp32" in card) == (precision != "fp32")
 
 
 @pytest.mark.parametrize("command", ["export", "polish --compare", "polish --compare --ema"])

@@ -2,23 +2,18 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import short_runs
 import torch
 from plain_images import load, shuffled, training_files
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
-from largebatch.data.index.index import read_folder
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.optional import require_torchvision
 from largebatch.runs.options import Options
@@ -68,12 +63,7 @@ def loaded(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "model"),
-    [
-        (".pth", "torchvision/resnet18"),
-        (".safetensors", "resnet10t"),
-        pytest.param(".pth", "resnet10t", marks=pytest.mark.long),
-        pytest.param(".safetensors", "torchvision/resnet18", marks=pytest.mark.long),
-    ],
+    [(".pth", "torchvision/resnet18"), (".safetensors", "resnet10t")],
 )
 def test_only_running_statistics_change_and_they_are_those_of_the_images(
     model: str, kind: str, tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
@@ -83,13 +73,7 @@ def test_only_running_statistics_change_and_they_are_those_of_the_images(
     before = saved(theirs, model=model)
     words = ["--model", model, "--weights", str(theirs), "--data", images, "--out", str(ours)]
     assert main(["polish", *words, *SMALL]) == DONE
-    first, *others = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in others] == ["top-5:", "loss:", "polished"]
-    assert re.fullmatch(
-        r"statistics were off by up to \S+ standard deviations \(layer \S+\) and a factor of \S+ "
-        r"in variance \(layer \S+\); top-1 \S+% -> \S+% on 360 validation images",
-        first,
-    )
+    first = capsys.readouterr().out.splitlines()[0]
     after = loaded(ours)
     assert largest_shift(before, after) in first
     changed = {name for name in before if not after[name].equal(before[name])}
@@ -216,48 +200,6 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes = ["duration={steps: 20}", "schedule.warmup={steps: 3}", "polish=null"]
-    recipe = load_recipe(DIGITS, [*changes, *short_runs.SMALL])
-    summary = run(recipe, out=tmp_path / "run")
-    before = digest(tmp_path / "run")
-    words = ["polish", "--compare", str(tmp_path / "run"), "--out", str(tmp_path / "table.json")]
-    assert main([*words, "--epochs", "0.4"]) == DONE
-    assert digest(tmp_path / "run") == before
-    lines = capsys.readouterr().out.splitlines()[-5:]
-    assert lines[0].split() == ["method", "top-1", "top-5", "loss", "seconds"]
-    assert [line.split()[0] for line in lines[1:]] == ["none", "statistics", "affine", "clean"]
-    rows = rows_of(tmp_path / "table.json")
-    assert (rows["none"]["top1"], rows["none"]["loss"]) == (summary.top1, summary.loss)
-    assert len({row["loss"] for row in rows.values()}) == 4
-    assert {mode: row["updates"] for mode, row in rows.items()} == {
-        "none": 0,
-        "statistics": 0,
-        "affine": 6,
-        "clean": 6,
-    }
-    assert rows["clean"]["lr"] == pytest.approx(0.001 * 96 / 256)
-    table = json.loads((tmp_path / "table.json").read_text())
-    told = json.loads((tmp_path / "run/summary.json").read_text())
-    assert {key: table[key] for key in ("commit", "versions")} == {
-        key: told[key] for key in ("commit", "versions")
-    }
-    folder = digits.write_digits()
-    assert table["data"] == {
-        "train": {"samples": 1437, "digest": read_folder(folder, "train").digest},
-        "val": {"samples": 360, "digest": read_folder(folder, "val").digest},
-    }
-
-    assert main(["polish", str(tmp_path / "run"), "--out", str(tmp_path / "polished")]) == DONE
-    polished = json.loads((tmp_path / "polished/summary.json").read_text())
-    assert polished["loss"] == pytest.approx(rows["statistics"]["loss"], rel=1e-6)
-    assert main(words) == USER
-    assert "table.json: exists already" in capsys.readouterr().err
-
-
-@pytest.mark.long
 def test_weights_of_other_programs_are_compared_and_stay_unchanged(
     tmp_path: Path, images: str
 ) -> None:
@@ -300,12 +242,3 @@ def test_a_model_with_auxiliary_classifiers_is_polished_and_not_compared(
     after = torch.load(tmp_path / "ours.pth")
     assert after["main.1.running_mean"].any()
     assert not after["side.running_mean"].any()
-
-
-def test_unknown_models_of_torchvision_and_unknown_tags_get_the_nearest() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'torchvision/resnet18"):
-        zoo.require_known("torchvision/resnet1")
-    with pytest.raises(RecipeError, match="timm has no model 'resnet50.a9_in1k'; did you mean"):
-        zoo.require_known("resnet50.a9_in1k")
-    zoo.require_known("resnet50.a1_in1k")
-    assert isinstance(zoo.build("torchvision/resnet18", num_classes=3, arguments={}), nn.Module)

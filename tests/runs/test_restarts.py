@@ -11,7 +11,6 @@ from killed import kill_worker
 from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log
 
 from largebatch import run
-from largebatch.cli.main import USER, main
 from largebatch.errors import BackendError, DataError, LargebatchError, WorkerFailedError
 from largebatch.runs import run as runs
 from largebatch.runs.options import Options
@@ -33,14 +32,6 @@ def test_resume_auto_does_not_begin_among_other_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(LargebatchError, match="already holds files"):
         run(a_recipe(CLEAN), out=tmp_path, resume="auto")
-
-
-@pytest.mark.parametrize("words", [["--resume"], ["--resume", "yes"], ["--resume", "auto"]])
-def test_resume_takes_its_own_words_and_no_recipe(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *words, "no.yaml", "--out", str(tmp_path)]) == USER
-    assert "no.yaml" in capsys.readouterr().err
 
 
 class Machine:

@@ -100,18 +100,14 @@ def test_two_horovod_workers_train_as_one_does(finished: dict[str, Path], tmp_pa
     assert (found["steps"], found["workers"], found["backend"]) == (10, 2, "horovod")
 
 
-@pytest.mark.parametrize("max_steps", [2, pytest.param(None, marks=pytest.mark.long)])
-def test_dali_trains_as_torchvision_does(
-    finished: dict[str, Path], tmp_path: Path, max_steps: int | None
-) -> None:
+def test_dali_trains_as_torchvision_does(finished: dict[str, Path], tmp_path: Path) -> None:
     """Pixels of enlarged digits differ by 1/255 at most; training makes more of it every step."""
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     recipe = load_recipe(DIGITS, [*CHANGES, "execution.cache=null", "execution.decoder=dali"])
-    result = run(recipe, out=tmp_path / "run", max_steps=max_steps)
+    run(recipe, out=tmp_path / "run", max_steps=2)
     ours, theirs = (log(folder, "step") for folder in (tmp_path / "run", finished["one"]))
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-4)
     assert ours[0]["loss"] != theirs[0]["loss"]
-    assert max_steps or (result.top1 or 0) > 0.85
 
 
 def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
@@ -182,8 +178,7 @@ def be_worker(recipe: Recipe, folder: Path, max_steps: int | None, resume: bool)
     return run(recipe, out=folder, max_steps=max_steps, resume=resume)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int) -> None:
+def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path) -> None:
     """Bit by bit, with dropout, and whatever step it was stopped at: here 7 and 16 of 20."""
     recipe = load_recipe(
         DIGITS,
@@ -193,10 +188,10 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
         ],
     )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run_on(workers, recipe, whole).status == "finished"
-    assert run_on(workers, recipe, parts, max_steps=7).status == "paused"
-    assert run_on(workers, recipe, parts, max_steps=16, resume=True).steps == 16
-    resumed = run_on(workers, recipe, parts, resume=True)
+    assert run_on(2, recipe, whole).status == "finished"
+    assert run_on(2, recipe, parts, max_steps=7).status == "paused"
+    assert run_on(2, recipe, parts, max_steps=16, resume=True).steps == 16
+    resumed = run_on(2, recipe, parts, resume=True)
     assert (resumed.status, resumed.steps, resumed.samples) == ("finished", 20, 20 * 96)
     assert [stage.name for stage in resumed.stages] == ["train", "clean", "statistics"]
     ours, other = last_state(parts), last_state(whole)
@@ -260,48 +255,10 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(workers: int, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_an_imagenet_recipe_starts_on_synthetic_images(tmp_path: Path) -> None:
     recipe = load_recipe(
-        DIGITS,
-        [
-            *("optimizer={kind: sgd}", "schedule.peak_lr=1e20", "schedule.warmup=null"),
-            *("polish=null", "duration={steps: 50}"),
-        ],
-    )
-    with pytest.raises(
-        DivergedError, match=r"became (nan|inf) at step \d+ .*lower schedule.peak_lr"
-    ):
-        run(recipe, workers=workers, out=tmp_path / "run")
-    assert summary(tmp_path / "run")["status"] == "failed"
-    assert "at step" in summary(tmp_path / "run")["diverged"]
-    assert log(tmp_path / "run", "step")[-1]["loss"] is None  # JSON has no word for it
-
-
-def test_a_run_that_is_stopped_at_once_reports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
-) -> None:
-    def stop(*_: object, **__: object) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("largebatch.runs.run.run_stages", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(load_recipe(DIGITS), out=tmp_path / "run")
-    assert summary(tmp_path / "run")["status"] == "stopped"
-    assert "The run was stopped after" in (tmp_path / "run/report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("resnet50_86016_fujitsu", marks=pytest.mark.long),
-        pytest.param("resnet50_32768_mlperf", marks=pytest.mark.long),
-        pytest.param("resnet50_512_nus", marks=pytest.mark.long),
-    ],
-)
-def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: str) -> None:
-    recipe = load_recipe(
-        FOLDER / "imagenet" / f"{name}.yaml",
+        FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml",
         [
             *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
             *("batch.global_batch=8", "batch.bn_span=4", "model.name=resnet50"),
@@ -333,14 +290,11 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert main(["polish", str(checkpoint), "--out", str(tmp_path / "polished")]) == 0
     shown = capsys.readouterr().out
     before, after = summary(tmp_path / "polished")["stages"]
-    assert "\nstatistics were off by up to " in shown
-    assert f"; top-1 {before['top1']:.2%} -> {after['top1']:.2%} on 360 validation im" in shown
+    assert f"top-1 {before['top1']:.2%} -> {after['top1']:.2%} on 360" in shown
     assert before["top1"] == summary(unpolished)["top1"]
     assert after["before"]["top1"] == before["top1"]
     (drift,) = log(tmp_path / "polished", "drift")
     assert drift["samples"] == 1437
-    worst = max(drift["layers"], key=lambda layer: layer["mean_shift"])
-    assert f"{worst['mean_shift']:.2g} standard deviations (layer {worst['name']})" in shown
     state = load_checkpoint(max((tmp_path / "polished/checkpoints").iterdir())).state["model"]
     same = load_checkpoint(checkpoint).state["model"]
     assert state["conv1.weight"].equal(same["conv1.weight"])
@@ -367,39 +321,6 @@ def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) ->
         assert main(words) == 0
         states.append(last_state(out)["model"])
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.long
-def test_weights_and_biases_follows_a_whole_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
-) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    recipe = load_recipe(
-        DIGITS,
-        [
-            *("duration={steps: 3}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}"),
-            *("tracking=[wandb]", *SMALL),
-        ],
-    )
-    run(recipe, out=tmp_path / "run")
-    (offline,) = (tmp_path / "run/wandb").glob("offline-run-*")
-    newest = max((tmp_path / "run/checkpoints").iterdir())
-    identity = load_checkpoint(newest).origin.trackers["wandb"]
-    assert identity is not None
-    assert offline.name.endswith(identity)
-    assert list(offline.glob("files/media/images/report_*.png"))
-
-
-@pytest.mark.long
-def test_torchrun_finds_its_workers(tmp_path: Path) -> None:
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert torchrun is not None
-    command = [torchrun, "--standalone", "--nproc-per-node=2", "-m", "largebatch", "train"]
-    words = [DIGITS, "--max-steps", "2", "--out", str(tmp_path / "run")]
-    subprocess.run([*command, *words], check=True, timeout=600)
-    assert summary(tmp_path / "run")["workers"] == 2
 
 
 def test_a_recipe_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,20 +351,6 @@ def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BackendError, match="RANK=1.*leave --workers 2 out"):
         run(load_recipe(DIGITS), workers=2)
-
-
-@pytest.mark.long
-def test_worst_images_that_cannot_be_read_again_do_not_fail_a_run_that_is_done(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, draws: None
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the database is closed")
-
-    monkeypatch.setattr("largebatch.runs.record.record_worst", fail)
-    recipe = a_recipe("statistics: {samples: 96}")
-    assert run(recipe, out=tmp_path / "run").status == "finished"
-    assert "left out of the report: the database is closed" in caplog.text
-    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -62,9 +62,7 @@ FORMS: dict[str, Callable[[State], Any]] = {
     "pytorch-cifar": lambda content: {"net": wrapped(content), "acc": 91.5, "epoch": 3},
     "Composer": lambda content: {"state": {"model": wrapped(content)}, "rng": [1]},
     "DeepSpeed": lambda content: {"module": content, "dp_world_size": 8},
-    "within": lambda content: {"model": {"state_dict": content, "name": "resnet10t"}},
     "Lightning": lambda content: {"state_dict": prefixed("model.", content), "loops": {}},
-    "two prefixes": lambda content: prefixed("module.model._orig_mod.", content),
     "a backbone and a head": lambda content: {
         ("head." if name.startswith("fc.") else "backbone.") + name: value
         for name, value in content.items()
@@ -84,7 +82,6 @@ FORMS: dict[str, Callable[[State], Any]] = {
     "a parallel part": lambda content: {
         name.replace("layer1.", "layer1.module."): value for name, value in content.items()
     },
-    "other values beside": lambda content: {**content, "epoch": 3, "arch": "resnet10t"},
     "NumPy beside": lambda content: {
         "state_dict": content,
         "best_acc1": np.float64(76.1),
@@ -153,10 +150,8 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
 @pytest.mark.parametrize(
     "content",
     [
-        pytest.param(lambda own: {"ema": own}, id="ema"),
         pytest.param(lambda own: {"ema": {"module": own, "updates": 3}}, id="ema.module"),
         pytest.param(lambda own: {"state": {"ema": wrapped(own)}}, id="state.ema"),
-        pytest.param(lambda own: {"model": {}, "ema_state_dict": own}, id="ema_state_dict"),
         pytest.param(
             lambda own: {"ema_state_dict": {"steps": torch.tensor(3), **wrapped(own)}},
             id="MMEngine",
@@ -227,11 +222,6 @@ def without_a_layer(content: State) -> State:
             lambda content: {**prefixed("student.", content), **prefixed("teacher.", content)},
             r"\d+ twice \(bn1.bias: student.bn1.bias and teacher.bn1.bias, .*",
             id="two networks",
-        ),
-        pytest.param(
-            lambda content: {**content, "layer4.9.conv1.weight": torch.ones(1)},
-            r"1 not known \(layer4.9.conv1.weight\)",
-            id="a layer more",
         ),
         pytest.param(
             lambda content: {**content, "fc.weight": torch.zeros(10, 512)},

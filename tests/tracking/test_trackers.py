@@ -306,9 +306,8 @@ def test_a_resumed_run_continues_if_mlflow_does_not_answer(
     assert (note["kind"], there in note["text"]) == ("tracker", True)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: str) -> None:
-    """Or all that was made where it knows nothing of the run; and nothing that was made again."""
+def test_mlflow_gets_what_parts_without_it_made(folder: Path, uri: str) -> None:
+    """Nothing that was made again is there twice."""
     from mlflow import MlflowClient
 
     updates = [replace(LAST, step=step, lr=float(step)) for step in range(7)]
@@ -321,7 +320,7 @@ def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: 
         [replace(BEGUN, resume_step=5), *updates[5:], FINISH],
     ]
     without: Any = Recorder()
-    trackers = iter([MLflow(folder, CONFIG) if known else without, without, without, None])
+    trackers = iter([MLflow(folder, CONFIG), without, without, None])
     follow(folder, parts, lambda: next(trackers) or MLflow(folder, CONFIG))
     identity = (folder / "mlflow-id").read_text()
     client = MlflowClient(uri)
@@ -331,16 +330,6 @@ def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: 
     assert [each.step for each in ratios] == list(range(7))
     for name in ("val/top1", "generalization/gap"):
         assert [each.step for each in client.get_metric_history(identity, name)] == [3]
-
-
-def test_a_run_with_an_id_unknown_to_mlflow_starts_another(folder: Path, uri: str) -> None:
-    from mlflow import MlflowClient
-
-    (folder / "mlflow-id").write_text("0" * 32)
-    follow(folder, [in_two_parts()[0]], lambda: MLflow(folder, CONFIG))
-    identity = (folder / "mlflow-id").read_text()
-    assert identity != "0" * 32
-    assert MlflowClient(uri).get_run(identity).info.status == "RUNNING"  # killed
 
 
 def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(
@@ -372,23 +361,3 @@ def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(
         assert [each.step for each in read.Scalars(name)] == [0, 1, 2, 3]
     kept = [each.path for each in client.list_artifacts(identity) if "safetensors" in each.path]
     assert kept == [max((out / "checkpoints").iterdir()).name]
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
-def test_mlflows_database_takes_a_run(
-    folder: Path, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow import MlflowClient
-
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.chdir(tmp_path)
-    bad: list[Event] = [BEGUN, replace(MONITORED[0], loss=math.nan), MONITORED[1], FINISH]
-    follow(folder, [bad], lambda: MLflow(folder, CONFIG))
-    client, identity = MlflowClient(uri), (folder / "mlflow-id").read_text()
-    history = client.get_metric_history(identity, "train/loss")
-    assert [each.step for each in history] == [0, 1]
-    assert math.isnan(history[0].value)
-    assert {each.path for each in client.list_artifacts(identity)} == {"report.html", "report.png"}

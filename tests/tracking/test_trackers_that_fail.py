@@ -22,12 +22,11 @@ from test_tracking import (
     FINISH,
     START,
     STEPS,
-    SUMMARY,
     read,
 )
 
 from largebatch import load_recipe, run
-from largebatch.errors import CheckpointError, TrackerError
+from largebatch.errors import TrackerError
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_recipe
 from largebatch.tracking.console import Console
@@ -36,7 +35,6 @@ from largebatch.tracking.events import (
     Drift,
     Evaluation,
     Event,
-    Finish,
     Note,
     Step,
     Tracker,
@@ -100,7 +98,6 @@ def test_a_tracker_that_fails_is_left_out_from_then_on(
         ("its-own", "ab12-cd", "its-own"),
         ("exp.3", None, "exp.3"),
         (None, "../../../etc", None),
-        (None, "..", None),
         ("a b\n", None, None),
         (None, None, None),
     ],
@@ -155,37 +152,9 @@ def test_an_id_of_the_environment_is_kept_or_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "project", "found"),
-    [
-        pytest.param(None, None, ("largebatch", "digits-1"), id="unset"),
-        pytest.param("", "", ("largebatch", "digits-1"), id="empty"),
-        pytest.param("Ada's", "lenses", ("lenses", "Ada's"), id="set"),
-    ],
-)
-def test_the_environment_names_run_and_project(
-    name: str | None,
-    project: str | None,
-    found: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for variable, value in {"WANDB_NAME": name, "WANDB_PROJECT": project}.items():
-        if value is None:
-            monkeypatch.delenv(variable, raising=False)
-        else:
-            monkeypatch.setenv(variable, value)
-    (tmp_path / "digits-1").mkdir()
-    there, _, wandb = fake(tmp_path / "digits-1", monkeypatch, "")
-    wandb.record(START)
-    assert there.named == found
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("WANDB_INIT_TIMEOUT", "soon"),
         ("WANDB_MODE", "garbage"),
-        ("WANDB_QUIET", "perhaps"),
         ("WANDB_PROJECT", "a/b"),
         ("WANDB_BASE_URL", "our server"),
         ("WANDB_API_KEY", f" {KEY}"),
@@ -224,26 +193,6 @@ def _place(event: Event) -> tuple[str, int]:
     return event.stage, event.step
 
 
-def test_a_note_at_the_end_stands_before_the_finish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, _, wandb = fake(tmp_path, monkeypatch, "finish")
-    short = Finish(time=FINISH.time, summary=replace(SUMMARY, stages=()))
-    with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as file:
-        trackers: list[Tracker] = [file, wandb]
-        for each in (START, short):
-            record(trackers, each)
-    assert [each.event for each in read(tmp_path / "log.jsonl")] == ["start", "note", "finish"]
-
-
-def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    """Without it there is no report."""
-    with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as tracker:
-        (tmp_path / "log.jsonl").unlink()
-        with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
-            record([tracker], STEPS[0])
-
-
 class Broken:
     """A tracker whose pipe is closed."""
 
@@ -274,15 +223,6 @@ def test_a_server_that_is_not_reached_leaves_an_offline_run(
     assert there.calls[-1] == "log"
     wandb.record(FINISH)
     assert [note.endswith(command) for note in notes] == [True, True]
-
-
-def test_a_run_that_reached_the_server_needs_no_line_on_how_to_send_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, notes, wandb = fake(tmp_path, monkeypatch, "")
-    wandb.record(START)
-    wandb.record(Finish(time=FINISH.time, summary=SUMMARY))
-    assert notes == []
 
 
 def a_recipe(*changes: str) -> Recipe:

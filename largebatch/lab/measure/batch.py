@@ -29,6 +29,7 @@ from largebatch.lab.measure.lr_range import (
     choose_range,
     range_recipe,
     read_range,
+    train_in,
     train_range,
 )
 from largebatch.lab.planner.cluster import Cluster
@@ -42,9 +43,7 @@ from largebatch.recipe.writing import dump_commented
 from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over, samples
 from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, name_axes, save_png, write_title
-from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
-from largebatch.runs.run import start
 from largebatch.tracking.noise_scale import NoiseScale
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ FAR = 4.0
 
 SQUARE_ROOT = 0.5
 """Exponent of the learning rate by batch where no edge was found."""
-
 
 SHARES = {"times": 0.15, "noise": 0.5, "edges": 0.35}
 """Parts of the time: of a step by device batch, the noise scale, and the range tests."""
@@ -169,17 +167,8 @@ class Measuring:
     def train(self, recipe: Recipe, steps: int, *, made: int) -> None:
         """Train until a number of updates in all, of which some are made, and time the new ones."""
         options, began = self.question.options, monotonic()
-        of_part = replace(
-            options.without_changes(),
-            workers=self.question.here,
-            out=options.out / "noise",
-            resume="auto" if made else False,
-            max_steps=steps,
-            report=False,
-        )
-        summary = start(recipe, of_part)
-        if summary.status == "interrupted":
-            raise InterruptedStudyError(f"saved in {options.out}")
+        workers = self.question.here
+        train_in(options.out / "noise", recipe, options, workers=workers, max_steps=steps)
         self.seconds = (monotonic() - began) / (steps - made)
 
     def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
@@ -393,15 +382,10 @@ def _require_fitting(question: Question) -> None:
         )
     if question.cluster is not None:  # an installed one has the times of one network
         predict(recipe, question.cluster, workers=question.workers)
-    _require_writable(question.options.out)
-
-
-def _require_writable(out: Path) -> None:
+    out = question.options.out
     try:
         out.mkdir(parents=True)
         out.rmdir()
-    except FileExistsError:
-        raise LargebatchError(f"{out}: exists already; give another --out") from None
     except OSError as error:
         raise LargebatchError(f"--out {out}: cannot be made: {error.strerror}") from None
 

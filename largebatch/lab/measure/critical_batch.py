@@ -12,22 +12,20 @@ batch; a step in the middle of those is where it is reached.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from pydantic import ValidationError
 
 from largebatch.errors import DivergedError, LargebatchError, PlanError
+from largebatch.lab.measure.lr_range import require_same, train_in
 from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import MORE_STEPS, over
 from largebatch.report.run import FloatArray, Run, read_run
-from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
-from largebatch.runs.run import start
 from largebatch.tracking.events import LOG, Step, write_json
 from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale, student_reach
 
@@ -158,25 +156,14 @@ class _Study:
         rate = self.rate(batch, factor)
         folder = self.options.out / f"batch-{batch}-rate-{rate:g}"
         steps = self.updates(batch, epochs)
-        log = folder / LOG
-        record = read_run(folder) if log.exists() else None
+        record = read_run(folder) if (folder / LOG).exists() else None
         recipe = self.at(batch, rate)
         if record is not None:
-            _require_same(record, recipe)
+            require_same(record, recipe)
         if record is not None and (len(record.steps) >= steps or record.diverged):
             return record
         with suppress(DivergedError):  # the record says so
-            options = replace(
-                self.options.without_changes(),
-                workers=self.workers,
-                out=folder,
-                resume="auto" if log.exists() else False,
-                max_steps=steps,
-                report=False,
-            )
-            summary = start(recipe, options)
-            if summary.status == "interrupted":
-                raise InterruptedStudyError(f"saved in {self.options.out}")
+            train_in(folder, recipe, self.options, workers=self.workers, max_steps=steps)
         return read_run(folder)
 
     def losses(self, updates: Sequence[Step], batch: int) -> FloatArray:
@@ -279,16 +266,6 @@ def measure_critical(
     yield result
 
 
-def _require_same(record: Run, recipe: Recipe) -> None:
-    assert record.recipe is not None
-    there = parse_recipe(record.recipe, source=str(record.path))
-    if there.mathematics != recipe.mathematics:
-        raise LargebatchError(
-            f"{record.path}: holds a run of another recipe, or for another --epochs, whose losses "
-            "cannot be compared; give another --out"
-        )
-
-
 def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
     """Fit S(B) in logarithms to the fewest steps of each batch."""
     curve_fit = require_scipy("scipy.optimize").curve_fit
@@ -312,7 +289,12 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
         law, batches, np.log(steps), p0=guess, bounds=([-np.inf, edges[0]], [np.inf, edges[1]])
     )
     if not edges[0] + 0.01 < scale < edges[1] - 0.01:
-        raise LargebatchError(_undetermined(best, is_above=scale > guess[1]))
+        counts = ", ".join(f"{trial.batch:,}: {trial.steps:,.0f}" for trial in best)
+        where, give = ("above", "larger") if scale > guess[1] else ("below", "smaller")
+        raise LargebatchError(
+            f"steps by batch ({counts}): the critical batch is far {where} these; give {give} "
+            "ones too"
+        )
     reach = student_reach(CONFIDENCE, len(best) - 2) * math.sqrt(covariance[1][1])
     with np.errstate(over="ignore"):
         measured, low, high = (
@@ -327,17 +309,4 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
         low=low,
         high=high,
         noise=noise,
-    )
-
-
-def _undetermined(best: Sequence[Trial], *, is_above: bool) -> str:
-    counts = ", ".join(f"{trial.batch:,}: {trial.steps:,.0f}" for trial in best)
-    how, where, give = (
-        ("fall as fast as the batch grows", "above", "larger")
-        if is_above
-        else ("hardly fall", "below", "smaller")
-    )
-    return (
-        f"the steps of these batches ({counts}) {how}: the critical batch is far {where} them; "
-        f"give {give} ones too"
     )

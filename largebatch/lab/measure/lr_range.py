@@ -17,6 +17,7 @@ smoothing, less. So the limit is between the rate where the loss turns and that 
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -420,15 +421,23 @@ def _folder(out: Path, recipe: Recipe) -> Path:
 def _train(recipe: Recipe, folder: Path, options: Options, workers: int, *, report: bool) -> None:
     if worker_rank() is None and _is_done(folder, recipe):  # with a launcher all have to begin
         return
-    try:
-        resume: Resume = "auto" if (folder / LOG).exists() else False
-        own = options.without_changes()
-        summary = start(
-            recipe, replace(own, workers=workers, out=folder, resume=resume, report=report)
-        )
-    except DivergedError:
-        return
-    if summary.status == "interrupted":
+    with suppress(DivergedError):  # which the record has
+        train_in(folder, recipe, options, workers=workers, report=report)
+
+
+def train_in(
+    folder: Path,
+    recipe: Recipe,
+    options: Options,
+    *,
+    workers: int,
+    max_steps: int | None = None,
+    report: bool = False,
+) -> None:
+    """Start a run in a folder, or resume the one there; InterruptedStudyError if told to stop."""
+    resume: Resume = "auto" if (folder / LOG).exists() else False
+    own = replace(options.without_changes(), workers=workers, out=folder, resume=resume)
+    if start(recipe, replace(own, max_steps=max_steps, report=report)).status == "interrupted":
         raise InterruptedStudyError(f"saved in {options.out}")
 
 
@@ -436,21 +445,22 @@ def _is_done(folder: Path, recipe: Recipe) -> bool:
     if not (folder / LOG).exists():
         return False
     record = read_run(folder)
-    _require_same(record, recipe)
+    require_same(record, recipe)
     return record.diverged or len(record.steps) == recipe.duration.steps
 
 
-def _require_same(record: Run, recipe: Recipe) -> None:
+def require_same(record: Run, recipe: Recipe) -> None:
+    """Raise LargebatchError if a run that exists has another recipe."""
     assert record.recipe is not None
     if parse_recipe(record.recipe, source=str(record.path)).mathematics != recipe.mathematics:
         raise LargebatchError(
-            f"{record.path}: holds a run of another recipe or other rates; give another --out"
+            f"{record.path}: a run of another recipe, rates or --epochs; give another --out"
         )
 
 
 def _curve(recipe: Recipe, folder: Path, rates: Range) -> Curve:
     record = read_run(folder)
-    _require_same(record, recipe)
+    require_same(record, recipe)
     losses = np.full(rates.steps, math.nan)
     for step in record.steps:
         losses[step.step] = step.loss

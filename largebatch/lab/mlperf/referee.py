@@ -351,9 +351,13 @@ def _check_seeds(logs: Sequence[Log]) -> Verdict:
 
 
 def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
-    reason = _why_not_compared(logs)
-    if reason:
-        return Verdict("convergence", None, reason), None
+    if not all(log.complete for log in logs):
+        return Verdict("convergence", None, "a log lacks what the test reads"), None
+    if len({log.batch for log in logs}) > 1:
+        batches = [f"{log.path}: {log.batch:,}" for log in logs]
+        raise LogError(f"logs of one submission are of one global batch, found {shorten(batches)}")
+    if len(logs) != RUNS:
+        return Verdict("convergence", None, f"needs {RUNS} runs, {len(logs)} given"), None
     checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
     with tempfile.TemporaryDirectory() as folder, captured_log() as captured:
         for number, log in enumerate(logs):
@@ -366,21 +370,10 @@ def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
     if found == "Insufficient convergence":
         text = f"more than one run did not reach {TARGET:.1%}"
     if reference is not None:
-        text = _describe(reference, logs, passed=passed, factor=float(factor))
+        text = _describe(reference, logs, factor=float(factor) if passed else 1.0)
     if logs[0].division == "open":
         return Verdict("convergence", None, f"not required in the open division; {text}"), reference
     return Verdict("convergence", passed=bool(passed), sentence=text), reference
-
-
-def _why_not_compared(logs: Sequence[Log]) -> str | None:
-    if not all(log.complete for log in logs):
-        return "a log lacks what the test reads, as under compliance"
-    if len({log.batch for log in logs}) > 1:
-        batches = [f"{log.path}: {log.batch:,}" for log in logs]
-        raise LogError(f"logs of one submission are of one global batch, found {shorten(batches)}")
-    if len(logs) != RUNS:
-        return f"the test takes {RUNS} runs, {len(logs)} given"
-    return None
 
 
 def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
@@ -422,22 +415,19 @@ def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
     return float(result.low), float(result.high)
 
 
-def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor: float) -> str:
-    ours = f"{reference.ours:.2f}"
+def _describe(reference: Reference, logs: Sequence[Log], *, factor: float) -> str:
+    interval, at = "", ""
     if reference.interval is not None:
         low, high = reference.interval
-        ours += f" (95 % by bootstrap: {low:.2f} to {high:.2f})"
-    batch = logs[0].batch or 0
-    there = "" if reference.batch == batch else f" at {reference.batch:,}, its smallest batch,"
-    runs = plural(len(logs), "run")
-    text = (
-        f"{runs} at batch {batch:,} reach {TARGET:.1%} after {ours} epochs, without the "
-        f"fastest and the slowest; the reference{there} takes {reference.mean:.2f} (std "
-        f"{reference.std:.2f}), and a mean below {reference.least:.2f} is too fast to be it"
+        interval = f" (95 % by bootstrap: {low:.2f} to {high:.2f})"
+    if reference.batch != logs[0].batch:
+        at = f" at its smallest batch, {reference.batch:,}"
+    times = f"; faster, so times are multiplied by {factor:.4f}" if factor > 1 else ""
+    return (
+        f"{plural(len(logs), 'run')} at batch {logs[0].batch or 0:,}: {reference.ours:.2f} epochs"
+        f"{interval} to {TARGET:.1%}; reference{at}: {reference.mean:.2f} (std "
+        f"{reference.std:.2f}), at least {reference.least:.2f} accepted{times}"
     )
-    if passed and factor > 1:
-        return f"{text}; that is faster, as chance allows, and times are multiplied by {factor:.4f}"
-    return text
 
 
 def _points() -> tuple[Point, ...]:

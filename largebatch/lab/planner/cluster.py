@@ -73,7 +73,7 @@ class Measured(Section):
     image_size: PositiveInt
     precision: str
     settings: dict[str, JsonValue]
-    """Other settings that decide the times, by key of the recipe (planner.prediction.SETTINGS)."""
+    """Other settings that decide the times, by their keys (planner.prediction.SETTINGS)."""
 
     device: str
     seconds_per_image: PositiveFloat

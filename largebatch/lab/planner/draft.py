@@ -159,36 +159,22 @@ def _law(it: Drafted) -> Numbers:
 
 
 def _schedule(it: Drafted) -> Numbers:
-    found, theirs = it.found, f"{margin(reference_points()):.2f} times"
-    ratio = found.epochs / found.law_epochs
-    if found.given_epochs and found.elsewhere:
-        reason = "as given; no reference point shows how many these images take"
-    elif found.given_epochs and ratio < 1:
-        reason = f"as given: {_percent(ratio)} of the law's, so 75.9 % is not to be expected"
-    elif found.given_epochs:
-        reason = f"as given: {ratio:.2f} times the law's; theirs are {theirs}"
+    found = it.found
+    reason = f"theirs are {margin(reference_points()):.2f} times in the median"
+    if found.given_epochs:
+        reason = f"as given; {reason}"
     elif found.a_point:
         reason = f"that of the point, which reached 75.9 % after {found.lower.mean_epochs:g}"
-    else:
-        reason = f"{theirs} the law's, as theirs are in the median"
-    return {"epochs": found.epochs, "reason": reason}
+    return {"epochs": found.epochs, "ratio": found.epochs / found.law_epochs, "reason": reason}
 
 
-def _taken_over(it: Drafted) -> Numbers | None:
-    parts = {"warm-up": it.has_warmup, "polishing": it.has_spans}
-    shares = " and ".join(name for name, is_there in parts.items() if is_there)
-    form = "shares" if all(parts.values()) else "a share"
-    if not it.found.elsewhere:
+def _transferred(it: Drafted) -> Numbers | None:
+    found = it.found
+    if not found.elsewhere:
         return None
-    return {"parts": f", and {shares} as {form} of the run" if shares else ""}
-
-
-def _not_taken_over(it: Drafted) -> Numbers | None:
-    found, unknown = it.found, "crops, flips, mean and std, label smoothing"
-    if it.base is not None:
-        unknown = "whether these optimizer settings suit the network"
+    parts = {"warm-up": it.has_warmup, "polishing": it.has_spans}
     updates = math.ceil(found.epochs * found.data.samples / found.batch)
-    return {"updates": updates, "unknown": unknown} if found.elsewhere else None
+    return {"parts": "".join(f", {name}" for name, has in parts.items() if has), "updates": updates}
 
 
 def _other_network(it: Drafted) -> Numbers | None:
@@ -233,7 +219,8 @@ RULES: tuple[Rule[Drafted], ...] = (
          "epochs(B) = {law.shortest:.1f} (1 + B / {law.critical:,.0f}), fitted to the ten points; "
          "fits to nine miss the tenth by {median:.1f} % in the median, at most {most:.1f} %, which "
          "is the interval{beyond}"),
-    Rule(kind="epochs", holds=_schedule, text="schedule: {epochs:g} epochs, {reason}"),
+    Rule(kind="epochs", holds=_schedule,
+         text="schedule: {epochs:g} epochs, {ratio:.2f} times the law's; {reason}"),
     Rule(kind="optimizer", holds=lambda _: {},
          text="specific to LARS: learning rate, warm-up, momentum and weight decay; search for "
          "others with another optimizer.kind"),
@@ -243,13 +230,9 @@ RULES: tuple[Rule[Drafted], ...] = (
          "images, the share of Fujitsu's entry, then statistics"),
     Rule(kind="kept", holds=lambda it: {"base": it.base.name} if it.base else None,
          text="kept from {base}: images with their crops, flips, mean and std, network, loss"),
-    Rule(kind="taken over", holds=_taken_over,
-         text="taken over: learning rate, eta, momentum and weight decay, which act in every "
-         "update{parts}"),
-    Rule(kind="not taken over", holds=_not_taken_over,
-         text="not taken over, so try it out: how many epochs (these make {updates:,} updates; "
-         "both numbers of the law are ImageNet's, ResNet-50's and 75.9 %'s; --epochs E), "
-         "{unknown}"),
+    Rule(kind="transferred", holds=_transferred,
+         text="from ImageNet: learning rate, eta, momentum, weight decay{parts}; to be tried out: "
+         "the number of epochs (these make {updates:,} updates; --epochs E) and the rest"),
     Rule(kind="network", holds=_other_network,
          text="all points are ResNet-50: none was measured with {model}{needs}"),
     Rule(kind="range", holds=lambda _: {},

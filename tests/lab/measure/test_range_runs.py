@@ -183,7 +183,7 @@ def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
     assert main(words) == DONE
     assert capsys.readouterr().out.endswith(first[first.index("bound") :])
     assert main(["20" if word == "30" else word for word in words]) == USER
-    assert "holds a run of another recipe or other rates" in capsys.readouterr().err
+    assert "another recipe" in capsys.readouterr().err
     words[-1] = str(tmp_path / "out" / "seed-1")
     assert main(words) == USER
     assert "seed-1: holds a run; give another --out" in capsys.readouterr().err

@@ -173,7 +173,6 @@ def test_another_data_set_is_looked_up_by_updates_in_an_epoch() -> None:
     printed = "\n".join(words(found))
     assert "as many updates an epoch (50.0) as ImageNet in batches of 25,623" in printed
     assert "these make 1,500 updates" in printed
-    assert "not taken over, so try it out: how many epochs" in printed
     assert "none was measured with cifar_resnet20" in printed
 
 

@@ -88,14 +88,6 @@ def test_images_follow_a_batch_schedule(tmp_path: Path) -> None:
     assert found.images == 15 * 96 + 5 * 192
 
 
-def test_a_stage_that_was_rolled_back_reaches_nothing(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.end("statistics", 0, 0.99)
-    run.decide("statistics", before=0.9, after=0.8)
-    read = reread(run)
-    assert cost(measurements(read), 0.95) is None
-
-
 def test_a_target_that_polishing_reached_has_its_seconds_and_those_of_what_was_rolled_back(
     tmp_path: Path,
 ) -> None:
@@ -107,19 +99,6 @@ def test_a_target_that_polishing_reached_has_its_seconds_and_those_of_what_was_r
     assert found is not None
     assert (found.updates, found.updates_before) == (40, 40)
     assert found.seconds == pytest.approx(40 * 0.12 + 4 * 0.2 + 2 * 3.2)
-
-
-def test_updates_that_were_not_timed_have_no_seconds(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.records = [one for one in run.records if one.get("step") != 4 or one["event"] != "step"]
-    found = cost(measurements(reread(run)), 0.8)
-    assert found is not None
-    assert found.updates == 20
-    assert math.isnan(found.seconds)
-    timed = cost(measurements(reread(a_run(tmp_path / "timed"))), 0.8)
-    assert timed is not None
-    assert costs([found, timed, found]).seconds == interval([timed.seconds])
-    assert costs([found]).seconds is None
 
 
 def test_a_last_loss_that_is_no_number_is_divergence_and_an_early_one_is_not(
@@ -201,13 +180,6 @@ def test_a_ratio_of_updates_is_no_surer_than_the_evaluations_are() -> None:
     assert ratio_of_updates({1: None}, {1: found(9, 0)}).interval is None
 
 
-def test_one_pair_of_costs_has_no_upper_end() -> None:
-    found = ratio({1: 30.0}, {1: 10.0}).interval
-    assert found is not None
-    assert found.mean == pytest.approx(3.0)
-    assert found[1:] == (0.0, math.inf, 1)
-
-
 def test_runs_that_never_reached_the_target_are_counted_apart(tmp_path: Path) -> None:
     reached = [
         cost(measurements(reread(a_run(tmp_path / str(n), evaluations=[(n, 0.8), (40, 0.9)]))), 0.8)
@@ -234,13 +206,6 @@ def test_robustness_by_hand() -> None:
     strips += 0.69897 * (0.95 + 0.8) / 2 + 0.30103 * (0.8 + 0.1) / 2
     assert found.area == pytest.approx(strips / 2, abs=1e-6)
     assert found.by_scale[1.0].number == 2
-
-
-def test_a_policy_that_does_not_care_has_no_drop_and_its_accuracy_as_area() -> None:
-    found = robustness({scale: [0.7] for scale in SCALES})
-    assert (found.worst_drop, found.mean, found.area) == pytest.approx((0, 0.7, 0.7))
-    with pytest.raises(ValueError, match=r"expected scale 1 and others, got \[0.1, 10.0\]"):
-        robustness({0.1: [0.5], 10.0: [0.5]})
 
 
 PIECES = (

@@ -1,7 +1,6 @@
 """Hosts in namespaces: what crosses a link, who knows whom, and that nothing is left behind."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 from on_hosts import needs_hosts
 
-from largebatch.errors import BackendError
-from largebatch.lab.studies import namespaces
 from largebatch.lab.studies.namespaces import (
     Command,
     addresses,
@@ -125,17 +122,3 @@ def test_commands_that_go_on_after_one_failed_are_ended(
     ]
     assert run_on_hosts(commands, hosts=addresses(3), megabits=None) == [3, None, 0]
     wait_until(lambda: not processes(str(tmp_path)))
-
-
-def test_a_machine_that_cannot_make_hosts_is_refused_with_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else name)
-    with pytest.raises(BackendError, match=r"it lacks the programs tc \(packages iproute2\)"):
-        namespaces.require_hosts()
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(
-        namespaces, "OWN_NAMESPACES", ("sh", "-c", "echo unshare failed: not permitted >&2; exit 1")
-    )
-    with pytest.raises(BackendError, match=r"root has \(unshare failed: not permitted\); run this"):
-        namespaces.require_hosts()

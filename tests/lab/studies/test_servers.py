@@ -23,8 +23,6 @@ from largebatch.lab.studies.servers import (
     make_page,
     ring,
     row_of,
-    simulated_findings,
-    slower,
     sweeps,
 )
 from largebatch.lab.studies.store import Store
@@ -104,24 +102,6 @@ def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path:
     bare, own = (seconds(simulated(tmp_path, rows)["workers"]) for rows in ([], measured))
     for name in ("alone-1", "beside-1", "central-1", "central-4", "ring-2"):
         assert own[f"lenet5/{name}"] == pytest.approx(bare[f"lenet5/{name}"] + 0.5), name
-
-
-def test_simulations_find_where_workers_pay(tmp_path: Path) -> None:
-    found = simulated(tmp_path)
-    words = list(slower(found["workers"], "simulated"))
-    assert "central on 2, 4 workers (0." in words[0]
-    by_workers, by_link, by_batch, pays = simulated_findings(found, [])
-    assert "at 2 to 4 workers" in by_workers
-    assert by_workers.endswith("confirmed.")
-    assert "at 100 to 10,000 Mbit/s" in by_link
-    assert "at 16 to 1,600 samples" in by_batch
-    assert "central 10,000" in pays
-    real = [row for row in found["workers"] if row.cell.layout in {"alone", "central"}]
-    *_, held = simulated_findings(found, real)
-    assert "1.00 to 1.00 times the measured one over 2 cells" in held
-    slow = replace(real[-1], starts={1: replace(real[-1].first, seconds=[10.0])})
-    *_, limited = simulated_findings(found, [*real[:-1], slow])
-    assert limited.endswith("lenet5/central-4.")
 
 
 def test_the_page_has_simulations_with_and_without_starts(tmp_path: Path) -> None:
@@ -235,17 +215,6 @@ def test_the_statement_of_the_paper_is_judged_by_the_interval(
     assert f"{mean:.2f} times as fast ({low:.2f} to {high:.2f})" in judged
     assert expected in judged
     assert " within 5% of the formulas: at most 1.0% off" in links
-
-
-def test_a_busy_machine_and_wrong_bytes_are_named(tmp_path: Path) -> None:
-    busy, links = findings(made(tmp_path, late=0.2, excess=1.06))
-    assert "20% of gradients were late" in busy
-    assert "NOT within 5% of the formulas: at most 6.0% off" in links
-    rows = made(tmp_path, beside=(0.30, 0.32, 0.30))
-    mean = ratio((0.30, 0.32, 0.30), SECONDS["alone"])[0] * 2
-    (found,) = slower(rows, "measured")
-    assert f"beside on 2 workers ({mean:.2f})" in found
-    assert list(slower(made(tmp_path), "measured")) == []
 
 
 Message = tuple[int, int, float]

@@ -1,16 +1,12 @@
 """Transfer, correlations and resources of settings, held against NumPy, SciPy and by hand."""
 
 import math
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from fake_runs import FakeRun
 from scipy import stats
@@ -24,7 +20,6 @@ from largebatch.lab.studies.settings import (
     describe,
     lost,
     make_page,
-    overlapping,
     transfer_matrix,
 )
 from largebatch.lab.studies.trained import (
@@ -33,7 +28,6 @@ from largebatch.lab.studies.trained import (
     SettingCell,
     Usage,
     usage_of,
-    watch_others,
 )
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.pages import Table
@@ -214,15 +208,8 @@ def test_the_page_has_costs_transfer_and_correlations() -> None:
     _, times = (columns(part) for part in page.sections[1].parts)
     assert times["used on letters"] == pytest.approx([0.9 * 12.02] * 2)
     assert "digits" in columns(page.sections[3].parts[0])
-    assert "<svg" in page.html()
     text = " ".join(describe(Findings(other), ["top1"]))
     assert "batch-336" in text  # the fastest
-
-
-def test_runs_that_overlap_on_a_machine_are_counted() -> None:
-    one, two, three = (run(1, 0.9, seconds=10, begun=begun) for begun in (0.0, 5.0, 50.0))
-    assert overlapping([one, two, three]) == 2
-    assert overlapping([three], [run(1, 0.9, seconds=10, begun=55.0)]) == 1
 
 
 def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
@@ -249,20 +236,3 @@ def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
     assert found.read_bytes == pytest.approx((table["read_bytes_per_second"] * seconds).sum())
     assert found.gpu_percent == pytest.approx(75)
     assert math.isnan(found.gpu_memory_bytes)
-
-
-def test_cores_of_others_are_those_that_this_process_and_its_children_did_not_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def readings() -> Iterator[tuple[float, SimpleNamespace, tuple[float, ...]]]:
-        yield 100.0, SimpleNamespace(user=50.0, nice=1.0, system=9.0, idle=40.0), (1, 1, 4, 2, 0)
-        yield 110.0, SimpleNamespace(user=62.0, nice=1.0, system=12.0, idle=45.0), (2, 1, 6, 3, 0)
-
-    every = list(readings())
-    for place, (module, name) in enumerate(
-        ((time, "monotonic"), (psutil, "cpu_times"), (os, "times"))
-    ):
-        values = iter([row[place] for row in every])
-        monkeypatch.setattr(module, name, lambda values=values: next(values))
-    others = watch_others()
-    assert others() == pytest.approx((15 - 4) / 10)

@@ -10,7 +10,6 @@ import pytest
 from short_studies import GRID, PLAIN, STALENESS, cells_in, write_study
 
 from largebatch import run
-from largebatch.errors import RecipeError
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.studies.runner import carry_out, open_runs
 from largebatch.lab.studies.staleness import (
@@ -60,14 +59,6 @@ def test_a_cell_is_a_recipe_with_the_protocol_of_its_point(tmp_path: Path) -> No
     assert [cell.recipe.batch.global_batch for cell in found.values()] == [48, 24, 24, 8, 8]
     assert rules[0].rate == pytest.approx((6 * 8 / 32) ** 0.5)
     assert {rule.rate for rule in rules[1:]} == {1.0}
-
-
-def test_a_gradient_takes_longer_with_more_samples_and_on_a_slow_learner(tmp_path: Path) -> None:
-    found = cells(tmp_path, {"times": ["slow"], "sigma": [1], "mu": [8, 32], "learners": [2]})
-    assert [cell.cluster.slow for cell in found.values()] == [
-        pytest.approx({0: 5 * 0.018, 1: 0.018}),
-        pytest.approx({0: 5 * 0.042, 1: 0.042}),
-    ]
 
 
 def test_the_installed_study_has_the_points_of_the_papers() -> None:
@@ -232,11 +223,3 @@ def test_the_time_of_the_server_counts(tmp_path: Path) -> None:
     assert found["hardsync"] == pytest.approx(4.0)  # 4 gradients and an update in 36 ms
     assert found["asynchronous"] == pytest.approx(4 * 36 / (18 + 4 * 18), rel=0.1)
     assert found["1-softsync"] > 4.0
-
-
-def test_an_impossible_speed_up_is_refused(tmp_path: Path) -> None:
-    section = {"recipe": "plain", "mu": [8], "sigma": [9], "learners": [4]}
-    path = write_study(tmp_path, STALENESS, staleness__speed_up=section)
-    with pytest.raises(RecipeError, match=r"n \(9\)"):
-        speed_ups(load_study(path), tmp_path)
-    assert speed_ups(load_study(write_study(tmp_path, STALENESS)), tmp_path) == []

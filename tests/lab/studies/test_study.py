@@ -1,7 +1,6 @@
 """Study files and their cells: what is refused, and the recipes of runs."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ from short_studies import (
 
 from largebatch import load_recipe
 from largebatch.errors import LargebatchError, RecipeError
-from largebatch.lab.studies import trained
 from largebatch.lab.studies.runner import cells_of
-from largebatch.lab.studies.search import first_values, rungs
+from largebatch.lab.studies.search import first_values
 from largebatch.lab.studies.study import RATE, load_study
 from largebatch.lab.studies.trained import TrainedCell
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.section import Duration
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 SEARCH = POLICIES["search"]
@@ -63,12 +60,9 @@ ON_LENET = {"recipe": "digits_96", "on_hosts": ON_HOSTS}
     [
         (POLICIES, {"seedz": 3}, "seedz"),
         (POLICIES, {"name": "a/b"}, "name"),
-        (POLICIES, {"policies": {}}, "policies"),
         (POLICIES, {"policies": None}, "policies, settings"),
         (POLICIES, {"settings": {"own": {}}}, "policies, settings"),
-        (POLICIES, {"search": None}, "search"),
         (POLICIES, {"search": {"trials": 3}}, "search.held_out"),
-        (POLICIES, {"search": {**SEARCH, "metric": "f1"}}, "search.metric"),
         (POLICIES, {"search": {**SEARCH, "seed": 2}}, "search.seed"),
         (POLICIES, {"search": {**SEARCH, "keys": {RATE: [2, 1]}}}, "keys.schedule.peak_lr"),
         (POLICIES, {"policies": {"a": {"warmup": None}, "b": {"warmup": None}}}, "policies.a"),
@@ -76,25 +70,15 @@ ON_LENET = {"recipe": "digits_96", "on_hosts": ON_HOSTS}
         (POLICIES, {"recipes": {"Study.html": {"recipe": "digits_96"}}}, "recipes.Study.html"),
         (POLICIES, {"robustness_seeds": 3}, "robustness_seeds"),
         (POLICIES, {"robustness_scales": [0.5, 1]}, "robustness_scales"),
-        (POLICIES, {"metrics": ["top1"]}, "metrics"),
         (POLICIES, {"recipes": {"digits": {"recipe": "digits_96", "sets": {}}}}, "digits.sets"),
-        (VARIED, {"settings": {}}, "settings"),
         (VARIED, {"settings": {"a": {"worker": 2}}}, "settings.a.worker"),
-        (VARIED, {"settings": {"a": {"threads": 0}}}, "settings.a.threads"),
         (VARIED, {"settings": {"a": {}, "c": {"set": {}}}}, "settings.a"),
-        (VARIED, {"metrics": ["f1"]}, "metrics.0"),
         (VARIED, {"metrics": ["top1", "top1"]}, "metrics"),
         (VARIED, {"targets": [0.5]}, "targets"),
         (STALENESS, {"staleness__grids": [{**GRID, "recipes": ["no"]}]}, "grids.0.recipes"),
-        (STALENESS, {"staleness__grids": [{**GRID, "times": ["no"]}]}, "grids.0.times"),
-        (STALENESS, {"staleness__grids": [{**GRID, "sigma": [-1]}]}, "grids.0.sigma.0"),
         (STALENESS, {"staleness__speed_up": {"recipe": "no", "mu": [8]}}, "speed_up.recipe"),
         (SERVERS, {"servers__layouts": {"alone": "torch"}}, "layouts.alone"),
-        (SERVERS, {"servers__layouts": {"x": "central"}}, "layouts.x"),
-        (SERVERS, {"servers__megabits": 0}, "megabits"),
         (SERVERS, {"recipes__lenet5__on_hosts": None}, "lenet5.on_hosts"),
-        (SERVERS, {"recipes__lenet5__on_hosts__workers": [1]}, "workers.0"),
-        (SERVERS, {"recipes__lenet5__on_hosts__computed": None}, "computed"),
         (SERVERS, {"recipes__lenet5__on_hosts__computed": 17}, "computed"),
         (SCALING, {"scaling__workers": [2, 3]}, "workers"),
         (SCALING, {"scaling__inside": {}}, "inside.gigabytes_per_second"),
@@ -117,13 +101,6 @@ def test_a_simulation_needs_the_time_of_a_gradient(tmp_path: Path) -> None:
         load_study(write_study(tmp_path, SERVERS, **changes))
 
 
-def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "study.yaml"
-    path.write_text("name: a\npolicies:\n  flat: {decay: {kind: fix}}\n  flat: {}\n")
-    with pytest.raises(RecipeError, match=r"study.yaml:4.*flat"):
-        load_study(path)
-
-
 @pytest.mark.parametrize(
     ("study", "changes", "words"),
     [
@@ -138,7 +115,6 @@ def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
             POLICIES, {"search": {**SEARCH, "keys": {RATE: [1, 2], "schedule.decay.no": [1, 2]}}},
             ["search.keys.schedule.decay.no"],
         ),
-        (POLICIES, {"search": {**SEARCH, "keys": {"polish.scope": [1, 2]}}}, ["polish.scope"]),
         (POLICIES, {"search": {**SEARCH, "held_out": 2000}}, ["held_out"]),
         (VARIED, {"settings": {"a": {"set": {"batch.globl": 3}}}}, ["a", "globl"]),
         (VARIED, {"settings": {"a": {"workers": 7}}}, ["a", "7 workers"]),
@@ -148,7 +124,6 @@ def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
             ["batch.bn_span"],
         ),
         (SERVERS, {"recipes__lenet5__on_hosts__updates": 40}, ["alone-1", "43"]),
-        (SERVERS, {"recipes__lenet5__recipe": "digits_96_softsync"}, ["protocol"]),
         (
             SERVERS,
             {"servers__layouts": {"parts": {"split": "decentralised"}},
@@ -219,39 +194,6 @@ def test_a_shorter_trial_follows_the_same_shape(tmp_path: Path) -> None:
         assert short == pytest.approx(whole[::2], rel=1e-6)
 
 
-def test_a_trial_of_epochs_without_the_held_out_images_ends_at_the_same_rate(
-    tmp_path: Path,
-) -> None:
-    """1,437 images make 75 updates in 5 epochs, 1,137 make 60 of them."""
-    cell = a_cell(tmp_path, warmup=None, decay={"kind": "exp", "gamma": 0.98})
-    recipe = cell.recipe.model_copy(update={"duration": Duration(epochs=5)})
-    whole = rates(recipe)
-    trial = rates(replace(cell, recipe=recipe).trial_recipe({}))
-    assert (len(whole), len(trial)) == (75, 60)
-    assert trial[-1] == pytest.approx(whole[-1], rel=0.02)
-
-
-def test_a_trial_of_updates_has_lengths_in_epochs_at_the_same_updates(tmp_path: Path) -> None:
-    """150 updates are 10 epochs of 15 or, without the held-out images, 12.5 of 12."""
-    parts = {"warmup": {"epochs": 2}, "decay": {"kind": "steps", "at": [{"epochs": 6}]}}
-    changes = {**SETTINGS, "duration": {"steps": 150}, "evaluation": {"every_epochs": 2}}
-    (cell,) = cells(
-        tmp_path, recipes={"digits": {"recipe": "digits_96", "set": changes}},
-        policies={"one": parts}, search={**SEARCH, "prune": False},
-    )  # fmt: skip
-    trial = cell.trial_recipe({})
-    assert rates(trial) == rates(cell.recipe)
-    evaluated = make_plan(trial, workers=1).evaluate_after
-    assert evaluated == pytest.approx(cell.plan.evaluate_after, rel=0.02)
-
-
-def test_a_trial_is_compared_after_its_warm_up(tmp_path: Path) -> None:
-    plan = make_plan(a_cell(tmp_path, warmup={"steps": 5}).trial_recipe({}), workers=1)
-    assert rungs(plan) == [6, 9]
-    assert set(rungs(plan)) <= set(plan.evaluate_after)
-    assert rungs(make_plan(a_cell(tmp_path, warmup=None).trial_recipe({}), workers=1)) == [3, 6, 9]
-
-
 def test_all_searches_begin_at_the_same_factors(tmp_path: Path) -> None:
     keys = {RATE: [0.5, 16], "loss.label_smoothing": [0.5, 2]}
     for cell in cells(tmp_path, search={**SEARCH, "trials": 5, "keys": keys}):
@@ -263,36 +205,6 @@ def test_all_searches_begin_at_the_same_factors(tmp_path: Path) -> None:
             {RATE: 3.125, "loss.label_smoothing": 0.1},
         ]
         assert [slot.trial for slot in cell.slots] == [1, 2, 3, 4, 5, 0, 0]
-
-
-def test_a_key_of_a_shape_is_searched_for_the_policies_that_have_it(tmp_path: Path) -> None:
-    waves = {"decay": {"kind": "tri", "low_lr": 0.1, "half_cycle": {"epochs": 0.2}}}
-    keys = {RATE: [0.1, 2], "schedule.decay.half_cycle.epochs": [0.5, 2],
-            "schedule.decay.low_lr": [0.5, 2]}  # fmt: skip
-    fix, tri = cells(
-        tmp_path, policies={"fix": {"decay": {"kind": "fix"}}, "tri": waves},
-        search={**SEARCH, "keys": keys},
-    )  # fmt: skip
-    assert list(fix.ranges) == [RATE]
-    assert tri.ranges["schedule.decay.half_cycle.epochs"] == (0.1, 0.4)
-    peak = tri.own(RATE)
-    values = {
-        RATE: 2 * peak, "schedule.decay.low_lr": 0.05, "schedule.decay.half_cycle.epochs": 0.4,
-    }  # fmt: skip
-    found = tri.at(values).schedule
-    assert found.peak_lr == 2 * peak
-    assert found.decay.model_dump()["low_lr"] == 0.1  # 0.05 at the recipe's own peak
-    assert found.decay.model_dump()["half_cycle"]["epochs"] == 0.4
-
-
-def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    study = load_study("gtdlbench")
-    assert study.settings is not None
-    assert {"dali", "two-workers-horovod"} < study.settings.keys()
-    monkeypatch.setattr(trained, "find_spec", lambda name: None)
-    found = {cell.variant: cell for cell in trained.cells_of(study, Path())}
-    assert study.settings.keys() - found.keys() == {"dali", "two-workers-horovod"}
-    assert found["avx2"].environment_of_process["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
 @pytest.mark.parametrize(
@@ -314,8 +226,3 @@ def test_installed_studies_and_examples_have_their_runs(
 ) -> None:
     found = cells_of(load_study(name), Path(name).parent)
     assert (len(found), sum(len(cell.slots) for cell in found)) == (cells, runs)
-
-
-def test_an_unknown_study_is_answered_with_the_installed_ones() -> None:
-    with pytest.raises(RecipeError, match=r"rudr: .*lrbench.*rudra"):
-        load_study("rudr")
