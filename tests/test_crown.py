@@ -33,6 +33,8 @@ has_horovod = pytest.mark.skipif(
     reason="horovod is not installed; launch/install_horovod.sh builds it",
 )
 Start = Callable[[int, Path, Sequence[str]], None]
+SHARED = ("sgd", "reference", "shampoo", "muon", "schedule-free")
+"""One of each way in which an optimizer sees other workers; LARS has one."""
 CONSTANT = (GLOBAL_BATCH,) * crown.STEPS
 every_net = pytest.mark.parametrize("net", NETS)
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -122,7 +124,8 @@ def on_horovod(workers: int, path: Path, optimizers: Sequence[str]) -> None:
     ("start", "workers", "optimizers"),
     [
         pytest.param(on_torch, 2, OPTIMIZERS, id="2 torch workers", marks=pytest.mark.long),
-        pytest.param(on_torch, 4, OPTIMIZERS, id="4 torch workers"),
+        pytest.param(on_torch, 4, OPTIMIZERS, id="4 torch workers, all", marks=pytest.mark.long),
+        pytest.param(on_torch, 4, SHARED, id="4 torch workers"),
         pytest.param(on_horovod, 2, OPTIMIZERS[:2], id="2 Horovod workers", marks=has_horovod),
         pytest.param(
             on_horovod,

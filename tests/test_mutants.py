@@ -13,7 +13,7 @@ POLISHING = (
     "polish/moments.py",
     "polish/statistics.py",
     "training/averages.py",
-    "training/stages.py",
+    "training/stages/train.py",
     "training/state.py",
 )
 

@@ -219,15 +219,3 @@ def test_a_batch_without_images_is_refused_with_its_content(batch: object, messa
     for part in parts:
         with pytest.raises(ValueError, match=f"a batch is {message}"):
             part(network(), [batch])
-
-
-def test_evaluation_needs_labels() -> None:
-    images, _ = data()[0]
-    with pytest.raises(ValueError, match=r"a batch is a Tensor; expected \(images, labels\) or"):
-        evaluate(network(), [images])
-
-
-def test_a_model_that_is_parallel_inside_is_refused() -> None:
-    model = nn.Sequential(nn.Identity(), nn.DataParallel(network()))
-    with pytest.raises(ValueError, match="layer 1 is a DataParallel, whose forward pass waits"):
-        polish(model, data())

@@ -10,7 +10,6 @@ import torch
 from planted_parts import linear, perceptron, random_data, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
 
 from largebatch.audit import Findings, audit
 
@@ -138,24 +137,3 @@ def test_what_cannot_be_compared_is_said_in_one_line(
     (unknown,) = [it for it in findings if it.level == "unknown" and it.check == "gradient scale"]
     assert not findings.faults
     assert all(it in unknown.text for it in texts), findings.table()
-
-
-def test_evaluation_takes_the_same_batches() -> None:
-    data = TensorDataset(IMAGES[:, :3], IMAGES[:, 3:], LABELS.int())
-    loader = DataLoader(data, 16)
-
-    def forward(model: Callable[..., Any], batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return model(batch[0], right=batch[1])["scores"], batch[2]
-
-    torch.manual_seed(0)
-    model = Two()
-    hits = model(IMAGES[:, :3], right=IMAGES[:, 3:])["scores"].argmax(1) == LABELS
-    findings = found(
-        loader,
-        model,
-        forward=forward,
-        val_loader=loader,
-        evaluate=lambda: float(hits.double().mean()),
-    )
-    (mean,) = findings.named("evaluation mean")
-    assert (mean.level, findings.ok) == ("fine", True), findings.table()

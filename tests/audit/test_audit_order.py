@@ -15,7 +15,6 @@ from torch.utils.data import (
 )
 
 from largebatch.audit.order import NoNumbersError, epochs_of, torch_loader
-from largebatch.optional import require_timm
 
 
 def loader_of(number: int, **words: object) -> DataLoader[object]:
@@ -31,20 +30,6 @@ def test_the_epoch_is_set_and_the_samplers_epoch_restored() -> None:
     assert sampler.epoch == 7
     sampler.set_epoch(1)
     assert list(sampler) == second.samples.tolist() != first.samples.tolist()
-
-
-def test_a_loader_that_keeps_its_iterator_gives_numbers_and_keeps_it() -> None:
-    require_timm()
-    from timm.data.loader import MultiEpochsDataLoader
-
-    data = TensorDataset(torch.arange(6))
-    loader = MultiEpochsDataLoader(data, batch_size=2, sampler=range(6))
-    assert len(list(loader)) == 3
-    iterator = loader.iterator
-    (epoch,) = epochs_of(loader, 1)
-    assert epoch.samples.tolist() == [0, 1, 2, 3, 4, 5]
-    assert loader.iterator is iterator
-    assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
 class Endless(Sampler[int]):

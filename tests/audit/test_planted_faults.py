@@ -9,7 +9,7 @@ from planted_audit import findings_of, load, names_in
 from largebatch.audit import Findings
 
 
-def faults() -> Iterator[Any]:
+def planted() -> Iterator[Any]:
     """Yield the planted faults: the first of each check, and the others as long tests."""
     checks = set()
     for name in names_in("faults"):
@@ -18,24 +18,36 @@ def faults() -> Iterator[Any]:
         checks.add(check)
 
 
-@pytest.fixture(scope="module")
-def faulty(request: pytest.FixtureRequest) -> dict[str, Findings | str]:
-    """Return what the audit found in the faults that are selected."""
+USUAL = {
+    *("accumulation_and_clipping", "average_and_frozen_layer", "everything_is_checked"),
+    *("plain_parallel", "recomputation", "scaler_skips_first_updates", "two_optimizers"),
+    *("two_scaled_optimizers_clipped_together", "weighted_draws"),
+}
+"""Correct scripts of every run of the tests; the others are long tests."""
+
+
+def found_in(folder: str, request: pytest.FixtureRequest) -> dict[str, Findings | str]:
+    """Return what the audit found in the scripts of a folder that are selected."""
     selected = [it for it in request.session.items if isinstance(it, pytest.Function)]
-    with_faults = [it for it in selected if "faulty" in it.fixturenames]
-    return findings_of("faults", [str(it.callspec.params["name"]) for it in with_faults])
+    names = [it.callspec.params["name"] for it in selected if folder in it.fixturenames]
+    return findings_of(folder, [str(name) for name in names])
 
 
 @pytest.fixture(scope="module")
-def correct() -> dict[str, Findings | str]:
-    return findings_of("correct")
+def faults(request: pytest.FixtureRequest) -> dict[str, Findings | str]:
+    return found_in("faults", request)
 
 
-@pytest.mark.parametrize("name", list(faults()))
+@pytest.fixture(scope="module")
+def correct(request: pytest.FixtureRequest) -> dict[str, Findings | str]:
+    return found_in("correct", request)
+
+
+@pytest.mark.parametrize("name", list(planted()))
 def test_a_planted_fault_is_found_with_its_figure(
-    name: str, faulty: dict[str, Findings | str]
+    name: str, faults: dict[str, Findings | str]
 ) -> None:
-    script, findings = load("faults", name), faulty[name]
+    script, findings = load("faults", name), faults[name]
     assert isinstance(findings, Findings), findings
     level = getattr(script, "LEVEL", "fault")
     hits = [it for it in findings.named(script.EXPECTED) if it.level == level]
@@ -50,7 +62,13 @@ def test_a_planted_fault_is_found_with_its_figure(
     assert script.__doc__
 
 
-@pytest.mark.parametrize("name", names_in("correct"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in USUAL))
+        for name in names_in("correct")
+    ],
+)
 def test_a_correct_script_has_no_fault(name: str, correct: dict[str, Findings | str]) -> None:
     findings = correct[name]
     assert isinstance(findings, Findings), findings

@@ -5,7 +5,6 @@ import copy
 import gc
 import io
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -162,7 +161,7 @@ def train_with_audits(workers: int, static_graph: bool) -> tuple[list[Any], list
     return expected, audited.state(), faults
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("static_graph", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_script_goes_on_bit_for_bit_as_without_an_audit(*, static_graph: bool) -> None:
     expected, state, faults = on_forked_workers(
         in_group, train_with_audits, 0, static_graph, workers=2
@@ -237,46 +236,6 @@ def test_what_a_step_holds_is_restored_in_place() -> None:
     assert counter.seen[1] is inside
     assert inside.keys() == {"a"}
     assert inside["a"].tolist() == [1, 1]
-
-
-class Average:
-    """An average of weights that is no module."""
-
-    def __init__(self) -> None:
-        self.shadow, self.updates = [torch.ones(2)], 0
-
-    def update(self) -> None:
-        self.updates += 1
-        self.shadow[0].mul_(0.5)
-
-
-class Trainer:
-    """An object whose method is the step."""
-
-    def __init__(self) -> None:
-        self.average, self.meters = Average(), {"top-1": Average()}
-        self.recent = deque([1.0], maxlen=2)
-        self.confusion = np.zeros(2)
-
-    def step(self, _: object) -> None:
-        for average in (self.average, *self.meters.values()):
-            average.update()
-        self.recent.extend([2.0, 3.0])
-        self.confusion[0] += 1
-
-    def state(self) -> list[object]:
-        averages = (self.average, *self.meters.values())
-        states = [(it.updates, it.shadow[0].tolist()) for it in averages]
-        return [states, list(self.recent), self.confusion.tolist()]
-
-
-def test_what_objects_of_the_script_hold_is_restored() -> None:
-    trainer = Trainer()
-    expected = trainer.state()
-    with restored([], [], [trainer.step]):
-        trainer.step(None)
-        assert trainer.state() != expected
-    assert trainer.state() == expected
 
 
 class Counted:

@@ -144,9 +144,6 @@ def right():
 
 def never_sums():
     return parts(lambda model: model)
-
-def other():
-    return 1, 2, 3, 4, 5, 6, 7, 8
 """
 
 
@@ -155,7 +152,6 @@ def other():
     [
         ("mine:right", DONE, "no fault"),
         ("mine:never_sums", USER, "fault"),
-        ("mine:other", USER, "mine:other"),
         ("mine:none", USER, "mine:none"),
     ],
 )

@@ -29,7 +29,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize(
     ("place", "module", "words", "code"),
     [
-        pytest.param("pydantic", "largebatch", ["recipes"], -signal.SIGINT, id="command line"),
+        pytest.param("cyclopts", "largebatch", ["recipes"], -signal.SIGINT, id="command line"),
         pytest.param("torch", "largebatch", ["doctor"], STOPPED, id="its command"),
         pytest.param("torch", "largebatch.runs.worker", ["[]"], -signal.SIGINT, id="a worker"),
     ],

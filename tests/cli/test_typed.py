@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -100,19 +99,6 @@ def test_a_key_of_another_program_is_answered_with_that_of_recipes(
     key: str, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert answer in typed(f"train digits_96 --set '{key}'", capsys)
-
-
-def test_a_key_of_another_program_in_a_file_is_answered_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("learning_rate: 0.1\n")
-    assert "learning_rate: unknown key; did you mean 'schedule.peak_lr'?" in typed(
-        f"check {path}", capsys
-    )
-    assert "no recipe has the key 'lr'; did you mean 'schedule.peak_lr'?" in typed(
-        "explain lr", capsys
-    )
 
 
 """Sections of other programs that have keys which stand elsewhere in a recipe."""

@@ -171,19 +171,6 @@ def test_a_float16_model_trains_with_float32_moments(dtype: torch.dtype, cast_fi
         torch.testing.assert_close(gradient, parameter.grad, rtol=0.05, atol=8 * rounding)
 
 
-def test_a_layer_used_twice_has_the_gradients_of_both_uses() -> None:
-    norm = nn.BatchNorm2d(3).double()
-    twice = with_span(nn.Sequential(copy.deepcopy(norm), nn.ReLU(), nn.Identity()), 4)
-    twice[2] = twice[0]
-    x = images(8, 3, 2, 2).requires_grad_()
-    y = x.detach().clone().requires_grad_()
-    twice(x).pow(3).sum().backward()
-    parts = [norm(norm(part).relu()) for part in y.split(4)]
-    torch.cat(parts).pow(3).sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)
-    torch.testing.assert_close(twice[0].get_parameter("weight").grad, norm.weight.grad)
-
-
 def gradient_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     (gradient,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
     return gradient
@@ -194,14 +181,6 @@ def test_differentiating_several_groups_twice_is_refused() -> None:
     model = with_span(nn.Sequential(nn.BatchNorm1d(3).double()), 2)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient_of(model, x).sum().backward()
-
-
-def test_one_group_is_differentiated_twice_as_batchnorm_is() -> None:
-    ours, theirs = (images(4, 3).requires_grad_() for _ in range(2))
-    model = with_span(nn.Sequential(nn.BatchNorm1d(3).double()), 4)
-    for net, x in ((model, ours), (nn.BatchNorm1d(3).double(), theirs)):
-        gradient_of(net, x).square().sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_one_value_per_channel_is_refused() -> None:

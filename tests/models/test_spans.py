@@ -122,43 +122,6 @@ def test_workers_that_share_a_span_match_batchnorm_on_the_whole_batch(
     assert ghost[0].num_spans == 1
 
 
-def test_workers_with_images_of_different_size_share_the_moments_of_all_values() -> None:
-    """All values of a channel have equal weight; samples do not."""
-    norm = nn.BatchNorm2d(5).double()
-    nn.init.uniform_(norm.weight)
-    sizes = [(2, 3), (7, 5), (1, 1)]
-    parts = [images(2, 5, *size, seed=number) + number for number, size in enumerate(sizes)]
-    ghost = with_span(nn.Sequential(copy.deepcopy(norm)), 6)
-    twins = [copy.deepcopy(ghost) for _ in parts]
-
-    def work(group: Thread) -> tuple[Tensor, Tensor | None, SpanBatchNorm]:
-        layer = twins[group.rank][0]
-        assert isinstance(layer, SpanBatchNorm)
-        Spans(layer, CPU)
-        layer.group = group
-        x = parts[group.rank].clone().requires_grad_()
-        out = layer(x)
-        out.pow(3).sum().backward()
-        return out, x.grad, layer
-
-    results = on_threads(work, workers=3)
-    flat = [part.transpose(0, 1).flatten(1) for part in parts]  # C x values
-    y = torch.cat(flat, 1).T.clone().requires_grad_()  # values x C, all workers'
-    plain = nn.BatchNorm1d(5).double()
-    plain.load_state_dict(norm.state_dict())
-    expected = plain(y)
-    expected.pow(3).sum().backward()
-    assert y.grad is not None
-    counts = [part.shape[1] for part in flat]
-    rows = zip(results, expected.split(counts), y.grad.split(counts), strict=True)
-    for (out, gradient, _), right, right_gradient in rows:
-        assert gradient is not None
-        torch.testing.assert_close(out.transpose(0, 1).flatten(1).T, right)
-        torch.testing.assert_close(gradient.transpose(0, 1).flatten(1).T, right_gradient)
-    right = torch.stack([y.mean(0), y.var(0)])
-    torch.testing.assert_close(moments(results[0][2]), right)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float16_workers_share_float32_moments(dtype: torch.dtype) -> None:
     """Merged in half precision, the variance would be off by a hundredth."""

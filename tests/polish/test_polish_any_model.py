@@ -297,37 +297,6 @@ def test_a_sharded_model_is_as_before_apart_from_its_statistics(work: Callable[[
     on_forked_workers(work, workers=2)
 
 
-def sharded_in_two_precisions() -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    model = network().float()
-    half, full = torch.bfloat16, MixedPrecisionPolicy(torch.float32, output_dtype=torch.bfloat16)
-    seen: dict[str, list[Tensor]] = {}
-    for name, layer in model.named_children():
-        if isinstance(layer, _NormBase):
-            fully_shard(layer, mesh=mesh, mp_policy=full)
-            values: list[Tensor] = []
-            seen[name] = values
-            layer.register_forward_pre_hook(lambda _, inputs, values=values: values.extend(inputs))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(half))
-    polish(model, [images.float() for images in share()])
-    of_all = {name: on_every_worker(values) for name, values in seen.items()}
-    right = {
-        name: moments([v.double() for own in of_workers for v in own], by_sample=False)
-        for name, of_workers in of_all.items()
-    }
-    assert_close(statistics(model), right, rel=1e-6)
-    first = torch.cat(batches()).to(half).double()
-    assert_close({"0": statistics(model)["0"]}, {"0": moments([first], by_sample=False)}, rel=1e-6)
-    dist.destroy_process_group()
-
-
-def test_a_sharded_model_keeps_its_policy_of_mixed_precision() -> None:
-    on_forked_workers(sharded_in_two_precisions, workers=2)
-
-
 def refusal_of_tensor_parallelism() -> str:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -346,43 +315,6 @@ def refusal_of_tensor_parallelism() -> str:
 def test_tensor_parallelism_is_refused() -> None:
     message = on_forked_workers(refusal_of_tensor_parallelism, workers=2)
     assert message.endswith("pass a complete copy of it")
-
-
-class Split(nn.Module):
-    """A model with each half on another device."""
-
-    def __init__(self, first: torch.device, second: torch.device) -> None:
-        super().__init__()
-        layers = network().float()
-        self.first, self.second = layers[:3].to(first), layers[3:].to(second)
-        self.device = second
-
-    def forward(self, images: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(images).to(self.device))
-        return result
-
-
-def polish_split() -> None:
-    import accelerator
-
-    other = accelerator.simulate()
-    for devices in ((CPU.device, other), (other, CPU.device)):
-        for sequential in (False, True):
-            model = Split(*devices)
-            polish(model, [images.float() for images in batches()], CPU, sequential=sequential)
-            pairs = [(images.float(), torch.zeros(len(images)).long()) for images in batches()]
-            assert evaluate(model, pairs, CPU).samples == sum(SIZES)
-            found = statistics(model.cpu())
-            names = {name: name.rpartition(".")[2] for name in found}  # without that of the half
-            assert_close(
-                {names[name]: pair for name, pair in found.items()},
-                by_hand(network().float(), sequential=sequential),
-                rel=1e-6,
-            )
-
-
-def test_layers_may_be_on_several_devices() -> None:
-    on_forked_workers(polish_split, workers=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

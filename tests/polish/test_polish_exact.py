@@ -154,19 +154,6 @@ def test_every_type_of_layer_has_exact_statistics(
     check_on(2, model, lambda rank: batches[rank::2], right=one_pass(model, batches))
 
 
-def test_layers_with_the_same_buffers_are_measured_together() -> None:
-    model, batches = plain(nn.BatchNorm2d(3)).double(), pairs(5, 3)
-    model[2].running_mean, model[2].running_var = model[0].running_mean, model[0].running_var
-    polish(model, batches, CPU)
-    apart = plain(nn.BatchNorm2d(3)).double()
-    first, second = one_pass(apart, batches).values()
-    mean = (first[0] + second[0]) / 2
-    square = sum(var * 199 / 200 + m.square() for m, var in (first, second)) / 2
-    torch.testing.assert_close(model[0].running_mean, mean)
-    torch.testing.assert_close(model[0].running_var, (square - mean.square()) * 400 / 399)
-    assert model[2].running_var is model[0].running_var
-
-
 def far(*sizes: int, dtype: torch.dtype) -> Pairs:
     """Images whose mean is a million standard deviations from zero."""
     return [((images + 1e6 * images.std()).to(dtype), _) for images, _ in pairs(*sizes)]

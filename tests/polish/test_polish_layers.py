@@ -1,7 +1,6 @@
 """What polish() measures: layers that are frozen, peculiar, or used in an unusual way."""
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -294,27 +293,6 @@ def test_buffers_that_a_block_reads_do_not_depend_on_the_batches() -> None:
         polish(Folds().double(), BATCHES, CPU)
     with pytest.raises(DataError, match="no worker has any"):
         polish(Folds().double(), [], CPU)
-
-
-@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max")
-def test_quantisation_aware_blocks_do_not_depend_on_the_order() -> None:
-    """They divide by the running deviation before the layer, and observe ranges of values."""
-    quantisation: Any = importlib.import_module("torch.ao.quantization")
-    blocks: Any = importlib.import_module("torch.ao.nn.intrinsic.qat")
-    torch.manual_seed(0)
-    config = quantisation.get_default_qat_qconfig("fbgemm")
-    model = nn.Sequential(
-        config.activation(), blocks.ConvBn2d(3, 3, 1, qconfig=config), nn.BatchNorm2d(3)
-    )
-    before, float32 = copy.deepcopy(model.state_dict()), [it.float() for it in BATCHES]
-    other = copy.deepcopy(model)
-    polish(model, float32, CPU)
-    polish(other, float32[::-1], CPU)
-    found = {key: it for key, it in model.state_dict().items() if "running" in key}
-    torch.testing.assert_close(found, {key: other.state_dict()[key] for key in found})
-    assert len(found) == 4
-    for key, value in model.state_dict().items():
-        assert key in found or value.equal(before[key]) or value.isnan().any(), key
 
 
 @pytest.mark.parametrize("span", [None, 2])

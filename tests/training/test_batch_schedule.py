@@ -58,6 +58,8 @@ def test_a_run_counts_the_samples_of_every_update(whole: Path) -> None:
     assert [round(s["images_per_second"] * s["step_seconds"]) for s in steps] == [*SIZES, *[48] * 3]
     epochs = [sum(SIZES[: k + 1]) / 1437 for k in range(8)]
     assert [step["epoch"] for step in steps[:8]] == pytest.approx(epochs)
+    losses = np.array([step["loss"] for step in steps[:8]])
+    np.testing.assert_array_less(np.abs(np.diff(np.log(losses))), 0.3)  # a mean over its own batch
 
 
 def test_a_run_that_is_resumed_across_changes_ends_with_identical_weights(
