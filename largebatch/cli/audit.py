@@ -25,8 +25,10 @@ def audit(function: str, /, *, options: Annotated[Workers, Given] = Workers()) -
     module, _, name = function.partition(":")
     make = getattr(import_own(module), name, None) if name else None
     if not callable(make):
-        raise DataError(f"{function}: there is no such function; expected module:function")
+        raise DataError(f"{function}: there is no such function; expected MODULE:FUNCTION")
     backend = connect(options.backend, timeout=options.timeout)
+    if backend.world_size == 1:
+        raise DataError("an audit compares several workers: give --workers 2 or more")
     given = make()
     values = [*given] if isinstance(given, tuple) else [given]
     keywords = values.pop() if isinstance(values[-1], dict) else {}

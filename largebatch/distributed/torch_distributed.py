@@ -296,7 +296,11 @@ def lost_peers_named(worker: int, *, by: type[RuntimeError] = RuntimeError) -> I
     """Convert an error of the library, which cannot reach another worker, to PeerLostError."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except by as error:  # Gloo's are plain RuntimeErrors
+        if "CUDA error" in str(error):  # of this worker alone
+            raise
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         silent = "timed out" in reason.lower() or "timeout" in reason.lower()
         kind = PeerSilentError if silent else PeerLostError

@@ -128,6 +128,14 @@ def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
         raise RecipeError(f"{source}: not YAML: {clip(str(error), 2 * LONGEST_NAME)}") from None
 
 
+def _keys(tree: object) -> Iterator[object]:
+    if isinstance(tree, dict):
+        yield from tree
+        tree = list(tree.values())
+    for value in tree if isinstance(tree, list) else ():
+        yield from _keys(value)
+
+
 @lru_cache(maxsize=64)  # a recipe is often read with several overrides
 def _yaml_as_json(text: str) -> str:
     """Return the values as JSON, in which a date is a string."""
@@ -144,7 +152,10 @@ def _yaml_as_json(text: str) -> str:
             problem = f"tags ({event.tag}) are not supported"
         if problem:
             raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-    text = json.dumps(yaml.load(text), ensure_ascii=False, default=str)
+    tree = yaml.load(text)
+    if odd := next((key for key in _keys(tree) if not isinstance(key, str)), None):
+        raise MarkedYAMLError(problem=f"a key must be a word, got {odd!r}")
+    text = json.dumps(tree, ensure_ascii=False, default=str)
     text.encode()  # raises ValueError for half a character
     return text
 

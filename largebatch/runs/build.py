@@ -43,10 +43,12 @@ _SPIN = (
 
 
 @contextmanager
-def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Backend]:
+def join(
+    options: Options, facts: Facts, *, starting: bool = False, splits: bool = False
+) -> Iterator[Backend]:
     """Connect to the other workers; possible once in a process, because their address serves once.
 
-    `splits` is passed to connect. The backend is closed only on success: after an
+    `starting` and `splits` are passed to connect. The backend is closed only on success: after an
     error the other workers may be gone. Raises MismatchError on every worker unless all have the
     same options, packages and `facts`.
     """
@@ -54,7 +56,7 @@ def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Ba
         from largebatch.data.datasets.own import import_own
 
         import_own(name)
-    backend = connect(options.backend, timeout=options.timeout, starting=True, splits=splits)
+    backend = connect(options.backend, timeout=options.timeout, starting=starting, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, available_cores() // backend.local_size)
@@ -75,7 +77,7 @@ def open_session(
 
     Trackers can be added later. `facts` and errors are those of join.
     """
-    with _joined(recipe, options, facts, joined) as backend:
+    with _joined(recipe, options, facts, joined, starting=True) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
         plan = plan_run(recipe, workers=backend.world_size, backend=backend.name)
@@ -114,7 +116,7 @@ def open_measuring(
     Nothing is trained: the number of workers is free, and settings of the training machine are
     ignored.
     """
-    with _joined(recipe, options, facts, joined) as backend:
+    with _joined(recipe, options, facts, joined, starting=False) as backend:
         plan = measuring_plan(recipe, workers=backend.world_size)
         model = build_model(recipe, backend.device)
         with closing(_open_images(recipe, plan, backend, options)) as pipeline:
@@ -127,12 +129,13 @@ def open_measuring(
 
 
 def _joined(
-    recipe: Recipe, options: Options, facts: Facts, joined: Backend | None
+    recipe: Recipe, options: Options, facts: Facts, joined: Backend | None, *, starting: bool
 ) -> AbstractContextManager[Backend]:
     if joined is not None:
         return nullcontext(joined)
     splits = may_split(recipe, workers=world_size())
-    return join(options, {**facts, **recipe.model_dump(mode="json")}, splits=splits)
+    facts = {**facts, **recipe.model_dump(mode="json")}
+    return join(options, facts, starting=starting, splits=splits)
 
 
 def _open_images(recipe: Recipe, plan: Plan, backend: Backend, options: Options) -> Pipeline:

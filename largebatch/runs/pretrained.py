@@ -91,7 +91,7 @@ def compare_weights(
     weights = read_weights(what.weights, ema=what.ema)
     asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
     facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
-    with join(options, facts) as backend:
+    with join(options, facts, starting=True) as backend:
         recipe, state = fit_model(names, weights, options, backend)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=lr)
         nowhere = replace(options, out=Path())

@@ -257,6 +257,10 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
             raise TypeError("recipe must be a text")
         recipe = parse_recipe(header["recipe"], source="its recipe")
         state = _unpack(header["state"], tensors)
+        if not all(isinstance(value, Tensor) for value in state["model"].values()):
+            raise TypeError("model must hold tensors")
+        if not isinstance(state["optimizer"]["param_groups"], list):
+            raise TypeError("param_groups must be a list")
         state["optimizer"]["state"] = {
             int(number): entry for number, entry in state["optimizer"]["state"].items()
         }

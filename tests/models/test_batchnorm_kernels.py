@@ -262,7 +262,7 @@ def test_a_network_with_pairs_trains_as_pytorchs_kernels_do(
     from torchvision.models.resnet import BasicBlock
 
     torch.manual_seed(0)
-    shortcut = nn.Sequential(nn.Conv2d(8, 16, 1, 2), nn.BatchNorm2d(16))
+    shortcut = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.BatchNorm2d(16))
     block = BasicBlock(8, 16, 2, shortcut)
     plain = with_span(nn.Sequential(nn.Conv2d(3, 8, 3), block), 2).to(DEVICE).double()
     ours = copy.deepcopy(plain).float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs

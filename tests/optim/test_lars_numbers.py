@@ -1,15 +1,18 @@
 """LARS with rates that are tensors, and with norms at the limits of float32."""
 
+import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lars_formula import CONVENTIONS, RATES, Formula, Path, assert_close, choose_path
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from largebatch.optim.kernels import fused
 from largebatch.optim.lars import LARS
 from largebatch.recipe.choices import Convention
 
@@ -122,3 +125,44 @@ def test_outside_diverges_for_old_momentum_and_a_tiny_gradient() -> None:
     assert worst("outside") == pytest.approx(533, abs=1)
     for convention in ("reference", "scaled-momentum", "fujitsu"):
         assert worst(convention) == pytest.approx(0.16)
+
+
+def test_the_peak_rate_does_not_follow_a_tensor_that_the_rate_is_written_into() -> None:
+    lr = torch.tensor(13.0)
+    optimizer = LARS([nn.Parameter(torch.ones(1))], lr=lr, convention="fujitsu")
+    lr.fill_(6.5)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert optimizer.param_groups[0]["base_lr"] == 13.0
+
+
+@every_path
+def test_a_norm_includes_elements_whose_squares_underflow(path: Path, way: str) -> None:
+    """A million of 1e-20 beside one of 1e-18 are ten times as long as it."""
+    path(way)
+    weight = nn.Parameter(torch.full((1000, 1000), 1e-20))
+    weight.data[0, 0] = 1e-18
+    weight.grad = torch.ones_like(weight)
+    before = weight.detach().clone()
+    LARS([weight], lr=1.0, eta=0.5).step()
+    length = math.hypot(1e-17, 1e-18)
+    torch.testing.assert_close(before - weight, torch.full_like(weight, 0.5 * length / 1000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tiny_rate_times_ratio_loses_no_digits(dtype: torch.dtype) -> None:
+    """torch's fused SGD takes 1 - dampening, which has no digits left for 1e-15."""
+    weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    grad = torch.full((4, 4), 1e6, dtype=dtype)
+    optimizer = LARS([weight], lr=1e-6, eta=1e-3)
+    for _ in range(2):
+        weight.grad = grad
+        optimizer.step()
+    # Each step adds lr * eta * |w| / |g| * g = 1e-9 to the buffer, after 0.9 of what it was.
+    expected = np.full((4, 4), 1.9e-9)
+    assert_close(optimizer.state[weight]["momentum_buffer"], expected, 1e-6)
+
+
+def test_the_norm_of_a_view_covers_only_the_view() -> None:
+    around = torch.full((3, 700), 5.0)
+    around[1] = 2.0
+    assert fused.norm(around[1]) == pytest.approx(2 * math.sqrt(700), rel=1e-6)

@@ -217,7 +217,7 @@ MUTANTS = (
         "runs/run.py",
         "            require_resumable(checkpoint, training.plan, folder)\n",
         "",
-        "runs/test_checkpoints.py::test_what_was_polished_of_a_run_in_its_first_stage_is_refused_too",
+        "runs/test_checkpoints.py::test_training_cannot_go_on_from_what_was_polished_of_an_unfinished_run",
     ),
     Mutant(
         "updates that a diverged stage never made are counted",

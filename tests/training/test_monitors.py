@@ -135,7 +135,7 @@ def test_an_update_that_is_skipped_used_no_ratio(
 
 def test_other_optimizers_have_a_norm_and_no_ratios(tmp_path: Path) -> None:
     sgd = ("optimizer.kind=sgd", "schedule.peak_lr=0.1", "polish=null")
-    with pytest.raises(RecipeError, match=r"monitor: trust_ratios is for optimizer.kind: lars, an"):
+    with pytest.raises(RecipeError, match=r"monitor: trust_ratios"):
         a_recipe("monitor=[trust_ratios]", *sgd)
     run(a_recipe("monitor=gradient_norm", "duration={steps: 1}", *sgd), out=tmp_path / "run")
     (step,) = log(tmp_path / "run", "step")

@@ -29,6 +29,9 @@ from largebatch.data.index.headers import MAX_BYTES
 from largebatch.data.index.shards import CHUNK, has_bytes, kind_of, members
 from largebatch.errors import DataError
 
+_MAX_RATIO = 100  # of an archive's unpacked to packed bytes; images hardly compress
+_ALWAYS = 2**28  # unpacked bytes that are allowed whatever the ratio
+
 COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
@@ -116,6 +119,7 @@ def _open_zip(file: IO[bytes]) -> zipfile.ZipFile:
 
 
 def _zip_files(archive: Path, file: zipfile.ZipFile) -> Files:
+    _require_no_bomb(archive, sum(info.file_size for info in file.infolist()))
     places: dict[str, zipfile.ZipInfo] = {}
     seen: set[str] = set()
     for info in file.infolist():
@@ -204,6 +208,16 @@ def _resolve(archive: Path, places: dict[str, tuple[int, int]], links: dict[str,
             )
 
 
+def _require_no_bomb(archive: Path, unpacked: int) -> None:
+    """Raise DataError if an archive unpacks to far more bytes than images do."""
+    packed = archive.stat().st_size
+    if unpacked > max(_ALWAYS, _MAX_RATIO * packed):
+        raise DataError(
+            f"{archive}: {packed:,} bytes would unpack to more than {unpacked - 1:,}, and images "
+            "hardly compress (a decompression bomb?); unpack it yourself and import the folder"
+        )
+
+
 @contextmanager
 def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[bytes]]:
     """Unpack into an unnamed file in `scratch`; the system's temporary folder is often small."""
@@ -212,6 +226,7 @@ def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[by
         raw = tempfile.TemporaryFile(buffering=0, dir=scratch)  # noqa: SIM115 -- closed below
     with raw:  # unbuffered, so that closing has nothing left to write
         while chunk := packed.read(CHUNK):
+            _require_no_bomb(archive, raw.tell() + len(chunk))
             with unpacking(archive, scratch):
                 while chunk:
                     chunk = chunk[raw.write(chunk) :]

@@ -23,6 +23,7 @@ import numpy as np
 
 from largebatch.data.index.index import Index, Location, changed
 from largebatch.data.types import Bytes, IntArray, Request
+from largebatch.errors import DataError
 from largebatch.storage import read_again
 
 FIRST_READS = 8  # maximum number of images read at the same time until read times are known
@@ -33,6 +34,7 @@ THREAD_SECONDS = 0.02
 """Seconds of reading in the previous batch per additional thread. One thread is best for cached
 files: several would spend more time waiting for Python's lock than reading."""
 
+SLOWEST = 10  # such waits after which the run ends
 SLOW_SECONDS = 60.0  # seconds after which a batch that is still being read is named in the log
 
 _LOG = logging.getLogger(__name__)
@@ -141,15 +143,16 @@ class Reader:
         """Wait for the images; raise DataError with the path of one that cannot be read."""
         seconds = 0.0
         for first, job in enumerate(reading.jobs):
-            while True:
+            for attempt in range(1, SLOWEST + 1):
                 try:
                     seconds += job.result(SLOW_SECONDS)
                     break
                 except TimeoutError:
                     path = self._index.file(int(reading.request.samples[first]))
-                    _LOG.warning(
-                        "images are still being read after %g s: %s, ...", SLOW_SECONDS, path
-                    )
+                    waited = attempt * SLOW_SECONDS
+                    if attempt == SLOWEST:
+                        raise DataError(f"{path}: not read after {waited:g} s") from None
+                    _LOG.warning("images are still being read after %g s: %s, ...", waited, path)
         self._sharing = min(self._reads, 1 + int(seconds / THREAD_SECONDS))
 
     def release(self, reading: Reading) -> None:
@@ -158,7 +161,7 @@ class Reader:
 
     def close(self) -> None:
         """Stop the threads after their current reads and drop the queued ones."""
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._open.cache_clear()
 
     def _read(self, reading: Reading, rows: slice) -> float:

@@ -359,6 +359,8 @@ def find_stored(root: Path, split: str) -> Iterator[Content]:
 def load_file(file: Path) -> Content:
     """Map a stored index; raise OSError or ValueError if it is missing, damaged or outdated."""
     content = Content(*open_mapped(file), file)
+    if not isinstance(content.header, dict):
+        raise ValueError("not an index")  # noqa: TRY004 -- as other damage
     if content.header.get("format") != FORMAT:
         raise ValueError(f"index format {content.header.get('format')}, expected {FORMAT}")
     return content
