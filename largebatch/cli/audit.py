@@ -1,10 +1,15 @@
 """The command `audit`: check a user's own model, loader, loss and optimizer. It prints."""
 
+import gc
+from collections.abc import Callable
 from inspect import signature
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from largebatch.errors import AuditError, DataError
 from largebatch.runs.options import Given, Workers
+
+if TYPE_CHECKING:
+    from largebatch.audit import Findings
 
 
 def audit(function: str, /, *, options: Annotated[Workers, Given] = Workers()) -> None:
@@ -18,7 +23,6 @@ def audit(function: str, /, *, options: Annotated[Workers, Given] = Workers()) -
     Args:
         function: module:function that returns what largebatch.audit.audit takes.
     """
-    from largebatch.audit import audit as check
     from largebatch.data.datasets.own import import_own
     from largebatch.distributed.connection import connect
 
@@ -29,6 +33,19 @@ def audit(function: str, /, *, options: Annotated[Workers, Given] = Workers()) -
     backend = connect(options.backend, timeout=options.timeout)
     if backend.world_size == 1:
         raise DataError("an audit compares several workers: give --workers 2 or more")
+    findings = _check(make, function)
+    # A DistributedDataParallel that outlives its process group can wait for ever when it is freed.
+    gc.collect()
+    backend.close()
+    if findings.faults:
+        raise AuditError(f"{function}: the audit found faults, listed above")
+    if not findings.ok:
+        raise AuditError(f"{function}: the audit could not compare the gradients")
+
+
+def _check(make: Callable[[], Any], function: str) -> "Findings":
+    from largebatch.audit import audit as check
+
     given = make()
     values = [*given] if isinstance(given, tuple) else [given]
     keywords = values.pop() if isinstance(values[-1], dict) else {}
@@ -36,9 +53,4 @@ def audit(function: str, /, *, options: Annotated[Workers, Given] = Workers()) -
         bound = signature(check).bind(*values, **keywords)
     except TypeError as error:
         raise DataError(f"{function} does not return the arguments of audit: {error}") from None
-    findings = check(*bound.args, **bound.kwargs)  # worker 0 prints the table
-    backend.close()
-    if findings.faults:
-        raise AuditError(f"{function}: the audit found faults, listed above")
-    if not findings.ok:
-        raise AuditError(f"{function}: the audit could not compare the gradients")
+    return check(*bound.args, **bound.kwargs)  # worker 0 prints the table

@@ -257,8 +257,9 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
             raise TypeError("recipe must be a text")
         recipe = parse_recipe(header["recipe"], source="its recipe")
         state = _unpack(header["state"], tensors)
-        if not all(isinstance(value, Tensor) for value in state["model"].values()):
-            raise TypeError("model must hold tensors")
+        model = state["model"]
+        if not isinstance(model, dict) or not all(isinstance(it, Tensor) for it in model.values()):
+            raise TypeError("model must hold tensors by name")
         if not isinstance(state["optimizer"]["param_groups"], list):
             raise TypeError("param_groups must be a list")
         state["optimizer"]["state"] = {
