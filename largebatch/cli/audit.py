@@ -34,7 +34,7 @@ def audit(function: str, /, *, options: Annotated[Workers, Given] = Workers()) -
     if backend.world_size == 1:
         raise DataError("an audit compares several workers: give --workers 2 or more")
     findings = _check(make, function)
-    # A DistributedDataParallel that outlives its process group can wait for ever when it is freed.
+    # A DistributedDataParallel that outlives its process group can block when it is freed.
     gc.collect()
     backend.close()
     if findings.faults:
