@@ -40,8 +40,6 @@ _COLOURS = tuple(COLOURS.values())
 _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
 """In widths of the line; with 6 colours, 30 series look different."""
 
-DOTTED = _DASHES[2]
-
 STRONGEST = 50
 """Percent of the colour of a cell with strength 1; the number on it stays readable."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from largebatch.data.pipeline import Pipeline
@@ -55,6 +56,14 @@ checkpoints of the recipe need it.
 """
 
 
+def train_pieces(
+    train_piece: Callable[..., Generator[Update, None, None]], plan: Plan, steps: range
+) -> Generator[Update, None, None]:
+    """Make updates of the plan, each piece with its own global batch and accumulation."""
+    for piece, global_batch, accumulation in plan.within(steps):
+        yield from train_piece(steps=piece, accumulation=accumulation, global_batch=global_batch)
+
+
 def synchronous_updates(
     training: Training, part: Part, *, profiler: Profiler | None = None
 ) -> Generator[None, None, None]:
@@ -65,26 +74,21 @@ def synchronous_updates(
     state, plan, step_log = training.state, training.plan, training.step_log
     batches = training.pipeline.training(part.steps, clean=part.clean)
 
-    def updates_of_pieces() -> Generator[Update, None, None]:
-        for steps, global_batch, accumulation in plan.within(part.steps):
-            yield from train(
-                state.model,
-                state.updater.optimizer,
-                batches,
-                state.updater.schedule,
-                training.criterion,
-                state.updater.reducer,
-                training.spans,
-                state.scaler,
-                steps=steps,
-                accumulation=accumulation,
-                global_batch=global_batch,
-                seed=step_seeds(training.seed, training.backend.rank),
-                skip_nonfinite=training.skip_nonfinite,
-                measure_norm=step_log.monitors.measure_norm,
-            )
-
-    updates = updates_of_pieces()
+    train_piece = partial(
+        train,
+        state.model,
+        state.updater.optimizer,
+        batches,
+        state.updater.schedule,
+        training.criterion,
+        state.updater.reducer,
+        training.spans,
+        state.scaler,
+        seed=step_seeds(training.seed, training.backend.rank),
+        skip_nonfinite=training.skip_nonfinite,
+        measure_norm=step_log.monitors.measure_norm,
+    )
+    updates = train_pieces(train_piece, plan, part.steps)
     if profiler is not None:
         updates = profiler.follow(updates, stage=part.stage, made=part.steps.start)
     step_log.resume_clock()

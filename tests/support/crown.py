@@ -32,6 +32,7 @@ from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
+from largebatch.training.updates import train_pieces
 
 STEPS = 5
 GLOBAL_BATCH = 64
@@ -175,9 +176,8 @@ def solve(
             GradScaler("cpu", enabled=False),
             seed=step_seeds(0, backend.rank),
         )
-        for part, batch, passes in plan.within(range(steps)):
-            for _ in train_piece(steps=part, accumulation=passes, global_batch=batch):
-                pass
+        for _ in train_pieces(train_piece, plan, range(steps)):
+            pass
     return model
 
 

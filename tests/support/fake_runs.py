@@ -310,12 +310,6 @@ def learned_nothing(folder: Path) -> Path:
     return run.write()
 
 
-def stopped_at_once(folder: Path) -> Path:
-    run = FakeRun(folder)
-    run.train(0, 40)
-    return run.write(status="stopped")
-
-
 def failed_at_once(folder: Path) -> Path:
     return FakeRun(folder).write(status="failed")
 

@@ -25,9 +25,9 @@ MUTANTS = (
     Mutant(
         "the loss is divided by the first batch of a schedule",
         "training/updates.py",
-        "                global_batch=global_batch,\n",
-        "                global_batch=plan.global_batch,\n",
-        "training/test_batch_schedule.py::test_a_run_counts_the_samples_of_every_update",
+        "global_batch=global_batch)",
+        "global_batch=plan.global_batch)",
+        "test_crown.py::test_a_batch_schedule_matches_plain_pytorch_for_any_division",
     ),
     Mutant(
         "the policy of a batch schedule counts updates",
