@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter, Token
 
-from largebatch.cli.data import show_index
+from largebatch.cli.data import open_indexes
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
 from largebatch.cli.study import recommend, study
@@ -327,7 +327,7 @@ def _base(
         from largebatch.lab.measure.initial import survey
 
         name = recipe_name(data.resolve().name, otherwise="own-data")
-        recipe = parse_recipe(first_draft(survey(*show_index(data)), name=name))
+        recipe = parse_recipe(first_draft(survey(*open_indexes(data)), name=name))
     if model is None:
         return recipe
     return recipe.model_copy(update={"model": recipe.model.model_validate({"name": model})})

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.data.decoders import pixel_cache, torchvision
+from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
-from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

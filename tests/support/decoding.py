@@ -18,7 +18,7 @@ from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.pipeline import IdleDecoders, Pipeline
+from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import Batches, Bytes, Request, Resources, View
 from largebatch.distributed.serial import Serial
 
@@ -106,7 +106,7 @@ def with_decoder(
     return replace(
         pipeline,
         open_decoder=lambda index, _: nullcontext(partial(decode, index)),
-        idle=IdleDecoders(),
+        idle={},
     )
 
 

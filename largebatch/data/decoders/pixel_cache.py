@@ -4,9 +4,7 @@ All workers of a machine map the file, so the pixels are in memory once for any 
 and the next run starts at once. A file in the user's cache holds the pixels of all images, then a
 checksum of them and of the file's name, which contains the index's digest, FORMAT and the version
 of Pillow. A run reads the whole file once before it uses it, because it would not notice pixels
-damaged by the disk (at 2.5 GB/s on one core, if the disk is that fast: 0.1 s for CIFAR-10, 7 s for
-the 16 GB of LIMIT). A damaged file is written again. Files that no run has used for UNUSED_DAYS are
-removed when another is written.
+damaged by the disk. A damaged file is written again.
 
 On a CPU, threads crop and resize one image after the other (`open_decoder`). On a GPU the bytes
 stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`):
@@ -15,9 +13,7 @@ the batched products need many times the arithmetic of resizing single images, a
 for small ones.
 """
 
-import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,12 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from largebatch.data.augment import clean_request
-from largebatch.data.decoders.prefetch import Part, open_prefetcher
+from largebatch.data.decoders.prefetch import Part, Transfer, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.decoders.torchvision import Encoded, encoded_images, to_pillow
 from largebatch.data.index.index import Index
-from largebatch.data.transfer import Transfer
 from largebatch.data.types import (
     Batch,
     Batches,
@@ -55,7 +50,6 @@ from largebatch.errors import DataError
 from largebatch.recipe.data import Interpolation
 from largebatch.storage import (
     CHECKSUM_BYTES,
-    Mapped,
     Progress,
     checksum,
     is_undamaged,
@@ -68,7 +62,6 @@ Pixels = TypeVar("Pixels", Bytes, Tensor)
 
 LIMIT = 16 * 2**30  # maximum number of bytes of pixels of one split
 FORMAT = 1  # version of the files and of the decoding; files of another version are not used
-UNUSED_DAYS = 30  # days without use after which a file is removed
 EACH = 128  # number of images in one thread's task
 READS = 8  # maximum number of images read at the same time
 SMALL = 40
@@ -87,13 +80,6 @@ class PixelCache(Generic[Pixels]):
     pixels: Pixels
     starts: IntArray  # position of the first byte of each image
     alike: Pixels | None  # the same bytes as N x H x W x 3; None if images differ in size
-    mapped: Mapped | None = None
-    """File that the pixels are mapped from; None if they are on a device."""
-
-    def require_whole(self) -> None:
-        """Raise DataError if the file that the pixels are mapped from was truncated."""
-        if self.mapped is not None:
-            self.mapped.require_whole()
 
     def part(self, sample: int, box: list[int]) -> Pixels:
         """Return a view of the box of an image, H x W x 3."""
@@ -106,14 +92,12 @@ class PixelCache(Generic[Pixels]):
         return whole[top : top + height, left : left + width]
 
 
-def make_cache(
-    index: Index, pixels: Pixels, starts: IntArray, *, mapped: Mapped | None = None
-) -> PixelCache[Pixels]:
+def make_cache(index: Index, pixels: Pixels, starts: IntArray) -> PixelCache[Pixels]:
     """Return the cache of these pixels."""
     high, wide = int(index.heights[0]), int(index.widths[0])
     one_size = bool((index.heights == high).all() and (index.widths == wide).all())
     alike = pixels.reshape(-1, high, wide, 3) if one_size else None
-    return PixelCache(index, pixels, starts, alike, mapped)
+    return PixelCache(index, pixels, starts, alike)
 
 
 def open_cache(
@@ -137,19 +121,11 @@ def open_cache(
     path = _place(index)
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
         if writes and not _is_whole(path, total):
-            _remove_unused(path.parent)
             _write(path, index, threads, progress)
         backend.barrier()
-    try:
-        mapped = Mapped.of(path)
-        # Mapped as private, because torch warns about read-only arrays; nothing writes to it.
-        pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
-    except (OSError, ValueError) as error:  # removed or truncated
-        raise DataError(
-            f"{path}: {total:,} bytes of decoded images cannot be mapped from it ({error}); "
-            "restart, and the file is written again"
-        ) from None
-    return make_cache(index, pixels, starts, mapped=mapped)
+    # Mapped as private, because torch warns about read-only arrays; nothing writes to it.
+    pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
+    return make_cache(index, pixels, starts)
 
 
 def _place(index: Index) -> Path:
@@ -160,16 +136,12 @@ def _place(index: Index) -> Path:
 
 
 def _is_whole(path: Path, total: int) -> bool:
-    """Return True if a file holds `total` bytes and their checksum; update its time of use."""
+    """Return True if a file holds `total` bytes and their checksum."""
     try:
-        if path.stat().st_size != total + CHECKSUM_BYTES:
-            return False
-        whole = is_undamaged(path, begin=os.fsencode(path.name))
+        length = path.stat().st_size
+        return length == total + CHECKSUM_BYTES and is_undamaged(path, begin=os.fsencode(path.name))
     except OSError:
         return False
-    with contextlib.suppress(OSError):  # a read-only cache is never cleared
-        os.utime(path)
-    return whole
 
 
 def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
@@ -193,15 +165,6 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
         ) from None
 
 
-def _remove_unused(folder: Path) -> None:
-    """Remove the files that no run has used for UNUSED_DAYS, to limit the size of the folder."""
-    oldest = time.time() - UNUSED_DAYS * 24 * 3600
-    for path in folder.glob("*"):
-        with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if path.stat().st_mtime < oldest:
-                path.unlink()
-
-
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
     """Yield the pixels of every image in order; a few hundred are in progress at a time."""
 
@@ -221,7 +184,6 @@ def open_decoder(cache: PixelCache[Bytes], view: View, resources: Resources) -> 
     """Yield a decoder whose threads end with the block."""
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
-        cache.require_whole()
         rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
         parts = [Part(r, partial(_fill, cache, request, r, view.interpolation)) for r in rows]
         return cache.index.labels[request.samples], parts
@@ -256,7 +218,6 @@ def _fill(
 
 def upload(on_host: PixelCache[Bytes], device: torch.device) -> PixelCache[Tensor]:
     """Copy the pixels to a device; raise DataError if they do not fit."""
-    on_host.require_whole()
     try:
         pixels = torch.from_numpy(on_host.pixels).to(device)
     except torch.OutOfMemoryError:
