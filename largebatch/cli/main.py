@@ -267,6 +267,7 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
         case UnusedCliTokensError():
             word, _, value = (error.unused_tokens or [""])[0].partition("=")
             hint = _key_hint(word, value) if value else ""
+            hint = hint or f"; `largebatch {name} --help` shows what it takes"
             return f"{name}: unexpected argument {word!r}{hint}"
         case UnknownCommandError():
             known = [one for one in (error.app or ()) if not one.startswith("-")]
