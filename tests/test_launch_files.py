@@ -164,6 +164,34 @@ def test_a_job_is_filled_in_for_the_plan(
     assert len(changed) == len(directives) + 3  # recipe, folder and options
 
 
+def test_an_indexed_job_has_a_pod_for_each_worker_that_the_first_one_connects(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["indexedjob", "digits_96_softsync", "--nodes", "3", "--gpus-per-node", "2"]
+    service, job = YAML(typ="safe").load_all(filled(capsys, *words, "--data", "$(A)"))
+    assert (service["kind"], job["apiVersion"], job["kind"]) == ("Service", "batch/v1", "Job")
+    name = job["metadata"]["name"]
+    pod = job["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == pod.pop("subdomain") == name
+    assert service["spec"]["selector"] == {"job-name": name}
+    spec = job["spec"]
+    template = SCHEMAS["pytorchjob"]["properties"]["spec"]["properties"]["pytorchReplicaSpecs"]
+    template = template["additionalProperties"]["properties"]["template"]
+    (container,) = pod["containers"]
+    (rank,) = container.pop("env")  # the operator's schema here has neither
+    jsonschema.Draft202012Validator(template).validate(spec["template"])
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert rank == {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}}
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 6, 6)
+    assert spec["backoffLimitPerIndex"] == 0  # one that is lost ends no other
+    assert pod["restartPolicy"] == "Never"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    words = container["command"] + container["args"]
+    assert f"MASTER_ADDR={name}-0.{name}" in words
+    train = ["train", "digits_96_softsync", "--out", "/runs/digits-96-softsync"]
+    assert words[words.index("train") :] == [*train, "--resume", "auto", "--data", "$$(A)"]
+
+
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_a_manifest_matches_its_operators_schema(
     kind: str, capsys: pytest.CaptureFixture[str]
@@ -227,7 +255,7 @@ def test_a_recipe_that_horovod_cannot_train_has_no_horovod_job(
     if expected == USER:
         assert found.out == ""
         assert found.err.startswith(f"largebatch: launch {kind}: {needs}")
-        assert "use launch slurm, pytorchjob or torchrun" in found.err
+        assert "use launch slurm, pytorchjob, indexedjob or torchrun" in found.err
         assert found.err.count("\n") == 1
 
 

@@ -22,8 +22,8 @@ from largebatch.recipe.recipe import require_backend
 from largebatch.runs.options import Count, Overrides, RecipeFile
 
 Kind = Literal[
-    "slurm", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "torchrun", "horovodrun",
-    "mpirun",
+    "slurm", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "indexedjob", "torchrun",
+    "horovodrun", "mpirun",
 ]  # fmt: skip
 
 KINDS: dict[str, str] = {
@@ -32,13 +32,14 @@ KINDS: dict[str, str] = {
     "pbs": "pbs.sh",
     "mpijob": "mpijob.yaml",
     "pytorchjob": "pytorchjob.yaml",
+    "indexedjob": "indexedjob.yaml",
     "torchrun": "torchrun.sh",
     "horovodrun": "horovodrun.sh",
     "mpirun": "mpirun.sh",
 }
 """Templates in launch/, by kind of job."""
 
-BY_TORCH = ("slurm", "pytorchjob", "torchrun")
+BY_TORCH = ("slurm", "pytorchjob", "indexedjob", "torchrun")
 """Kinds of jobs whose workers torch.distributed connects; Horovod connects the others."""
 
 
