@@ -62,10 +62,9 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
             continue
         where = content.file or "not stored: neither the folder nor the user's cache is writable"
         lines = [f"{split}: {len(content.arrays['labels'])} images ({where})"]
-        if content.bad:
-            lines.append(f"{split}: {len(content.bad)} left out:")
-            lines += [f"  {path}: {reason}" for path, reason in content.bad]
-        print(printable("\n".join([*lines, *describe(content.ignored, where=split)])))
+        lines += [f"{split}: left out: {path}: {reason}" for path, reason in content.bad]
+        lines.append(describe(content.header["ignored"], where=split))
+        print(printable("\n".join(filter(None, lines))))
     if num_bad:
         raise DataError(
             f"{folder}: {plural(num_bad, 'image')}, listed above, cannot be used; replace or "

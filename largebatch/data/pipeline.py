@@ -79,10 +79,8 @@ class Pipeline:
     @property
     def remarks(self) -> list[str]:
         """Remarks about the images, logged at the start of a run: the ignored files."""
-        described = [
-            describe(index.ignored, where=split) for split, index in self._indexes().items()
-        ]
-        return ["; ".join(map(str.strip, lines)) for lines in described if lines]
+        described = (describe(index.ignored, where=w) for w, index in self._indexes().items())
+        return list(filter(None, described))
 
     def _indexes(self) -> dict[str, Index]:
         """Return the indexes by split; only train if training images are used for validation."""

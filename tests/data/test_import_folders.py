@@ -14,6 +14,7 @@ from importing import contents, imported, png
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import import_data
+from largebatch.data.index.folder import MISPLACED
 from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
@@ -223,7 +224,7 @@ def test_another_name_of_validation_is_taken_and_other_folders_are_named(
     for split in ("train", "test", "extra"):
         write_classes(tmp_path / "in" / split, cat=2, dog=1)
     assert command(tmp_path / "in", tmp_path / "out", "--val-name", "test") == DONE
-    assert "3 files ignored" in capsys.readouterr().out
+    assert f"ignored files: 3 {MISPLACED}" in capsys.readouterr().out
     assert [len(each) for each in contents(tmp_path / "out", "val").values()] == [2, 1]
 
 

@@ -19,7 +19,7 @@ from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import Pipeline
-from largebatch.data.types import Batches, Bytes, Request, Resources, View
+from largebatch.data.types import Batches, Request, Resources, View
 from largebatch.distributed.serial import Serial
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def with_decoder(
     )
 
 
-def open_cache(index: Index) -> PixelCache[Bytes]:
+def open_cache(index: Index) -> PixelCache:
     return pixel_cache.open_cache(index, backend=Serial(CPU), threads=2)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files
 from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
-from largebatch.data.index.folder import by_kind, describe, is_image, visible
+from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable
@@ -73,7 +73,7 @@ def open_archives(
             for of, class_name, image in placed:
                 splits[of].setdefault(class_name, []).append(image)
             unread += set(shown) - {image.path for _, _, image in placed}
-        remarks = describe(by_kind(unread), where=str(source))
+        remarks = list(filter(None, [describe(by_suffix(unread), where=str(source))]))
         for split in names:
             if not splits[split]:
                 raise DataError(f"{source}: there are no images of {split}; {LAYOUT}")

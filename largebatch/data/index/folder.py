@@ -9,7 +9,8 @@ SYSTEM are not counted.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -25,16 +26,7 @@ SYSTEM = frozenset({"@eadir", "#recycle", "$recycle.bin", "lost+found", "__macos
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
 
-EXAMPLES = 3  # number of example names per kind of ignored files
 MISPLACED = "images in other places"
-
-
-class Ignored(NamedTuple):
-    """Files of one kind that are not read."""
-
-    kind: str  # suffix such as `.gif`, or the place
-    number: int
-    examples: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +139,8 @@ def _found(folder: Path) -> str:
     return shorten(sorted(path.name for path in folder.iterdir() if visible(path.name)))
 
 
-def list_ignored(root: Path, split: str) -> list[Ignored]:
-    """Count the files that the index of `root/split` leaves out."""
+def list_ignored(root: Path, split: str) -> dict[str, int]:
+    """Count the files that the index of `root/split` leaves out, by their suffix."""
 
     def left_out() -> Iterator[str]:
         for place, folders, names in os.walk(root / split):
@@ -156,37 +148,27 @@ def list_ignored(root: Path, split: str) -> list[Ignored]:
             depth = len(Path(place).relative_to(root).parts)  # 1: the split, 2: a class
             for name in filter(visible, names):
                 if not (is_image(name) if depth == 2 else depth == 1 and name.endswith(".tar")):
-                    yield (Path(place) / name).relative_to(root).as_posix()
+                    yield name
 
-    return by_kind(left_out())
+    return by_suffix(left_out())
 
 
-def by_kind(paths: Iterable[str]) -> list[Ignored]:
-    """Group ignored files by their suffix, the most frequent first.
+def by_suffix(paths: Iterable[str]) -> dict[str, int]:
+    """Count ignored files by their suffix, the most frequent first.
 
-    >>> by_kind(["a.GIF", "cat/README"])
-    [Ignored(kind='.gif', number=1, examples=['a.GIF']), \
-Ignored(kind='without a suffix', number=1, examples=['cat/README'])]
+    >>> by_suffix(["a.GIF", "cat/b.gif", "cat/README"])
+    {'.gif': 2, 'without a suffix': 1}
     """
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        suffix = PurePath(path).suffix.lower() or "without a suffix"
-        groups.setdefault(MISPLACED if suffix in EXTENSIONS else suffix, []).append(path)
-    counted = [Ignored(k, len(paths), sorted(paths)[:EXAMPLES]) for k, paths in groups.items()]
-    return sorted(counted, key=lambda ignored: (-ignored.number, ignored.kind))
+    suffixes = (PurePath(path).suffix.lower() or "without a suffix" for path in paths)
+    kinds = Counter(MISPLACED if suffix in EXTENSIONS else suffix for suffix in suffixes)
+    return dict(kinds.most_common())
 
 
-def describe(ignored: Sequence[Ignored], *, where: str) -> list[str]:
-    """Return a line with the total and one line per kind; an empty list if there are none.
+def describe(ignored: Mapping[str, int], *, where: str) -> str:
+    """Return a line with the numbers of ignored files; empty if there are none.
 
-    >>> describe([Ignored(".gif", 4, ["a.gif", "b.gif", "c.gif"])], where="train")[1]
-    '  4 .gif: a.gif, b.gif, c.gif, ...'
+    >>> describe({".gif": 4}, where="train")
+    'train: ignored files: 4 .gif (read are .jpeg .jpg .png)'
     """
-    if not ignored:
-        return []
-    total = sum(kind.number for kind in ignored)
-    lines = [f"{where}: {total} files ignored (read are {' '.join(EXTENSIONS)}):"]
-    for kind, number, examples in ignored:
-        more = ", ..." if number > len(examples) else ""
-        lines.append(f"  {number} {kind}: {', '.join(examples)}{more}")
-    return lines
+    kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
+    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})" if kinds else ""

@@ -26,7 +26,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -39,7 +39,6 @@ from safetensors.numpy import load, save
 
 from largebatch.data.index.folder import (
     CLASSES,
-    Ignored,
     Shard,
     layout,
     list_ignored,
@@ -130,11 +129,6 @@ class Content(NamedTuple):
         """Images that were left out."""
         return tuple(Bad(*fields) for fields in self.header["bad"])
 
-    @property
-    def ignored(self) -> tuple[Ignored, ...]:
-        """Ignored files, by kind, at the time the index was built."""
-        return tuple(Ignored(*kind) for kind in self.header["ignored"])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
@@ -159,7 +153,9 @@ class Index:
     """Modification times in nanoseconds; None for shards and synthetic images."""
 
     bad: tuple[Bad, ...] = ()  # images that cannot be used and were left out
-    ignored: tuple[Ignored, ...] = ()  # ignored files, by kind, at the time the index was built
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of ignored files, by suffix, at the time the index was built."""
+
     digest: str = ""  # digest of the content: indexes with the same digest list the same images
     trained: IntArray | None = None
     """Samples that a run may train on, in rising order; None for all."""
@@ -315,7 +311,7 @@ def index_of(content: Content, root: Path) -> Index:
         offsets=arrays.get("offsets"),
         mtimes=arrays.get("mtimes"),
         bad=content.bad,
-        ignored=content.ignored,
+        ignored=header["ignored"],
         digest=header["digest"],
     )
 
