@@ -88,19 +88,15 @@ class Pipeline:
         return {"train": self.train_index, **val}
 
     def training(self, steps: range, *, clean: bool) -> Batches:
-        """Yield the device batches of these updates, `accumulation` per update.
+        """Yield the device batches of these updates, `accumulation` per update."""
+        return self.at(self.positions(steps), clean=clean)
+
+    def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
+        """Yield a batch for each of these ranges of positions, in the image size of its first.
 
         Clean images are prepared like validation images, in the same order of samples. Augmented
         images may change size during the run, with one decoder per size.
         """
-        usual = self.data.image_size
-        sized = [(steps, usual)] if clean else self.plan.sized(steps, otherwise=usual)
-        for part, size in sized:
-            requests = (self.training_request(p, clean=clean) for p in self.positions(part))
-            yield from self.decode(self.train_index, requests, image_size=size)
-
-    def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
-        """Yield a batch for each of these ranges of positions, in the image size of its first."""
         usual = self.data.image_size
 
         def size_of(part: range) -> int:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from largebatch.data.decoders.torchvision import Encoded, to_pillow
+from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.headers import (
     MAX_SIDE,
     BadImageError,
@@ -186,7 +186,7 @@ def test_any_bytes_are_measured_and_decoded_consistently_or_refused(
         num_bytes=np.array([len(content)]),
     )
     try:
-        pixels = to_pillow(Encoded(index, 0, np.frombuffer(content, np.uint8)))
+        pixels = to_pillow(index, 0, np.frombuffer(content, np.uint8))
     except DataError as error:
         assert "Pillow cannot decode this image" in str(error)  # noqa: PT017 -- either is right
     else:

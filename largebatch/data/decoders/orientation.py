@@ -29,16 +29,6 @@ METHODS = {
 """Pillow's operation from the stored to the displayed image, by orientation."""
 
 
-def turn_whole(image: Image.Image, orientation: int) -> Image.Image:
-    """Return the displayed image."""
-    return image if orientation == 1 else image.transpose(METHODS[orientation])
-
-
-def orientation_of(index: Index, sample: int) -> int:
-    """Return the EXIF orientation of an image; 1 is upright."""
-    return 1 if index.orientations is None else int(index.orientations[sample])
-
-
 def as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
     """Return boxes in stored pixels, and flips: False where `turn_resized` also flips."""
     if index.orientations is None:

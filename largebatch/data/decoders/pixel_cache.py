@@ -32,7 +32,7 @@ from largebatch.data.augment import clean_request
 from largebatch.data.decoders.prefetch import Part, Transfer, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
 from largebatch.data.decoders.resample import resample, resample_small
-from largebatch.data.decoders.torchvision import Encoded, encoded_images, to_pillow
+from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.index import Index
 from largebatch.data.types import (
     Batch,
@@ -168,14 +168,15 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
     """Yield the pixels of every image in order; a few hundred are in progress at a time."""
 
-    def to_bytes(encoded: Encoded) -> Bytes:
-        return np.asarray(to_pillow(encoded))
+    def decode(sample: int, content: Bytes) -> Bytes:
+        return np.asarray(to_pillow(index, sample, content))
 
     parts = (np.arange(n, min(n + 4 * EACH, len(index))) for n in range(0, len(index), 4 * EACH))
     whole = (clean_request(index, samples, image_size=1, resize=None) for samples in parts)
     with open_reader(index, READS) as reader, ThreadPoolExecutor(threads) as pool:
         for reading in read_ahead(whole, reader):
-            yield from pool.map(to_bytes, encoded_images(reading))
+            samples = reading.request.samples.tolist()
+            yield from pool.map(decode, samples, reading.contents)
             reader.release(reading)
 
 
