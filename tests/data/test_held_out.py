@@ -153,15 +153,3 @@ def test_validation_images_are_the_same_on_all_workers_and_never_trained_on(
         assert set(trained) == set(range(40)) - expected - set(decide)
         assert not expected & set(decide)
     assert set(asked.statistics(26)) == set(trained)
-
-
-def test_an_evaluation_shows_the_training_images_held_out_with_their_labels() -> None:
-    pipeline = worker(a_split_recipe(40), 0, workers=1, device_batch=4)
-    rows = np.array(sorted(by_hand(3, 40, 7, stream=VALIDATION)))
-    request = pipeline.clean_request(pipeline.train_index, rows)
-    (wanted,) = pipeline.decode(pipeline.train_index, iter([request]))
-    shown = list(pipeline.validation())
-    torch.testing.assert_close(torch.cat([batch.images for batch in shown]), wanted.images)
-    labels = torch.cat([batch.labels for batch in shown])
-    assert labels.tolist() == pipeline.train_index.labels[rows].tolist()
-    assert pipeline.plan.val_samples == 7

@@ -50,16 +50,6 @@ def test_clean_images_have_the_order_of_the_augmented_ones() -> None:
     assert not any(request.flips.any() for request in clean)
 
 
-@pytest.mark.parametrize("clean", [False, True])
-def test_two_workers_see_the_same_samples_as_one(clean: bool) -> None:
-    alone = requests(1, 0, clean=clean)
-    shares = [requests(2, rank, clean=clean) for rank in (0, 1)]
-    for step, whole in enumerate(alone):
-        for field in ("samples", "boxes", "flips"):
-            parts = [getattr(share[step], field) for share in shares]
-            np.testing.assert_array_equal(np.concatenate(parts), getattr(whole, field))
-
-
 def test_statistics_are_measured_over_whole_spans_even_if_workers_share_them() -> None:
     """Spans of 48, trained on 24 samples a worker: the first 240 of the order, dealt out."""
     whole = requests(1, 0, statistics=240)

@@ -64,12 +64,9 @@ def test_changed_bytes_of_a_shard_are_named_with_their_offset(
     assert f"train/000000.tar (byte {int(index.offsets[2])})" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("length", [0, 100])
-def test_damaged_checksums_are_refused(
-    root: Path, capsys: pytest.CaptureFixture[str], length: int
-) -> None:
+def test_damaged_checksums_are_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "verify", str(root), "--write"]) == DONE
     place = root / ".largebatch-train.checksums"
-    place.write_bytes(place.read_bytes()[:length])
+    place.write_bytes(place.read_bytes()[:100])
     assert main(["data", "verify", str(root)]) == USER
     assert "these checksums are damaged" in capsys.readouterr().err
