@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from decoding import with_decoder
 
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batch, Batches, Request
+from largebatch.data.types import Batch, Batches, Decode, Request, View
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -86,3 +87,25 @@ def test_cached_images_are_used_in_every_stage(
             assert torch.equal(ours.labels, other.labels)
             std = min(load_recipe(DIGITS).data.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
+
+
+def test_all_evaluations_share_one_decoder_unless_one_was_left_early() -> None:
+    recipe = load_recipe(DIGITS, ["execution.decoder=torchvision"])
+    pipeline = open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
+    opened: list[Index] = []
+
+    def note(index: Index, view: View) -> AbstractContextManager[Decode]:
+        opened.append(index)
+        return pipeline.open_decoder(index, view)
+
+    with closing(replace(pipeline, open_decoder=note)) as noting:
+        expected = list(noting.validation())
+        for again in (noting.validation(), noting.validation()):
+            for batch, first in zip(again, expected, strict=True):
+                assert torch.equal(batch.images, first.images)
+            assert len(opened) == 1
+        with closing(noting.validation()) as batches:
+            next(batches)
+        assert noting.idle == {}, "it has batches that nobody used"
+        assert torch.equal(next(noting.validation()).images, expected[0].images)
+        assert opened == [pipeline.val_index] * 2
