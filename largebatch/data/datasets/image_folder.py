@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files
-from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
+from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import check_same_classes
@@ -70,8 +70,8 @@ def open_archives(
             shown = [name for name in files.names if all(map(visible, name.split("/")))]
             images = [name for name in shown if is_image(name.rpartition("/")[2])]
             placed = _placed(files, images, (split,) if split else names)
-            for of, class_name, image in placed:
-                splits[of].setdefault(class_name, []).append(image)
+            for name, class_name, image in placed:
+                splits[name].setdefault(class_name, []).append(image)
             unread += set(shown) - {image.path for _, _, image in placed}
         remarks = list(filter(None, [describe(by_suffix(unread), where=str(source))]))
         for split in names:
@@ -87,7 +87,21 @@ def open_archives(
                 f"val: {val_fraction:.4g} of every class, at least one image: the names with the "
                 f"smallest hashes with seed {seed}; the same names give the same division"
             )
-        yield _data_set(source, {TRAIN: train, VAL: val}, remarks)
+        classes, of_val = (sorted(images, key=os.fsencode) for images in (train, val))
+        check_same_classes(source, classes, of_val)
+
+        def samples(split: str) -> Iterator[Sample | Unusable]:
+            """Read the images in the order of class folders, so that sample numbers are equal."""
+            images = [
+                (image, label)
+                for label, name in enumerate(classes)
+                for image in sorted(of[split][name], key=lambda image: os.fsencode(image.name))
+            ]
+            return in_parts(lambda row: _read(*images[row]), len(images))
+
+        of = {TRAIN: train, VAL: val}
+        sizes = {split: sum(map(len, images.values())) for split, images in of.items()}
+        yield DataSet(classes, sizes, samples, remarks)
 
 
 def _chosen(class_name: str, images: list[_Image], fraction: float, seed: int) -> list[_Image]:
@@ -177,23 +191,6 @@ def _listed_classes(archive: Path, split: str, paths: list[str]) -> dict[str, st
             f"https://github.com/tensorflow/models); found {len(classes)} lines. Otherwise {LAYOUT}"
         )
     return dict(zip(sorted(paths, key=os.fsencode), classes, strict=True))
-
-
-def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) -> DataSet:
-    """Return the images in the order of class folders, so that sample numbers are the same."""
-    classes, of_val = (sorted(splits[split], key=os.fsencode) for split in SPLITS)
-    check_same_classes(source, classes, of_val)
-
-    def samples(split: str) -> Iterator[Sample | Unusable]:
-        images = [
-            (image, label)
-            for label, name in enumerate(classes)
-            for image in sorted(splits[split][name], key=lambda image: os.fsencode(image.name))
-        ]
-        return in_parts(lambda row: _read(*images[row]), len(images))
-
-    sizes = {split: sum(map(len, splits[split].values())) for split in SPLITS}
-    return DataSet(classes, sizes, samples, remarks)
 
 
 def _read(image: _Image, label: int) -> Sample | Unusable:

@@ -161,8 +161,8 @@ def open_decoder(items: Items, index: Index, view: View, resources: Resources) -
         parts = [Part(part, partial(_fill, items, index, view, request, part)) for part in rows]
         return index.labels[request.samples], parts
 
-    with open_prefetcher(view, resources) as prefetcher:
-        yield lambda requests: prefetcher.batches(requests, divide)
+    with open_prefetcher(view, resources) as fill_ahead:
+        yield lambda requests: fill_ahead(requests, divide)
 
 
 def _fill(

@@ -209,8 +209,8 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
         parts = [Part(part, partial(fill, request, part)) for part in rows]
         return cache.index.labels[request.samples], parts
 
-    with open_prefetcher(view, resources) as prefetcher:
-        yield lambda requests: prefetcher.batches(requests, divide)
+    with open_prefetcher(view, resources) as fill_ahead:
+        yield lambda requests: fill_ahead(requests, divide)
 
 
 def upload(cache: PixelCache, device: torch.device) -> Uploaded:

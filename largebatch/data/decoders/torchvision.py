@@ -40,11 +40,11 @@ def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
         return index.labels[samples], parts
 
     def decode(requests: Iterable[Request]) -> Batches:
-        return prefetcher.batches(read_ahead(requests, reader), divide)
+        return fill_ahead(read_ahead(requests, reader), divide)
 
     with (
         open_reader(index, resources.reads) as reader,
-        open_prefetcher(view, resources) as prefetcher,
+        open_prefetcher(view, resources) as fill_ahead,
     ):
         yield decode
 
