@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
 from largebatch.lab.studies.confidence import Confidence, Confidences
+from torch import Tensor
 
 SAMPLES, CLASSES, NONE, NEVER, LATE = 211, 11, 4, 7, 10
 

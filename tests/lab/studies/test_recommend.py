@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from largebatch.lab.studies.search import good_values
 from schedules_of import schedule_of
 from scipy import stats
 from short_studies import SETTINGS, Policy, measured
@@ -28,7 +29,6 @@ from largebatch.lab.studies.recommend import (
     sentences,
     shape_for,
 )
-from largebatch.lab.studies.search import good_values
 from largebatch.lab.studies.study import RATE
 from largebatch.lab.studies.trained import CellResults, Result
 from largebatch.recipe.arithmetic.plan import make_plan

@@ -19,14 +19,14 @@ import numpy as np
 import optuna
 import psutil
 import pytest
+from largebatch.lab.studies.confidence import Confidence
+from largebatch.lab.studies.search import should_prune
 from short_studies import POLICIES, STALENESS, VARIED, a_record, cells_in, write_study
 
 from largebatch.errors import DivergedError, LargebatchError, StudyError
 from largebatch.lab.studies import trained
-from largebatch.lab.studies.confidence import Confidence
 from largebatch.lab.studies.metrics import measurements
 from largebatch.lab.studies.runner import Runs, carry_out, open_runs, study
-from largebatch.lab.studies.search import should_prune
 from largebatch.lab.studies.study import RATE, Machine, load_study
 from largebatch.lab.studies.trained import (
     CellResults,

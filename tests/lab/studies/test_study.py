@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from largebatch.lab.studies.search import first_values, rungs
 from schedules_of import schedule_of
 from short_studies import (
     GRID,
@@ -24,7 +25,6 @@ from largebatch import load_recipe
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.lab.studies import trained
 from largebatch.lab.studies.runner import cells_of
-from largebatch.lab.studies.search import first_values, rungs
 from largebatch.lab.studies.study import RATE, load_study
 from largebatch.lab.studies.trained import TrainedCell
 from largebatch.recipe.arithmetic.plan import make_plan
