@@ -403,9 +403,10 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
 
 
 def _lacks_library(setting: Setting) -> bool:
-    if setting.set.get("execution.decoder") == "dali" and find_spec("nvidia") is None:
+    if setting.backend == "horovod" and find_spec("horovod") is None:
         return True
-    return setting.backend == "horovod" and find_spec("horovod") is None
+    is_dali = setting.set.get("execution.decoder") == "dali"
+    return is_dali and not (find_spec("nvidia") and find_spec("nvidia.dali"))
 
 
 def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
