@@ -105,7 +105,7 @@ SERVERS: Json = {
         }
     },
 }
-STEPS = {"kind": "steps", "at": [{"steps": 5}], "gamma": 0.1}
+STEPS = {"kind": "steps", "at": [{"steps": 3}], "gamma": 0.1}
 SCALING: Json = {
     "name": "tiny",
     "seeds": 1,

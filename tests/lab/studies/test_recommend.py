@@ -106,7 +106,7 @@ def test_folders_of_studies_are_read_back(tmp_path: Path, cells: Cells) -> None:
     assert choose([group], dataset="digits", model="lenet5", batch=96) == [group]
     for wrong in ({"dataset": "mnist"}, {"model": "vgg"}, {"batch": 8}):
         with pytest.raises(StudyError, match=str(*wrong.values())):
-            choose([group], **wrong)  # type: ignore[arg-type]  # one of them
+            choose([group], **wrong)
     with pytest.raises(StudyError):
         read_groups([tmp_path / "nothing"])
 
