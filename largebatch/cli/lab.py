@@ -13,7 +13,7 @@ from cyclopts import App, Parameter, Token
 from largebatch.cli.data import show_index
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
-from largebatch.cli.study import recommend, study
+from largebatch.cli.study import study
 from largebatch.cli.sweep import sweep
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import (
@@ -53,7 +53,7 @@ _MONITOR = "monitor=noise_scale"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
-for _command in (study, recommend, sweep):
+for _command in (study, sweep):
     app.command(_command)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.distributed.environment import BackendName
-from largebatch.errors import DivergedError, LargebatchError, StudyError, WorkerFailedError
+from largebatch.errors import DivergedError, StudyError, WorkerFailedError
 from largebatch.lab.studies.metrics import (
     Interval,
     Measurement,
@@ -35,7 +35,6 @@ from largebatch.lab.studies.metrics import (
     measurements,
     robustness,
 )
-from largebatch.lab.studies.store import CellRecords
 from largebatch.lab.studies.study import (
     SCALES,
     TRIAL_SEED,
@@ -564,23 +563,3 @@ def results_of(cell: TrainedCell, records: Mapping[str, Json]) -> CellResults:
         scaled=tuple(one for slot, one in found.items() if slot.scale != 1),
         finished=len(found) == len(cell.slots),
     )
-
-
-def read_policy(there: CellRecords) -> CellResults | None:
-    """Return the results of a policy in a folder; None for other kinds of studies."""
-    if there.kind != PolicyCell.__name__:
-        return None
-    source = str(there.path)
-    measured = [slot for slot in there.slots if not slot.trial]
-    try:
-        cell = PolicyCell(
-            configuration=there.path.parent.name,
-            variant=there.path.name,
-            recipe=validate_tree(Recipe, there.definition["recipe"], source=source),
-            search=validate_tree(Search, there.definition["search"], source=source),
-            seeds=sum(slot.scale == 1 for slot in measured),
-            scaled_seeds=len({slot.seed for slot in measured if slot.scale != 1}),
-        )
-    except (KeyError, TypeError, LargebatchError) as error:
-        raise StudyError(f"{source}: its definition cannot be read: {error}") from None
-    return results_of(cell, there.records)
