@@ -87,7 +87,7 @@ class Ranked:
     @property
     def policy(self) -> str:
         """Its name."""
-        return self.results.variant
+        return self.results.cell.variant
 
     @property
     def known(self) -> dict[int, float]:
@@ -117,7 +117,7 @@ class Ranking:
     def doubts(self) -> list[str]:
         """What is missing, and what speaks against the best policy."""
         cells, first, found = [one.results for one in self.ranked], self.first, []
-        unfinished = [cell.variant for cell in cells if not cell.finished]
+        unfinished = [cell.cell.variant for cell in cells if not cell.finished]
         if unfinished:
             found.append(f"not finished: {', '.join(unfinished)}")
         if len(cells) == 1:
@@ -234,10 +234,10 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
 
 def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = ()) -> Page:
     """Return the page of the cells; `targets` are fractions."""
-    names = list(dict.fromkeys(cell.configuration for cell in cells))
-    variants = list(dict.fromkeys(cell.variant for cell in cells))
+    names = list(dict.fromkeys(cell.cell.configuration for cell in cells))
+    variants = list(dict.fromkeys(cell.cell.variant for cell in cells))
     looks = {variant: series(place, variant) for place, variant in enumerate(variants)}
-    inside = [[cell for cell in cells if cell.configuration == each] for each in names]
+    inside = [[cell for cell in cells if cell.cell.configuration == each] for each in names]
     ranked = [one for some in inside for one in rank(some, by="accuracy").ranked]
     return Page(
         title=name,
@@ -254,7 +254,7 @@ def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = 
             ),
             *(
                 Section(
-                    title=some[0].configuration,
+                    title=some[0].cell.configuration,
                     parts=[*_charts(some, targets, looks), _schedule(some, targets)],
                 )
                 for some in inside
@@ -266,7 +266,7 @@ def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = 
 
 def _findings(cells: Sequence[CellResults], targets: Sequence[float]) -> Iterator[str]:
     """Yield the rankings of one recipe by accuracy, cost and robustness."""
-    name = cells[0].configuration
+    name = cells[0].cell.configuration
     rankings = [rank(cells, by="accuracy")]
     rankings += [rank(cells, by="cost", target=target) for target in targets]
     if any(cell.robustness for cell in cells):
@@ -310,8 +310,8 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
 
     below = [one.against and one.against.scaled(100).with_ends(".2f") for one in ranked]
     columns = [
-        column("Policy", lambda cell: cell.variant, None),
-        column("Recipe", lambda cell: cell.configuration, None),
+        column("Policy", lambda cell: cell.cell.variant, None),
+        column("Recipe", lambda cell: cell.cell.configuration, None),
         mean("Top-1, %", lambda run: 100 * run.top1, ".2f"),
         column("±", lambda cell: cell.top1 and cell.top1.scaled(100).reach, ".2f"),
         Column("Points below the best", below),
@@ -330,7 +330,7 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
         column("Diverged", lambda cell: cell.diverged, "d"),
         column("Status", lambda cell: None if cell.finished else "unfinished", None),
     ]  # fmt: skip
-    rows = [looks[cell.variant] for cell in cells]
+    rows = [looks[cell.cell.variant] for cell in cells]
     return Table(name="policies", columns=columns, series=rows)
 
 
@@ -338,11 +338,11 @@ def _charts(
     cells: Sequence[CellResults], targets: Sequence[float], looks: dict[str, Series]
 ) -> list[Chart]:
     """Return accuracy against cost, schedules, the search, and robustness of one recipe."""
-    name, target = cells[0].configuration, max(targets, default=None)
+    name, target = cells[0].cell.configuration, max(targets, default=None)
     of = "of the run" if target is None else f"to {100 * target:g} %"
     costs, rates, trials, scales = list[Line](), list[Line](), list[Line](), list[Line]()
     for cell in cells:
-        look, found = looks[cell.variant], cell.robustness
+        look, found = looks[cell.cell.variant], cell.robustness
         updates = spent(cell, target, lambda one: one.step)
         if cell.top1 and math.isfinite(updates):
             costs.append(interval_line(look, [updates], [cell.top1.scaled(100)]))

@@ -110,8 +110,7 @@ class Result:
     """Searched base rate: a trial's own, else the best; None without a search."""
 
     top1: float
-    top5: float
-    """Accuracies at the end; chance if the run diverged."""
+    """Accuracy at the end; chance if the run diverged."""
 
     loss: Measured
     average_confidence: Measured = math.nan
@@ -434,8 +433,7 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
     read = read_run(folder)
     if diverged is None and has_diverged(read):
         diverged = "the validation loss at the end is not finite"
-    classes = recipe.data.classes
-    end: Json = {"top1": 1 / classes, "top5": min(1.0, 5 / classes), "loss": None}
+    end: Json = {"top1": 1 / recipe.data.classes, "loss": None}
     if diverged is None:
         assert read.result is not None
         end = {name: getattr(read.result, name) for name in end}
@@ -504,16 +502,6 @@ class CellResults:
 
     finished: bool = True
     """True if every run has its record."""
-
-    @property
-    def configuration(self) -> str:
-        """Name of its recipe."""
-        return self.cell.configuration
-
-    @property
-    def variant(self) -> str:
-        """Name of its policy or setting."""
-        return self.cell.variant
 
     @property
     def rate(self) -> float | None:

@@ -42,7 +42,7 @@ def with_seeds(cells: Cells, change: Callable[[str, Result], Result | None]) -> 
     """Return the cells with other seeds; None leaves one out."""
     found = []
     for cell in cells:
-        seeds = (change(cell.variant, run) for run in cell.seeds)
+        seeds = (change(cell.cell.variant, run) for run in cell.seeds)
         found.append(replace(cell, seeds=tuple(run for run in seeds if run is not None)))
     return found
 
@@ -87,7 +87,7 @@ def test_the_schedule_can_be_pasted_into_a_recipe(cells: Cells) -> None:
     before, _, rest = text.partition("\nschedule:")
     after = rest[re.search(r"\n(?=\w)", rest).start() :]  # type: ignore[union-attr]
     recipe = parse_recipe(before + "\n" + shown.text + after, source="pasted")
-    (own,) = (one.cell for one in cells if one.variant == "quick")
+    (own,) = (one.cell for one in cells if one.cell.variant == "quick")
     assert recipe.schedule == own.recipe_of(Slot(name="seed-1", seed=1), 0.5).schedule
     assert recipe.schedule.peak_lr == 0.5
 
@@ -145,7 +145,7 @@ def test_diverged_seeds_put_a_policy_last_unless_all_have_them(cells: Cells) -> 
 
 
 def test_what_is_missing_is_a_doubt(cells: Cells) -> None:
-    unfinished = [replace(one, finished=one.variant != "slow") for one in cells]
+    unfinished = [replace(one, finished=one.cell.variant != "slow") for one in cells]
     assert "slow" in rank(unfinished, by="cost", target=0.9).doubts[0]
     assert rank(with_seeds(cells, lambda *_: None), by="cost", target=0.9).doubts
     assert rank(cells[1:2], by="cost", target=0.9).doubts
