@@ -10,7 +10,7 @@ from largebatch.formatting import MISSING, duration, percent, plural, points, si
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report import charts
 from largebatch.report.diagnosis import Verdict, verdict
-from largebatch.report.mistakes import by_class, compare, matrix_is_drawn, pairs, worst
+from largebatch.report.mistakes import by_class, compare, matrix_is_drawn, pairs
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -18,8 +18,6 @@ from largebatch.report.pages import (
     Column,
     Facts,
     Headline,
-    Image,
-    Images,
     Page,
     Part,
     Section,
@@ -481,13 +479,6 @@ def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterato
         caption="The classes with the lowest accuracy",
         sortable=False,
     )
-    images = [
-        Image(one.url, one.label, f"taken for {one.predicted}\nloss {one.loss:.3g}")
-        for one in worst(run)
-    ]
-    if images:
-        yield Images(images)
-        yield "The wrong validation images with the largest loss, as the model sees them."
 
 
 def _extra(run: Run) -> Iterator[tuple[str, dict[str, str]]]:

@@ -341,24 +341,7 @@ class Code:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """An image with its words."""
-
-    url: str
-    title: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Images:
-    """Small images side by side."""
-
-    kind: ClassVar = "images"
-    images: Sequence[Image]
-
-
-Part = Table | Chart | Facts | Code | Images | str
+Part = Table | Chart | Facts | Code | str
 """A part of a section; a text is a note between other parts."""
 
 

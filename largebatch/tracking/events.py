@@ -196,12 +196,6 @@ class Mistakes(_StageEvent):
     predicted: tuple[int, ...]
     """Labels of the wrong images, and the classes with the highest score."""
 
-    worst: tuple[int, ...]
-    """Samples with the largest losses, in descending order."""
-
-    losses: tuple[Measured, ...]
-    """Losses of the worst samples."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision(_StageEvent):

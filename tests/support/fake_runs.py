@@ -106,7 +106,7 @@ class FakeRun:
         )
 
     def mistakes(self, stage: str, step: int, wrong: list[int]) -> None:
-        """Classify these images one class too high; the first have the largest loss."""
+        """Classify these images one class too high."""
         names = self.classes
         labels = [sample % len(names) for sample in wrong]
         self.add(
@@ -118,8 +118,6 @@ class FakeRun:
             samples=wrong,
             labels=labels,
             predicted=[(label + 1) % len(names) for label in labels],
-            worst=wrong[:16],
-            losses=[9.5 - 0.5 * place for place in range(len(wrong[:16]))],
         )
 
     def decide(self, stage: str, *, before: float, after: float) -> None:
