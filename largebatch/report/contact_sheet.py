@@ -75,7 +75,7 @@ def show(pipeline: Pipeline) -> Shown:
 
     training: list[Tensor] = []
     size_of = partial(plan.image_size, otherwise=pipeline.data.image_size)
-    for size, positions in groupby(sum(places, []), key=size_of):
+    for size, positions in groupby([place for row in places for place in row], key=size_of):
         wanted = requests(positions, clean=False)
         training += _images(pipeline.decode(index, wanted, image_size=size))
     clean = _images(pipeline.decode(index, requests(places[0], clean=True)))

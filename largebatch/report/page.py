@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report import charts
-from largebatch.report.diagnosis import Verdict, verdict
 from largebatch.report.mistakes import by_class, compare, matrix_is_drawn, pairs
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
@@ -34,6 +33,7 @@ from largebatch.report.run import (
     short_commit,
 )
 from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
+from largebatch.report.verdict import Verdict, verdict
 from largebatch.tracking.events import OVERVIEW, Mistakes, Profile
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def make_page(run: Run) -> str:
             Section(title="Where an update goes", parts=_profile(run.profile)),
             Section(
                 title="Classes and what they are taken for",
-                parts=list(_mistakes(run, run.final_mistakes, drawn.get("confusion"))),
+                parts=list(_mistakes(run.final_mistakes, drawn.get("confusion"))),
             ),
             Section(
                 title="Recipe",
@@ -456,7 +456,7 @@ def _profile(found: Profile | None) -> list[Part]:
     ]
 
 
-def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterator[Part]:
+def _mistakes(found: Mistakes | None, matrix: Chart | None) -> Iterator[Part]:
     if found is None or not found.samples:
         return
     if matrix is not None:
