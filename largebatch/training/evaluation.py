@@ -165,8 +165,11 @@ class _Tally:
 
 def five_best(scores: Tensor) -> Tensor:
     """Return the classes of the five highest scores, the highest first: N x 5, or fewer."""
-    at_least_fp32 = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return at_least_fp32.topk(min(5, scores.shape[1])).indices
+    return _at_least_fp32(scores).topk(min(5, scores.shape[1])).indices
+
+
+def _at_least_fp32(scores: Tensor) -> Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class Answer(NamedTuple):
@@ -177,6 +180,7 @@ class Answer(NamedTuple):
 
     label: npt.NDArray[np.int64]
     predicted: npt.NDArray[np.int64]
+    loss: npt.NDArray[np.float64]
 
 
 class Answers:
@@ -187,7 +191,8 @@ class Answers:
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add one batch; pass it to `evaluate` as `each`."""
-        columns = (labels, five_best(logits)[:, 0])
+        losses = F.cross_entropy(_at_least_fp32(logits), labels, reduction="none")
+        columns = (labels, five_best(logits)[:, 0], losses)
         self._parts.append(torch.stack([column.double() for column in columns], dim=1))
 
     def gather(
@@ -199,9 +204,14 @@ class Answers:
         is summed over the workers.
         """
         device = backend.device
-        table = torch.zeros(len(everyone), 2, dtype=torch.float64, device=device)
+        table = torch.zeros(len(everyone), 3, dtype=torch.float64, device=device)
         places = torch.from_numpy(np.searchsorted(everyone, samples)).to(device)
         table[places] = torch.cat([table[:0], *(part.to(device) for part in self._parts)])
         backend.all_reduce(table).wait()
-        label, predicted = table.cpu().numpy().astype(np.int64).T  # sync: the result is wanted
-        return Answer(sample=everyone, label=label, predicted=predicted)
+        label, predicted, loss = table.cpu().numpy().T  # sync: the result is wanted
+        return Answer(
+            sample=everyone,
+            label=label.astype(np.int64),
+            predicted=predicted.astype(np.int64),
+            loss=loss,
+        )

@@ -102,11 +102,16 @@ def test_shares_of_any_length_are_gathered_in_the_order_of_the_index() -> None:
         assert found.sample.tolist() == list(range(11))
         assert found.label.tolist() == labels.tolist()
         assert found.predicted.tolist() == logits.argmax(1).tolist()
+        expected = F.cross_entropy(logits, labels, reduction="none")
+        np.testing.assert_allclose(found.loss, expected, rtol=1e-6)
 
 
 def test_a_class_without_images_has_the_size_0() -> None:
     found = Answer(
-        sample=np.arange(4), label=np.array([0, 1, 1, 0]), predicted=np.array([1, 0, 1, 1])
+        sample=np.arange(4),
+        label=np.array([0, 1, 1, 0]),
+        predicted=np.array([1, 0, 1, 1]),
+        loss=np.zeros(4),
     )
     mistakes = find_mistakes(found, stage="train", step=3, classes=("a", "b", "c"))
     assert mistakes.sizes == (2, 2, 0)
