@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch.errors import CheckpointError
-from largebatch.formatting import MISSING
+from largebatch.formatting import MISSING, plural
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import (
     EVENTS,
@@ -124,6 +124,13 @@ class Run:
     def plan(self) -> Plan:
         """How the last part of the run was divided."""
         return self.starts[-1].plan
+
+    @property
+    def workers(self) -> str:
+        """The workers of each part of the run, such as `2, then 4 workers`."""
+        parts = [start.plan.workers for start in self.starts]
+        changes = [one for one, before in zip(parts, [0, *parts], strict=False) if one != before]
+        return "".join(f"{one:,}, then " for one in changes[:-1]) + plural(changes[-1], "worker")
 
     @property
     def num_steps(self) -> int:
