@@ -233,8 +233,7 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     title = name_axes(axes, y="Samples", x="Step")
     title = name_line(axes, "noise scale", COLOURS["train"], after=title)
-    title = name_line(axes, "global batch", INK, after=title)
-    name_line(axes, "bars: 95 %", MUTED, after=title)
+    name_line(axes, "global batch", INK, after=title)
 
 
 def layers(run: Run) -> tuple[str, ...]:
@@ -286,7 +285,7 @@ def draw_drift(figure: "Canvas", run: Run) -> None:
     shades = np.linspace(1, 0, _SHADES, endpoint=False)
     colours = [to_rgba(LOW, shade) for shade in shades] + [to_rgba(PAPER, 0)]
     colours += [to_rgba(HIGH, shade) for shade in shades[::-1]]
-    wide = is_wide(figure)
+    wide = figure.bbox.width * 72 / figure.dpi > 700
     panels = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
     tables = {
         "Mean: (polished − running) / running σ" if wide else "Mean shift, σ": [
@@ -296,7 +295,7 @@ def draw_drift(figure: "Canvas", run: Run) -> None:
             layer.ratio_quantiles for layer in drift.layers
         ],
     }
-    parts = ["median" if part == 0.5 else f"{100 * part:g} %" for part in drift.quantiles]
+    parts = [f"{100 * part:g} %" for part in drift.quantiles]
     every = 1 if wide else 2
     for axes, (title, rows) in zip(panels, tables.items(), strict=True):
         table = np.array(rows, dtype=np.float64)

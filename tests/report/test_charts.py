@@ -121,7 +121,7 @@ def test_the_shares_of_every_update_are_drawn_one_above_the_other(tmp_path: Path
 
 
 def drawn(run: Run, *, height: float = 8) -> Figure:
-    figure = Figure((8, height))
+    figure = Figure((12, height))
     draw_drift(figure, run)
     return figure
 
@@ -140,7 +140,7 @@ def test_every_cell_is_a_number_of_the_log(tmp_path: Path) -> None:
         logged = [layer[key] for layer in drift["layers"]]
         assert np.asarray(mesh(axes).get_array()).tolist() == logged
         assert [label.get_text() for label in axes.get_xticklabels()] == [
-            "5 %", "25 %", "median", "75 %", "95 %",
+            "5 %", "25 %", "50 %", "75 %", "95 %",
         ]  # fmt: skip
         assert axes.get_ylim() == (53, 0)  # the input at the top
 
