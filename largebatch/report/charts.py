@@ -1,4 +1,4 @@
-"""The charts of one run: loss, accuracy, speed, waits, noise scale, trust ratios, drift, mistakes.
+"""The charts of one run: loss, accuracy, speed, waits, noise scale, trust ratios and drift.
 
 Each drawing fits any figure or part of one, so that the page and the overview show the same at
 their own sizes. A stage has one colour and one marker everywhere. A run's many updates become as
@@ -6,16 +6,16 @@ many points as a chart can show (`course.thin`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Sized
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from largebatch.formatting import percent, points
 from largebatch.report.course import ceiling, needs_log_scale, thin
-from largebatch.report.mistakes import confusion
 from largebatch.report.noise import course
-from largebatch.report.run import FloatArray, Run, Trace, images_per_second, median
+from largebatch.report.run import FloatArray, Run, images_per_second, median
 from largebatch.report.style import (
     COLOURS,
     HIGH,
@@ -29,6 +29,7 @@ from largebatch.report.style import (
     name_axes,
     name_line,
 )
+from largebatch.tracking.events import Step
 
 if TYPE_CHECKING:
     from matplotlib.collections import QuadMesh
@@ -46,9 +47,10 @@ _SHADES = 15  # on either side of the middle
 def draw_loss(figure: "Canvas", run: Run) -> None:
     """Draw the losses by step, and the learning rate below them on the same axis."""
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    for trace in run.traces:
-        draw_series(top, trace, trace.loss)
-        bottom.plot(trace.step, trace.lr, color=COLOURS[trace.stage], marker=_lonely(trace.step))
+    draw_updates(top, run, attrgetter("loss"))
+    for stage, steps in run.by_stage.items():
+        x, rates = [step.step for step in steps], [step.lr for step in steps]
+        bottom.plot(x, rates, color=COLOURS[stage], marker=_lonely(x))
     losses = [*(step.loss for step in run.steps), *(found.loss for found in run.evaluations)]
     if needs_log_scale(np.array(losses)):
         top.set_yscale("log")
@@ -60,7 +62,7 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     bottom.grid(visible=False)
     mark_stages(top, run)
     title = name_axes(top, y="Loss")
-    title = name_line(top, "training", COLOURS[run.traces[0].stage], after=title)
+    title = name_line(top, "training", COLOURS[run.steps[0].stage], after=title)
     if run.evaluations:
         top.plot(
             [evaluation.step for evaluation in run.evaluations],
@@ -130,8 +132,7 @@ def _draw_stages(axes: "Axes", run: Run) -> None:
 def draw_throughput(figure: "Canvas", run: Run) -> None:
     """Draw training images per second by step, from 0 on."""
     axes = figure.subplots()
-    for trace in run.traces:
-        draw_series(axes, trace, trace.images_per_second)
+    draw_updates(axes, run, attrgetter("images_per_second"))
     axes.set_ylim(0, ceiling(np.array([step.images_per_second for step in run.steps])))
     rate = images_per_second(run)
     if rate is not None:
@@ -141,16 +142,19 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
     name_axes(axes, y="Images per second", x="Step")
 
 
-def draw_series(axes: "Axes", trace: Trace, values: FloatArray) -> None:
-    """Draw every step faint and the running median over it."""
-    thinned = thin(trace.step, values)
-    colour = COLOURS[trace.stage]
-    extremes = np.column_stack((thinned.low, thinned.high)).ravel()
-    axes.plot(np.repeat(thinned.step, 2), extremes, color=colour, lw=0.8, alpha=0.3)
-    axes.plot(thinned.step, thinned.trend, color=colour, marker=_lonely(thinned.step))
+def draw_updates(axes: "Axes", run: Run, value: Callable[[Step], float]) -> None:
+    """Draw a value of every update faint, and the running median over it."""
+    for stage, steps in run.by_stage.items():
+        thinned = thin(
+            np.array([step.step for step in steps], dtype=np.float64),
+            np.array([value(step) for step in steps]),
+        )
+        extremes = np.column_stack((thinned.low, thinned.high)).ravel()
+        axes.plot(np.repeat(thinned.step, 2), extremes, color=COLOURS[stage], lw=0.8, alpha=0.3)
+        axes.plot(thinned.step, thinned.trend, color=COLOURS[stage], marker=_lonely(thinned.step))
 
 
-def _lonely(steps: FloatArray) -> str:
+def _lonely(steps: Sized) -> str:
     """Return the marker of a line: one where a single step would not show as a line."""
     return "o" if len(steps) == 1 else ""
 
@@ -161,7 +165,7 @@ def mark_stages(axes: "Axes", run: Run) -> None:
     axes.set_xlim(first - 0.5, end)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    starts = [(int(trace.step[0]), trace.stage) for trace in run.traces[1:]]
+    starts = [(steps[0].step, stage) for stage, steps in run.by_stage.items()][1:]
     ends = [*(start for start, _ in starts[1:]), end]
     for (start, stage), stop in zip(starts, ends, strict=False):
         axes.axvspan(start, stop, color=COLOURS[stage], alpha=0.08, lw=0)
@@ -352,39 +356,3 @@ def scale_end(table: FloatArray) -> float:
     sizes = np.abs(table[np.isfinite(table)])
     end = max(float(np.quantile(sizes, 0.98)) if sizes.size else 0.0, _LEAST)
     return float(f"{end:.2g}")
-
-
-def draw_confusion(figure: "Canvas", run: Run) -> None:
-    """Draw the matrix: what is right in grey on the diagonal, what is wrong the redder the more."""
-    found = run.final_mistakes
-    assert found is not None
-    matrix = confusion(found)
-    number = len(matrix)
-    wrong = np.where(np.eye(number, dtype=bool), 0, matrix)
-    axes = figure.subplots()
-    most = wrong.max()
-    for row, column in np.argwhere(matrix):
-        is_right = row == column
-        share = 1.0 if is_right else 0.15 + 0.45 * matrix[row, column] / most
-        axes.axvspan(
-            column - 0.5, column + 0.5, (number - 1 - row) / number, (number - row) / number,
-            color=RULE if is_right else HIGH, alpha=share, lw=0,
-        )  # fmt: skip
-    if number <= 20:
-        for row, column in np.argwhere(matrix):
-            axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", size=10)
-    names = [name if len(name) <= 16 else f"{name[:15]}…" for name in found.classes]
-    points = figure.bbox.width * 72 / figure.dpi
-    short = max(map(len, names)) * number < points / 12
-    axes.set_xticks(range(number), names)
-    if not short:  # anchored at their ends: a browser's font may be wider
-        for label in axes.get_xticklabels():
-            label.set(rotation=90, rotation_mode="anchor", ha="right", va="center")
-    axes.set_yticks(range(number), names)
-    axes.tick_params(length=0, labelsize=11 if number <= 20 else 9)
-    axes.set_xlim(-0.5, number - 0.5)
-    axes.set_ylim(number - 0.5, -0.5)
-    axes.grid(visible=False)
-    axes.spines["bottom"].set_visible(False)
-    axes.set_title("↓ Class")
-    axes.set_xlabel("Taken for →", loc="right", color=MUTED)

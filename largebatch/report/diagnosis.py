@@ -422,7 +422,7 @@ RULES: tuple[Rule[Judged], ...] = (
          "exact ones{most}"),
     Rule(kind="statistics off", holds=_wild, link="loss", unless=_DIVERGED, remedy=_EXACT,
          text="the {words}"),
-    Rule(kind="class lost", holds=_class_lost, link="confusion", unless=_DIVERGED,
+    Rule(kind="class lost", holds=_class_lost, unless=_DIVERGED,
          remedy="look at its training images: their number and labels (`largebatch data show`), "
          "and the order of the classes",
          text="class {name} has only {correct:,} of {size:,} images right; {weak:,} of {classes:,} "

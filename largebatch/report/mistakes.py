@@ -5,13 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from largebatch.report.run import Run
 from largebatch.tracking.events import Evaluation, Mistakes
-
-MATRIX_CLASSES = 40
-"""With more classes than these a matrix cannot be read; the pairs that are mixed up most can."""
 
 _PAIRS = 10  # are listed
 
@@ -101,17 +95,3 @@ def by_class(found: Mistakes) -> list[ClassResult]:
         if size
     ]
     return sorted(rows, key=lambda row: row.correct / row.size)
-
-
-def confusion(found: Mistakes) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-    """Return how many images of each class (rows) are taken for each class (columns)."""
-    matrix = np.diag(np.array(found.sizes, dtype=np.int64))
-    np.subtract.at(matrix, (found.labels, found.labels), 1)
-    np.add.at(matrix, (found.labels, found.predicted), 1)
-    return matrix
-
-
-def matrix_is_drawn(run: Run) -> bool:
-    """Return True if the matrix is known, and small enough to read."""
-    found = run.final_mistakes
-    return found is not None and bool(found.samples) and len(found.classes) <= MATRIX_CLASSES

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report import charts
-from largebatch.report.mistakes import by_class, compare, matrix_is_drawn, pairs
+from largebatch.report.mistakes import by_class, compare, pairs
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _NOTES = 50  # the newest notes are shown
 _WEAKEST = 10  # classes
-_OVERVIEW = ("loss", "accuracy", "throughput", "drift", "ratios", "waits", "noise", "confusion")
+_OVERVIEW = ("loss", "accuracy", "throughput", "drift", "ratios", "waits", "noise")
 """The first four of these that a run has are in report.png."""
 
 
@@ -54,12 +54,11 @@ def make_page(run: Run) -> str:
             *(
                 Section(title=chart.title, parts=[*_before(run, name), chart])
                 for name, chart in drawn.items()
-                if name != "confusion"
             ),
             Section(title="Where an update goes", parts=_profile(run.profile)),
             Section(
                 title="Classes and what they are taken for",
-                parts=list(_mistakes(run.final_mistakes, drawn.get("confusion"))),
+                parts=list(_mistakes(run.final_mistakes)),
             ),
             Section(
                 title="Recipe",
@@ -263,10 +262,6 @@ _CHARTS = (
           "by more than the value at 5 % (blue), one in twenty rose by more than that at 95 % "
           "(red). Means are in standard deviations (σ), variances are ln of the ratio: 0.1 is "
           "about 10 %.", is_tall=True),
-    _Kind("confusion", "Classes and what they are taken for", charts.draw_confusion,
-          lambda run: run.final_mistakes.classes if matrix_is_drawn(run) else (), (18, 18),
-          "The validation images: a row for each class, with the number of its images by predicted "
-          "class; correct ones are on the diagonal (grey), others red.", is_tall=True),
 )
 # fmt: on
 
@@ -375,11 +370,9 @@ def _profile(found: Profile | None) -> list[Part]:
     ]
 
 
-def _mistakes(found: Mistakes | None, matrix: Chart | None) -> Iterator[Part]:
+def _mistakes(found: Mistakes | None) -> Iterator[Part]:
     if found is None or not found.samples:
         return
-    if matrix is not None:
-        yield matrix
     column = columns_over(pairs(found))
     yield Table(
         columns=[

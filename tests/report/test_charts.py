@@ -20,7 +20,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.polish.statistics import QUANTILES, polish
 from largebatch.report.charts import (
     draw_accuracy,
-    draw_confusion,
     draw_drift,
     draw_loss,
     draw_ratios,
@@ -202,20 +201,3 @@ def test_the_heat_map_has_a_row_for_each_layer_and_medians_of_its_ratios(tmp_pat
     assert mesh.norm.vmin == pytest.approx(0.015)
     assert mesh.norm.vmax == pytest.approx(8 * 3.995)
     assert bar.get_title() == "Trust ratio"
-
-
-def a_run(folder: Path, *, classes: int = 10, wrong: tuple[int, ...] = (3, 13, 14)) -> FakeRun:
-    run = FakeRun(folder)
-    run.classes = [f"class {number}" for number in range(classes)]
-    run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
-    return run
-
-
-def test_the_matrix_is_drawn_with_its_numbers(tmp_path: Path) -> None:
-    figure = Figure()
-    draw_confusion(figure, read_run(a_run(tmp_path / "run").write()))
-    (axes,) = figure.axes
-    drawn = {text.get_position(): text.get_text() for text in axes.texts}
-    assert drawn.pop((4, 3)) == "2"
-    assert drawn.pop((5, 4)) == "1"
-    assert drawn == {(k, k): {3: "34", 4: "35"}.get(k, "36") for k in range(10)}

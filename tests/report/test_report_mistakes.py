@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_runs import FakeRun
-from html_pages import Parsed
 
-from largebatch.report.mistakes import Pair, by_class, confusion, pairs
+from largebatch.report.mistakes import Pair, by_class, pairs
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
 from largebatch.tracking.events import Mistakes
@@ -28,7 +27,7 @@ def a_run(folder: Path, *, classes: int = 10, wrong: tuple[int, ...] = (3, 13, 1
     return run
 
 
-def test_the_matrix_and_its_largest_entries_are_what_the_images_say(tmp_path: Path) -> None:
+def test_what_is_mixed_up_most_comes_first() -> None:
     random = np.random.default_rng(0)
     labels, predicted = random.integers(0, 4, (2, 500))
     wrong = np.flatnonzero(labels != predicted)
@@ -38,7 +37,6 @@ def test_the_matrix_and_its_largest_entries_are_what_the_images_say(tmp_path: Pa
         labels=tuple(labels[wrong].tolist()), predicted=tuple(predicted[wrong].tolist()),
     )  # fmt: skip
     counted = [[int(((labels == i) & (predicted == j)).sum()) for j in range(4)] for i in range(4)]
-    assert confusion(found).tolist() == counted
     off = {(i, j): counted[i][j] for i in range(4) for j in range(4) if i != j}
     first = max(off, key=lambda pair: (off[pair], -pair[0], -pair[1]))
     assert pairs(found)[0] == Pair(
@@ -53,15 +51,6 @@ def test_the_classes_of_the_lowest_accuracy_come_first() -> None:
         samples=(0, 4, 14, 15), labels=(0, 1, 3, 3), predicted=(1, 0, 0, 0),
     )  # fmt: skip
     assert by_class(found) == [("never", 0, 2), ("a", 3, 4), ("b", 9, 10)]
-
-
-@pytest.mark.parametrize(("classes", "drawn"), [(40, 2), (41, 0)])
-def test_a_matrix_too_large_to_be_read_is_not_drawn_but_its_pairs_are_listed(
-    classes: int, drawn: int, tmp_path: Path
-) -> None:
-    page = make_page(read_run(a_run(tmp_path / "run", classes=classes).write()))
-    assert page.count("<Classes and what they are taken for>") == drawn
-    assert any(row[:2] == ["class 3", "class 4"] for row in Parsed(page).tables[""])
 
 
 def test_names_of_classes_are_shown_and_never_interpreted(tmp_path: Path) -> None:
