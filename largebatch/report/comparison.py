@@ -109,7 +109,7 @@ class Compared:
     @property
     def best(self) -> float:
         """The highest top-1 in percent; NaN without an evaluation."""
-        return max(self.evaluated.values["top1"], default=math.nan)
+        return max(self.evaluated.top1, default=math.nan)
 
     @property
     def top1(self) -> float:
@@ -445,25 +445,26 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
 
 
 def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]:
-    axes = {"epoch": "Epoch", "seconds": "Time, min"}
+    axes = "Epoch", "Time, min"
     accuracy: dict[str, list[Line]] = {axis: [] for axis in axes}
     loss: dict[str, list[Line]] = {axis: [] for axis in axes}
     values: list[FloatArray] = []
     for one in comparison.runs:
-        evaluated, updates, look = one.evaluated.thinned(), one.updates.thinned(), looks[one.label]
-        top1, validation = evaluated.values["top1"], evaluated.values["loss"]
-        values += [updates.values["loss"], validation]
-        for axis in axes:
-            x = evaluated.along(axis, 60)
-            accuracy[axis].append(Line(series=look, x=x, y=top1))
+        evaluated, updates, look = one.evaluated, one.updates, looks[one.label]
+        values += [updates.loss, evaluated.loss]
+        columns = (
+            (evaluated.epoch, updates.epoch),
+            (evaluated.seconds / 60, updates.seconds / 60),
+        )
+        for axis, both in zip(axes, columns, strict=True):
+            x, x_updates = (column.tolist() for column in both)
+            accuracy[axis].append(Line(series=look, x=x, y=evaluated.top1.tolist()))
             loss[axis] += [
-                Line(
-                    series=look, x=updates.along(axis, 60), y=updates.values["loss"], points=False
-                ),
-                Line(series=look, x=x, y=validation, line=False),
+                Line(series=look, x=x_updates, y=updates.loss.tolist(), points=False),
+                Line(series=look, x=x, y=evaluated.loss.tolist(), line=False),
             ]
     if any(one.evaluated.stages for one in comparison.runs):
-        panels = [Panel(lines=accuracy[axis], x=axes[axis], y="Top-1, %") for axis in axes]
+        panels = [Panel(lines=accuracy[axis], x=axis, y="Top-1, %") for axis in axes]
         yield line_chart(
             "accuracy",
             *panels,
@@ -473,7 +474,7 @@ def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]
         )
     if any(map(len, values)):
         log: Literal["", "y"] = "y" if needs_log_scale(np.concatenate(values)) else ""
-        panels = [Panel(lines=loss[axis], x=axes[axis], y="Loss", log=log) for axis in axes]
+        panels = [Panel(lines=loss[axis], x=axis, y="Loss", log=log) for axis in axes]
         yield line_chart(
             "loss",
             *panels,

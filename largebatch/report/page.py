@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -278,11 +277,15 @@ def charts_of(run: Run) -> dict[str, Chart]:
             found[kind.name] = Chart(
                 name=kind.name,
                 title=kind.title,
-                draw=partial(kind.draw, run=run),
+                draw=_of(run, kind.draw),
                 heights=heights,
                 caption=kind.caption,
             )
     return found
+
+
+def _of(run: Run, draw: "Callable[[Canvas, Run], None]") -> "Callable[[Canvas], None]":
+    return lambda figure: draw(figure, run)
 
 
 def _before(run: Run, name: str) -> list[Part]:

@@ -71,7 +71,6 @@ def test_what_is_only_monitored_takes_no_time_to_an_accuracy(tmp_path: Path) -> 
 def test_what_a_resumed_run_did_again_is_counted_once(tmp_path: Path) -> None:
     (compared,) = compare_runs([fake_runs.resumed(tmp_path / "run")]).runs
     np.testing.assert_allclose(compared.evaluated.seconds, [300 * 0.12 + 0.2, 600 * 0.12 + 0.4])
-    assert max(compared.updates.values["rate"]) < 2_000
 
 
 def test_a_discarded_stage_is_in_no_curve_and_a_polished_checkpoint_has_no_time(
