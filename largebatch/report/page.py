@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report import charts
-from largebatch.report.mistakes import by_class, compare, pairs
+from largebatch.report.mistakes import compare, pairs
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -26,13 +26,12 @@ from largebatch.report.pages import (
 from largebatch.report.run import INPUT_BOUND, Run, images_per_second, shares, short_commit
 from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
 from largebatch.report.verdict import Verdict, verdict
-from largebatch.tracking.events import OVERVIEW, Mistakes, Profile
+from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
 
 _NOTES = 50  # the newest notes are shown
-_WEAKEST = 10  # classes
 _OVERVIEW = ("loss", "accuracy", "throughput", "drift", "ratios", "waits", "noise")
 """The first four of these that a run has are in report.png."""
 
@@ -54,7 +53,6 @@ def make_page(run: Run) -> str:
                 Section(title=chart.title, parts=[*_before(run, name), chart])
                 for name, chart in drawn.items()
             ),
-            Section(title="Where an update goes", parts=_profile(run.profile)),
             Section(
                 title="Classes and what they are taken for",
                 parts=list(_mistakes(run.final_mistakes)),
@@ -320,59 +318,6 @@ def _percent(part: float) -> str:
     return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.1f} %"
 
 
-class Share(NamedTuple):
-    """A row of the table of a profile: shares of the time, 0 .. 1."""
-
-    name: str
-    calls: float | None
-    """Calls an update; None for time outside of operations."""
-
-    host: float
-    device: float
-
-
-def profile_shares(found: Profile) -> list[Share]:
-    """Return the shares of the profiled time, the largest operations first.
-
-    The last share is Python and waiting for the device: host time outside of operations.
-    """
-    updates, whole, named = found.step - found.first + 1, found.seconds, found.operations
-    rows = [
-        Share(one.name, one.calls / updates, one.host_seconds / whole, one.device_seconds / whole)
-        for one in named
-    ]
-    host = found.host_seconds - sum(one.host_seconds for one in named)
-    device = found.device_seconds - sum(one.device_seconds for one in named)
-    rest = max(0.0, whole - found.host_seconds)
-    return [
-        *sorted(rows, key=lambda row: max(row.host, row.device), reverse=True),
-        Share("all other operations", None, host / whole, device / whole),
-        Share("Python, and waiting", None, rest / whole, 0.0),
-    ]
-
-
-def _profile(found: Profile | None) -> list[Part]:
-    if found is None:
-        return []
-    column = columns_over(profile_shares(found))
-    columns = [
-        column("Operation", lambda row: row.name, None),
-        column("Calls an update", lambda row: row.calls, ",.0f"),
-        column("Host, %", lambda row: 100 * row.host, ".1f"),
-    ]
-    if found.device_seconds:
-        columns.append(column("Device, %", lambda row: 100 * row.device, ".1f"))
-    milliseconds = 1000 * found.seconds / (found.step - found.first + 1)
-    return [
-        Table(columns=columns, sortable=False),
-        (
-            f"Updates {found.first:,} to {found.step:,} of worker 0, {milliseconds:.3g} ms each "
-            "with the profiler, which slows them. Shares are the time of each operation without "
-            "the operations that it calls. trace.json has every call; open it in ui.perfetto.dev."
-        ),
-    ]
-
-
 def _mistakes(found: Mistakes | None) -> Iterator[Part]:
     if found is None or not found.samples:
         return
@@ -383,15 +328,6 @@ def _mistakes(found: Mistakes | None) -> Iterator[Part]:
             column("Taken for", lambda pair: pair.predicted, None),
             column("Images", lambda pair: f"{pair.images:,} of {pair.size:,}", None),
         ],
-        sortable=False,
-    )
-    weakest = columns_over(by_class(found)[:_WEAKEST])
-    yield Table(
-        columns=[
-            weakest("Class", lambda row: row.name, None),
-            weakest("Right", lambda row: f"{row.correct:,} of {row.size:,}", None),
-        ],
-        caption="The classes with the lowest accuracy",
         sortable=False,
     )
 

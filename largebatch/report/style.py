@@ -16,8 +16,6 @@ from largebatch.optional import require_matplotlib
 from largebatch.storage import whole_file
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from matplotlib import axes, figure, text
 
     Axes: TypeAlias = axes.Axes
@@ -85,13 +83,6 @@ colour has that on both papers, so a page names a variable, or its script exchan
 
 _VARIABLES = {colour: name for name, colour in LIGHT.items()}
 _FONTS = ("Inter", "Helvetica Neue", "Segoe UI", "Arial", "Liberation Sans", "DejaVu Sans")
-_WIDE_FONTS = (
-    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC"),
-    *("WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC"),
-    *("Hiragino Sans GB", "Arial Unicode MS"),
-)
-"""For letters that the others lack: Chinese, Japanese and Korean."""
-
 _STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": MUTED,
@@ -148,10 +139,10 @@ def write_chart(path: Path, draw: Callable[["Figure"], None], *, size: tuple[flo
         raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
 
 
-def require_png(path: Path, *, what: str = "chart") -> None:
-    """Raise LargebatchError unless the path of a chart, or another drawing, is of a PNG file."""
+def require_png(path: Path) -> None:
+    """Raise LargebatchError unless the path of a chart is of a PNG file."""
     if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the {what} is a PNG file: give a name that ends in .png")
+        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
 
 
 def is_wide(figure: "Canvas") -> bool:
@@ -213,22 +204,6 @@ def css_variable(colour: str) -> str:
     return f"var(--{_VARIABLES[colour]})"
 
 
-def draw_pixels(
-    draw: Callable[["Figure"], None], *, size: tuple[int, int]
-) -> "npt.NDArray[np.uint8]":
-    """Return a drawing of exactly this width and height in pixels, one for each point."""
-    with _style():
-        import numpy as np
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure((size[0] / 72, size[1] / 72), dpi=72, facecolor=PAPER)
-        draw(figure)
-        canvas: Any = FigureCanvasAgg(figure)
-        canvas.draw()
-        return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3].copy()
-
-
 @contextmanager
 def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
     """Draw in the report's style, whatever the user's own is, and put that back afterwards."""
@@ -236,7 +211,7 @@ def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
     from matplotlib import font_manager, style
 
     installed = set(font_manager.get_font_names())
-    family = [font for font in (*_FONTS, *_WIDE_FONTS) if font in installed]
+    family = [font for font in _FONTS if font in installed]
     with style.context(["default", _STYLE | {"font.family": family} | (more or {})]):
         yield
 
