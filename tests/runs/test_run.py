@@ -124,9 +124,8 @@ def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
     assert content["versions"]["torch"] == importlib.metadata.version("torch")
     assert 0 < content["images_per_second"] < 1e6
     assert load_recipe(folder / "recipe.yaml").duration.epochs == 4
-    for name in ("loss", "accuracy", "throughput", "drift", "report"):
-        with Image.open(folder / f"{name}.png") as image:
-            assert image.width >= 400
+    with Image.open(folder / "report.png") as image:
+        assert image.width >= 400
 
 
 def test_every_stage_reports_what_it_changed(finished: dict[str, Path]) -> None:
