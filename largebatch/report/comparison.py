@@ -4,13 +4,14 @@ Accuracies are compared only where the validation data is the same, and a differ
 the noise of these images, as in the report of one run (`mistakes`).
 """
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,13 +60,12 @@ _NOISE = (
     "include the spread over seeds, and the best of many runs is best by luck, too."
 )
 _RUNS = (
-    "Top-1 is that of the model as the run left it; a stage may have been discarded since. The "
-    "time to an accuracy is that of the first evaluation that reached it. The run time is all of "
-    "worker 0's, with starting, saving and updates repeated after a failure."
+    "Top-1 is that of the model as the run left it. The time to an accuracy is that of the first "
+    "evaluation that reached it; the run time has starting, saving and repeated updates, too."
 )
 _DIFFERENCES = (
     "The settings of recipe.yaml that differ, and in brackets what the runs were made with. A "
-    "dash: the run has no such key, or its recipe or summary cannot be read."
+    "dash: not known."
 )
 _SAME = "No setting differs, and the runs were made with the same software and workers."
 
@@ -86,7 +86,11 @@ class Compared:
     @cached_property
     def settings(self) -> dict[str, str] | None:
         """The recipe by dotted keys, with its defaults; None if it cannot be read."""
-        return None if self.run.recipe is None else _read_settings(self.run.recipe)
+        try:
+            recipe = None if self.run.recipe is None else parse_recipe(self.run.recipe)
+        except RecipeError:
+            return None
+        return recipe and dict(_flatten(recipe.model_dump(mode="json")))
 
     @cached_property
     def evaluated(self) -> Course:
@@ -216,16 +220,12 @@ class Comparison:
 def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Read the runs in these folders; one that is damaged is noted and left out.
 
-    Raises LargebatchError if a folder is given twice, CheckpointError if one is missing or no run
-    can be read.
+    Raises LargebatchError if a folder is given twice, CheckpointError if no run can be read.
     """
     resolved = [path.resolve() for path in folders]
     twice = [path for path, real in zip(folders, resolved, strict=True) if resolved.count(real) > 1]
     if twice:
         raise LargebatchError(f"{twice[0]}: given twice; a comparison takes each run once")
-    missing = [path for path in folders if not path.exists()]
-    if missing:
-        raise CheckpointError(f"{missing[0]}: not found; expected the folder of a run")
     runs, left_out = [], []
     for path in folders:
         try:
@@ -234,10 +234,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
             left_out.append(printable(reason))
     if not runs:
-        raise CheckpointError(
-            f"none of the {len(folders)} folders holds a run that can be read; the first: "
-            f"{left_out[0]}"
-        )
+        raise CheckpointError(f"no run can be read: {left_out[0]}")
     compared = map(Compared, runs, _labels([run.path for run in runs]))
     return Comparison(tuple(compared), tuple(left_out))
 
@@ -257,35 +254,18 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return labels
 
 
-def _read_settings(text: str) -> dict[str, str] | None:
-    try:
-        return dict(_flatten(parse_recipe(text).model_dump(mode="json")))
-    except RecipeError:
-        return None
+def _flatten(tree: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every value by its dotted key; a list is one value.
 
-
-def _flatten(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every value by its dotted key; a list of plain values is one value.
-
-    >>> dict(_flatten({"batch": {"global_batch": 96, "schedule": [{"after": 0.5}]}, "std": [1, 2]}))
-    {'batch.global_batch': '96', 'batch.schedule.0.after': '0.5', 'std': '1, 2'}
+    >>> dict(_flatten({"batch": {"global_batch": 96}, "std": [1, 2], "polish": None}))
+    {'batch.global_batch': '96', 'std': '[1, 2]', 'polish': 'null'}
     """
-    if isinstance(tree, dict) and tree:
-        for name, value in tree.items():
-            yield from _flatten(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, list) and any(isinstance(value, dict | list) for value in tree):
-        for place, value in enumerate(tree):
-            yield from _flatten(value, f"{key}.{place}")
-    elif isinstance(tree, list):
-        yield key, clip(", ".join(map(_written, tree)), 200) or "none"
-    else:
-        yield key, clip(_written(tree), 200)
-
-
-def _written(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None or value == {} else printable(str(value))
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{key}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{key}{name}", clip(printable(text), 200)
 
 
 def _machine(run: Run) -> Iterator[tuple[str, str]]:
@@ -366,10 +346,8 @@ def make_comparison_page(comparison: Comparison) -> Page:
         for place, one in enumerate(comparison.runs)
     }
     ends = Counter(one.status for one in comparison.runs)
-    names = dict.fromkeys(one.run.name for one in comparison.runs)
-    words = [shorten(list(names), most=4)]
+    words = [", ".join(f"{count} {status}" for status, count in ends.items())]
     words += [group.data for group in comparison.groups[:1] if len(comparison.groups) == 1]
-    words.append(", ".join(f"{count} {status}" for status, count in ends.items()))
     rows = comparison.differences
     differing = [
         Column("Setting", list(rows)),

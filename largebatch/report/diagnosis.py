@@ -8,7 +8,6 @@ wrong. Each threshold has its reason below.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,20 +18,6 @@ from largebatch.report.noise import has_course, latest, samples
 from largebatch.report.record import RISE, RISEN, Record, Rise
 from largebatch.report.run import INPUT_BOUND, shares
 from largebatch.rules import Finding, Numbers, Rule, find
-
-Kind = Literal[
-    "diverged",
-    "rate beyond the edge",
-    "spiked in warm-up",
-    "statistics off",
-    "class lost",
-    "generalisation gap",
-    "noise scale below the batch",
-    "fewer updates",
-    "underfit",
-    "input bound",
-]
-"""The causes, the most likely first if several are found."""
 
 WILD_LOSS = 10
 """Multiple of the loss of guessing from which a validation loss is suspicious.
@@ -85,9 +70,8 @@ Cause = Finding[Judged]
 
 
 def find_causes(run: Record, small: Record | None = None) -> list[Cause]:
-    """Return the likely causes; `small` is a run of the same data in smaller batches."""
-    kinds = get_args(Kind)
-    return sorted(find(RULES, Judged(run, small)), key=lambda cause: kinds.index(cause.kind))
+    """Return the likely causes, the most likely first; `small` has the same data."""
+    return find(RULES, Judged(run, small))
 
 
 # Where and by how much: parts of the texts.
@@ -461,7 +445,7 @@ RULES: tuple[Rule[Judged], ...] = (
          remedy="execution.cache and execution.decoder, or more cores for each worker",
          text="updates spent {percent:.0f} % of the time waiting for images"),
 )
-"""What is checked, in this order; what an earlier harmful finding explains is not reported."""
+"""What is checked, the likeliest first; what an earlier harmful finding explains is left out."""
 # fmt: on
 
 

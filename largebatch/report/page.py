@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from largebatch.formatting import MISSING, duration, percent, plural, points, signed
+from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report import charts
 from largebatch.report.mistakes import compare, pairs
@@ -295,9 +295,9 @@ def _before(run: Run, name: str) -> list[Part]:
 def describe_waits(run: Run) -> str:
     """Return a sentence on whether the run was input bound."""
     data, reduction = shares(run)
-    parts = f"{_percent(data)} of the time waiting for images"
+    parts = f"{three_digits(100 * data)} % of the time waiting for images"
     if run.plan.workers > 1:
-        parts += f" and {_percent(reduction)} waiting for the sums of gradients"
+        parts += f" and {three_digits(100 * reduction)} % waiting for the sums of gradients"
     if data < INPUT_BOUND:
         return f"Not input bound: updates spent {parts}."
     return (
@@ -305,17 +305,6 @@ def describe_waits(run: Run) -> str:
         f"{1 / max(1 - data, 0.01):.2g} times as fast (see execution.cache and execution.decoder, "
         "or give each worker more cores)."
     )
-
-
-def _percent(part: float) -> str:
-    """Return a share in percent.
-
-    >>> [_percent(part) for part in (0.0004, 0.034, 0.417)]
-    ['less than 0.1 %', '3.4 %', '42 %']
-    """
-    if part < 0.001:
-        return "less than 0.1 %"
-    return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.1f} %"
 
 
 def _mistakes(found: Mistakes | None) -> Iterator[Part]:
