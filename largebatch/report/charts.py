@@ -1,4 +1,4 @@
-"""The charts of one run: loss, accuracy, speed, waits, noise scale, trust ratios and drift.
+"""The charts of one run: loss, accuracy, speed, noise scale and trust ratios.
 
 Each drawing fits any figure or part of one, so that the page and the overview show the same at
 their own sizes. A stage has one colour and one marker everywhere. A run's many updates become as
@@ -6,7 +6,7 @@ many points as a chart can show (`course.thin`).
 """
 
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -15,33 +15,22 @@ import numpy as np
 from largebatch.formatting import percent, points
 from largebatch.report.course import ceiling, needs_log_scale, thin
 from largebatch.report.noise import course
-from largebatch.report.run import FloatArray, Run, images_per_second, median
+from largebatch.report.run import Run, images_per_second, median
 from largebatch.report.style import (
     COLOURS,
-    HIGH,
     INK,
-    LOW,
     MARKERS,
     MUTED,
-    PAPER,
     RULE,
-    is_wide,
     name_axes,
     name_line,
 )
 from largebatch.tracking.events import Step
 
 if TYPE_CHECKING:
-    from matplotlib.collections import QuadMesh
-
     from largebatch.report.style import Axes, Canvas
 
-_WAIT_BINS, _RATIO_BINS = 100, 200  # more columns cannot be told apart in a chart
-
-_LEAST = 0.01
-"""The least end of a scale of drift, so that small changes are pale."""
-
-_SHADES = 15  # on either side of the middle
+_RATIO_BINS = 200  # more columns cannot be told apart in a chart
 
 
 def draw_loss(figure: "Canvas", run: Run) -> None:
@@ -79,10 +68,7 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
         return _draw_curve(figure.subplots(), run)
     if len({evaluation.step for evaluation in run.evaluations}) == 1:
         return _draw_stages(figure.subplots(), run)
-    if is_wide(figure):
-        during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
-    else:
-        during, after = figure.subplots(2, 1, height_ratios=[1.2, 1])
+    during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
     _draw_curve(during, run)
     return _draw_stages(after, run)
 
@@ -182,36 +168,6 @@ def mark_stages(axes: "Axes", run: Run) -> None:
         )  # fmt: skip
 
 
-def draw_waits(figure: "Canvas", run: Run) -> None:
-    """Draw the shares by step, one above the other up to all of the time."""
-    axes = figure.subplots()
-    steps = run.timed
-    table = np.array(
-        [
-            (step.step, step.data_seconds, step.reduction_seconds, step.step_seconds)
-            for step in steps
-        ]
-    )
-    starts = np.linspace(0, len(table), min(len(table), _WAIT_BINS), endpoint=False).astype(int)
-    _, data, reduction, whole = np.add.reduceat(table, starts).T
-    reduction *= run.plan.workers > 1  # else nothing is sent, and the call itself is computing
-    edges = [*table[starts, 0], table[-1, 0] + 1]
-    parts = [100 * data / whole, 100 * reduction / whole]
-    parts.append(100 - parts[0] - parts[1])
-    axes.stackplot(
-        edges, *([*part, part[-1]] for part in parts), colors=[HIGH, LOW, RULE], step="post", lw=0
-    )  # fmt: skip
-    axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(0, 100)
-    axes.locator_params(axis="x", integer=True)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    title = name_axes(axes, y="Time, %", x="Step")
-    title = name_line(axes, "images", HIGH, after=title)
-    if run.plan.workers > 1:
-        title = name_line(axes, "gradients", LOW, after=title)
-    name_line(axes, "computing", MUTED, after=title)
-
-
 def draw_noise(figure: "Canvas", run: Run) -> None:
     """Draw the noise scale with its intervals by step, and the global batch."""
     axes = figure.subplots()
@@ -273,86 +229,22 @@ def draw_ratios(figure: "Canvas", run: Run) -> None:
         norm=LogNorm(found.min(initial=1.0), found.max(initial=found.min(initial=1.0) * 1.01)),
         rasterized=True,
     )
-    _add_scale(figure, axes, image, "Trust ratio")
-    _name_rows(figure, axes, [name.removesuffix(".weight") for name in names])
-    axes.set_xlabel("Step →", loc="right")
-    axes.locator_params(axis="x", integer=True)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-
-
-def draw_drift(figure: "Canvas", run: Run) -> None:
-    """Draw by how much the statistics stage moved the mean and the variance of every channel."""
-    from matplotlib.colors import ListedColormap, to_rgba
-
-    drift = run.drift
-    assert drift is not None
-    shades = np.linspace(1, 0, _SHADES, endpoint=False)
-    colours = [to_rgba(LOW, shade) for shade in shades] + [to_rgba(PAPER, 0)]
-    colours += [to_rgba(HIGH, shade) for shade in shades[::-1]]
-    wide = figure.bbox.width * 72 / figure.dpi > 700
-    panels = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
-    tables = {
-        "Mean: (polished − running) / running σ" if wide else "Mean shift, σ": [
-            layer.shift_quantiles for layer in drift.layers
-        ],
-        "Variance: ln(polished / running)" if wide else "ln(variance ratio)": [
-            layer.ratio_quantiles for layer in drift.layers
-        ],
-    }
-    parts = [f"{100 * part:g} %" for part in drift.quantiles]
-    every = 1 if wide else 2
-    for axes, (title, rows) in zip(panels, tables.items(), strict=True):
-        table = np.array(rows, dtype=np.float64)
-        end = scale_end(table)
-        cells = axes.pcolormesh(
-            np.ma.masked_invalid(table),
-            cmap=ListedColormap(colours).with_extremes(bad=RULE),
-            vmin=-end, vmax=end, edgecolors=PAPER, linewidth=0.5,
-        )  # fmt: skip
-        for row, column in np.argwhere(~np.isfinite(table)):
-            axes.text(column + 0.5, row + 0.5, "–", color=MUTED, ha="center", va="center")
-        _add_scale(figure, axes, cells, title, ticks=(-end, 0, end))
-        axes.set_xticks(np.arange(len(parts))[::every] + 0.5, parts[::every])
-        axes.set_xlabel("channels, sorted by change →" if wide else "channels →", loc="right")
-        _name_rows(figure, axes, [layer.name for layer in drift.layers])
-    if not run.drift_kept:
-        figure.supxlabel(
-            "Discarded: rolled back to the running statistics.", size=11.5, weight="bold"
-        )
-
-
-def _add_scale(
-    figure: "Canvas", axes: "Axes", cells: "QuadMesh", title: str, *, ticks: Sequence[float] = ()
-) -> None:
     points = 72 / figure.dpi
     bar = figure.colorbar(
-        cells, ax=axes, location="top", aspect=figure.bbox.width * points / 24, format="{x:g}",
-        pad=6 / points / figure.bbox.height, ticks=ticks or None,
+        image, ax=axes, location="top", aspect=figure.bbox.width * points / 24, format="{x:g}",
+        pad=6 / points / figure.bbox.height,
     )  # fmt: skip
     bar.minorticks_off()
     bar.outline.set_visible(False)
-    bar.ax.set_title(title)
-
-
-def _name_rows(figure: "Canvas", axes: "Axes", names: list[str]) -> None:
-    """Name as many layers as there is room for, from the input at the top."""
-    room = max(1, int((figure.bbox.height * 72 / figure.dpi - 120) / 13))
-    every = -(-len(names) // room)
-    shown = [name if len(name) <= 22 else f"…{name[-21:]}" for name in names[::every]]
+    bar.ax.set_title("Trust ratio")
+    room = max(1, int((figure.bbox.height * points - 120) / 13))
+    every = -(-len(names) // room)  # names as many layers as there is room for
+    shown = [name.removesuffix(".weight")[-22:] for name in names[::every]]
     axes.set_yticks(np.arange(len(names))[::every] + 0.5, shown)
     axes.tick_params(length=0)
     axes.tick_params(axis="y", labelsize=9)
     axes.set_ylim(len(names), 0)
-    axes.spines["bottom"].set_visible(False)
     axes.grid(visible=False)
-
-
-def scale_end(table: FloatArray) -> float:
-    """Return where the scale of a table ends, in two digits; few far larger changes are cut off.
-
-    >>> scale_end(np.array([0.1234] * 99 + [50.0]))
-    0.12
-    """
-    sizes = np.abs(table[np.isfinite(table)])
-    end = max(float(np.quantile(sizes, 0.98)) if sizes.size else 0.0, _LEAST)
-    return float(f"{end:.2g}")
+    axes.set_xlabel("Step →", loc="right")
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -87,10 +87,10 @@ class Compared:
     def settings(self) -> dict[str, str] | None:
         """The recipe by dotted keys, with its defaults; None if it cannot be read."""
         try:
-            recipe = None if self.run.recipe is None else parse_recipe(self.run.recipe)
+            recipe = parse_recipe(self.run.recipe or "")
         except RecipeError:
             return None
-        return recipe and dict(_flatten(recipe.model_dump(mode="json")))
+        return dict(_flatten(recipe.model_dump(mode="json")))
 
     @cached_property
     def evaluated(self) -> Course:

@@ -441,7 +441,7 @@ RULES: tuple[Rule[Judged], ...] = (
          remedy="train for more epochs or in smaller batches; if the loss hardly falls, the rate "
          "is wrong: `largebatch lab range`",
          text="the final training loss is {end:.3g}{smoothing} {guess}{after}"),
-    Rule(kind="input bound", holds=_waits, link="waits", harms=False,
+    Rule(kind="input bound", holds=_waits, link="throughput", harms=False,
          remedy="execution.cache and execution.decoder, or more cores for each worker",
          text="updates spent {percent:.0f} % of the time waiting for images"),
 )

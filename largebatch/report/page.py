@@ -31,8 +31,8 @@ from largebatch.tracking.events import OVERVIEW, Mistakes
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
 
-_NOTES = 50  # the newest notes are shown
-_OVERVIEW = ("loss", "accuracy", "throughput", "drift", "ratios", "waits", "noise")
+_NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
+_OVERVIEW = ("loss", "accuracy", "throughput", "ratios", "noise")
 """The first four of these that a run has are in report.png."""
 
 
@@ -53,6 +53,7 @@ def make_page(run: Run) -> str:
                 Section(title=chart.title, parts=[*_before(run, name), chart])
                 for name, chart in drawn.items()
             ),
+            Section(title="What polishing changed in BatchNorm", parts=_drift(run)),
             Section(
                 title="Classes and what they are taken for",
                 parts=list(_mistakes(run.final_mistakes)),
@@ -130,20 +131,15 @@ def _subtitle(run: Run) -> str:
 
 
 def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
-    if not found.causes:
-        return []
-    return [
-        Table(
-            columns=[
-                Column("Cause", [cause.kind for cause in found.causes]),
-                Column("Measured", [cause.figure for cause in found.causes], align="text", links=[
-                    cause.rule.link if cause.rule.link in drawn else "" for cause in found.causes
-                ]),
-                Column("To change it", [cause.remedy for cause in found.causes], align="text"),
-            ],
-            sortable=False,
-        )
-    ]  # fmt: skip
+    shown = {*drawn, "drift"}
+    column = columns_over(found.causes)
+    links = [cause.rule.link if cause.rule.link in shown else "" for cause in found.causes]
+    columns = [
+        column("Cause", lambda cause: cause.kind, None),
+        Column("Measured", [cause.figure for cause in found.causes], align="text", links=links),
+        Column("To change it", [cause.remedy for cause in found.causes], align="text"),
+    ]
+    return [Table(columns=columns, sortable=False)] if found.causes else []
 
 
 def _stages(run: Run) -> list[Part]:
@@ -219,8 +215,8 @@ class _Kind(NamedTuple):
     rows: Callable[[Run], Any]
     """What it shows: one row each in a tall chart; without any there is no chart."""
 
-    heights: tuple[float, float]
-    """For a desktop and a phone; a tall chart has as much for each row."""
+    height: float
+    """In points; of a tall chart that of a row."""
 
     caption: str
     is_tall: bool = False
@@ -228,37 +224,26 @@ class _Kind(NamedTuple):
 
 # fmt: off
 _CHARTS = (
-    _Kind("loss", "Loss and learning rate", charts.draw_loss, lambda run: run.steps, (440, 380),
+    _Kind("loss", "Loss and learning rate", charts.draw_loss, lambda run: run.steps, 440,
           "Training loss of every update (faint) and its running median; validation loss (dots); "
           "learning rate (below). The two losses need not meet: only training images are "
           "augmented, and only the training loss may be label-smoothed."),
-    _Kind("accuracy", "Accuracy", charts.draw_accuracy, lambda run: run.evaluations, (340, 500),
+    _Kind("accuracy", "Accuracy", charts.draw_accuracy, lambda run: run.evaluations, 340,
           "Accuracy on the validation images: during the run, and after each stage on a scale of "
           "its own. A hollow mark is a stage that was discarded."),
-    _Kind("throughput", "Training speed", charts.draw_throughput, lambda run: run.steps, (240, 220),
+    _Kind("throughput", "Training speed", charts.draw_throughput, lambda run: run.steps, 240,
           "Training images per second on all workers: every update (faint), running median, and "
           "the whole run (dashed). Dips are slow updates, for example without data."),
-    _Kind("waits", "What updates waited for", charts.draw_waits, lambda run: run.timed, (200, 200),
-          "Time of worker 0's updates; on a GPU, what the GPU waited for. While another worker "
-          "waits for images, this one waits for its gradients. Sums that overlap with computing "
-          "take no time here."),
-    _Kind("noise", "Gradient noise scale", charts.draw_noise, has_course, (260, 260),
+    _Kind("noise", "Gradient noise scale", charts.draw_noise, has_course, 260,
           "tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large as the "
           "gradient, for consecutive parts of the run, from squared norms at two batch sizes. Bars "
           "are 95 % intervals; one that leaves the chart has no upper end. Larger batches than the "
           "noise scale save few steps."),
     _Kind("ratios", "Trust ratios of LARS by layer", charts.draw_ratios,
-          charts.layers, (14, 14),
+          charts.layers, 14,
           "Factor of LARS on the step of each layer, η|w| / (|g| + decay |w|), the input at the "
           "top. A layer much darker than its neighbours hardly moves. A bright spot is a gradient "
           "close to zero. Light grey: no gradient.", is_tall=True),
-    _Kind("drift", "What polishing changed in BatchNorm", charts.draw_drift,
-          lambda run: run.drift.layers if run.drift and run.drift.quantiles else (), (14, 14),
-          "Change of each BatchNorm layer's statistics, measured on clean images, from the running "
-          "averages, the input at the top. Columns are quantiles over channels: one in twenty fell "
-          "by more than the value at 5 % (blue), one in twenty rose by more than that at 95 % "
-          "(red). Means are in standard deviations (σ), variances are ln of the ratio: 0.1 is "
-          "about 10 %.", is_tall=True),
 )
 # fmt: on
 
@@ -269,14 +254,14 @@ def charts_of(run: Run) -> dict[str, Chart]:
     for kind in _CHARTS:
         rows = kind.rows(run)
         if rows:
-            heights = kind.heights
+            height = kind.height
             if kind.is_tall:
-                heights = (120 + heights[0] * max(8, len(rows)),) * 2
+                height = 120 + height * max(8, len(rows))
             found[kind.name] = Chart(
                 name=kind.name,
                 title=kind.title,
                 draw=_of(run, kind.draw),
-                heights=heights,
+                height=height,
                 caption=kind.caption,
             )
     return found
@@ -287,7 +272,7 @@ def _of(run: Run, draw: "Callable[[Canvas, Run], None]") -> "Callable[[Canvas], 
 
 
 def _before(run: Run, name: str) -> list[Part]:
-    if name == "waits":
+    if name == "throughput" and run.timed:
         return [describe_waits(run)]
     return [describe_noise(run)] if name == "noise" else []
 
@@ -305,6 +290,34 @@ def describe_waits(run: Run) -> str:
         f"{1 / max(1 - data, 0.01):.2g} times as fast (see execution.cache and execution.decoder, "
         "or give each worker more cores)."
     )
+
+
+def _drift(run: Run) -> list[Part]:
+    drift = run.drift
+    if drift is None:
+        return []
+    changed = sorted(  # what is not finite first
+        drift.layers,
+        key=lambda it: (
+            math.isfinite(it.mean_shift + it.log_variance_ratio),
+            -max(it.mean_shift, it.log_variance_ratio),
+        ),
+    )
+    column = columns_over(changed[:_LAYERS])
+    columns = [
+        column("Layer", lambda it: it.name, None),
+        column("Channels", lambda it: it.channels, ",d"),
+        column("Mean, σ", lambda it: it.mean_shift, ".3f"),
+        column("ln(variance)", lambda it: it.log_variance_ratio, ".3f"),
+    ]
+    note = (
+        f"The largest changes of {plural(len(drift.layers), 'layer')} from the running averages to "
+        f"statistics of {drift.samples:,} clean images, as root mean square over the channels. 0.1 "
+        "of ln(variance) is about 10 %."
+    )
+    if not run.drift_kept:
+        note += " They were discarded: the model was rolled back."
+    return [Table(name="drift", columns=columns, sortable=False), note]
 
 
 def _mistakes(found: Mistakes | None) -> Iterator[Part]:

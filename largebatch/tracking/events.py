@@ -237,10 +237,6 @@ class LayerDrift:
     log_variance_ratio: Measured
     """Root mean square over the channels of ln(polished variance / running variance)."""
 
-    shift_quantiles: tuple[Measured, ...] = ()
-    ratio_quantiles: tuple[Measured, ...] = ()
-    """Quantiles over the channels of the two signed differences."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift(_StageEvent):
@@ -254,9 +250,6 @@ class Drift(_StageEvent):
     settling: Measured = 0.0
     settled: bool = True
     """True if the statistics have settled, as in polish.Drift."""
-
-    quantiles: tuple[float, ...] = ()
-    """Levels of the layers' quantiles, 0 .. 1."""
 
     layers: tuple[LayerDrift, ...]
 

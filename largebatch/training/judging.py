@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from largebatch.polish.statistics import QUANTILES
 from largebatch.polish.statistics import Drift as PolishDrift
 from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import (
@@ -77,7 +76,6 @@ class Judge:
                 passes=drift.passes,
                 settling=drift.settling,
                 settled=drift.settled,
-                quantiles=QUANTILES,
                 layers=tuple(drift),
             )
         )
