@@ -14,7 +14,6 @@ from largebatch.cli.data import show_index
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
 from largebatch.cli.study import recommend, study
-from largebatch.cli.sweep import sweep
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import (
     CheckpointError,
@@ -55,7 +54,7 @@ _MONITOR = "monitor=noise_scale"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
-for _command in (study, recommend, sweep):
+for _command in (study, recommend):
     app.command(_command)
 
 
