@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from largebatch.lab.planner.draft import draft
 from schedules_of import schedule_of
 from scipy import stats
 from short_studies import SETTINGS, Policy, measured
 
 from largebatch.errors import StudyError
-from largebatch.lab.planner.draft import draft
 from largebatch.lab.planner.suggest import DataSet, Suggestion, suggest
 from largebatch.lab.studies.metrics import Interval, Ratio
 from largebatch.lab.studies.policies import make_page
