@@ -1,6 +1,5 @@
 """The commands `lab study` and `lab recommend`. They print."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -65,27 +64,23 @@ def study(  # noqa: PLR0913 -- its options
     return 0 if done else INTERRUPTED
 
 
-def recommend(  # noqa: PLR0913 -- its options
+def recommend(
     *folders: Path,
     dataset: str | None = None,
     model: str | None = None,
     batch: Count | None = None,
-    optimizer: str | None = None,
     target: Number | None = None,
     by: Literal["cost", "accuracy", "robustness"] = "cost",
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
     """Print the best learning-rate policy that studies measured.
 
     Args:
         folders: Folders of studies (runs/*).
-        dataset: Start of the name of the recipe or study.
+        dataset: Start of the name of the recipe: digits.
         model: As in the recipe: lenet5.
-        batch: Global batch; the nearest if it was not measured.
-        optimizer: As in the recipe: sgd.
+        batch: Global batch.
         target: Accuracy, such as 0.90.
         by: Criterion: cost, accuracy or robustness.
-        as_json: Print all of it as JSON.
     """
     if by == "cost" and target is None:
         raise LargebatchError(
@@ -94,20 +89,9 @@ def recommend(  # noqa: PLR0913 -- its options
         )
     from largebatch.lab.studies import recommend as rankings
 
-    groups = rankings.choose(
-        rankings.read_groups(folders),
-        dataset=dataset,
-        model=model,
-        optimizer=optimizer,
-        batch=batch,
-    )
-    answers = [
-        (group, rankings.rank(group.cells, by=by, target=target, batch=batch)) for group in groups
-    ]
-    if as_json:
-        print(json.dumps([rankings.as_json(*answer) for answer in answers], indent=2))
-        return 0
-    for group, answer in answers:
+    groups = rankings.read_groups(folders)
+    for group in rankings.choose(groups, dataset=dataset, model=model, batch=batch):
+        answer = rankings.rank(group.cells, by=by, target=target)
         print(wrapped(group.described))
         for sentence in rankings.sentences(answer):
             print(wrapped(sentence))

@@ -57,7 +57,7 @@ def replayed(
         loss = loss_of(model, number)
         return torch.autograd.grad(loss, weights), loss.item()
 
-    after = []
+    after: list[list[Tensor]] = []
     for applied in replay(server, record, weights, gradient):
         assert applied.update == len(after)
         after.append([weight.detach().clone() for weight in own])

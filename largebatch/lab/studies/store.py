@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -26,8 +26,8 @@ from largebatch.recipe.loading import differences
 from largebatch.storage import write_whole
 
 CELL = "cell.json"
-DRAWN = ".values"
-"""Suffix of the file with the values of a trial that were drawn before it started."""
+DRAWN = ".drawn"
+"""Suffix of the file with the rate of a trial, which is drawn before it starts."""
 
 GRACE_SECONDS = 180.0
 """Seconds without a heartbeat after which the owner of a claim is gone."""
@@ -67,10 +67,7 @@ class Store:
                     f"{clip(json.dumps(new), LONGEST_NAME)} here; give another --out, or remove it"
                 )
         for path, content in contents.items():
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StudyError(f"{path.parent}: cannot be created: {error.strerror}") from None
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(content).encode())
 
     def read(self, cell: Cell, slot: Slot) -> Json | None:
@@ -96,7 +93,7 @@ class Store:
         own = path.with_name(f"{path.stem}.claim-{number:06}")
         try:
             with own.open("x", encoding="utf-8") as file:
-                json.dump(_own_name(), file)
+                json.dump({"machine": _machine(), "process": os.getpid()}, file)
         except FileExistsError:
             return False
         self._held[path] = own
@@ -122,15 +119,14 @@ class Store:
             with suppress(OSError):
                 os.utime(claim)
 
-    def values(self, cell: Cell, slot: Slot, draw: Callable[[], dict[str, float]]) -> Json:
-        """Return the values of a claimed run; they are drawn once, also if it is resumed."""
+    def rate(self, cell: Cell, slot: Slot, draw: Callable[[], float | None]) -> float | None:
+        """Return the searched rate of a claimed run; it is drawn once, also if it is resumed."""
         path = self.path(cell, slot).with_suffix(DRAWN)
-        there = _read(path)
-        if there is None:
-            there = draw()
-            if slot.trial:
-                write_whole(path, json.dumps(there).encode())
-        return there
+        there = _read(path) or {"rate": draw()}
+        if slot.trial:
+            write_whole(path, json.dumps(there).encode())
+        rate: float | None = there["rate"]
+        return rate
 
     def _is_gone(self, claim: Path) -> bool:
         """Return True if the owner of a claim has ended, or gave no heartbeat for too long.
@@ -144,7 +140,7 @@ class Store:
             return False
         except ValueError:
             owner = None
-        is_here = isinstance(owner, dict) and owner.get("machine") == _own_name()["machine"]
+        is_here = isinstance(owner, dict) and owner.get("machine") == _machine()
         if is_here and (owner["process"] == os.getpid() or not _exists(owner["process"])):
             return True
         now = self._clock()
@@ -159,11 +155,11 @@ class CellRecords(NamedTuple):
     """A cell that a folder holds: its definition and its records by the names of runs."""
 
     path: Path
-    about: Json
-    """Content of cell.json without the definition."""
+    kind: str
+    """Name of the class of its cell."""
 
     definition: Json
-    slots: dict[str, Slot]
+    slots: list[Slot]
     records: dict[str, Json]
 
 
@@ -172,20 +168,15 @@ def read_folder(folder: Path) -> Iterator[CellRecords]:
     for path in sorted(folder.glob(f"*/*/{CELL}")):
         content = _read(path)
         assert content is not None
-        slots = {one["name"]: Slot(**one) for one in content["slots"]}
-        found = {name: _read(path.with_name(f"{name}.json")) for name in slots}
+        slots = [Slot(**one) for one in content["slots"]]
+        found = {slot.name: _read(path.with_name(f"{slot.name}.json")) for slot in slots}
         records = {name: record for name, record in found.items() if record is not None}
-        yield CellRecords(path.parent, content["about"], content["definition"], slots, records)
+        yield CellRecords(path.parent, content["kind"], content["definition"], slots, records)
 
 
 def _cell_file(cell: Cell) -> Json:
     content = {
-        "about": {
-            "study": cell.study,
-            "configuration": cell.configuration,
-            "variant": cell.variant,
-            "kind": type(cell).__name__,
-        },
+        "kind": type(cell).__name__,
         "definition": cell.definition,
         "slots": [asdict(slot) for slot in cell.slots],
     }
@@ -202,8 +193,8 @@ def _read(path: Path) -> Json | None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path}: is not a record of a study ({error}); remove it") from None
+    except (OSError, ValueError):
+        content = None
     if not isinstance(content, dict):
         raise StudyError(f"{path}: is not a record of a study; remove it")
     return content
@@ -219,14 +210,10 @@ def _machine() -> str:
         return platform.node()
 
 
-def _own_name() -> Mapping[str, object]:
-    return {"machine": _machine(), "process": os.getpid()}
-
-
-def _exists(process: object) -> bool:
+def _exists(process: int) -> bool:
     try:
-        os.kill(int(str(process)), 0)
-    except (ProcessLookupError, ValueError):
+        os.kill(process, 0)
+    except ProcessLookupError:
         return False
     except PermissionError:  # another user's
         return True

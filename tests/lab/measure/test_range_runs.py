@@ -20,6 +20,7 @@ from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.lab.measure import lr_range
 from largebatch.lab.measure.lr_range import (
+    Range,
     plan_range,
     train_range,
 )
@@ -38,7 +39,7 @@ OPTIMIZERS = {
     "reference": f"optimizer={{kind: lars, convention: reference, momentum: {MOMENTUM}, "
     f"weight_decay: {WEIGHT_DECAY}, eta: {ETA}, eps: {EPS}}}",
 }
-RATES = {"sgd": {"low": 0.003, "high": 0.03}, "reference": {"low": 0.1, "high": 1.0}}
+RATES = {"sgd": (0.003, 0.03), "reference": (0.1, 1.0)}
 STEPS = 20
 
 
@@ -57,6 +58,11 @@ def a_recipe(kind: str, weights: Path, *changes: str) -> Recipe:
     )
 
 
+def ranged(recipe: Recipe, kind: str) -> Range:
+    low, high = RATES[kind]
+    return plan_range(recipe, low=low, high=high, steps=STEPS)
+
+
 def plain_losses(kind: str, weights: Path) -> list[float]:
     """Train by hand: whole batches on one process, the formula of the optimizer, NumPy's rates."""
     net = nn.Sequential(
@@ -71,7 +77,7 @@ def plain_losses(kind: str, weights: Path) -> list[float]:
     velocity = [torch.zeros_like(weight) for weight in net.parameters()]
     losses = []
     for lr, (images, labels) in zip(
-        np.geomspace(*RATES[kind].values(), STEPS),
+        np.geomspace(*RATES[kind], STEPS),
         pipeline.training(range(STEPS), clean=False),
         strict=True,
     ):
@@ -100,7 +106,7 @@ def test_the_losses_are_those_of_plain_pytorch_whatever_the_division(
     kind: str, workers: int, device_batch: int, weights: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     recipe = a_recipe(kind, weights, f"execution.device_batch={device_batch}")
-    rates = plan_range(recipe, steps=STEPS, **RATES[kind])
+    rates = ranged(recipe, kind)
     test = train_range(rates, Options(out=tmp_path), workers=workers)
     assert test is not None
     found = test.curves[0].losses
@@ -202,7 +208,7 @@ def test_a_stop_request_starts_no_further_run_of_a_range_test(
 def test_a_resumed_range_test_has_the_same_losses(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = plan_range(a_recipe("sgd", weights), steps=STEPS, **RATES["sgd"])
+    rates = ranged(a_recipe("sgd", weights), "sgd")
     original = start
 
     def stop(recipe: Recipe, options: Options) -> SimpleNamespace:

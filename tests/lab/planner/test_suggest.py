@@ -100,6 +100,7 @@ def test_between_points_settings_are_power_laws_of_the_batch(batch: int) -> None
         expected = math.exp(np.interp(math.log(batch), x, y))
         assert ours == pytest.approx(expected, rel=5e-3), key
     assert found.lower.batch < batch < found.upper.batch
+    assert found.bn_span is not None
     assert batch % found.bn_span == 0
     assert found.epochs >= found.law_epochs
 

@@ -75,7 +75,7 @@ def test_a_claim_is_held_until_its_heartbeat_stops(
     now = [0.0]
     slot = cell.slots[0]
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(module, "_own_name", lambda: {"machine": "other", "process": 1})
+        elsewhere.setattr(module, "_machine", lambda: "other")
         owner = Store(tmp_path)
         owner.define([cell])
         assert owner.claim(cell, slot)
@@ -111,8 +111,8 @@ def test_records_of_another_definition_are_refused_by_key(tmp_path: Path, cell: 
     store.define([cell])
     assert isinstance(cell, TrainedCell)
     store.define([replace(cell, seeds=9)])  # more seeds are the same study
-    ((_, about, _, slots, records),) = read_folder(tmp_path / "out")
-    assert (about["variant"], len(slots), records) == ("one", 3 + 9, {})
+    ((path, kind, _, slots, records),) = read_folder(tmp_path / "out")
+    assert (path.name, kind, len(slots), records) == ("one", "PolicyCell", 3 + 9, {})
     batch = cell.recipe.batch.model_copy(update={"global_batch": 48})
     other = replace(cell, recipe=cell.recipe.model_copy(update={"batch": batch}))
     with pytest.raises(StudyError, match=r"recipe\.batch\.global_batch is 96 there and 48 here"):
