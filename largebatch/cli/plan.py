@@ -4,11 +4,11 @@ import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import aligned, duration, three_digits
+from largebatch.formatting import duration, three_digits
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
     describe_division,
@@ -21,9 +21,6 @@ from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.options import Changes, Count, Given, RecipeFile
 from largebatch.schedules.build import follow
-
-if TYPE_CHECKING:
-    from largebatch.lab.planner.prediction import Point
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -67,24 +64,13 @@ def plan(  # noqa: PLR0913 -- its options
         _plan(loaded, workers, changes.imports)
         return
     from largebatch.lab.planner.cluster import load_cluster
-    from largebatch.lab.planner.prediction import best_batches, describe, predict, workload
+    from largebatch.lab.planner.prediction import describe, predict, workload
 
-    work, place = workload(loaded, workers=workers), load_cluster(cluster)
-    prediction, best = predict(work, place), best_batches(work, place)
+    prediction = predict(workload(loaded, workers=workers), load_cluster(cluster))
     if json:
-        content = {**asdict(prediction), "best_batches": [asdict(point) for point in best]}
-        print(json_module.dumps(content, indent=2))
+        print(json_module.dumps(asdict(prediction), indent=2))
     else:
-        print_rows({**describe(prediction), **_best(best)})
-
-
-def _best(points: "list[Point]") -> dict[str, str]:
-    """Return a row for each number of GPUs."""
-    title = "best batch for 75.9 % top-1 by the epoch law of LARS, and its time"
-    head = {"GPUs": title} if points else {}
-    rows = [(f"{p.global_batch:,}", f"{p.epochs:.0f} epochs", duration(p.seconds)) for p in points]
-    lines = zip(points, aligned(rows, right=(0, 1)).splitlines(), strict=True)
-    return head | {f"{point.workers:,}": line for point, line in lines}
+        print_rows(describe(prediction))
 
 
 def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:

@@ -22,7 +22,6 @@ def test_a_prediction_fits_a_screen_and_names_what_limits(
     assert rows["time"].startswith("69.7 s, 90% of such runs within 62.8 s to 77.4 s")
     assert rows["limited by"] == "compute"
     assert rows["what helps"].startswith("against launch, 18%")
-    assert rows["2,048"].split()[0] == "49,152"  # the best batch there
 
 
 def test_the_same_prediction_as_json_needs_no_torch() -> None:
@@ -35,7 +34,6 @@ def test_the_same_prediction_as_json_needs_no_torch() -> None:
     assert found["low"] < 70.42 < found["high"]
     assert found["steps"] == 1350
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
-    assert {point["workers"] for point in found["best_batches"]} >= {1, 2048, 4352}
 
 
 @pytest.mark.parametrize(

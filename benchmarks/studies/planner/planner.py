@@ -31,11 +31,13 @@ from benchmarks.speed.measuring import write
 from largebatch.formatting import aligned
 from largebatch.lab.planner.cluster import Cluster, Generation, Software, load_cluster
 from largebatch.lab.planner.model import Constants, Load, evaluation_seconds, machine, step_seconds
-from largebatch.lab.planner.prediction import EVALUATE_EVERY
 from largebatch.lab.planner.suggest import IMAGES, VALIDATION
 
 RUNS = Path(__file__).with_name("runs.csv")
 GENERATIONS: tuple[Generation, ...] = get_args(Generation)
+EVALUATE_EVERY = 4
+"""Epochs between two evaluations, by MLPerf's rules."""
+
 COVERAGE = 0.9
 """Probability that an interval holds the time."""
 

@@ -32,10 +32,10 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure.estimate import random_batch
 from largebatch.lab.planner.cluster import Cluster, Measured
-from largebatch.lab.planner.prediction import settings_of
+from largebatch.lab.planner.prediction import workload
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.of_recipe import build_model
-from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.launch import start_workers
@@ -112,7 +112,8 @@ def measure(
     `workers` is the largest number that is to be predicted: for one the link is not measured.
     """
     threads = torch.get_num_threads()
-    backend, plan = Serial(), make_plan(recipe, workers=1)
+    backend, work = Serial(), workload(recipe, workers=1)
+    plan = work.plan
     device = backend.device
     clock = time.perf_counter if device.type != "cpu" else time.process_time  # of this process
     if device.type == "cpu":
@@ -153,7 +154,7 @@ def measure(
         per_byte, latency = fit_line(_exchanging())
     weights = [weight for group in groups for _, weight in group]
     return Measured(
-        settings=settings_of(recipe),
+        settings=work.settings,
         device=device.type,
         seconds_per_image=image,
         seconds_per_pass=each,

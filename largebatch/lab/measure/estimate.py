@@ -42,9 +42,6 @@ class Estimate(NamedTuple):
     memory_bytes: int
     """Bytes of weights, gradients, optimizer state, averages and activations."""
 
-    bytes_per_sample: int
-    """Bytes of the activations of one sample, which are part of memory_bytes."""
-
 
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     """Train on 2, 4, 8 ... random samples, up to a device batch, until a pass is long enough.
@@ -94,7 +91,6 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
         run_seconds=per_sample * plan.device_batch * passes + update * plan.updates,
         memory_bytes=copies * weights + kept_by_optimizer + kept * plan.device_batch // num,
-        bytes_per_sample=kept // num,
     )
 
 

@@ -380,12 +380,13 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
         raise LargebatchError(f"{rates.recipe.name}: has no range test: {error}") from None
     curves = []
     for run in rates.runs:
-        folder = options.out / f"seed-{run.seed}"
-        if worker_rank() is not None or not _is_done(folder, run):  # with a launcher all begin
+        folder, expected = options.out / f"seed-{run.seed}", run.mathematics.model_dump()
+        begun = worker_rank() is None and (folder / LOG).exists()  # with a launcher all begin
+        if not begun or not _is_done(_read(folder, expected), rates.steps):
             with suppress(DivergedError):  # which the record has
                 train_in(folder, run, options, workers=workers)
         if own_rank() == 0:
-            curves.append(_curve(folder, run, rates))
+            curves.append(_curve(_read(folder, expected), run.seed, rates))
     if own_rank():
         return None
     test = RangeTest(rates.recipe, tuple(curves))
@@ -394,27 +395,24 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
     return test
 
 
-def _is_done(folder: Path, recipe: Recipe) -> bool:
-    if not (folder / LOG).exists():
-        return False
-    record = _read(folder, recipe)
-    return record.diverged or len(record.steps) == recipe.duration.steps
+def _is_done(record: Run, steps: int) -> bool:
+    return record.diverged or len(record.steps) == steps
 
 
-def _curve(folder: Path, recipe: Recipe, rates: Range) -> Curve:
+def _curve(record: Run, seed: int, rates: Range) -> Curve:
     losses = np.full(rates.steps, math.nan)
-    for step in _read(folder, recipe).steps:
+    for step in record.steps:
         losses[step.step] = step.loss
     if not math.isfinite(losses[0]):
-        raise LargebatchError(f"{folder}: the first loss is not a number")
-    return Curve(recipe.seed, np.geomspace(rates.low, rates.high, rates.steps), losses)
+        raise LargebatchError(f"{record.path}: the first loss is not a number")
+    return Curve(seed, np.geomspace(rates.low, rates.high, rates.steps), losses)
 
 
-def _read(folder: Path, recipe: Recipe) -> Run:
+def _read(folder: Path, expected: Mapping[str, object]) -> Run:
     """Return the run in a folder; raise LargebatchError if it is of another recipe."""
     record = read_run(folder)
     assert record.recipe is not None
-    if parse_recipe(record.recipe, source=str(folder)).mathematics != recipe.mathematics:
+    if parse_recipe(record.recipe, source=str(folder)).mathematics.model_dump() != expected:
         raise LargebatchError(f"{folder}: a run of another recipe or rates; give another --out")
     return record
 

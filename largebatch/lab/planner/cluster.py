@@ -59,7 +59,7 @@ class Measured(Section):
     """Measurement of a machine by `largebatch plan --calibrate`, for one recipe."""
 
     settings: dict[str, JsonValue]
-    """Settings that decide the times, by their keys (planner.prediction.settings_of)."""
+    """Settings that decide the times, by their keys (planner.prediction.SETTINGS)."""
 
     device: str
     seconds_per_image: PositiveFloat

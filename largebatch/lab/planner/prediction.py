@@ -1,9 +1,4 @@
-"""A recipe on a cluster: the time of each part, limit, memory, cost, and the best batch.
-
-The law of epochs behind the best batch is that of ResNet-50 on ImageNet with LARS to 75.9 % top-1:
-epochs(B) = shortest (1 + B / critical), through MLPerf's reference points (`suggest`). Time is
-epochs x steps of an epoch x time of a step, so every number of GPUs has a best batch.
-"""
+"""A recipe on a cluster: the time of each part, limit, memory, and cost."""
 
 import math
 from collections.abc import Iterator
@@ -24,22 +19,11 @@ from largebatch.lab.planner.model import (
     machine,
     step_seconds,
 )
-from largebatch.lab.planner.suggest import (
-    IMAGES,
-    LARGEST,
-    VALIDATION,
-    EpochLaw,
-    fit_epochs,
-    reference_points,
-)
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
-
-EVALUATE_EVERY = 4
-"""Epochs between two evaluations, by MLPerf's rules."""
 
 SIZE = 224
 """Image size of the published runs."""
@@ -166,11 +150,13 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
         forward.append((polish.held_out, views * stages))
     if "generalization_gap" in recipe.monitor:
         forward.append((recipe.train_samples, views * stages))
+    settings = {key: attrgetter(key)(recipe) for key in SETTINGS}
+    settings |= {"execution.groups": recipe.execution.groups.model_dump(mode="json")}
     numbers = GRADIENTS + (data.classes - CLASSES) * HEAD_INPUTS
     return Workload(
         name=recipe.name,
         plan=plan,
-        settings=settings_of(recipe),
+        settings=settings,
         sizes=tuple(sizes),
         forward=tuple(forward),
         evaluations=evaluations,
@@ -180,12 +166,6 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
         cached_bytes=cached if cache == "device" else 0,
         adasum=recipe.reduction.kind == "adasum",
     )
-
-
-def settings_of(recipe: Recipe) -> dict[str, JsonValue]:
-    """Return the values of SETTINGS in a recipe."""
-    values = {key: attrgetter(key)(recipe) for key in SETTINGS}
-    return values | {"execution.groups": recipe.execution.groups.model_dump(mode="json")}
 
 
 def _is_one_group(groups: Groups) -> bool:
@@ -436,82 +416,3 @@ def _shares(parts: dict[str, float], whole: float) -> str:
     """Format the parts of a time as percentages, largest first."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)
-
-
-SMALLEST_DEVICE_BATCH = 8
-RATIO = 2 ** (1 / 8)
-"""Ratio of two consecutive batches that are tried."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A run to 75.9 % top-1."""
-
-    workers: int
-    global_batch: int
-    epochs: float
-    seconds: float
-
-
-def best_batches(work: Workload, cluster: Cluster) -> list[Point]:
-    """Return the best batch for one GPU, two, four ... and all of a cluster.
-
-    Empty where the law does not hold: for other classes, and for a measured machine. Raises
-    ClusterError where an image does not fit a GPU's memory.
-    """
-    if cluster.gpu is None or work.settings["data.classes"] != CLASSES:
-        return []
-    each, everything = cluster.gpus_per_node, cluster.workers
-    numbers = [2**power for power in range(each.bit_length()) if 2**power < each]
-    numbers += [each * 2**power for power in range(everything.bit_length())]
-    return [
-        min(batches(work, cluster, workers=workers), key=lambda point: point.seconds)
-        for workers in [*(number for number in numbers if number < everything), everything]
-    ]
-
-
-def batches(work: Workload, cluster: Cluster, *, workers: int) -> list[Point]:
-    """Return the time with each batch between the smallest reference point and the largest run.
-
-    Batches are multiples of the workers. Raises ClusterError where an image does not fit a GPU's
-    memory.
-    """
-    assert cluster.gpu is not None
-    gigabytes = cluster.gpu.memory_gigabytes
-    fits = math.floor((gigabytes * 1e9 - FIXED_BYTES) / KEPT_BYTES)
-    if fits < 1:
-        raise ClusterError(
-            f"{cluster.name}: gpu.memory_gigabytes: {gigabytes:g}: libraries take "
-            f"{FIXED_BYTES / 1e9:g} GB and an image {KEPT_BYTES / 1e9:g}; give the GPU's own"
-        )
-    points = reference_points()
-    law, on, smallest = fit_epochs(points), machine_for(work, cluster), points[0].batch
-    number = math.ceil(math.log(LARGEST / smallest, RATIO))
-    shares = (smallest * RATIO**place / workers for place in range(number + 1))
-    found = {max(SMALLEST_DEVICE_BATCH, math.ceil(share)) * workers for share in shares}
-    within = {batch for batch in found if batch <= LARGEST} or {SMALLEST_DEVICE_BATCH * workers}
-    return [_point(work, on, law, batch, workers, most=fits) for batch in sorted(within)]
-
-
-def _point(
-    work: Workload, on: Machine, law: EpochLaw, batch: int, workers: int, *, most: int
-) -> Point:
-    share = batch // workers
-    accumulation = math.ceil(share / most)
-    load = Load(
-        workers=workers,
-        device_batch=math.ceil(share / accumulation),
-        accumulation=accumulation,
-        gradient_bytes=work.gradient_bytes,
-        overlap=not work.at_once,
-    )
-    epochs = law(batch)
-    evaluating = epochs / EVALUATE_EVERY
-    evaluating *= evaluation_seconds(on, workers=workers, samples=VALIDATION)
-    updating = epochs * IMAGES / batch * step_seconds(on, load).seconds
-    return Point(
-        workers=workers,
-        global_batch=batch,
-        epochs=epochs,
-        seconds=on.start + updating + evaluating,
-    )

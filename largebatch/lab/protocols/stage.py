@@ -94,7 +94,8 @@ def open_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -> 
     protocol = state.extra[NAME] = ProtocolState()
     if backend is None:
         return synchronous_updates
-    require_tensors(state.model, recipe)
+    affine = recipe.polish is not None and recipe.polish.affine is not None
+    require_tensors(state.model, servers=recipe.protocol.num_servers, affine=affine)
     return ProtocolUpdates(recipe, Exchange.open(backend, recipe.protocol), protocol)
 
 
@@ -259,17 +260,11 @@ def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor
         optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))
 
 
-def require_tensors(model: nn.Module, recipe: Recipe) -> None:
-    """Raise RecipeError if a stage trains fewer tensors than the protocol has servers."""
-    if recipe.protocol is None:
-        return
-    trained = set(model.parameters())
-    if recipe.polish is not None and recipe.polish.affine is not None:
-        trained = affine_parameters(model)
-    servers = recipe.protocol.num_servers
+def require_tensors(model: nn.Module, *, servers: int, affine: bool) -> None:
+    """Raise RecipeError if a stage trains fewer tensors than there are servers."""
+    trained = affine_parameters(model) if affine else set(model.parameters())
     if servers > len(trained):
         raise RecipeError(
             f"protocol.servers: {servers} servers hold whole tensors, and a stage of this recipe "
-            f"trains {len(trained)}: give at most that many, as in {{centralised: "
-            f"{len(trained)}}}"
+            f"trains {len(trained)}: give at most that many, as in {{centralised: {len(trained)}}}"
         )

@@ -24,7 +24,7 @@ from largebatch.lab.measure.batch import (
 )
 from largebatch.lab.measure.estimate import Estimate
 from largebatch.lab.planner.cluster import Measured, load_cluster
-from largebatch.lab.planner.prediction import settings_of
+from largebatch.lab.planner.prediction import workload
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
@@ -35,7 +35,7 @@ from largebatch.tracking.noise_scale import NoiseScale
 STEP = 0.1
 """Seconds of an update that the tests pretend to have measured."""
 
-ESTIMATE = Estimate("cpu", "fp32", 8, STEP, 100 * STEP, 2_000_000, 10_000)
+ESTIMATE = Estimate("cpu", "fp32", 8, STEP, 100 * STEP, 2_000_000)
 
 LENET = (
     *("model={name: lenet5}", "batch={global_batch: 96, bn_span: null}", "polish=null"),
@@ -60,7 +60,8 @@ def elapsed(folder: Path, step_seconds: float) -> float:
 def machine(recipe: Recipe, **_: object) -> Measured:
     """Return the times that the tests pretend to have measured on this machine."""
     return Measured(
-        settings=settings_of(recipe), device="cpu", seconds_per_image=1e-3, seconds_per_pass=0.01,
+        settings=workload(recipe, workers=1).settings, device="cpu",
+        seconds_per_image=1e-3, seconds_per_pass=0.01,
         seconds_per_update=0.02, gradient_bytes=1e6, messages=3, norm_layers=0,
         exchange_seconds=0.0, exchange_gigabytes_per_second=None, images_per_second_read=1e5,
     )  # fmt: skip

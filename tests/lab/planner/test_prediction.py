@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from short_runs import a_recipe
 
@@ -21,10 +20,7 @@ from largebatch.lab.planner.model import evaluation_seconds, machine
 from largebatch.lab.planner.prediction import (
     CACHED_BYTES,
     Prediction,
-    batches,
-    best_batches,
     predict,
-    settings_of,
     workload,
 )
 from largebatch.recipe.installed import installed
@@ -52,7 +48,7 @@ PLANTED = Measured(
 DIGITS = load_recipe("digits_96")
 HERE = Cluster(
     name="here",
-    measured=PLANTED.model_copy(update={"settings": settings_of(DIGITS)}),
+    measured=PLANTED.model_copy(update={"settings": workload(DIGITS, workers=1).settings}),
     gpus_per_node=2,
     nodes=1,
     cpu_cores=2,
@@ -146,44 +142,6 @@ def test_the_cost_is_of_whole_nodes() -> None:
     assert found.cost == pytest.approx(2048 * 2.0 * hours)
 
 
-def test_the_best_batch_is_no_worse_than_any_other_and_grows_with_the_gpus() -> None:
-    cluster = load_cluster("dgx-a100")
-    best = best_batches(FUJITSUS, cluster)
-    assert [point.workers for point in best][:5] == [1, 2, 4, 8, 16]
-    assert best[-1].workers == cluster.workers
-    assert best[0].global_batch < 3000
-    assert best[-1].global_batch > 30_000
-    for point in best:
-        seconds = [other.seconds for other in batches(FUJITSUS, cluster, workers=point.workers)]
-        batch = [other.global_batch for other in batches(FUJITSUS, cluster, workers=point.workers)]
-        place = int(np.argmin(seconds))
-        assert (point.global_batch, point.seconds) == (batch[place], seconds[place])
-    by_law = np.array([point.epochs * 1_281_167 / point.global_batch for point in best])
-    assert (np.diff(by_law) <= 0).all()  # steps: a larger batch makes fewer
-
-
-def test_the_best_batches_read_and_send_as_the_recipe_does() -> None:
-    cluster = load_cluster("dgx-h100")
-    torchvision, wide = (
-        workload(load_recipe(FUJITSU, [change]), workers=512)
-        for change in ("execution.decoder=torchvision", "reduction.dtype=fp32")
-    )
-    for point in best_batches(torchvision, cluster):
-        images = point.epochs * 1_281_167 / point.seconds
-        assert images <= 1.001 * point.workers * 300 * 112 / 8  # cores of eight GPUs
-    half, whole = (best_batches(work, cluster)[-1] for work in (FUJITSUS, wide))
-    assert whole.seconds > 1.02 * half.seconds
-
-
-def test_the_entry_on_4320_a100_is_near_the_best_batch() -> None:
-    """NVIDIA chose 64,800 in MLPerf v1.1, and took 20.82 s."""
-    points = batches(FUJITSUS, load_cluster("dgx-a100"), workers=4320)
-    best = min(points, key=lambda point: point.seconds)
-    entry = min(points, key=lambda point: abs(point.global_batch - 64_800))
-    assert entry.seconds == pytest.approx(best.seconds, rel=0.02)
-    assert entry.seconds == pytest.approx(20.82, rel=0.15)
-
-
 @pytest.mark.parametrize(
     ("cluster", "workers", "overrides", "message"),
     [
@@ -217,7 +175,9 @@ def test_what_cannot_be_predicted_is_refused(
 )
 def test_another_measurement_than_of_this_recipe_is_refused(key: str, value: object) -> None:
     assert HERE.measured is not None
-    changed = HERE.measured.model_copy(update={"settings": {**settings_of(DIGITS), key: value}})
+    changed = HERE.measured.model_copy(
+        update={"settings": {**workload(DIGITS, workers=1).settings, key: value}}
+    )
     with pytest.raises(ClusterError, match=f"{key}.*was measured with .*--calibrate"):
         predicted(DIGITS, HERE.model_copy(update={"measured": changed}), workers=1)
 
@@ -240,13 +200,6 @@ def test_one_measured_device_does_not_predict_a_node_of_two() -> None:
         parse_cluster(
             dump_yaml(one).replace("gpus_per_node: 1", "gpus_per_node: 2"), source="here.yaml"
         )
-
-
-@pytest.mark.parametrize("gigabytes", [1, 2])
-def test_a_gpu_that_holds_no_image_is_refused(gigabytes: int) -> None:
-    cluster = _with_gpu(load_cluster("abci-v100"), memory_gigabytes=gigabytes)
-    with pytest.raises(ClusterError, match="memory_gigabytes"):
-        best_batches(FUJITSUS, cluster)
 
 
 def test_a_device_batch_that_does_not_fit_limits_the_run() -> None:

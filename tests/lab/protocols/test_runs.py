@@ -168,13 +168,8 @@ def test_a_server_without_a_learner_does_not_watch_the_time_limit() -> None:
 
 
 def test_more_servers_than_tensors_are_refused() -> None:
-    many = recipe("{kind: hardsync, learners: 2, servers: {centralised: 14}}")
-    model = build_model(many, torch.device("cpu"))
-    require_tensors(model, many)
-    affine = recipe(
-        "{kind: hardsync, learners: 2, servers: {centralised: 30}}",
-        "polish={affine: {steps: 2, lr: 0.1}}",
-    )
+    model = build_model(recipe(), torch.device("cpu"))
+    require_tensors(model, servers=14, affine=False)
     tensors = len(affine_parameters(model))
     with pytest.raises(RecipeError, match=f"protocol.servers: 30 servers .* trains {tensors}: "):
-        require_tensors(model, affine)
+        require_tensors(model, servers=30, affine=True)
