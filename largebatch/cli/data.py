@@ -13,9 +13,8 @@ from cyclopts.validators import Number
 
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
-from largebatch.formatting import duration, plural
-from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.formatting import plural
+from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
 from largebatch.runs.options import Count, Folder, Overrides, RecipeFile
@@ -249,7 +248,7 @@ def init(folder: Path, /, *, out: Path | None = None) -> None:
         folder: DIR/{train,val}/<class>/* or *.tar.
         out: Recipe to write (<folder>.yaml).
     """
-    from largebatch.lab.measure.initial import draft, estimate_time, survey
+    from largebatch.lab.measure.initial import draft, survey
 
     name = recipe_name(folder.resolve().name, otherwise="own-data")
     out = out or Path(f"{name}.yaml")
@@ -257,15 +256,7 @@ def init(folder: Path, /, *, out: Path | None = None) -> None:
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
     found = survey(*open_indexes(folder))
     text = draft(found, name=name)
-    recipe = parse_recipe(text, source=str(out))
     write_recipe(out, text)
-    time = estimate_time(recipe, make_plan(recipe, workers=1), found)
-    print(
-        f"about {duration(time.seconds)} on this machine, one worker on {time.device}: "
-        f"{time.trained_per_second:,.0f} images a second were trained on\n"
-        "  included: training and polishing, evaluations, reading the images\n"
-        "  not included: starting, checkpoints, the report"
-    )
     print("every assumption is a comment of the recipe")
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))

@@ -58,9 +58,6 @@ class Pipeline:
     """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
     builds a pipeline and allocates memory; all evaluations share one."""
 
-    dropped: set[int] = field(default_factory=set)
-    """Workers that a protocol continues without; they get no samples."""
-
     @property
     def splits(self) -> dict[str, dict[str, object]]:
         """Identity of the images of each split."""
@@ -175,11 +172,6 @@ class Pipeline:
         return self.clean("train", self._dealt(self.held_out_samples, size=self.plan.device_batch))
 
     @property
-    def workers(self) -> Sequence[int]:
-        """Workers that share the samples, in rising order."""
-        return [worker for worker in range(self.plan.workers) if worker not in self.dropped]
-
-    @property
     def validation_samples(self) -> IntArray:
         """Rows of the validation data in this worker's share, in the order of `validation`."""
         samples = self.evaluated_samples
@@ -194,8 +186,7 @@ class Pipeline:
 
     def _dealt(self, samples: IntArray, *, size: int) -> Iterator[IntArray]:
         """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
-        place, step = self.workers.index(self.rank), len(self.workers) * size
-        for start in range(place * size, len(samples), step):
+        for start in range(self.rank * size, len(samples), self.plan.workers * size):
             yield samples[start : start + size]
 
 
