@@ -17,7 +17,7 @@ from torch import Tensor
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import pixel_cache, torchvision
-from largebatch.data.decoders.resample import resample
+from largebatch.data.decoders.pixel_cache import resample
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batches, Bytes, Request
 from largebatch.errors import DataError

@@ -263,9 +263,9 @@ def test_a_link_in_a_tar_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_zip_that_unpacks_to_far_more_than_images_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from largebatch.data.datasets import archives
+    from largebatch.data.datasets import image_folder
 
-    monkeypatch.setattr(archives, "_ALWAYS", 10**6)
+    monkeypatch.setattr(image_folder, "_ALWAYS", 10**6)
     with zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED) as file:
         for name in ("train/cat/a.png", "val/cat/a.png"):
             file.writestr(name, png(5))

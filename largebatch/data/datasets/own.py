@@ -37,11 +37,6 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
-EXPECTED = (
-    "expected (image, label): a PIL image with 8 bits per channel (RGB, L) or a uint8 tensor of "
-    "3 or 1 x H x W, and an int"
-)
-
 
 class MapStyle(Protocol):
     """A data set with numbered items."""
@@ -69,8 +64,9 @@ class Items:
             return _to_pillow(image), operator.index(label)
         except (TypeError, ValueError, BadImageError) as error:
             raise DataError(
-                f"{self.name}, item {number}: {error}; {EXPECTED}. The recipe's data section "
-                "replaces resizing, random crops, ToTensor and Normalize; remove them"
+                f"{self.name}, item {number}: {error}; expected a PIL image with 8 bits per "
+                "channel or a uint8 tensor of 3 or 1 x H x W, and an int. The recipe's data "
+                "section replaces resizing, random crops, ToTensor and Normalize; remove them"
             ) from None
 
 

@@ -2,6 +2,11 @@
 
 DALI only decodes and resizes: bytes, boxes and flips are its inputs. Its readers, shards, seeds,
 shuffling and last-batch policies are not used.
+
+The index holds the EXIF orientation of the stored image (EXIF 2.32, tag 274), and its heights,
+widths and so all boxes are those of the displayed image: the stored one transposed for TRANSPOSED,
+then flipped vertically for UPSIDE and horizontally for MIRRORED. DALI decodes only a box: the
+stored box is cut out, and the resized square is oriented.
 """
 
 from collections import deque
@@ -13,16 +18,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils import dlpack
 
-from largebatch.data.decoders.orientation import as_stored, turn_resized
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
 from largebatch.data.decoders.torchvision import to_pillow
+from largebatch.data.index.headers import TRANSPOSED
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batch, Batches, Decode, Request, Resources, View
+from largebatch.data.types import (
+    Batch,
+    Batches,
+    BoolArray,
+    Decode,
+    IntArray,
+    Request,
+    Resources,
+    View,
+)
 from largebatch.optional import require_dali
 
+UPSIDE, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 AHEAD = 2  # number of batches finished or in progress when one is requested
 
 _Numbers = npt.NDArray[np.int32]
@@ -92,7 +108,7 @@ def _open(dali: ModuleType, index: Index, view: View, resources: Resources) -> I
                     pixels = dlpack.from_dlpack(images.as_tensor())
                     if view.channels_last:
                         pixels = pixels.permute(0, 3, 1, 2)
-                    turn_resized(pixels, index, reading.request)
+                    _turn_resized(pixels, index, reading.request)
                     labels = torch.from_numpy(index.labels[reading.request.samples])
                     yield Batch(pixels, *transfer.send(labels))
             finally:
@@ -117,7 +133,7 @@ def _graph(dali: ModuleType, source: _Source, view: View, *, on_gpu: bool) -> An
         start=corners,
         shape=shapes,
         axis_names="HW",
-        adjust_orientation=False,  # done by turn_resized
+        adjust_orientation=False,  # done by _turn_resized
         jpeg_fancy_upsampling=True,  # so that the GPU's colours match the CPU's
     )
     bicubic = view.interpolation == "bicubic"
@@ -147,7 +163,7 @@ def _inputs(
     """
     tensors = dali.tensors
     for reading in readings:
-        boxes, flips = as_stored(index, reading.request)
+        boxes, flips = _as_stored(index, reading.request)
         inputs = (
             tensors.TensorListCPU([tensors.TensorCPU(image, "") for image in reading.contents]),
             np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
@@ -167,3 +183,37 @@ def _name_culprit(index: Index, under_way: Iterable[_UnderWay]) -> None:
         samples = reading.request.samples.tolist()
         for sample, content in zip(samples, reading.contents, strict=True):
             to_pillow(index, sample, content)
+
+
+def _as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
+    """Return boxes in stored pixels, and flips: False where `_turn_resized` also flips."""
+    if index.orientations is None:
+        return request.boxes, request.flips
+    orientations = index.orientations[request.samples]
+    if (orientations == 1).all():
+        return request.boxes, request.flips
+    top, left, height, width = request.boxes.T
+    far_top = index.heights[request.samples] - top - height
+    far_left = index.widths[request.samples] - left - width
+    top = np.where(np.isin(orientations, UPSIDE), far_top, top)
+    left = np.where(np.isin(orientations, MIRRORED), far_left, left)
+    boxes = np.stack([top, left, height, width], axis=-1)
+    transposed = np.isin(orientations, TRANSPOSED)[:, None]
+    return (
+        np.where(transposed, boxes[:, [1, 0, 3, 2]], boxes),
+        request.flips & (orientations == 1),
+    )
+
+
+def _turn_resized(images: Tensor, index: Index, request: Request) -> None:
+    """Orient, in place, the resized squares of stored boxes, N x C x H x W; flip the oriented."""
+    if index.orientations is None:
+        return
+    orientations = index.orientations[request.samples]
+    for row in np.flatnonzero(orientations != 1).tolist():
+        orientation, image = int(orientations[row]), images[row]
+        if orientation in TRANSPOSED:
+            image = image.transpose(1, 2)
+        axes = [1] if orientation in UPSIDE else []
+        axes += [2] if (orientation in MIRRORED) != bool(request.flips[row]) else []
+        images[row] = image.flip(axes)  # a copy

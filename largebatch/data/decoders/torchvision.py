@@ -11,13 +11,23 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from largebatch.data.decoders.orientation import METHODS
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
+
+METHODS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Pillow's operation from the stored to the displayed image, by orientation."""
 
 AT_A_TIME = 16  # number of images in one thread's task; a task costs about ten microseconds
 

@@ -6,17 +6,11 @@ a safetensors file, one of whose arrays is a JSON header, with a checksum at its
 it and sends it to the others. It is refused if the folder has changed, and built again if it is
 damaged.
 
-When a run starts, the folder is compared with its index:
-
-- every shard;
-- the names of the class folders, and their times, which change when files are added, removed or
-  renamed;
-- every file of a class folder whose time has changed;
-- of the other files at most `MOST`, evenly spaced: a new copy of the data set changes all of them,
-  and checking a million files takes seconds on a disk and minutes over a network.
-
-Other files that were overwritten in place are detected when they are read: `Index.locate` returns
-the length and time that a file must have.
+When a run starts, the folder is compared with its index: every shard; names of class folders and
+their times, which change when files are added, removed or renamed; every file of a folder whose
+time has changed; and at most `MOST` of the other files, evenly spaced, since checking a million
+takes minutes over a network. Others that were overwritten in place are detected when they are read:
+`Index.locate` returns the length and time that a file must have.
 """
 
 import contextlib
