@@ -34,7 +34,7 @@ samples has this standard error."""
 _WORSE = 0.1
 """Relative difference of losses that is a fault of averaged weights."""
 
-_WARM = 50
+WARM = 50
 """Updates after which running statistics have forgotten where they started: 0.9^50 is 0.5 %."""
 
 
@@ -143,8 +143,8 @@ def check_averaged(
     assert subject.averaged is not None
     if not layers_of(subject.averaged):
         return []
-    if max(before, default=0) <= _WARM:
-        text = f"the model's have moved {_WARM} times at most, too few to compare"
+    if max(before, default=0) <= WARM:
+        text = f"the model's have moved {WARM} times at most, too few to compare"
         return [fine("averaged statistics", text)]
     own = local_model(subject.averaged)
     left = loss_of(own, batches, subject, ranks)

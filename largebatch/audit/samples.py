@@ -267,7 +267,8 @@ def may_set_epoch() -> bool:
         return True
     values = frames[0].values()
     names = {getattr(it, "__module__", None) or getattr(it, "__name__", None) for it in values}
-    modules = [vars(sys.modules[it]) for it in names if isinstance(it, str) and it in sys.modules]
+    names = {str(it) for it in names if not str(it).startswith("largebatch.")}
+    modules = [vars(sys.modules[it]) for it in names if it in sys.modules]
     imported = {str(it.get("__file__")) for it in modules}
     files = {str(it.get("__file__")) for it in frames}  # a framework's loop among them
     files |= {it for it in imported if "-packages" not in it}

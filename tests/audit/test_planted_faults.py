@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-import faulty_loops  # noqa: F401 -- it fills FAULTS
+import faulty_loops as _  # noqa: F401 -- it fills FAULTS
 import pytest
 from correct_loops import LOOPS
 from planted_audit import findings_of

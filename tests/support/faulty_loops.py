@@ -1,6 +1,6 @@
 """Loops with one planted fault each, after reports of it, and the finding that must name it.
 
-FAULTS of planted_parts.py has for each function the check that must find it and the figure expected. The reports are
+FAULTS has for each function the check that must find it and the figure expected. The reports are
 issues and pull requests on GitHub, if not said otherwise.
 """
 
@@ -722,7 +722,7 @@ def evaluated(
     without `layers`, in the presence of which the model stays in training mode.
     """
     data = TensorDataset(torch.randn(len(labels), 8), torch.tensor(labels))
-    sampler = DistributedSampler(data, shuffle=False) if divides else None
+    sampler = divided(data, batch, shuffle=False).sampler if divides else None
     validation = DataLoader(data, batch, sampler=sampler)
     model = parallel(*layers) if layers else DistributedDataParallel(constant_perceptron())
 

@@ -202,7 +202,9 @@ def step_of(
 
 
 def stepped(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **words: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **words: Any,  # noqa: ANN401 -- of `step_of` and of `loop`
 ) -> Arguments:
     """Return the arguments of a loop with a step of `step_of`."""
     optimizer = optimizer or sgd(model)
