@@ -13,7 +13,7 @@ POLISHING = (
     "polish/moments.py",
     "polish/statistics.py",
     "training/averages.py",
-    "training/stages/train.py",
+    "training/stages.py",
     "training/state.py",
 )
 

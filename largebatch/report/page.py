@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed
 from largebatch.recipe.arithmetic.plan import Plan
@@ -36,7 +36,7 @@ from largebatch.report.run import (
     short_commit,
 )
 from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
-from largebatch.tracking.events import OVERVIEW, Mistakes, Profile
+from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
@@ -77,7 +77,6 @@ def make_page(run: Run) -> str:
                 for name, chart in drawn.items()
                 if name != "confusion"
             ),
-            Section(title="Where an update goes", parts=_profile(run.profile)),
             Section(
                 title="Classes and what they are taken for",
                 parts=list(_mistakes(run, run.final_mistakes, drawn.get("confusion"))),
@@ -403,59 +402,6 @@ def _percent(part: float) -> str:
     if part < 0.001:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.1f} %"
-
-
-class Share(NamedTuple):
-    """A row of the table of a profile: shares of the time, 0 .. 1."""
-
-    name: str
-    calls: float | None
-    """Calls an update; None for time outside of operations."""
-
-    host: float
-    device: float
-
-
-def profile_shares(found: Profile) -> list[Share]:
-    """Return the shares of the profiled time, the largest operations first.
-
-    The last share is Python and waiting for the device: host time outside of operations.
-    """
-    updates, whole, named = found.step - found.first + 1, found.seconds, found.operations
-    rows = [
-        Share(one.name, one.calls / updates, one.host_seconds / whole, one.device_seconds / whole)
-        for one in named
-    ]
-    host = found.host_seconds - sum(one.host_seconds for one in named)
-    device = found.device_seconds - sum(one.device_seconds for one in named)
-    rest = max(0.0, whole - found.host_seconds)
-    return [
-        *sorted(rows, key=lambda row: max(row.host, row.device), reverse=True),
-        Share("all other operations", None, host / whole, device / whole),
-        Share("Python, and waiting", None, rest / whole, 0.0),
-    ]
-
-
-def _profile(found: Profile | None) -> list[Part]:
-    if found is None:
-        return []
-    column = columns_over(profile_shares(found))
-    columns = [
-        column("Operation", lambda row: row.name, None),
-        column("Calls an update", lambda row: row.calls, ",.0f"),
-        column("Host, %", lambda row: 100 * row.host, ".1f"),
-    ]
-    if found.device_seconds:
-        columns.append(column("Device, %", lambda row: 100 * row.device, ".1f"))
-    milliseconds = 1000 * found.seconds / (found.step - found.first + 1)
-    return [
-        Table(columns=columns, sortable=False),
-        (
-            f"Updates {found.first:,} to {found.step:,} of worker 0, {milliseconds:.3g} ms each "
-            "with the profiler, which slows them. Shares are the time of each operation without "
-            "the operations that it calls. trace.json has every call; open it in ui.perfetto.dev."
-        ),
-    ]
 
 
 def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterator[Part]:

@@ -33,7 +33,6 @@ from largebatch.tracking.events import (
     GeneralizationGap,
     Mistakes,
     Note,
-    Profile,
     StageName,
     StageResult,
     Start,
@@ -103,7 +102,6 @@ class Run:
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
     drift: Drift | None
-    profile: Profile | None = None
     decisions: tuple[Decision, ...] = ()
     mistakes: tuple[Mistakes, ...] = ()
     gaps: tuple[GeneralizationGap, ...] = ()
@@ -300,7 +298,6 @@ def read_run(folder: Path) -> Run:
         steps=tuple(sorted(all_of(Step), key=attrgetter("step"))),
         evaluations=all_of(Evaluation),
         drift=next(iter(all_of(Drift)), None),
-        profile=next(iter(all_of(Profile)), None),
         decisions=all_of(Decision),
         mistakes=all_of(Mistakes),
         gaps=all_of(GeneralizationGap),
@@ -339,7 +336,7 @@ def _key(event: Event, number: int) -> tuple[object, ...]:
             return (event.stage,)
         case Note(kind="remark"):
             return event.stage, event.text
-        case Drift() | Profile():
+        case Drift():
             return ()
         case _:
             return (number,)
@@ -348,7 +345,7 @@ def _key(event: Event, number: int) -> tuple[object, ...]:
 def _is_superseded(event: Event, resume_step: int) -> bool:
     """Return True if a run that is resumed after this many updates makes an event again."""
     match event:
-        case Start() | Profile() | Finish():
+        case Start() | Finish():
             return False
         case Note() if event.kind not in _REMADE:
             return False

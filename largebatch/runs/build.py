@@ -13,6 +13,7 @@ from typing import Any, assert_never
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerAction, profile
 
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
@@ -29,7 +30,6 @@ from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state, build_training
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import LOG, TRACE, Tracker
-from largebatch.training.profiling import Profiler
 from largebatch.training.session import Session
 from largebatch.training.state import TrainState
 from largebatch.training.updates import Updates, synchronous_updates
@@ -169,13 +169,16 @@ def choose_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -
     return updates
 
 
-def with_profiler(session: Session, options: Options, *, until: int) -> Session:
-    """Return the session with a profiler of the updates in `options.profile`.
+def with_profiler(
+    session: Session, options: Options, *, until: int
+) -> tuple[Session, AbstractContextManager[object]]:
+    """Return the session with a profiler of the updates in `options.profile`, and that profiler.
 
-    Raises PlanError unless this part of the run makes these updates.
+    The profiler writes PyTorch's trace, which chrome://tracing and ui.perfetto.dev show. Raises
+    PlanError unless this part of the run makes these updates.
     """
     if options.profile is None:
-        return session
+        return session, nullcontext()
     training = session.training
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
@@ -184,17 +187,27 @@ def with_profiler(session: Session, options: Options, *, until: int) -> Session:
     if options.resume == "auto":  # the same command starts the run and every restart
         first = max(first, made + 1)
         if first > last:
-            return session
+            return session, nullcontext()
     if not made < first <= last <= end:
         raise PlanError(
             f"--profile {first}:{last}: expected a first and a last update among those that are "
             f"to be made, {made + 1} to {end}"
         )
     if training.backend.rank:
-        return session
-    resume_clock = training.step_log.resume_clock
-    profiler = Profiler(first, last, options.out / TRACE, session.log.emit, resume_clock)
-    return replace(session, updates=partial(synchronous_updates, profiler=profiler))
+        return session, nullcontext()
+
+    def action(number: int) -> ProfilerAction:
+        number += made + 1
+        if number == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if first <= number < last else ProfilerAction.NONE
+
+    def write(found: profile) -> None:
+        found.export_chrome_trace(str(options.out / TRACE))
+        training.step_log.resume_clock()
+
+    profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
+    return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler
 
 
 def _plugged_in(kind: str, name: str) -> Callable[..., Any]:

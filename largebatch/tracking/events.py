@@ -268,40 +268,6 @@ class Drift(_StageEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One kind of operation in a profile, without the operations that it calls."""
-
-    name: str
-    """PyTorch's name of the operation."""
-
-    calls: int
-    host_seconds: float
-    """CPU seconds over all calls."""
-
-    device_seconds: float
-    """Seconds of the kernels that it launched; 0 on a CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile(_StageEvent):
-    """A profile of some updates of worker 0."""
-
-    event: Literal["profile"] = "profile"
-    first: int
-    """Number of the first update; like `step`, that of the last, it is counted from 1."""
-
-    seconds: float
-    """Seconds from the start of the first update to the end of the last."""
-
-    host_seconds: float
-    device_seconds: float
-    """Seconds over all operations; the rest of the host's time is Python and waiting."""
-
-    operations: tuple[Operation, ...]
-    """The operations that took longest on the host or the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
     """The result of an evaluation; accuracies are fractions of 1."""
 
@@ -411,7 +377,6 @@ Event = (
     | Decision
     | Note
     | Drift
-    | Profile
     | Finish
 )
 EVENTS: TypeAdapter[Event] = TypeAdapter(

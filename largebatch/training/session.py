@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from largebatch.recipe.polish import Polish
 from largebatch.tracking.events import Start, now
-from largebatch.training.evaluator import Evaluator
-from largebatch.training.judging import Judge
+from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.saving import Saver
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import RunLog

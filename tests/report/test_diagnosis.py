@@ -37,7 +37,7 @@ from largebatch.report.record import (
     smoothing_floor,
 )
 from largebatch.report.run import read_run
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
-from largebatch.training.loss import Criterion
+from largebatch.training.loop import Criterion
 from largebatch.training.saving import Saver
 from largebatch.training.session import Session
 from largebatch.training.updates import Part

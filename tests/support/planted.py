@@ -242,7 +242,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step that failed twice is computed again",
-        "training/stages/train.py",
+        "training/stages.py",
         " and at not in failed",
         "",
         "runs/test_faults.py::test_a_bad_number_that_comes_back_stops_the_run",

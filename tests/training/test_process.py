@@ -13,10 +13,9 @@ from torch.backends import cudnn
 from largebatch import run
 from largebatch.runs import run as running
 from largebatch.training.evaluation import Metrics
-from largebatch.training.evaluator import Evaluator
-from largebatch.training.process import collected_by_hand
+from largebatch.training.judging import Evaluator
 from largebatch.training.session import Session
-from largebatch.training.stages import run_stages
+from largebatch.training.stages import collected_by_hand, run_stages
 
 Collections = list[int]
 """The generations that were collected, in their order."""

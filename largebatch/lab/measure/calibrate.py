@@ -41,7 +41,7 @@ from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import grouping_of, kept_exact
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy
 
 ROUNDS = 7
 SIZES = (2**12, 2**16, 2**20, 2**24)

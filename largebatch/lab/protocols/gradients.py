@@ -14,8 +14,7 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
 from largebatch.optim.rates import set_rates
 from largebatch.schedules.functions import Schedule
-from largebatch.training.loop import step_seeds
-from largebatch.training.loss import Criterion
+from largebatch.training.loop import Criterion, step_seeds
 
 
 @dataclass(frozen=True, kw_only=True)
