@@ -113,10 +113,6 @@ class DesynchronizedError(LargebatchError):
     """The workers' weights are not bit-identical, as they must be."""
 
 
-class TrackerError(LargebatchError):
-    """A tracker cannot be reached, or is not set up correctly."""
-
-
 class DivergedError(LargebatchError):
     """The training loss is not a finite number."""
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from largebatch.errors import BackendError
@@ -19,9 +18,6 @@ _Default = TypeVar("_Default")
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
 """Environment variable with the process that started a local worker."""
-
-_STARTED = "LARGEBATCH_STARTED"
-"""Environment variable with the start of the command, in seconds since 1970."""
 
 LOST = 3
 """Exit code of a worker that lost another worker."""
@@ -218,41 +214,6 @@ def _joined() -> tuple[int, int] | None:
     elif hvd is not None and hvd.is_initialized():
         rank, size = hvd.rank(), hvd.size()
     return (rank, size) if size > 1 else None
-
-
-@contextmanager
-def noting_start(*, of_process: bool) -> Iterator[None]:
-    """Record the start of a command, now or at the start of this process, for it and its workers.
-
-    A worker started by another launcher does not know the command's start.
-    """
-    if LAUNCHER in os.environ or launched_rank() is not None:
-        yield
-        return
-    before = os.environ.get(_STARTED)
-    os.environ[_STARTED] = str(time.time() - (_process_seconds() if of_process else 0.0))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_STARTED]
-        else:
-            os.environ[_STARTED] = before
-
-
-def command_started() -> float | None:
-    """Return the start of the command in seconds since 1970; None if there is no command."""
-    start = os.environ.get(_STARTED)
-    return float(start) if start else None
-
-
-def _process_seconds() -> float:
-    """Return the seconds since this process was started; 0 if the system does not record it."""
-    try:
-        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:  # macOS has no /proc; in a container it may be hidden
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,7 +29,7 @@ from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state, build_training
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import LOG, TRACE, Tracker
+from largebatch.tracking.events import TRACE, Tracker
 from largebatch.training.session import Session
 from largebatch.training.state import TrainState
 from largebatch.training.updates import Updates, synchronous_updates
@@ -228,10 +228,8 @@ def optional_workers(recipe: Recipe) -> Collection[int]:
     return recipe.protocol.optional_learners if recipe.protocol else ()
 
 
-def open_trackers(
-    session: Session, folder: Path, ids: Mapping[str, str | None], *, resume: bool
-) -> Iterator[Tracker]:
-    """Open each tracker of the recipe once; `ids` are the run's in them before it was resumed."""
+def open_trackers(session: Session, folder: Path) -> Iterator[Tracker]:
+    """Open each tracker of the recipe once."""
     recipe = session.saver.recipe
     config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
     upload = recipe.execution.checkpoints.upload
@@ -240,8 +238,8 @@ def open_trackers(
             case "wandb":
                 from largebatch.tracking.wandb import Wandb
 
-                note, known = partial(session.log.note, "train"), ids.get(name)
-                yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
+                note = partial(session.log.note, "train")
+                yield Wandb(folder, config, note=note, checkpoint=upload)
             case "tensorboard":
                 from largebatch.tracking.tensorboard import TensorBoard
 
@@ -249,8 +247,7 @@ def open_trackers(
             case "mlflow":
                 from largebatch.tracking.mlflow import MLflow
 
-                known, resumed = ids.get(name), resume and (folder / LOG).exists()
-                yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
+                yield MLflow(folder, config, checkpoint=upload)
             case "mlperf":
                 yield _plugged_in("trackers", name)(folder, recipe, began=session.began)
             case _:

@@ -195,9 +195,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             with profiler:
                 return run_stages(profiled, until=until)
 
-        ids = checkpoint.origin.trackers if checkpoint else {}
-        resume, draws = bool(options.resume), options.report
-        return record(session, folder, train, resume=resume, ids=ids, draws=draws)
+        return record(session, folder, train, resume=bool(options.resume), draws=options.report)
 
 
 def _remarks(session: Session, options: Options, *, resumed: bool) -> Iterator[str]:

@@ -63,8 +63,6 @@ class Origin:
     """Names by label."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    trackers: dict[str, str | None] = field(default_factory=dict)
-    """Ids of the run, by tracker."""
 
 
 @dataclass(frozen=True, slots=True)

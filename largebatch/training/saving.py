@@ -13,7 +13,6 @@ from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, StageName
-from largebatch.tracking.scalars import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
     Found,
@@ -72,7 +71,6 @@ class Saver:
                     data=self.pipeline.splits,
                     classes=list(map(printable, self.pipeline.classes)),
                     versions=versions(),
-                    trackers=read_ids(self.log.folder),
                 ),
             )
             self._write(lambda: self.writer.write(checkpoint))

@@ -1,16 +1,14 @@
 """TensorBoard, MLflow and W&B, each the real library without a network, read back by its own."""
 
 import math
-import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from short_runs import DIGITS, SMALL, log, weights
+from short_runs import DIGITS, SMALL, weights
 from test_tracking import (
     CONFIG,
     DECISION,
@@ -24,7 +22,7 @@ from test_tracking import (
 )
 
 from largebatch import load_recipe, run
-from largebatch.errors import MissingPackageError, TrackerError
+from largebatch.errors import MissingPackageError
 from largebatch.tracking.events import SYSTEM, Event, GeneralizationGap, System
 from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.mlflow import MLflow
@@ -82,13 +80,6 @@ def follow(folder: Path, parts: list[list[Event]], tracker: Any) -> None:  # noq
         for event in events:
             record([log, new], event)
         log.close()
-
-
-class Recorder:
-    """A tracker that follows nothing."""
-
-    def record(self, event: Event) -> None:
-        """Take one event."""
 
 
 def test_an_evaluation_and_the_generalization_gap_are_given_once() -> None:
@@ -184,16 +175,12 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(folder: Path) -> None:
     assert b'"seed": 1' in recipe
 
 
-@pytest.mark.parametrize(
-    ("wait", "second"), [pytest.param(-1.0, 0.125, id="sent"), pytest.param(1e9, 9.0, id="lost")]
-)
 def test_mlflow_has_every_step_of_a_resumed_run_once(
-    wait: float, second: float, folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the first part was killed before it had sent its second update."""
     from mlflow import MlflowClient
 
-    monkeypatch.setattr("largebatch.tracking.mlflow.FLUSH_SECONDS", wait)
+    monkeypatch.setattr("largebatch.tracking.mlflow.FLUSH_SECONDS", -1.0)
     config = {**CONFIG, "optimizer": {"eta": 0.001, "kind": "lars"}, "long": "x" * 9000}
     follow(folder, in_two_parts(), lambda: MLflow(folder, config, checkpoint=True))
     client = MlflowClient(uri)
@@ -208,7 +195,7 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     history = client.get_metric_history(identity, "train/loss")
     assert [(each.step, each.value) for each in history] == [(0, 2.5), (1, 1.5), (2, 1.5)]
     rates = client.get_metric_history(identity, "train/lr")
-    assert [(each.step, each.value) for each in rates] == [(0, 0.125), (1, second), (2, 0.125)]
+    assert [(each.step, each.value) for each in rates] == [(0, 0.125), (1, 0.125), (2, 0.125)]
     assert [each.step for each in client.get_metric_history(identity, "val/top1")] == [1, 2]
     assert found.data.metrics["val/top1"] == 0.975
     assert found.data.metrics["trust_ratio/layer1.0.conv1"] == 0.5
@@ -264,72 +251,6 @@ def test_a_missing_package_is_named_before_the_run(
     with pytest.raises(MissingPackageError, match=tracker):
         run(load_recipe(DIGITS, [f"tracking=[{tracker}]"]), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingPackageError, match="wandb"):
-        Wandb(tmp_path, {}, note=print)
-
-
-@pytest.fixture(name="refusing")
-def without_a_server(uri: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Return a function that sets the place of MLflow to a port where nothing listens."""
-
-    def refuse() -> str:
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            there = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", there)
-        return there
-
-    return refuse
-
-
-def test_an_mlflow_server_that_does_not_answer_is_named_before_the_run(
-    refusing: Callable[[], str], tmp_path: Path
-) -> None:
-    with pytest.raises(TrackerError, match=refusing()):
-        run(load_recipe(DIGITS, ["tracking=[mlflow]"]), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_resumed_run_continues_if_mlflow_does_not_answer(
-    refusing: Callable[[], str], tmp_path: Path
-) -> None:
-    short = ("duration={steps: 2}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL)
-    recipe, out = load_recipe(DIGITS, [*short, "tracking=[mlflow]"]), tmp_path / "run"
-    assert run(recipe, out=out, max_steps=1).status == "paused"
-    there = refusing()
-    assert run(recipe, out=out, resume=True).status == "finished"
-    (note,) = log(out, "note")
-    assert (note["kind"], there in note["text"]) == ("tracker", True)
-
-
-def test_mlflow_gets_what_parts_without_it_made(folder: Path, uri: str) -> None:
-    """Nothing that was made again is there twice."""
-    from mlflow import MlflowClient
-
-    updates = [replace(LAST, step=step, lr=float(step)) for step in range(7)]
-    between = replace(EVALUATION, stage="train", step=3)
-    gap = GeneralizationGap(stage="train", step=3, samples=9, top1=1.0, loss=0.2, gap=0.1)
-    parts: list[list[Event]] = [
-        [BEGUN, *updates[:2]],
-        [replace(BEGUN, resume_step=2), updates[2], between, gap, replace(updates[3], lr=33.0)],
-        [replace(BEGUN, resume_step=3), *updates[3:5], replace(updates[5], lr=55.0)],
-        [replace(BEGUN, resume_step=5), *updates[5:], FINISH],
-    ]
-    without: Any = Recorder()
-    trackers = iter([MLflow(folder, CONFIG), without, without, None])
-    follow(folder, parts, lambda: next(trackers) or MLflow(folder, CONFIG))
-    identity = (folder / "mlflow-id").read_text()
-    client = MlflowClient(uri)
-    history = client.get_metric_history(identity, "train/lr")
-    assert [(each.step, each.value) for each in history] == [(n, float(n)) for n in range(7)]
-    ratios = client.get_metric_history(identity, "trust_ratio/fc")
-    assert [each.step for each in ratios] == list(range(7))
-    for name in ("val/top1", "generalization/gap"):
-        assert [each.step for each in client.get_metric_history(identity, name)] == [3]
 
 
 def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(
