@@ -37,8 +37,6 @@ _LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI, srun --mpi=pmi2
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),  # jsrun
 )
 """Variables with the rank of a worker and the number of workers; of several launchers around a
 process the first with several workers counts, and one without their number last."""
@@ -101,12 +99,6 @@ def launched() -> Launched | None:
     if rank is None or tasks < 2:
         return None
     return Launched(rank, tasks, _SLURM_RANK, f"{tasks} tasks of srun")
-
-
-def launched_rank() -> int | None:
-    """Return this process's rank if a launcher started it as one of several workers, else None."""
-    found = launched()
-    return None if found is None else found.rank
 
 
 def launched_size() -> int:
@@ -181,8 +173,8 @@ def _first_host(hosts: str) -> str:
 
 def worker_rank() -> int | None:
     """Return this process's rank if it is one of several workers, else None."""
-    joined = _joined()
-    return launched_rank() if joined is None else joined[0]
+    joined, found = _joined(), launched()
+    return joined[0] if joined else found.rank if found else None
 
 
 def own_rank() -> int:
@@ -233,9 +225,8 @@ def ended_by_ctrl_c() -> Iterator[None]:
 def configure_libraries() -> None:
     """Make waiting OpenMP threads sleep and hide warnings of C++, unless the user chose otherwise.
 
-    By default GNU's library makes threads spin for a while, which takes time from other processes
-    and workers, and PyTorch's store prints a C++ traceback for bytes that are not its clients'.
-    This has an effect only before PyTorch is imported, and on child processes.
+    By default GNU's library makes threads spin, which takes time from other workers. This has an
+    effect only before PyTorch is imported, and on child processes.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

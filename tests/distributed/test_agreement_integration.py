@@ -32,8 +32,8 @@ def write_worker(folder: Path) -> list[str]:
     path.write_text(
         "import sys\n"
         "from largebatch.cli.main import main\n"
-        "from largebatch.distributed.environment import launched_rank\n"
-        f"sys.exit(main([*{words}, {RATES}[launched_rank()]]))\n"
+        "from largebatch.distributed.environment import own_rank\n"
+        f"sys.exit(main([*{words}, {RATES}[own_rank()]]))\n"
     )
     return [sys.executable, str(path)]
 
