@@ -13,7 +13,6 @@ POLISHING = (
     "polish/moments.py",
     "polish/statistics.py",
     "training/averages.py",
-    "training/stages.py",
     "training/state.py",
 )
 

@@ -91,8 +91,9 @@ class RunningTorch(TorchGroup):
         kinds = [library.partition(":")[0] for library in libraries]
         self.device = device
         if device.type not in kinds:
-            index = None if kinds[0] == "cpu" else torch.accelerator.current_device_index()
-            self.device = torch.device(kinds[0], index)
+            self.device = torch.device(kinds[0])
+            if kinds[0] != "cpu":
+                self.device = torch.device(kinds[0], torch.accelerator.current_device_index())
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` with worker 0's, in place."""

@@ -280,7 +280,6 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
-    found.warn()
     return found.path, found.checkpoint
 
 

@@ -86,8 +86,6 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
             if resume != "auto":
                 raise
             _LOG.warning("%s; there is no other one to resume from", error)
-        if found is not None:
-            found.warn()
     return share_checkpoint(found, backend)
 
 

@@ -156,7 +156,6 @@ def build_session(
             measures_gap="generalization_gap" in recipe.monitor,
         ),
         polish=polish,
-        rollbacks=recipe.nonfinite.most if recipe.nonfinite.action == "roll_back" else 0,
         began=time.time() if began is None else began,
     )
 

@@ -214,9 +214,7 @@ class Decision(_StageEvent):
     kept: bool
 
 
-NoteKind = Literal[
-    "remark", "stage", "update skipped", "rolled back", "lost worker", "checkpoint", "tracker"
-]
+NoteKind = Literal["remark", "stage", "update skipped", "lost worker", "checkpoint", "tracker"]
 """remark: repeated at each start of a run; stage: why a stage differs from the recipe;
 checkpoint: one could not be saved; tracker: one was disabled after an error."""
 

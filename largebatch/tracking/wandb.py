@@ -52,8 +52,6 @@ class Wandb(ScalarTracker):
         self._identity = followed or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
-        if self._run is not None:  # the run is rolled back to a checkpoint
-            return
         write_id(self._folder, "wandb", self._identity)
         chosen = os.environ.get("WANDB_MODE")
         offline = chosen is None and not self._wandb.login(prompt=False, verify=False)

@@ -30,9 +30,6 @@ class Session:
     polish: Polish
     """The stages after the schedule."""
 
-    rollbacks: int
-    """Number of times that a stage that diverged returns to a checkpoint."""
-
     began: float = field(default_factory=time.time)
     """Start of this worker's construction, in seconds since 1970."""
 

@@ -35,10 +35,9 @@ def run_updates(
     clean: bool = True,
     begin: Callable[[TrainState], None] | None = None,
 ) -> None:
-    """Make the updates of a stage, and end it after the last one; a divergence may undo it.
+    """Make the updates of a stage, after calling `begin`, and end it after the last one.
 
-    `begin` is called before the first. With nonfinite.action: roll_back, updates that diverged are
-    made again from a checkpoint, unless they diverge in the same step.
+    A stage with a snapshot ends if it diverges, and is then rolled back.
     """
     state, judge = session.state, session.judge
     unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
@@ -47,25 +46,15 @@ def run_updates(
     if begin is not None and state.progress.step == steps.start:  # later, it was restored
         begin(state)
     judge.begin()
-    failed: set[int] = set()
     diverged: str | None = None
-    while True:
+    end = min(steps.stop, until + state.progress.discarded)
+    try:
         left = range(state.progress.step, steps.stop)
-        end = min(steps.stop, until + state.progress.discarded)
-        try:
-            session.make_updates(Part(name, left, end, clean))
-            break
-        except DivergedError as error:
-            at, diverged = state.progress.step, str(error)
-            again = len(failed) < session.rollbacks and at not in failed
-            if not (again and session.saver.return_to_checkpoint(after=diverged)):
-                if not state.snapshot:  # nothing to roll back to
-                    raise
-                break
-            diverged = None
-            failed.add(at)
-            session.begin()
-            judge.begin()  # a checkpoint of the stage's start holds no snapshot
+        session.make_updates(Part(name, left, end, clean))
+    except DivergedError as error:
+        if not state.snapshot:  # nothing to roll back to
+            raise
+        diverged = str(error)
     made = state.progress.step - steps.start
     if diverged is not None:
         state.progress.discard_until(steps.stop)
