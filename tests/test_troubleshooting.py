@@ -23,7 +23,6 @@ from largebatch.errors import LargebatchError, WorkerFailedError
 from largebatch.polish import polish
 from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.launch import _cause
-from largebatch.tracking.events import Note
 from largebatch.tracking.log import JsonLines
 
 ENTRIES = re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
@@ -146,16 +145,6 @@ def two_runs_in_a_folder() -> None:
         first.close()
 
 
-def a_log_that_was_replaced() -> None:
-    log = JsonLines(Path("run/log.jsonl"), resume=True)
-    try:
-        Path("run/log.jsonl").rename("old.jsonl")
-        Path("run/log.jsonl").write_bytes(Path("old.jsonl").read_bytes())
-        log.record(Note(stage="train", step=0, text=""))
-    finally:
-        log.close()
-
-
 def a_worker_that_was_killed() -> None:
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="no-such-file")
     raise _cause({1: failure}, stopping=False, ended=None)
@@ -167,7 +156,6 @@ CALLS: list[Callable[[], None]] = [
     different_weights_of_two,
     polished_without_a_group,
     two_runs_in_a_folder,
-    a_log_that_was_replaced,
     a_worker_that_was_killed,
 ]
 
