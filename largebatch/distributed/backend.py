@@ -63,8 +63,8 @@ class Backend(Group, Protocol):
     def split(self, parts: Sequence[Sequence[int]]) -> Group:
         """Divide the workers into groups, given by their ranks, and return this worker's group.
 
-        Every worker is in exactly one part, in rising order; its rank in the group is its position
-        there. A group must be used by one thread only; another thread creates its own.
+        Every worker is in exactly one part, in rising order. A group must be used by one thread
+        only.
         """
 
     def started(self) -> None:
@@ -124,9 +124,3 @@ def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> 
     if local_size > number:
         raise BackendError(f"{local_size} workers on a machine with {number} GPU; {remedy()}")
     return accelerator.choose(local_rank)
-
-
-def identify(device: torch.device) -> str | None:
-    """Return a unique name of this device among all machines, or None if it has none."""
-    unit = accelerator.uuid(device)
-    return None if unit is None else f"GPU {unit}"

@@ -17,8 +17,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its s
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from largebatch import accelerator
 from largebatch.distributed.agreement import require_same
-from largebatch.distributed.backend import identify, own_part, pick_device, remedy
+from largebatch.distributed.backend import own_part, pick_device, remedy
 from largebatch.distributed.environment import (
     GRACE_SECONDS,
     STARTING,
@@ -184,7 +185,7 @@ class TorchDistributed(RunningTorch):
 
             store = PrefixStore(attempt, store)
             require_one_type(
-                store, device.type, rank=rank, world_size=world_size, unit=identify(device)
+                store, device.type, rank=rank, world_size=world_size, unit=accelerator.uuid(device)
             )
             dist.init_process_group(
                 dist.get_default_backend_for_device(device),
@@ -303,7 +304,7 @@ def require_one_type(
     if unit is not None:
         other = store.compare_set(f"unit/{unit}", "", str(rank)).decode()
         if other != str(rank):
-            store.set("shared", f"{other} and {rank} share {unit}")
+            store.set("shared", f"{other} and {rank} share GPU {unit}")
     if store.add("arrived", 1) == world_size:
         difference = ""
         if store.add(f"on/{own}", 0) < world_size:

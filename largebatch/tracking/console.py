@@ -78,7 +78,7 @@ class Console:
 
     def _show_start(self, event: Start) -> None:
         plan, step = event.plan, event.resume_step
-        affine, unusable = plan.affine_steps, event.unusable_images
+        affine = plan.affine_steps
         self._steps = plan.updates
         steps = f"{plan.steps} " + (f"and {affine} more " if affine else "") + "steps"
         division = f"{plan.workers} workers x {plan.accumulation} x {plan.device_batch}"
@@ -95,9 +95,7 @@ class Console:
         if not trains:  # but polishes, on any number of workers
             work = f"after {step} of {steps} of {plan.global_batch} samples"
         self._show(
-            f"{event.recipe}: {work}"
-            + (f"; {unusable} unusable images left out" if unusable else "")
-            + (f"; resumed at step {step}" if self._resumed else "")
+            f"{event.recipe}: {work}" + (f"; resumed at step {step}" if self._resumed else "")
         )
 
     def _show_step(self, event: Step) -> None:

@@ -212,6 +212,7 @@ class Judge:
         else:
             metrics = self.evaluate(stage)
         if self.measures_gap:
+            start = time.perf_counter()
             training = self.evaluator.training()
             self.log.emit(
                 GeneralizationGap(
@@ -221,6 +222,7 @@ class Judge:
                     top1=training.top1,
                     loss=training.loss,
                     gap=metrics.loss - training.loss,
+                    seconds=time.perf_counter() - start,
                 )
             )
         return metrics

@@ -63,7 +63,6 @@ class Session:
                 plan=self.training.plan,
                 layers=self.training.step_log.monitors.layers,
                 weights_sha256=self.state.weights_sha256,
-                unusable_images=self.training.pipeline.unusable,
             )
         )
 

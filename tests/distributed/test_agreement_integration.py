@@ -100,7 +100,7 @@ def leave_the_gpu_to_worker_0(folder: Path) -> None:
     device = torch.device(["cuda", "cpu"][own_rank()])
     with (
         mock.patch.object(torch_distributed, "pick_device", return_value=device),
-        mock.patch.object(torch_distributed, "identify", return_value=None),
+        mock.patch("largebatch.accelerator.uuid", return_value=None),
         pytest.raises(MismatchError) as caught,
     ):
         torch_distributed.TorchDistributed()
