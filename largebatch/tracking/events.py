@@ -176,9 +176,6 @@ class Mistakes(_StageEvent):
     predicted: tuple[int, ...]
     """Labels of the wrong images, and the classes with the highest score."""
 
-    worst: tuple[int, ...]
-    losses: tuple[Measured, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision(_StageEvent):
@@ -218,10 +215,6 @@ class LayerDrift:
     log_variance_ratio: Measured
     """Root mean square over the channels of ln(polished variance / running variance)."""
 
-    shift_quantiles: tuple[Measured, ...] = ()
-    ratio_quantiles: tuple[Measured, ...] = ()
-    """Quantiles over the channels of the two signed differences."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift(_StageEvent):
@@ -234,7 +227,8 @@ class Drift(_StageEvent):
     passes: int = 1
     settling: Measured = 0.0
     settled: bool = True
-    quantiles: tuple[float, ...] = ()
+    """True if the statistics have settled, as in polish.Drift."""
+
     layers: tuple[LayerDrift, ...]
 
 

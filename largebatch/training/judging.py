@@ -20,8 +20,8 @@ from largebatch.distributed.backend import Backend
 from largebatch.models.views import MeanOfViews
 from largebatch.models.wrappers import uncompiled
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
-from largebatch.polish.statistics import QUANTILES, polish
 from largebatch.polish.statistics import Drift as PolishDrift
+from largebatch.polish.statistics import polish
 from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import (
     Accuracy,
@@ -37,10 +37,6 @@ from largebatch.training.evaluation import Answer, Answers, Metrics, evaluate
 from largebatch.training.saving import Saver
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import RunLog
-
-WORST = 16
-"""Number of images with the largest loss that are recorded."""
-
 
 Each = Callable[[Tensor, Tensor], object]
 """Called with the scores and labels of every batch."""
@@ -162,7 +158,6 @@ class Judge:
                 passes=drift.passes,
                 settling=drift.settling,
                 settled=drift.settled,
-                quantiles=QUANTILES,
                 layers=tuple(drift),
             )
         )
@@ -269,10 +264,8 @@ def describe_unsettled(drift: PolishDrift) -> str | None:
 def find_mistakes(
     found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]
 ) -> Mistakes:
-    """Return the mistakes; a loss that is NaN counts as the largest."""
+    """Return the mistakes."""
     wrong = np.flatnonzero(found.label != found.predicted)
-    sizes = np.where(np.isnan(found.loss[wrong]), math.inf, found.loss[wrong])
-    worst = wrong[np.argsort(-sizes, kind="stable")[:WORST]]
     return Mistakes(
         stage=stage,
         step=step,
@@ -281,6 +274,4 @@ def find_mistakes(
         samples=tuple(found.sample[wrong].tolist()),
         labels=tuple(found.label[wrong].tolist()),
         predicted=tuple(found.predicted[wrong].tolist()),
-        worst=tuple(found.sample[worst].tolist()),
-        losses=tuple(found.loss[worst].tolist()),
     )
