@@ -23,7 +23,7 @@ from test_tracking import (
 
 from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError
-from largebatch.tracking.events import SYSTEM, Event, GeneralizationGap, System
+from largebatch.tracking.events import SYSTEM, Event, System
 from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.mlflow import MLflow
 from largebatch.tracking.scalars import Scalars
@@ -82,15 +82,6 @@ def follow(folder: Path, parts: list[list[Event]], tracker: Any) -> None:  # noq
         log.close()
 
 
-def test_an_evaluation_and_the_generalization_gap_are_given_once() -> None:
-    scalars = Scalars()
-    gap = GeneralizationGap(stage="clean", step=2, samples=9, top1=0.99, loss=0.05, gap=0.2)
-    assert scalars.take(EVALUATION) == {"val/top1": 0.975, "val/top5": 1.0, "val/loss": 0.25}
-    expected = {"gap": 0.2, "train_loss": 0.05, "train_top1": 0.99}
-    assert scalars.take(gap) == {f"generalization/{key}": one for key, one in expected.items()}
-    assert scalars.take(gap) == {}
-
-
 def in_two_parts() -> list[list[Event]]:
     """Return a part killed after its second update, and one that resumes after the first."""
     first, second = MONITORED
@@ -117,39 +108,6 @@ def test_the_names_and_numbers_that_all_trackers_get() -> None:
     assert (found["held_out/top1"], found["held_out/kept"]) == (0.94, 0.0)
     overflowed = scalars.take(replace(LAST, loss=math.inf))
     assert overflowed["train/loss"] == math.inf
-
-
-def test_of_many_workers_trackers_get_the_extremes_and_the_mean() -> None:
-    columns: dict[str, Any] = dict.fromkeys(SYSTEM, tuple(map(float, range(101))))
-    many = replace(USED, **columns)
-    found = Scalars().take(many)
-    assert len(found) == 3 * len(SYSTEM)
-    assert [found[f"system/memory_bytes/{key}"] for key in ("least", "mean", "most")] == [
-        0,
-        50,
-        100,
-    ]
-
-
-def test_what_was_given_before_is_not_given_again(tmp_path: Path) -> None:
-    """After a resumption by the log, after a roll-back by what was given; by stage and kind."""
-    log = JsonLines(tmp_path / "log.jsonl", resume=False)
-    before: list[Event] = [BEGUN, *MONITORED, EVALUATION]
-    for event in before:
-        log.record(event)
-    log.close()
-    with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"event": "ste')  # killed while writing
-    scalars = Scalars(tmp_path / "log.jsonl")
-    assert scalars.count == 4
-    assert scalars.take(replace(BEGUN, resume_step=0)) == {}
-    found = [bool(scalars.take(event)) for event in [*before[1:], LAST]]
-    assert found == [False, False, False, True]
-    assert scalars.take(replace(EVALUATION, stage="statistics"))
-    scalars.take(replace(BEGUN, resume_step=1))
-    assert not scalars.take(LAST)
-    assert scalars.take(replace(LAST, step=3))
-    assert scalars.count == 4 + 1 + 1 + 1 + 1 + 1
 
 
 def test_tensorboard_has_every_step_of_a_resumed_run_once(folder: Path) -> None:

@@ -70,19 +70,6 @@ def test_the_collector_is_afterwards_as_before(*, enabled: bool) -> None:
         (gc.enable if was else gc.disable)()
 
 
-def test_what_somebody_else_froze_stays_frozen() -> None:
-    frozen: list[int] = []
-    gc.freeze()
-    before = gc.get_freeze_count()
-    try:
-        with collected_by_hand():
-            pass
-        assert not any(one is frozen for one in gc.get_objects())
-        assert 0 < gc.get_freeze_count() <= before  # some have no references any more
-    finally:
-        gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("changes", "deterministic", "tries"),
     [
