@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from largebatch.errors import DataError, LargebatchError
 
@@ -133,38 +133,6 @@ def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
         sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
         actual = checksum(chain([begin], map(file.read, sizes)))
         return actual == file.read()
-
-
-class Mapped(NamedTuple):
-    """Identity and length of a file at the time it was mapped into memory.
-
-    Touching mapped pages of a truncated file kills the process: call `require_whole` first.
-    """
-
-    path: Path
-    inode: tuple[int, int]
-    length: int
-
-    @classmethod
-    def of(cls, path: Path) -> Self | None:
-        """Record a file's identity and length; None if it was removed, as it stays mapped whole."""
-        try:
-            status = path.stat()
-        except OSError:
-            return None
-        return cls(path, (status.st_dev, status.st_ino), status.st_size)
-
-    def require_whole(self) -> None:
-        """Raise DataError if the file was truncated; a replaced file stays mapped whole."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return
-        if (status.st_dev, status.st_ino) == self.inode and status.st_size < self.length:
-            raise DataError(
-                f"{self.path}: it has {status.st_size:,} of its {self.length:,} bytes: it was "
-                "truncated while in use; restart, and the file is written again"
-            )
 
 
 def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:

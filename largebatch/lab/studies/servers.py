@@ -22,8 +22,8 @@ import numpy as np
 
 from largebatch.lab.protocols.cluster import Cluster, Link, compute_times
 from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.server import server_bytes
 from largebatch.lab.protocols.simulator import simulate
-from largebatch.lab.protocols.split import server_bytes
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
@@ -177,7 +177,7 @@ def simulations(study: Study, folder: Path, measured: Sequence[ServersRow]) -> l
         for cell in cells:
             protocol = cell.recipe.protocol
             number = protocol.num_servers if protocol else 1
-            shares = server_bytes(weights, number, split=False)
+            shares = server_bytes(weights, number)
             starts.append(_simulate(cell, shares, overhead))
         rows += [
             ServersRow(cell, own, starts[0], cell.samples)
