@@ -1,14 +1,14 @@
-"""The commands `lab study` and `lab recommend`. They print."""
+"""The command `lab study`. It prints."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from largebatch.cli.printing import INTERRUPTED, wrapped
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import LargebatchError, printable
-from largebatch.runs.options import Count, Folder, Imports, Number, Seconds
+from largebatch.runs.options import Count, Folder, Imports, Seconds
 
 
 def study(  # noqa: PLR0913 -- its options
@@ -62,40 +62,3 @@ def study(  # noqa: PLR0913 -- its options
         file, out=out, jobs=jobs, dry_run=dry_run, page=page, machine=machine, report=report
     )
     return 0 if done else INTERRUPTED
-
-
-def recommend(
-    *folders: Path,
-    dataset: str | None = None,
-    model: str | None = None,
-    batch: Count | None = None,
-    target: Number | None = None,
-    by: Literal["cost", "accuracy", "robustness"] = "cost",
-) -> int:
-    """Print the best learning-rate policy that studies measured.
-
-    Args:
-        folders: Folders of studies (runs/*).
-        dataset: Start of the name of the recipe: digits.
-        model: As in the recipe: lenet5.
-        batch: Global batch.
-        target: Accuracy, such as 0.90.
-        by: Criterion: cost, accuracy or robustness.
-    """
-    if by == "cost" and target is None:
-        raise LargebatchError(
-            "--by cost is the cost to a top-1 accuracy: give --target, such as 0.90, or --by "
-            "accuracy or robustness"
-        )
-    from largebatch.lab.studies import recommend as rankings
-
-    groups = rankings.read_groups(folders)
-    for group in rankings.choose(groups, dataset=dataset, model=model, batch=batch):
-        answer = rankings.rank(group.cells, by=by, target=target)
-        print(wrapped(group.described))
-        for sentence in rankings.sentences(answer):
-            print(wrapped(sentence))
-        print(printable(rankings.ranking_table(answer).text()))
-        if answer.first is not None:
-            print(printable(rankings.schedule_yaml(answer.first.results)), end="")
-    return 0

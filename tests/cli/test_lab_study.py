@@ -1,4 +1,4 @@
-"""The commands `lab study` and `lab recommend` on folders of studies."""
+"""The command `lab study` on folders of studies."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SLOW = Policy(reached=[9, 10, 11], top1=[0.95, 0.96, 0.96])
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     (folder / "runs" / "tiny").mkdir(parents=True)
-    measured(folder / "runs" / "tiny", {"quick": QUICK, "slow": SLOW}, recorded=True)
+    measured(folder / "runs" / "tiny", {"quick": QUICK, "slow": SLOW}, recorded=True, targets=[0.9])
     return folder
 
 
@@ -24,13 +24,10 @@ def test_a_finished_study_is_drawn_and_recommended_from(
 ) -> None:
     monkeypatch.chdir(filled)
     assert main(["lab", "study", "runs/tiny/study.yaml", "--jobs", "2"]) == DONE
-    assert "page: runs/tiny/study.html" in capsys.readouterr().out
-    assert main(["lab", "recommend", "--dataset", "digits", "--target", "0.90"]) == DONE
     text = capsys.readouterr().out
+    assert "page: runs/tiny/study.html" in text
     assert "recommended by cost to 90.00%: quick" in text
-    assert "\nschedule:\n  peak_lr: 0.5\n" in text
-    assert main(["lab", "recommend", "runs/tiny", "--by", "accuracy"]) == DONE
-    assert "by accuracy: slow" in capsys.readouterr().out
+    assert "by accuracy: slow" in text
 
 
 @pytest.mark.parametrize(
@@ -40,9 +37,6 @@ def test_a_finished_study_is_drawn_and_recommended_from(
         (["study", "lrbench", "--data", "/images"], "/images would not be read"),
         (["study", "study.yaml", "--page"], "no run of the study has finished"),
         (["study", "jaeger", "--data", "no=x", "--out", "a"], "--data no="),
-        (["recommend", "--by", "accuracy"], "runs/*"),
-        (["recommend", "nothing", "--by", "accuracy"], "nothing"),
-        (["recommend"], "--target"),
     ],
 )
 def test_a_mistake_is_one_message(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from largebatch.lab.studies.runner import Runs, cells_of
+from largebatch.lab.studies.runner import Runs, kind_of
 from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import Cell, Machine, load_study
 from largebatch.lab.studies.trained import CellResults, TrainedCell, results_of
@@ -81,8 +81,7 @@ STALENESS: Json = {
 ON_HOSTS: Json = {
     "workers": [2],
     "mini_batch": 16,
-    "computed": 2,
-    "compute": {"overhead": 0.01, "sample": 0.001},
+    "compute": {"overhead": 0.01, "sample": 0.001, "computed": 2},
     "warm_up": 1,
     "updates": 4,
 }
@@ -105,7 +104,6 @@ SERVERS: Json = {
         }
     },
 }
-STEPS = {"kind": "steps", "at": [{"steps": 3}], "gamma": 0.1}
 SCALING: Json = {
     "name": "tiny",
     "seeds": 1,
@@ -113,10 +111,7 @@ SCALING: Json = {
     "recipes": {
         "lenet5": {
             "recipe": "digits_96",
-            "set": {
-                **PLAIN, "duration": {"steps": 40},
-                "schedule": {"peak_lr": 0.02, "warmup": {"steps": 2}, "decay": STEPS},
-            },
+            "set": {**PLAIN, "duration": {"steps": 40}},
             "on_hosts": ON_HOSTS,
         }
     },
@@ -145,7 +140,8 @@ def write_study(folder: Path, study: Json = POLICIES, **changes: Any) -> Path:  
 
 def cells_in(folder: Path, study: Json = POLICIES, **changes: Any) -> list[Cell]:  # noqa: ANN401 -- any part of a study
     """Return the cells of a study with other parts."""
-    return list(cells_of(load_study(write_study(folder, study, **changes)), folder))
+    given = load_study(write_study(folder, study, **changes))
+    return list(kind_of(given).cells_of(given, folder))
 
 
 def opened(folder: Path, study: Json = POLICIES, **changes: Any) -> Runs:  # noqa: ANN401 -- any part of a study
@@ -159,7 +155,6 @@ def a_record(top1: float, *, seed: int, evaluations: Sequence[tuple[int, float]]
     return {
         "rate": None,
         "top1": top1,
-        "top5": 1.0,
         "loss": 1 - top1,
         "seed": seed,
         "folder": f"/runs/seed-{seed}",

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
@@ -31,6 +29,7 @@ from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
+from largebatch.report.pages import Column, columns_over
 from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
@@ -104,9 +103,6 @@ class Start:
     late: float = 0.0
     """Fraction of gradients that took longer than their set time."""
 
-    rates: list[list[str]] = field(default_factory=list)
-    """Learning rate of every update on every worker, in hexadecimal."""
-
 
 _START = TypeAdapter(Start)
 
@@ -159,14 +155,16 @@ class HostsCell(Cell):
 
 
 def recipe_on_hosts(
-    base: Recipe, on_hosts: OnHosts, *, workers: int, computed: int, protocol: Json | None = None
+    base: Recipe, on_hosts: OnHosts, *, workers: int, samples: int, protocol: Json | None = None
 ) -> Recipe:
-    """Return the recipe of workers that really compute `computed` samples each in an update.
+    """Return the recipe of workers with `samples` samples each in an update, set or computed.
 
     Raises RecipeError if it does not fit, or is shorter than what is measured.
     """
+    if on_hosts.compute is not None:
+        samples = samples * on_hosts.compute.computed // on_hosts.mini_batch
     tree = base.model_dump(mode="json")
-    tree["batch"]["global_batch"] = workers * computed
+    tree["batch"]["global_batch"] = workers * samples
     tree["polish"], tree["evaluation"], tree["protocol"] = None, {}, protocol
     recipe = validate_tree(Recipe, tree, source=base.name)
     plan = make_plan(recipe, workers=recipe.protocol.workers if recipe.protocol else workers)
@@ -178,7 +176,7 @@ def recipe_on_hosts(
         )
     if plan.accumulation > 1:
         raise LargebatchError(
-            f"{computed} samples that are really computed make {plan.accumulation} micro-batches, "
+            f"{samples} samples that are really computed make {plan.accumulation} micro-batches, "
             "and a gradient is slept for once; give a smaller `computed`"
         )
     return recipe
@@ -196,25 +194,6 @@ class StepTimes:
             self.seconds.append(event.step_seconds)
 
 
-@contextmanager
-def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
-    """Yield the learning rate of every update of this worker, as it makes it.
-
-    Rates are hexadecimal (float.hex), which is exact. They are read from the parameter groups at
-    the optimizer's step: the applied rate, not the schedule's.
-    """
-    rates: list[str] = []
-
-    def read(stepping: Optimizer, *_: object) -> None:
-        rates.append(" ".join(dict.fromkeys(float(g["lr"]).hex() for g in stepping.param_groups)))
-
-    handle = optimizer.register_step_pre_hook(read)
-    try:
-        yield rates
-    finally:
-        handle.remove()
-
-
 def measure(job: Job) -> Json:
     """Train, and return the result of this worker."""
     on_hosts = job.on_hosts
@@ -227,15 +206,13 @@ def measure(job: Job) -> Json:
             session = replace(opened, training=replace(training, criterion=paced))
         steps = StepTimes()
         session.log.trackers.append(steps)
-        with applied_rates(session.state.updater.optimizer) as rates:
-            until = on_hosts.warm_up + on_hosts.updates
-            STAGES[0].run(session, range(training.plan.train_steps), until)
-            session.saver.finish()
-            training.backend.barrier()  # nobody leaves while others need its server
+        until = on_hosts.warm_up + on_hosts.updates
+        STAGES[0].run(session, range(training.plan.train_steps), until)
+        session.saver.finish()
+        training.backend.barrier()  # nobody leaves while others need its server
         return {
             "rank": rank,
             "seconds": steps.seconds[-on_hosts.updates :],
-            "rates": rates,
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
         }
@@ -271,7 +248,6 @@ def measure_on_hosts(job: Job, workers_per_host: Sequence[int], *, megabits: flo
     return Start(
         seconds=workers[0]["seconds"],
         late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
-        rates=[worker["rates"] for worker in workers if worker["rates"] or worker["gradients"]],
     )
 
 
@@ -361,6 +337,22 @@ class HostsRow:
     def late(self) -> float:
         """Fraction of gradients that took longer than set."""
         return fmean([one.late for one in self.starts.values()])
+
+
+def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
+    """Return the columns of a table that show how fast each row is."""
+    column = columns_over(rows)
+    return [
+        column("Workers", lambda row: row.cell.workers, "d"),
+        column("Samples each", lambda row: row.cell.samples, "d"),
+        column("Samples/s", lambda row: row.throughput.mean, ",.1f"),
+        column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
+        column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
+        column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
+        column("An update, s", lambda row: row.seconds.mean, ",.4f"),
+        column("Late gradients, %", lambda row: 100 * row.late, ".1f"),
+        column("Starts", lambda row: len(row.starts), "d"),
+    ]
 
 
 def main(job: str, folder: str) -> int:

@@ -88,15 +88,21 @@ class Runs:
         )
 
 
-class _Kind(Protocol):
+class Kind(Protocol):
     """The module of a kind of study."""
 
-    def cells_of(self, study: Study, folder: Path) -> Sequence[Cell]: ...
+    def cells_of(self, study: Study, folder: Path) -> Sequence[Cell]:
+        """Return the cells of a study whose file is in `folder`, checked.
 
-    def make_page(self, study: Study, folder: Path, records: Records) -> Page: ...
+        Raises LargebatchError naming the cell whose recipe and variant do not fit each other.
+        """
+
+    def make_page(self, study: Study, folder: Path, records: Records) -> Page:
+        """Return the page; raise StudyError if a record is damaged."""
 
 
-def _module(study: Study) -> _Kind:
+def kind_of(study: Study) -> Kind:
+    """Return the module of the kind of a study."""
     from largebatch.lab.studies import policies, scaling, servers, settings, staleness
 
     match study.kind:
@@ -110,25 +116,6 @@ def _module(study: Study) -> _Kind:
             return servers
         case "scaling":
             return scaling
-
-
-def cells_of(study: Study, folder: Path) -> Sequence[Cell]:
-    """Return the cells of a study whose file is in `folder`, checked.
-
-    Raises LargebatchError naming the cell whose recipe and variant do not fit each other.
-    """
-    return _module(study).cells_of(study, folder)
-
-
-def make_page(study: Study, folder: Path, runs: Runs) -> Page:
-    """Return the page of a study whose file is in `folder`.
-
-    Raises StudyError if there is nothing to show, or if a record is damaged.
-    """
-    records = {cell.name: found for cell in runs.cells if (found := runs.records(cell))}
-    if not records and not (study.servers and study.servers.simulated):
-        raise StudyError(f"{runs.store.folder}: no run of the study has finished")
-    return _module(study).make_page(study, folder, records)
 
 
 def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
@@ -357,8 +344,9 @@ def study(  # noqa: PLR0913 -- the options of the command
             "with --jobs, and not by torchrun, horovodrun or srun with several tasks"
         )
     given, folder = load_study(file), Path(file).parent
+    kind = kind_of(given)
     store = Store(out or Path("runs") / given.name)
-    runs = Runs(cells=cells_of(given, folder), store=store, machine=machine)
+    runs = Runs(cells=kind.cells_of(given, folder), store=store, machine=machine)
     left = [cell for cell, _ in runs.left]
     if dry_run:
         for cell, slot in runs.left:
@@ -377,6 +365,9 @@ def study(  # noqa: PLR0913 -- the options of the command
             return False
     elif store.folder.exists():
         store.define(runs.cells)  # records of other settings are refused
-    drawn = make_page(given, folder, runs)
+    records = {cell.name: found for cell in runs.cells if (found := runs.records(cell))}
+    if not records and not (given.servers and given.servers.simulated):
+        raise StudyError(f"{store.folder}: no run of the study has finished")
+    drawn = kind.make_page(given, folder, records)
     report(f"{drawn.text()}\npage: {drawn.write(store.folder / PAGE)}")
     return True

@@ -12,7 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, get_args
 
-from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start, recipe_on_hosts, starts_of
+from largebatch.lab.studies.hosts import (
+    HostsCell,
+    HostsRow,
+    recipe_on_hosts,
+    speed_columns,
+    starts_of,
+)
 from largebatch.lab.studies.metrics import interval_line
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import Study, naming, recipe_of
@@ -39,8 +45,8 @@ _NOTE = (
 )
 _TABLE = (
     "The ideal is one worker times the number of workers; in weak scaling each has the same "
-    "mini-batch, in strong scaling all share one batch. Learning rates are those that each "
-    "worker's optimizer applied, compared in hexadecimal."
+    "mini-batch, in strong scaling all share one batch. Late gradients took longer than their set "
+    "time."
 )
 
 
@@ -75,9 +81,8 @@ def cells_of(study: Study, folder: Path) -> list[ScalingCell]:
         points = [(workers, weak) for workers in (1, *study.scaling.workers)]
         points += [(workers, weak * most // workers) for workers in (1, *study.scaling.workers)]
         for workers, samples in points:
-            own = (on_hosts.computed or weak) * samples // weak
             with naming(f"{name}/{workers}x{samples}"):
-                recipe = recipe_on_hosts(base, on_hosts, workers=workers, computed=own)
+                recipe = recipe_on_hosts(base, on_hosts, workers=workers, samples=samples)
             for place in PLACES[:1] if workers == 1 else PLACES:
                 cell = ScalingCell(
                     configuration=name, variant=f"{workers}x{samples}-{place}", recipe=recipe,
@@ -115,24 +120,8 @@ def rows_of(cells: Sequence[ScalingCell], records: Records) -> list[ScalingRow]:
     return rows
 
 
-def unequal_rates(start: Start) -> str:
-    """Return where the learning rates of workers first differ, or an empty text.
-
-    They are compared bit for bit. A rate that arrives late on one worker (Dell EMC 2019, figure
-    42) is one that differs.
-    """
-    first, *others = start.rates
-    for worker, rates in enumerate(others, start=1):
-        if len(rates) != len(first):
-            return f"worker {worker} made {len(rates)} updates and worker 0 {len(first)}"
-        for update, (own, other) in enumerate(zip(first, rates, strict=True)):
-            if own != other:
-                return f"in update {update} worker 0 has {own} and worker {worker} {other}"
-    return ""
-
-
 def findings(rows: Sequence[ScalingRow]) -> Iterator[str]:
-    """Yield how places compare, and whether rates were equal."""
+    """Yield how hosts compare with one host."""
     places = {
         (row.kind, row.cell.configuration, row.cell.workers, row.cell.place): row.efficiency
         for row in rows
@@ -144,17 +133,6 @@ def findings(rows: Sequence[ScalingRow]) -> Iterator[str]:
                 f"{recipe}, {kind}, {workers} workers: {inside.mean:.0f}% of the ideal in one "
                 f"host, {efficiency.mean:.0f}% on hosts."
             )
-    every = {
-        f"{row.cell.name} seed {seed}": one for row in rows for seed, one in row.starts.items()
-    }
-    unequal = {name: words for name, one in every.items() if (words := unequal_rates(one))}
-    updates = [len(one.rates[0]) for one in every.values() if len(one.rates) > 1]
-    yield from (f"RATES DIFFER: {name}: {words}." for name, words in unequal.items())
-    if updates and not unequal:
-        yield (
-            f"Every worker applied the same learning rate, bit for bit, in each of "
-            f"{sum(updates):,} updates of {len(updates)} starts of several workers."
-        )
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -181,23 +159,14 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     columns = [
         column("Cell", lambda row: row.cell.name, None),
         column("Scaling", lambda row: row.kind, None),
-        column("Workers", lambda row: row.cell.workers, "d"),
-        column("Samples each", lambda row: row.cell.samples, "d"),
-        column("Samples/s", lambda row: row.throughput.mean, ",.1f"),
-        column("Ideal", lambda row: row.ideal, ",.1f"),
-        column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
-        column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
-        column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
-        column("An update, s", lambda row: row.seconds.mean, ".4f"),
-        column("Late gradients, %", lambda row: 100 * row.late, ".1f"),
-        column("Starts", lambda row: len(row.starts), "d"),
+        column("Ideal samples/s", lambda row: row.ideal, ",.1f"),
+        *speed_columns(rows),
     ]
     shown = [looks[row.cell.place] for row in rows]
     return Page(
         title=study.name,
         subtitle=", ".join(recipes),
         findings=list(findings(rows)),
-        is_sound=not any(unequal_rates(one) for row in rows for one in row.starts.values()),
         note=_NOTE,
         legend=("Places", list(looks.values())),
         sections=[

@@ -194,9 +194,9 @@ def _matrix_of(cells: Sequence[CellResults], measure: Measure) -> list[list[Tran
     """
     values: dict[str, dict[str, dict[int, float]]] = {}
     for cell in cells:
-        own = [one for one in cells if one.configuration == cell.configuration]
+        own = [one for one in cells if one.cell.configuration == cell.cell.configuration]
         common = set.intersection(*({run.seed for run in one.seeds} for one in own))
-        values.setdefault(cell.configuration, {})[cell.variant] = {
+        values.setdefault(cell.cell.configuration, {})[cell.cell.variant] = {
             run.seed: value
             for run in cell.seeds
             if run.seed in common and math.isfinite(value := measure.value(run))
@@ -231,15 +231,15 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
 
 def draw(name: str, cells: Sequence[CellResults]) -> Page:
     """Return the page of the cells, which have at least one seed each."""
-    recipes = list(dict.fromkeys(one.configuration for one in cells))
-    settings = list(dict.fromkeys(one.variant for one in cells))
+    recipes = list(dict.fromkeys(one.cell.configuration for one in cells))
+    settings = list(dict.fromkeys(one.cell.variant for one in cells))
     looks = {setting: series(place, setting) for place, setting in enumerate(settings)}
     charts = []
     for recipe in recipes:
         lines = [
-            interval_line(looks[one.variant], [time.mean], [one.top1.scaled(100)])
+            interval_line(looks[one.cell.variant], [time.mean], [one.top1.scaled(100)])
             for one in cells
-            if one.configuration == recipe and one.top1
+            if one.cell.configuration == recipe and one.top1
             and (time := one.mean(MEASURES[1].value)) is not None
         ]  # fmt: skip
         panel = Panel(lines=lines, x="Training time, s", y="Top-1, %", log="x")
@@ -284,8 +284,8 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
         return mean(title, lambda run: run.used(name), form, factor)
 
     columns = [
-        column("Setting", lambda one: one.variant, None),
-        column("Recipe", lambda one: one.configuration, None),
+        column("Setting", lambda one: one.cell.variant, None),
+        column("Recipe", lambda one: one.cell.configuration, None),
         mean("Top-1, %", lambda run: run.top1, ".2f", 100),
         reach("±", MEASURES[0]),
         used("Training, s", "train_seconds", ",.1f"),
@@ -302,7 +302,9 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
         column("Diverged", lambda one: one.diverged, "d"),
         column("Status", lambda one: None if one.finished else "unfinished", None),
     ]
-    return Table(name="settings", columns=columns, series=[looks[one.variant] for one in cells])
+    return Table(
+        name="settings", columns=columns, series=[looks[one.cell.variant] for one in cells]
+    )
 
 
 def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:

@@ -41,15 +41,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Hardsync, Softsync
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.pages import (
-    Page,
-    Panel,
-    Section,
-    Table,
-    columns_over,
-    line_chart,
-    series,
-)
+from largebatch.report.pages import Page, Panel, Section, Table, columns_over, line_chart, series
 from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options

@@ -4,7 +4,7 @@ Any number of processes, on one machine or many, may fill one folder at once. A 
 creating a file exclusively: NAME.claim-000001, or the next number if the owner of the newest claim
 is gone. So two processes never take over the same run, also if both see that its owner is gone.
 
-    FOLDER/RECIPE/VARIANT/cell.json       the definition of the cell, and its runs
+    FOLDER/RECIPE/VARIANT/cell.json       the definition of the cell
     FOLDER/RECIPE/VARIANT/seed-1.json     the record of a run
     FOLDER/RECIPE/VARIANT/seed-1/         its run folder, if it trains with checkpoints
 """
@@ -13,12 +13,11 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from largebatch.errors import LONGEST_NAME, StudyError, clip
 from largebatch.lab.studies.study import Cell, Slot
@@ -56,11 +55,11 @@ class Store:
 
         Raises StudyError for records of another definition before it writes one.
         """
-        contents = {self.folder / cell.name / CELL: _cell_file(cell) for cell in cells}
+        contents = {self.folder / cell.name / CELL: _as_read(cell.definition) for cell in cells}
         for path, content in contents.items():
             there = _read(path)
-            if there is not None and there["definition"] != content["definition"]:
-                key, old, new = next(differences(there["definition"], content["definition"]))
+            if there is not None and there != content:
+                key, old, new = next(differences(there, content))
                 raise StudyError(
                     f"{path.parent}: was recorded with other settings than the study has now: "
                     f"{key} is {clip(json.dumps(old), LONGEST_NAME)} there and "
@@ -151,36 +150,8 @@ class Store:
         return now - since > GRACE_SECONDS
 
 
-class CellRecords(NamedTuple):
-    """A cell that a folder holds: its definition and its records by the names of runs."""
-
-    path: Path
-    kind: str
-    """Name of the class of its cell."""
-
-    definition: Json
-    slots: list[Slot]
-    records: dict[str, Json]
-
-
-def read_folder(folder: Path) -> Iterator[CellRecords]:
-    """Yield the cells of a study's folder in order of their names."""
-    for path in sorted(folder.glob(f"*/*/{CELL}")):
-        content = _read(path)
-        assert content is not None
-        slots = [Slot(**one) for one in content["slots"]]
-        found = {slot.name: _read(path.with_name(f"{slot.name}.json")) for slot in slots}
-        records = {name: record for name, record in found.items() if record is not None}
-        yield CellRecords(path.parent, content["kind"], content["definition"], slots, records)
-
-
-def _cell_file(cell: Cell) -> Json:
-    content = {
-        "kind": type(cell).__name__,
-        "definition": cell.definition,
-        "slots": [asdict(slot) for slot in cell.slots],
-    }
-    as_read: Json = json.loads(json.dumps(content))  # tuples become lists
+def _as_read(definition: Json) -> Json:
+    as_read: Json = json.loads(json.dumps(definition))  # tuples become lists
     return as_read
 
 

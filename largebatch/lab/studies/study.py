@@ -56,6 +56,10 @@ class Compute(Section):
 
     overhead: NonNegative = 0.0
     sample: Positive
+    computed: Batch
+    """Number of samples whose gradients are really computed, so that workers that share a core do
+    not slow each other."""
+
     factor: ComputeTime = Constant(kind="constant", seconds=1.0)
     """Distribution around 1; recorded: times of single gradients over their mean."""
 
@@ -83,26 +87,12 @@ class OnHosts(Section):
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
     workers may share a core."""
 
-    computed: Batch | None = None
-    """With compute: number of samples whose gradients are really computed, so that workers that
-    share a core do not slow each other."""
-
     megabits: Megabits | None = None
     """For servers: megabits per second of the links; null: those of the study."""
 
     warm_up: Updates = 2
     updates: Updates = 10
     """Number of timed updates in each start, after the warm-up updates."""
-
-    @model_validator(mode="after")
-    def _require_both_of_compute(self) -> Self:
-        if (self.compute is None) != (self.computed is None):
-            raise ValueError("compute and computed need each other: give both or none of them")
-        if self.computed is not None and self.computed > self.mini_batch:
-            raise ValueError(
-                f"computed ({self.computed}) must be at most mini_batch ({self.mini_batch})"
-            )
-        return self
 
 
 class StudyRecipe(Section):

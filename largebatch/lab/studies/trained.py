@@ -24,7 +24,7 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.distributed.environment import BackendName
-from largebatch.errors import DivergedError, LargebatchError, StudyError, WorkerFailedError
+from largebatch.errors import DivergedError, StudyError, WorkerFailedError
 from largebatch.lab.studies.metrics import (
     Interval,
     Measurement,
@@ -35,7 +35,6 @@ from largebatch.lab.studies.metrics import (
     measurements,
     robustness,
 )
-from largebatch.lab.studies.store import CellRecords
 from largebatch.lab.studies.study import (
     SCALES,
     TRIAL_SEED,
@@ -111,8 +110,7 @@ class Result:
     """Searched base rate: a trial's own, else the best; None without a search."""
 
     top1: float
-    top5: float
-    """Accuracies at the end; chance if the run diverged."""
+    """Accuracy at the end; chance if the run diverged."""
 
     loss: Measured
     average_confidence: Measured = math.nan
@@ -435,8 +433,7 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
     read = read_run(folder)
     if diverged is None and has_diverged(read):
         diverged = "the validation loss at the end is not finite"
-    classes = recipe.data.classes
-    end: Json = {"top1": 1 / classes, "top5": min(1.0, 5 / classes), "loss": None}
+    end: Json = {"top1": 1 / recipe.data.classes, "loss": None}
     if diverged is None:
         assert read.result is not None
         end = {name: getattr(read.result, name) for name in end}
@@ -507,16 +504,6 @@ class CellResults:
     """True if every run has its record."""
 
     @property
-    def configuration(self) -> str:
-        """Name of its recipe."""
-        return self.cell.configuration
-
-    @property
-    def variant(self) -> str:
-        """Name of its policy or setting."""
-        return self.cell.variant
-
-    @property
     def rate(self) -> float | None:
         """Rate found; None before the search is done, or where nothing was searched."""
         return self.seeds[0].rate if self.seeds else None
@@ -564,23 +551,3 @@ def results_of(cell: TrainedCell, records: Mapping[str, Json]) -> CellResults:
         scaled=tuple(one for slot, one in found.items() if slot.scale != 1),
         finished=len(found) == len(cell.slots),
     )
-
-
-def read_policy(there: CellRecords) -> CellResults | None:
-    """Return the results of a policy in a folder; None for other kinds of studies."""
-    if there.kind != PolicyCell.__name__:
-        return None
-    source = str(there.path)
-    measured = [slot for slot in there.slots if not slot.trial]
-    try:
-        cell = PolicyCell(
-            configuration=there.path.parent.name,
-            variant=there.path.name,
-            recipe=validate_tree(Recipe, there.definition["recipe"], source=source),
-            search=validate_tree(Search, there.definition["search"], source=source),
-            seeds=sum(slot.scale == 1 for slot in measured),
-            scaled_seeds=len({slot.seed for slot in measured if slot.scale != 1}),
-        )
-    except (KeyError, TypeError, LargebatchError) as error:
-        raise StudyError(f"{source}: its definition cannot be read: {error}") from None
-    return results_of(cell, there.records)

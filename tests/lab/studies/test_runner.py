@@ -190,7 +190,7 @@ def test_a_run_that_diverges_is_recorded_and_not_raised(tmp_path: Path) -> None:
     tree["optimizer"] = WILD
     tree["schedule"]["peak_lr"] = 1e30
     found = train(Recipe.model_validate_json(json.dumps(tree)), tmp_path / "run", {})
-    assert (found["top1"], found["top5"], found["loss"]) == (0.1, 0.5, None)
+    assert (found["top1"], found["loss"]) == (0.1, None)
     assert "diverged" in found
     assert (tmp_path / "run.log").exists()
 

@@ -130,4 +130,3 @@ def test_a_real_start_of_each_layout(tmp_path: Path) -> None:
         assert record is not None
         assert len(record["start"]["seconds"]) == 4
         assert min(record["start"]["seconds"]) > GRADIENT
-        assert len(record["start"]["rates"]) == cell.workers

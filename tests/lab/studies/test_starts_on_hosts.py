@@ -15,6 +15,7 @@ from on_hosts import needs_hosts
 from torch import Tensor, nn
 
 from largebatch.errors import StudyError, WorkerFailedError
+from largebatch.lab.protocols.cluster import Recorded
 from largebatch.lab.studies.hosts import PacedCriterion, raise_cause
 from largebatch.lab.studies.namespaces import Command, addresses, run_on_hosts
 from largebatch.lab.studies.study import Compute
@@ -58,9 +59,8 @@ def test_a_gradient_takes_the_time_that_is_set_and_one_that_took_longer_is_late(
 
 
 def test_the_times_of_a_worker_follow_from_its_samples_and_the_seed_alone() -> None:
-    compute = Compute.model_validate_json(
-        '{"overhead": 0.5, "sample": 0.01, "factor": {"kind": "recorded", "seconds": [0.5, 1.5]}}'
-    )
+    factor = Recorded(kind="recorded", seconds=(0.5, 1.5))
+    compute = Compute(overhead=0.5, sample=0.01, computed=2, factor=factor)
 
     def first(samples: int, *, seed: int, worker: int) -> list[float]:
         return list(itertools.islice(compute.times(samples, seed=seed, worker=worker), 50))

@@ -22,7 +22,7 @@ from short_studies import (
 from largebatch import load_recipe
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.lab.studies import trained
-from largebatch.lab.studies.runner import cells_of
+from largebatch.lab.studies.runner import kind_of
 from largebatch.lab.studies.study import Slot, load_study
 from largebatch.lab.studies.trained import TrainedCell
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -79,8 +79,7 @@ def rates(recipe: Recipe) -> list[float]:
         (SERVERS, {"servers__megabits": 0}, "megabits"),
         (SERVERS, {"recipes__lenet5__on_hosts": None}, "lenet5.on_hosts"),
         (SERVERS, {"recipes__lenet5__on_hosts__workers": [1]}, "workers.0"),
-        (SERVERS, {"recipes__lenet5__on_hosts__computed": None}, "computed"),
-        (SERVERS, {"recipes__lenet5__on_hosts__computed": 17}, "computed"),
+        (SERVERS, {"recipes__lenet5__on_hosts__compute__computed": None}, "computed"),
         (SCALING, {"scaling__workers": [2, 3]}, "workers"),
     ],
 )
@@ -127,7 +126,7 @@ def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
         (SCALING, {"recipes__lenet5__on_hosts__updates": 40}, ["40 updates"]),
         (
             SCALING, {"recipes__lenet5__on_hosts__mini_batch": 300,
-                      "recipes__lenet5__on_hosts__computed": 300},
+                      "recipes__lenet5__on_hosts__compute__computed": 300},
             ["micro-batches", "computed"],
         ),
     ],
@@ -224,7 +223,8 @@ def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.Monk
 def test_installed_studies_and_examples_have_their_runs(
     name: str | Path, cells: int, runs: int
 ) -> None:
-    found = cells_of(load_study(name), Path(name).parent)
+    study = load_study(name)
+    found = kind_of(study).cells_of(study, Path(name).parent)
     assert (len(found), sum(len(cell.slots) for cell in found)) == (cells, runs)
 
 

@@ -10,13 +10,11 @@ import pytest
 from scipy import stats
 from short_studies import Policy, measured
 
-from largebatch.errors import StudyError
-from largebatch.lab.studies.policies import draw
-from largebatch.lab.studies.recommend import choose, rank, ranking_table, read_groups, schedule_yaml
+from largebatch.lab.studies.policies import draw, rank
 from largebatch.lab.studies.study import Slot
 from largebatch.lab.studies.trained import CellResults, Result
 from largebatch.recipe.loading import parse_recipe
-from largebatch.report.pages import Table
+from largebatch.report.pages import Code, Table
 
 QUICK = Policy(
     reached=[4, 5, 6],
@@ -44,7 +42,7 @@ def with_seeds(cells: Cells, change: Callable[[str, Result], Result | None]) -> 
     """Return the cells with other seeds; None leaves one out."""
     found = []
     for cell in cells:
-        seeds = (change(cell.variant, run) for run in cell.seeds)
+        seeds = (change(cell.cell.variant, run) for run in cell.seeds)
         found.append(replace(cell, seeds=tuple(run for run in seeds if run is not None)))
     return found
 
@@ -60,9 +58,6 @@ def test_the_policy_of_the_lowest_cost_leads(cells: Cells) -> None:
     assert slow.against == pytest.approx((mean, np.exp(ends.low), np.exp(ends.high), 3))
     assert not found.level
     assert (never.known, never.against) == ({}, None)
-    table = {one.title: list(one.values) for one in ranking_table(found).columns}
-    assert table["updates"] == [5, 10, None]
-    assert table["seeds with it"] == ["3 of 3", "3 of 3", "0 of 3"]
 
 
 def test_the_policy_of_the_highest_accuracy_leads_by_pairs_of_seeds(cells: Cells) -> None:
@@ -85,30 +80,16 @@ def test_the_policy_that_depends_least_on_the_rate_is_the_most_robust(cells: Cel
 
 
 def test_the_schedule_can_be_pasted_into_a_recipe(cells: Cells) -> None:
-    found = rank(cells, by="cost", target=0.9).first
-    assert found is not None
+    *_, shown = draw("tiny", cells, targets=[0.9]).sections[1].parts
+    assert isinstance(shown, Code)
+    assert "quick" in shown.name
     text = Path("recipes/quickstart/digits_96.yaml").read_text()
     before, _, rest = text.partition("\nschedule:")
     after = rest[re.search(r"\n(?=\w)", rest).start() :]  # type: ignore[union-attr]
-    recipe = parse_recipe(before + "\n" + schedule_yaml(found.results) + after, source="pasted")
-    own = found.results.cell.recipe_of(Slot(name="seed-1", seed=1), found.results.rate)
-    assert recipe.schedule == own.schedule
+    recipe = parse_recipe(before + "\n" + shown.text + after, source="pasted")
+    (own,) = (one.cell for one in cells if one.cell.variant == "quick")
+    assert recipe.schedule == own.recipe_of(Slot(name="seed-1", seed=1), 0.5).schedule
     assert recipe.schedule.peak_lr == 0.5
-
-
-def test_folders_of_studies_are_read_back(tmp_path: Path, cells: Cells) -> None:
-    measured(tmp_path, ALL, recorded=True)
-    (group,) = read_groups([tmp_path])
-    by_name = {one.variant: one for one in group.cells}
-    for one in cells:
-        assert by_name[one.variant].seeds == one.seeds
-        assert by_name[one.variant].finished
-    assert choose([group], dataset="digits", model="lenet5", batch=96) == [group]
-    for wrong in ({"dataset": "mnist"}, {"model": "vgg"}, {"batch": 8}):
-        with pytest.raises(StudyError, match=str(*wrong.values())):
-            choose([group], **wrong)
-    with pytest.raises(StudyError):
-        read_groups([tmp_path / "nothing"])
 
 
 def by_accuracy(cells: Cells, top1: Mapping[str, Sequence[float]]) -> Cells:
@@ -164,7 +145,7 @@ def test_diverged_seeds_put_a_policy_last_unless_all_have_them(cells: Cells) -> 
 
 
 def test_what_is_missing_is_a_doubt(cells: Cells) -> None:
-    unfinished = [replace(one, finished=one.variant != "slow") for one in cells]
+    unfinished = [replace(one, finished=one.cell.variant != "slow") for one in cells]
     assert "slow" in rank(unfinished, by="cost", target=0.9).doubts[0]
     assert rank(with_seeds(cells, lambda *_: None), by="cost", target=0.9).doubts
     assert rank(cells[1:2], by="cost", target=0.9).doubts
@@ -185,5 +166,5 @@ def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     assert found["peak_lr"] == [0.5] * 3
     assert found["Worst drop, points"] == pytest.approx([35.0, 81.0, 0.0], abs=0.01)
     assert found["Diverged"] == [0, 0, 1]
-    assert len(page.sections[1].parts) == 4
+    assert len(page.sections[1].parts) == 4 + 1
     assert "<svg" in page.html()
