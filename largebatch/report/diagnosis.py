@@ -284,7 +284,7 @@ def _waits(it: Judged) -> Numbers | None:
     run = it.run.run
     if run is None or len(run.timed) < FEWEST_TIMED:
         return None
-    data = shares(run).data
+    data, _ = shares(run)
     return {"percent": 100 * data} if data >= INPUT_BOUND else None
 
 
@@ -449,26 +449,17 @@ RULES: tuple[Rule[Judged], ...] = (
 # fmt: on
 
 
-def order(one: Record, other: Record) -> tuple[Record, Record]:
-    """Return the run to judge and the one in smaller batches to compare it with.
-
-    If batches are equal or not known, the run with fewer updates, then the first. Raises
-    LargebatchError if the runs are known to have other data.
-    """
-    _require_same_data(one, other)
-    sizes = [(run.batch or 0, -(run.updates or 0)) for run in (one, other)]
-    place = 0 if one.batch and other.batch else 1
-    if place and not (one.updates and other.updates):
-        return one, other
-    smaller = sizes[0][place] < sizes[1][place] if sizes[0][place] != sizes[1][place] else False
-    return (other, one) if smaller else (one, other)
-
-
-def _require_same_data(one: Record, other: Record) -> None:
+def require_comparable(run: Record, small: Record) -> None:
+    """Raise LargebatchError if two runs are known to have other data, or are swapped."""
     for name in ("classes", "val_samples"):
-        values = getattr(one, name), getattr(other, name)
+        values = getattr(run, name), getattr(small, name)
         if None not in values and values[0] != values[1]:
             raise LargebatchError(
-                f"{one.name} and {other.name} have other data: {name} is {values[0]:,} and "
+                f"{run.name} and {small.name} have other data: {name} is {values[0]:,} and "
                 f"{values[1]:,}; diagnose compares two runs of the same data"
             )
+    if run.batch and small.batch and run.batch < small.batch:
+        raise LargebatchError(
+            f"{run.name}: its batch, {run.batch:,}, is smaller than {small.batch:,}; give the run "
+            "of the larger batch first"
+        )

@@ -83,7 +83,7 @@ def headlines(run: Run) -> Iterator[Headline]:
         yield Headline("Training speed", MISSING, "", "no step was timed")
     else:
         workers = plural(plan.workers, "worker") + " together" * (plan.workers > 1)
-        bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
+        bound = bool(run.timed) and shares(run)[0] >= INPUT_BOUND
         yield Headline(
             "Training speed", f"{rate:,.0f}", "images/s", f"{workers}{', input bound' * bound}"
         )
