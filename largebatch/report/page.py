@@ -229,8 +229,7 @@ _CHARTS = (
           "learning rate (below). The two losses need not meet: only training images are "
           "augmented, and only the training loss may be label-smoothed."),
     _Kind("accuracy", "Accuracy", charts.draw_accuracy, lambda run: run.evaluations, 340,
-          "Accuracy on the validation images: during the run, and after each stage on a scale of "
-          "its own. A hollow mark is a stage that was discarded."),
+          "Accuracy on the validation images. A hollow mark is a stage that was discarded."),
     _Kind("throughput", "Training speed", charts.draw_throughput, lambda run: run.steps, 240,
           "Training images per second on all workers: every update (faint), running median, and "
           "the whole run (dashed). Dips are slow updates, for example without data."),
