@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
 
 _NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
-_OVERVIEW = ("loss", "accuracy", "throughput", "ratios", "noise")
-"""The first four of these that a run has are in report.png."""
 
 
 def make_page(run: Run) -> str:
@@ -375,9 +373,8 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def write_overview(run: Run, folder: Path) -> None:
-    """Write the six numbers and four charts as report.png, for trackers and for a quick look."""
-    drawn = charts_of(run)
-    shown = [drawn[name] for name in _OVERVIEW if name in drawn][:4]
+    """Write the six numbers and the first four charts as report.png, for a quick look."""
+    shown = [*charts_of(run).values()][:4]
     save_png(
         folder / OVERVIEW,
         lambda figure: _draw_overview(figure, run, shown),
