@@ -147,12 +147,6 @@ class HostsCell(Cell):
         start = measure_on_hosts(job, self.workers_per_host, megabits=self.megabits)
         return {"seed": task.slot.seed, "start": asdict(start), **circumstances()}
 
-    def describe(self, record: Json) -> str:
-        """Describe the time of an update."""
-        start = record["start"]
-        late = f", {start['late']:.0%} of gradients late" if start["late"] else ""
-        return f"{fmean(start['seconds']):.4g} s an update{late}"
-
 
 def recipe_on_hosts(
     base: Recipe, on_hosts: OnHosts, *, workers: int, samples: int, protocol: Json | None = None

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.errors import shorten
-from largebatch.formatting import MISSING, plural
+from largebatch.formatting import MISSING
 from largebatch.lab.studies.metrics import (
     ENOUGH_SEEDS,
     Interval,
@@ -43,14 +42,14 @@ _NOTE = (
     "diverged is that of chance, and its costs do not count."
 )
 _TABLE = (
-    "Training is the time of the updates, evaluation that of all validation images. Processor "
+    "Training is the time of the updates. Processor "
     "time, cores and memory are those of all workers, from their set-up to the last update. Memory "
     "that workers share is counted in each of them. Times need a quiet machine."
 )
 _TRANSFER = (
     "Below each value is its distance from the own best setting of the recipe of the column, over "
     "pairs of seeds, with the interval of 95 % of all settings together: in points, or as a ratio "
-    "of costs. The stronger the colour, the more is lost."
+    "of costs."
 )
 
 
@@ -106,14 +105,6 @@ class Transfer(NamedTuple):
     """`value` minus `own` by seed, or the ratio of costs. None if seeds are missing, and for a
     cost of 0. Its interval holds for the own best one against all other settings together, for it
     was chosen among them."""
-
-    @property
-    def share(self) -> float:
-        """Fraction of its own best that `used_on` keeps: at most 1 for means of the same seeds."""
-        if self.value is None or self.own is None:
-            return 0.0
-        low, high = sorted((abs(self.value.mean), abs(self.own.mean)))
-        return low / high if high else 1.0
 
     def describe(self, measure: Measure) -> str:
         """Return the gap: a difference in points, or a ratio of costs."""
@@ -219,8 +210,6 @@ def findings(cells: Sequence[CellResults]) -> Iterator[str]:
         ]
         if parts:
             yield f"{measure.best.capitalize()}: {'; '.join(parts)}."
-    runs = [run for one in cells for run in one.seeds]
-    yield f"{plural(len(runs), 'run')} with seeds on {shorten(list({run.host for run in runs}))}."
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -291,7 +280,6 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
         used("Training, s", "train_seconds", ",.1f"),
         reach("± s", MEASURES[1]),
         mean("Images/s", lambda run: run.images_per_second, ",.0f"),
-        used("Evaluation, s", "evaluation_seconds", ",.2f"),
         used("Processor, s", "cpu_seconds", ",.1f"),
         used("Cores used", "cores", ".2f"),
         used("Peak memory, MB", "peak_memory_bytes", ",.0f", 1e-6),
@@ -309,7 +297,6 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
 
 def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     matrix = _matrix_of(cells, measure)
-    largest = max((1 - one.share for row in matrix for one in row), default=0.0) or 1.0
     settings = [row[0].setting or MISSING for row in matrix]
     columns = [Column("Best setting of", [row[0].best_of for row in matrix], details=settings)]
     columns += [
@@ -319,7 +306,6 @@ def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
             measure.form,
             unit=f" {measure.unit}",
             details=[one.describe(measure) for one in column],
-            strengths=[0.0 if one.value is None else (1 - one.share) / largest for one in column],
         )
         for column in zip(*matrix, strict=True)
     ]

@@ -111,13 +111,6 @@ class StalenessCell(Cell):
         """Train with one seed, in its stages."""
         return train(self, seed=task.slot.seed, options=Options(out=task.folder, **task.options))
 
-    def describe(self, record: Json) -> str:
-        """Describe accuracy, staleness and simulated time of a run."""
-        reached = f"top-1 {record['top1']:.2%}"
-        if record["diverged"] is not None:
-            reached = f"diverged: {record['diverged']}"
-        return f"{reached}, simulated {record['simulated_seconds']:,.4g} s"
-
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
     """Return the cells of a study whose file is in `folder`, each checked and each once.
@@ -329,11 +322,6 @@ class StalenessRow:
         return {one["seed"]: one["top1"] for one in self.records}
 
     @property
-    def error(self) -> Interval:
-        """Top-1 error, over the seeds."""
-        return interval(1 - one["top1"] for one in self.records)
-
-    @property
     def seconds(self) -> float:
         """Simulated seconds of a run, the mean over the seeds."""
         return fmean(one["simulated_seconds"] for one in self.records)
@@ -375,7 +363,7 @@ def findings(rows: Sequence[StalenessRow]) -> Iterator[str]:
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
     """
     for name, inside in panels(rows).items():
-        best = min(inside, key=lambda row: row.error.mean)
+        best = max(inside, key=lambda row: row.top1.mean)
         yield (
             f"{name}: the highest top-1 is {_top1(best)}, of {_where(best)}, in "
             f"{best.seconds:,.4g} s of the simulated cluster."
@@ -416,12 +404,12 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     for place, (panel, inside) in enumerate(panels(rows).items()):
         lines = [
             interval_line(
-                looks[row.cell.protocol], [row.seconds], [row.error.scaled(100)], line=False
+                looks[row.cell.protocol], [row.seconds], [row.top1.scaled(100)], line=False
             )
             for row in inside
         ]
-        axes = Panel(lines=lines, x="Simulated seconds of a run", y="Error, %", log="x")
-        charts.append(line_chart(f"trade-off-{place}", axes, title=f"Error by time: {panel}"))
+        axes = Panel(lines=lines, x="Simulated seconds of a run", y="Top-1, %", log="x")
+        charts.append(line_chart(f"trade-off-{place}", axes, title=f"Top-1 by time: {panel}"))
     column = columns_over(rows)
     columns = [
         column("Protocol", lambda row: row.cell.protocol.partition(",")[0], None),
