@@ -173,17 +173,14 @@ class _Pool:
 
     @property
     def is_running(self) -> bool:
-        """True while a process makes a run."""
         return bool(self._processes)
 
     @property
     def is_stopping(self) -> bool:
-        """True after a request to stop, or an error."""
         return self._requests.any or self.error is not None
 
     @property
     def is_full(self) -> bool:
-        """True if no further run may start now."""
         busy = bool(self._done) or len(self._processes) >= self._jobs
         return busy or self.is_stopping
 

@@ -145,7 +145,7 @@ class ServersRow(HostsRow):
 
 def rows_of(cells: Sequence[ServersCell], records: Records) -> list[ServersRow]:
     """Return the cells that have records, given by cell and run."""
-    starts = {cell.name: starts_of(cell, records.get(cell.name, {})) for cell in cells}
+    starts = {cell.name: starts_of(cell, records) for cell in cells}
     return [
         ServersRow(
             cell, starts[cell.name], starts.get(f"{cell.configuration}/{ALONE}-1", {}), cell.samples

@@ -98,13 +98,10 @@ class Transfer(NamedTuple):
     value: Interval | None
     """Value of `used_on` with this setting."""
 
-    own: Interval | None
-    """Value of `used_on` with its own best setting."""
-
     gap: Interval | None
-    """`value` minus `own` by seed, or the ratio of costs. None if seeds are missing, and for a
-    cost of 0. Its interval holds for the own best one against all other settings together, for it
-    was chosen among them."""
+    """`value` minus that of its own best setting by seed, or the ratio of costs. None if seeds are
+    missing, and for a cost of 0. Its interval holds for the own best one against all other settings
+    together, for it was chosen among them."""
 
     def describe(self, measure: Measure) -> str:
         """Return the gap: a difference in points, or a ratio of costs."""
@@ -156,7 +153,6 @@ def transfer_matrix(
             used_on=used_on,
             setting=best[best_of],
             value=interval(value.values()) if value else None,
-            own=interval(own.values()) if own else None,
             gap=gap,
         )
 
@@ -238,8 +234,7 @@ def draw(name: str, cells: Sequence[CellResults]) -> Page:
         title=name,
         subtitle=", ".join(recipes),
         findings=list(findings(cells)),
-        is_sound=min(len(one.seeds) for one in cells) >= ENOUGH_SEEDS
-        and all(one.finished for one in cells),
+        is_sound=all(one.finished and len(one.seeds) >= ENOUGH_SEEDS for one in cells),
         note=_NOTE,
         legend=("Settings", list(looks.values())),
         sections=[
@@ -290,9 +285,9 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
         column("Diverged", lambda one: one.diverged, "d"),
         column("Status", lambda one: None if one.finished else "unfinished", None),
     ]
-    return Table(
-        name="settings", columns=columns, series=[looks[one.cell.variant] for one in cells]
-    )
+    rows = [looks[one.cell.variant] for one in cells]
+    printed = {one.title for one in columns[:10]}
+    return Table(name="settings", columns=columns, series=rows, printed=printed)
 
 
 def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:

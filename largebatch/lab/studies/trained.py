@@ -35,6 +35,7 @@ from largebatch.lab.studies.metrics import (
     measurements,
     robustness,
 )
+from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import (
     SCALES,
     TRIAL_SEED,
@@ -64,8 +65,6 @@ from largebatch.training.evaluation import five_best
 
 FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 """Multiples of the recipe's own rate that the first trials of every search have."""
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +176,6 @@ class TrainedCell(Cell):
                     section[key] = min(section[key], left)
         return validate_tree(Recipe, tree, source=self.name)
 
-    def check(self) -> None:
-        """Raise LargebatchError if a run of the cell cannot be made."""
-        for slot in {bool(slot.trial): slot for slot in self.slots}.values():
-            recipe = self.recipe_of(slot, None)
-            build_schedule(recipe.schedule, make_plan(recipe, workers=self.workers))
-
     def rate(self, trials: list[Json], slot: Slot) -> float | None:
         """Return the base rate of a run: drawn for a trial, else that which the search found.
 
@@ -210,11 +203,7 @@ class TrainedCell(Cell):
 
 
 def rounded(value: float) -> float:
-    """Round a value to four digits, as recipes have them.
-
-    >>> rounded(0.123456)
-    0.1235
-    """
+    """Round a value to four digits, as recipes have them."""
     return float(f"{value:.4g}")
 
 
@@ -353,7 +342,9 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
                     workers=setting.workers, backend=setting.backend, threads=setting.threads,
                     environment=setting.environment,
                 )  # fmt: skip
-                cell.check()
+                for slot in {bool(slot.trial): slot for slot in cell.slots}.values():
+                    first = cell.recipe_of(slot, None)
+                    build_schedule(first.schedule, make_plan(first, workers=cell.workers))
             cells.append(cell)
     return cells
 
