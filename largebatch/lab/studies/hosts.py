@@ -122,7 +122,7 @@ class HostsCell(Cell):
     @property
     def definition(self) -> Json:
         """Recipe, times and placement."""
-        on_hosts = self.on_hosts.model_dump(mode="json", exclude={"workers", "megabits"})
+        on_hosts = self.on_hosts.model_dump(mode="json", exclude={"workers"})
         return {
             "recipe": self.recipe.model_dump(mode="json"),
             "on_hosts": on_hosts,
@@ -322,6 +322,10 @@ class HostsRow:
 def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
     """Return the columns of a table that show how fast each row is."""
     column = columns_over(rows)
+
+    def late(row: HostsRow) -> float:
+        return 100 * fmean(one.late for one in row.starts.values())
+
     return [
         column("Workers", lambda row: row.cell.workers, "d"),
         column("Samples each", lambda row: row.cell.samples, "d"),
@@ -330,11 +334,7 @@ def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
         column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
         column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
         column("An update, s", lambda row: row.seconds.mean, ",.4f"),
-        column(
-            "Late gradients, %",
-            lambda row: 100 * fmean(one.late for one in row.starts.values()),
-            ".1f",
-        ),
+        column("Late gradients, %", late, ".1f"),
         column("Starts", lambda row: len(row.starts), "d"),
     ]
 

@@ -47,11 +47,7 @@ timestamps (32)."""
 
 
 def addresses(number: int) -> dict[str, str]:
-    """Return the names and addresses of some hosts.
-
-    >>> addresses(2)
-    {'host1': '10.9.0.1', 'host2': '10.9.0.2'}
-    """
+    """Return the names and addresses of some hosts: host1 at 10.9.0.1, and so on."""
     assert number <= 250
     return {f"host{place}": f"10.9.0.{place}" for place in range(1, number + 1)}
 

@@ -306,7 +306,6 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
         column("±", lambda cell: cell.top1 and cell.top1.scaled(100).reach, ".2f"),
         Column("Points below the best", below),
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
-        column("At the end of the range", lambda cell: cell.edge, None),
         *(one for target in (*targets, None) for one in costs(target)),
         mean("AC", lambda run: run.average_confidence, ".4f"),
         mean("CD", lambda run: run.confidence_deviation, ".4f"),
@@ -318,10 +317,9 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
         ),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
-        column("Status", lambda cell: None if cell.finished else "unfinished", None),
     ]  # fmt: skip
     rows = [looks[cell.cell.variant] for cell in cells]
-    printed = {one.title for one in columns[:7] + columns[-3:]}
+    printed = {one.title for one in columns[:6] + columns[-2:]}
     return Table(name="policies", columns=columns, series=rows, printed=printed)
 
 

@@ -115,11 +115,7 @@ class Transfer(NamedTuple):
 
 
 def best_setting(settings: Mapping[str, Mapping[int, float]], *, higher: bool) -> str | None:
-    """Return the setting with the best mean, of those with a value for every seed; None without.
-
-    >>> best_setting({"a": {1: 0.9, 2: 0.7}, "b": {1: 0.8, 2: 0.9}, "c": {1: 1.0}}, higher=True)
-    'b'
-    """
+    """Return the setting with the best mean, of those with a value for every seed; None without."""
     seeds = {seed for found in settings.values() for seed in found}
     means = {
         name: interval(found.values()).mean
@@ -160,10 +156,7 @@ def transfer_matrix(
 
 
 def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer]:
-    """Return where the best setting of another recipe is worse than the own one, beyond the noise.
-
-    A gap of one seed has no interval.
-    """
+    """Return where the best setting of another recipe is worse than the own one, beyond noise."""
     return [
         one
         for row in matrix
@@ -283,7 +276,6 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
         column("peak_lr", lambda one: one.rate, ",.8g"),
         column("Seeds", lambda one: len(one.seeds), "d"),
         column("Diverged", lambda one: one.diverged, "d"),
-        column("Status", lambda one: None if one.finished else "unfinished", None),
     ]
     rows = [looks[one.cell.variant] for one in cells]
     printed = {one.title for one in columns[:10]}

@@ -63,10 +63,6 @@ class Compute(Section):
     factor: ComputeTime = Constant(kind="constant", seconds=1.0)
     """Distribution around 1; recorded: times of single gradients over their mean."""
 
-    def mean(self, samples: float) -> float:
-        """Return the mean seconds of a gradient."""
-        return (self.overhead + self.sample * samples) * self.factor.expectation
-
     def times(self, samples: float, *, seed: int, worker: int) -> Iterator[float]:
         """Yield the seconds of each gradient of a worker, the same for each variant and seed."""
         usual = self.overhead + self.sample * samples
@@ -86,9 +82,6 @@ class OnHosts(Section):
     compute: Compute | None = None
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
     workers may share a core."""
-
-    megabits: Megabits | None = None
-    """For servers: megabits per second of the links; null: those of the study."""
 
     warm_up: Updates = 2
     updates: Updates = 10
