@@ -20,8 +20,8 @@ import numpy as np
 
 from largebatch.lab.protocols.cluster import Cluster, Link, compute_times
 from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.server import server_bytes
 from largebatch.lab.protocols.simulator import simulate
-from largebatch.lab.protocols.split import server_bytes
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
@@ -175,7 +175,7 @@ def simulations(study: Study, folder: Path, measured: Sequence[ServersRow]) -> l
         alone: dict[int, Start] = {}
         for cell in cells:
             protocol = cell.recipe.protocol
-            shares = server_bytes(weights, protocol.num_servers if protocol else 1, split=False)
+            shares = server_bytes(weights, protocol.num_servers if protocol else 1)
             own = _simulate(cell, shares, overhead)
             alone = alone or own  # one worker comes first
             rows.append(ServersRow(cell, own, alone, cell.samples))
