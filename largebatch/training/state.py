@@ -97,14 +97,8 @@ class ExtraState(Protocol):
         `optimizer` is that of the stage under way.
         """
 
-    def drop_momentum(self) -> None:
-        """Forget what belongs to the optimizer, which is no longer used."""
-
     def summary(self) -> dict[str, Any]:
         """Return plain values for summary.json."""
-
-    def remarks(self) -> list[str]:
-        """Return remarks for the last line of the run."""
 
 
 @dataclass(kw_only=True)
@@ -157,7 +151,6 @@ class TrainState:
         """Use another updater from now on."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
-        self._drop_extra_momentum()
 
     def begin_affine(self) -> None:
         """Use the updater of the affine stage from now on."""
@@ -200,11 +193,6 @@ class TrainState:
             self.average.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
-        self._drop_extra_momentum()
-
-    def _drop_extra_momentum(self) -> None:
-        for extra in self.extra.values():
-            extra.drop_momentum()
 
     def end_stage(self, result: StageResult) -> None:
         """Add the result of a stage and drop its snapshot."""

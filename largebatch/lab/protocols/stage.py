@@ -54,16 +54,9 @@ class ProtocolState:
         """Load what `state_dict` returned; raise ValueError if it is something else."""
         self.gradients = _GRADIENTS.validate_python(state.get("gradients", []))
 
-    def drop_momentum(self) -> None:
-        """Do nothing: the optimizer has it."""
-
     def summary(self) -> dict[str, Any]:
         """Return plain values for summary.json."""
         return {"gradients": list(self.gradients)}
-
-    def remarks(self) -> list[str]:
-        """Return nothing to remark on."""
-        return []
 
 
 @dataclass(frozen=True)
