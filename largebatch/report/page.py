@@ -60,7 +60,6 @@ def make_page(run: Run) -> str:
                 title="Recipe",
                 parts=[] if run.recipe is None else [Code("recipe.yaml", run.recipe)],
             ),
-            *(Section(title=part.capitalize(), parts=[Facts(rows)]) for part, rows in _extra(run)),
             Section(title="Environment", parts=[Facts(_environment(run))]),
         ],
         source=f"the run folder {run.folder}",
@@ -329,27 +328,6 @@ def _mistakes(found: Mistakes | None) -> Iterator[Part]:
         ],
         sortable=False,
     )
-
-
-def _extra(run: Run) -> Iterator[tuple[str, dict[str, str]]]:
-    for part, facts in (run.summary.extra if run.summary else {}).items():
-        rows = {key: _plain(value) for key, value in facts.items() if value}
-        if rows:
-            yield part, rows
-
-
-def _plain(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case int():
-            return f"{value:,}"
-        case dict():
-            return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
-        case list():
-            return (" · " if not isinstance(value[0], dict) else "; ").join(map(_plain, value))
-        case _:
-            return str(value)
 
 
 def _environment(run: Run) -> dict[str, str]:
