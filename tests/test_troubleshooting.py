@@ -21,7 +21,7 @@ from largebatch.cli.main import DONE, main, parse
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.errors import LargebatchError, WorkerFailedError
 from largebatch.polish import polish
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.launch import _cause
 from largebatch.tracking.events import Note
 from largebatch.tracking.log import JsonLines
@@ -84,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the faults that the commands meet."""
     root = tmp_path_factory.mktemp("place")
     for name, text in {
-        "small.yaml": dump_recipe(a_recipe("statistics: {samples: 480}")),
+        "small.yaml": dump_yaml(a_recipe("statistics: {samples: 480}")),
         "images.yaml": IMAGES,
         "unused.py": UNUSED,
         "notes.pth": "no weights",

@@ -16,9 +16,9 @@ from string import Template
 from typing import Literal
 
 from largebatch.errors import LargebatchError, PlanError, RecipeError
-from largebatch.recipe.arithmetic.plan import make_plan, require_workers
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.recipe import Recipe, require_backend
+from largebatch.recipe.protocols import Protocol
 from largebatch.runs.options import Count, Overrides, RecipeFile
 
 Kind = Literal[
@@ -78,12 +78,16 @@ def launch(
     """
     loaded = load_recipe(recipe, overrides)
     if kind not in BY_TORCH:
-        _require_horovod_trains(loaded, kind)
-    servers = _servers(loaded) if kind == SERVERS else 0
+        has_servers = loaded.protocol is not None and loaded.protocol.dedicated
+        *others, last = (other for other in BY_TORCH if other != SERVERS or has_servers)
+        try:
+            loaded.require_backend("horovod", use=f"launch {', '.join(others)} or {last}")
+        except RecipeError as error:
+            raise RecipeError(f"launch {kind}: {error}") from None
+    servers = _servers(loaded.protocol) if kind == SERVERS else 0
     workers = nodes * gpus_per_node + servers
     try:
-        require_workers(loaded, workers=workers)
-        make_plan(loaded, workers=workers)
+        make_plan(loaded, workers=workers, backend="torch")
     except PlanError as error:
         raise PlanError(
             f"--nodes {nodes} with {gpus_per_node} GPUs each"
@@ -119,24 +123,14 @@ def launch(
     sys.stdout.write(job)
 
 
-def _require_horovod_trains(recipe: Recipe, kind: str) -> None:
-    """Raise RecipeError if Horovod cannot train a recipe, with the kinds of jobs that can."""
-    has_servers = recipe.protocol is not None and recipe.protocol.dedicated
-    *others, last = (other for other in BY_TORCH if other != SERVERS or has_servers)
-    try:
-        require_backend(recipe, "horovod", use=f"launch {', '.join(others)} or {last}")
-    except RecipeError as error:
-        raise RecipeError(f"launch {kind}: {error}") from None
-
-
-def _servers(recipe: Recipe) -> int:
+def _servers(protocol: Protocol | None) -> int:
     """Return the number of dedicated servers; raise RecipeError if there are none."""
-    if recipe.protocol is None or not recipe.protocol.dedicated:
+    if protocol is None or not protocol.dedicated:
         raise RecipeError(
             f"launch {SERVERS}: the recipe has no servers of their own; use launch slurm, or set "
             "protocol.servers to {centralised: 1}"
         )
-    return recipe.protocol.dedicated
+    return protocol.dedicated
 
 
 def _require_utf8(word: str) -> None:

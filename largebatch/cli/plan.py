@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import aligned, duration, three_digits
+from largebatch.formatting import aligned, duration, plural, three_digits
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
     describe_division,
     describe_protocol,
     describe_spans,
 )
-from largebatch.recipe.arithmetic.plan import Plan, make_plan, require_workers
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -58,7 +58,17 @@ def plan(  # noqa: PLR0913 -- its options
         raise LargebatchError("--data is for a measurement: give --calibrate too, or leave it out")
     loaded = load_recipe(recipe, changes.changes)
     if calibrate:
-        _calibrate(loaded, out, data)
+        from largebatch.lab.measure.calibrate import calibrate as measure
+
+        if out is None:
+            raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
+        if loaded.optimizer.kind == "muon":
+            raise LargebatchError(
+                "optimizer.kind: muon: its workers share an update, which --calibrate measures on "
+                "one; measure with another optimizer"
+            )
+        for line in measure(loaded, out, data=data):
+            print(printable(line))
     elif cluster:
         _predict(loaded, cluster, workers=workers, out=out, as_json=json)
     else:
@@ -66,44 +76,52 @@ def plan(  # noqa: PLR0913 -- its options
 
 
 def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
-    if recipe.protocol is not None:
+    protocol = recipe.protocol
+    if protocol is not None:
         if workers != 1:
-            require_workers(recipe, workers=workers)
-        workers = recipe.protocol.workers
+            protocol.require_workers(workers)
+        workers = protocol.workers
     plan = make_plan(recipe, workers=workers)
     course = follow(recipe.schedule, plan)
     rates, peak = course.rates, course.peak
     rows = {
         "recipe": recipe.name,
         **(
-            {"protocol": describe_protocol(recipe)}
-            if recipe.protocol
+            {"protocol": describe_protocol(protocol, global_batch=plan.global_batch)}
+            if protocol
             else {"global batch": describe_division(plan)}
         ),
         **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
         + (", held out of the training images" if recipe.data.held_out else ""),
-        "images": describe_decoding(recipe),
-        **_image_sizes(recipe, plan),
+        "images": describe_decoding(recipe.execution, recipe.data.source),
+        **_image_sizes(recipe.data.image_size, plan),
         "an epoch": _epoch(plan),
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
         "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
         "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
         f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
         "warm-up": f"{plan.warmup_steps:,} steps",
-        **_polishing(recipe, plan),
+        **_polishing(recipe.polish or Polish.model_construct(), plan),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }
     print_rows(rows)
     from largebatch.data.datasets.own import import_own
-    from largebatch.runs.reduction import describe_groups
+    from largebatch.lab.measure.estimate import estimate
+    from largebatch.models.of_recipe import model_without_memory
+    from largebatch.runs.state import describe_groups
 
     for module in imports:
         import_own(module)
-    print_rows({"gradient groups": describe_groups(recipe)})  # last: this takes seconds
+    model = model_without_memory(recipe.model, classes=recipe.data.classes)
+    groups = describe_groups(model, recipe.execution.groups, recipe.reduction.dtype)
+    print_rows({"gradient groups": groups})  # last: this takes seconds
+    found = estimate(recipe, plan)
     included = {
-        "this machine": _this_machine(recipe, plan),
+        "this machine": f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on "
+        f"{found.device} in {found.precision}, {duration(found.run_seconds)} for all; "
+        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples",
         "included": "forward, backward and update of every step",
         "not included": "starting, reading images, sums over workers, evaluations, statistics, "
         "the report",
@@ -115,19 +133,20 @@ def _batch_changes(plan: Plan) -> dict[str, str]:
     """Return a row for each change of the global batch."""
     later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
     return {
-        f"from {piece.step:,}": f"{size:,} = {plan.workers} workers x {accumulation} micro-batches "
-        f"x {plan.device_batch}, epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule "
+        f"from {piece.step:,}": f"{size:,} = {plural(plan.workers, 'worker')} x "
+        f"{plural(accumulation, 'micro-batch', 'micro-batches')} x {plan.device_batch}, "
+        f"epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule "
         f"x {piece.lr_factor:g}"
         for piece, (_, size, accumulation) in later
     }
 
 
-def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
+def _image_sizes(image_size: int, plan: Plan) -> dict[str, str]:
     """Return the row on the resolution schedule, if the recipe has one."""
     if not plan.sizes:
         return {}
     parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
-    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {image_size}"}
 
 
 def _epoch(plan: Plan) -> str:
@@ -140,22 +159,8 @@ def _epoch(plan: Plan) -> str:
     return found
 
 
-def _this_machine(recipe: Recipe, plan: Plan) -> str:
-    """Describe the time and memory of one worker here, measured on a few samples."""
-    from largebatch.lab.measure.estimate import estimate
-
-    found = estimate(recipe, plan)
-    step, run = found.step_seconds, found.run_seconds
-    return (
-        f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
-        f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
-        f"measured on {found.samples} samples"
-    )
-
-
-def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
+def _polishing(polish: Polish, plan: Plan) -> dict[str, str]:
     """Return the rows on the stages after the schedule."""
-    polish = recipe.polish or Polish.model_construct()
     rows = {}
     if polish.ema:
         rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
@@ -202,17 +207,3 @@ def _best(points: "list[Point]") -> dict[str, str]:
     rows = [(f"{p.global_batch:,}", f"{p.epochs:.0f} epochs", duration(p.seconds)) for p in points]
     lines = zip(points, aligned(rows, right=(0, 1)).splitlines(), strict=True)
     return head | {f"{point.workers:,}": line for point, line in lines}
-
-
-def _calibrate(recipe: Recipe, out: Path | None, data: Path | None) -> None:
-    from largebatch.lab.measure.calibrate import calibrate
-
-    if out is None:
-        raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
-    if recipe.optimizer.kind == "muon":
-        raise LargebatchError(
-            "optimizer.kind: muon: its workers share an update, which --calibrate measures on one; "
-            "measure with another optimizer"
-        )
-    for line in calibrate(recipe, out, data=data):
-        print(printable(line))

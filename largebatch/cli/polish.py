@@ -11,12 +11,11 @@ from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.formatting import aligned
 from largebatch.recipe.section import LARGEST, MAX_EPOCHS
-from largebatch.runs.options import NEW_FOLDER, Count, Given, Machine, Number, Options
+from largebatch.runs.options import NEW_FOLDER, Count, Given, Machine, Number
 from largebatch.tracking.events import LOG, REPORT, Drift, Evaluation, LayerDrift, write_json
 
 if TYPE_CHECKING:
     from largebatch.runs.checkpoints import Comparison
-    from largebatch.runs.pretrained import Pretrained
 
 _EPOCHS = 1.0
 """Default epochs of a comparison's updates."""
@@ -48,7 +47,7 @@ def polish(  # noqa: PLR0913 -- its options
         ema: Use the moving average of the weights, in --weights or in an unfinished run.
         out: New run folder; new file of weights; JSON of --compare.
         samples: Number of images to measure (all).
-        compare: Try every method on copies and print a table.
+        compare: Try every method on copies of a checkpoint and print a table.
         epochs: Epochs of updates that --compare makes (1).
         lr: First learning rate of --compare (0.001 for a global batch of 256, in proportion).
     """
@@ -58,6 +57,8 @@ def polish(  # noqa: PLR0913 -- its options
         raise LargebatchError(
             "nothing to polish: pass a checkpoint of ours, or --model NAME --weights FILE"
         )
+    if compare and weights is not None:
+        raise LargebatchError("--compare is for a checkpoint of ours: leave --weights out")
     if not compare and (epochs is not None or lr is not None):
         raise LargebatchError(
             "--epochs and --lr are for --compare, which makes updates; the statistics pass makes "
@@ -72,47 +73,40 @@ def polish(  # noqa: PLR0913 -- its options
             raise CheckpointError(f"{out}: exists already; choose another --out")
         if not out.parent.is_dir():
             raise CheckpointError(f"{out}: there is no folder {out.parent}; make it first")
-    from largebatch.runs.checkpoints import compare_checkpoint
-    from largebatch.runs.pretrained import Pretrained, compare_weights
-
     run_options = options.options(out=out or NEW_FOLDER)
-    source: Path | Pretrained
-    if weights is not None:
-        assert model is not None
-        source = Pretrained(model=model, weights=weights, ema=ema)
-    else:
+    if compare:
+        from largebatch.runs.checkpoints import compare_checkpoint
+
         assert checkpoint is not None
-        source = checkpoint
-    if not compare:
-        _polish(source, run_options, samples=samples, ema=ema)
-        return
-    how: dict[str, Any] = {"samples": samples, "epochs": epochs or _EPOCHS, "lr": lr}
-    comparison = (
-        compare_checkpoint(source, run_options, **how, ema=ema)
-        if isinstance(source, Path)
-        else compare_weights(source, run_options, **how)
-    )
-    _compare(comparison, out, {"of": str(checkpoint or weights), "model": model, **how})
-
-
-def _polish(
-    source: "Path | Pretrained", options: Options, *, samples: int | None, ema: bool
-) -> None:
-    if isinstance(source, Path):
-        from largebatch.runs.checkpoints import polish_checkpoint
-
-        summary = polish_checkpoint(source, options, samples=samples, ema=ema)
-        before, after = map(asdict, summary.stages)
-        layers, measured = _logged(options.out / LOG)
-        undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
-        done = f"report: {options.out / REPORT}{undone}"
-    else:
+        how: dict[str, Any] = {"samples": samples, "epochs": epochs or _EPOCHS, "lr": lr}
+        comparison = compare_checkpoint(checkpoint, run_options, **how, ema=ema)
+        _compare(comparison, out, {"of": str(checkpoint), **how})
+    elif weights is not None:
         from largebatch.runs.pretrained import polish_weights
 
-        result = polish_weights(source, options, samples=samples)
+        assert model is not None
+        result = polish_weights(model, weights, run_options, samples=samples, ema=ema)
+        noted = "\n".join([*filter(None, [result.note]), f"polished weights: {run_options.out}"])
         before, after = asdict(result.before), asdict(result.after)
-        layers, measured = tuple(result.drift), result.after.samples
-        done = "\n".join([*filter(None, [result.note]), f"polished weights: {options.out}"])
+        _print(before, after, tuple(result.drift), result.after.samples, noted)
+    else:
+        from largebatch.runs.checkpoints import polish_checkpoint
+
+        assert checkpoint is not None
+        summary = polish_checkpoint(checkpoint, run_options, samples=samples, ema=ema)
+        before, after = map(asdict, summary.stages)
+        layers, measured = _logged(run_options.out / LOG)
+        undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
+        _print(before, after, layers, measured, f"report: {run_options.out / REPORT}{undone}")
+
+
+def _print(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    layers: Sequence[LayerDrift],
+    measured: int,
+    done: str,
+) -> None:
     if own_rank() == 0:
         top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%}"
         print(printable(f"{_describe(layers)}; {top1} on {measured:,} validation images"))

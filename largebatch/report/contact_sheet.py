@@ -26,7 +26,7 @@ from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError, clip
 from largebatch.recipe.arithmetic.describe import describe_decoding
-from largebatch.recipe.arithmetic.plan import Plan, plan_updates
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
@@ -161,7 +161,7 @@ def write_sheet(
     Raises LargebatchError if the images cannot be read or the file cannot be written.
     """
     require_png(path, what="sheet")
-    plan = plan_updates(recipe)
+    plan = make_plan(recipe.mathematics)
     pipeline = open_images(recipe, plan, Serial(), folder=folder, progress=progress)
     shown = show(pipeline)
     sheet = draw_sheet(shown, recipe, plan)
@@ -267,8 +267,9 @@ def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
     moved = f", moved by up to {data.translate} pixels" if data.translate else ""
     sides = ", ".join(str(part.image_size) for part in data.resolution)
     sides = sides and f", first of {sides} pixels"
+    decoding = describe_decoding(recipe.execution, data.source)
     return [
-        f"{recipe.model.name} sees {size}, {data.interpolation}, {describe_decoding(recipe)}",
+        f"{recipe.model.name} sees {size}, {data.interpolation}, {decoding}",
         f"training: {crops}, {flips} mirrored{moved}{sides}; clean and evaluation: {clean}",
         f"values after normalisation, mean ± std of these images: {', '.join(values)}",
     ]

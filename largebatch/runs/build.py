@@ -1,15 +1,14 @@
-"""Recipe and machine -> every object of a run: the model, the optimizer, the reducer."""
+"""Recipe and machine -> a session: the workers, the model, the images, and what trains them."""
 
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,19 +18,16 @@ from largebatch.distributed.agreement import Facts, require_agreement, share_wei
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
-from largebatch.errors import MissingPackageError, PlanError
-from largebatch.models.of_recipe import build_model, prepare_training
-from largebatch.recipe.arithmetic.division import may_split
-from largebatch.recipe.arithmetic.plan import Plan, measuring_plan, plan_run
-from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.errors import MissingPackageError, PlanError, RecipeError
+from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_session, build_state, build_training
+from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import LOG, TRACE, Tracker
-from largebatch.training.profiling import Profiler
+from largebatch.tracking.events import TRACE
 from largebatch.training.session import Session
-from largebatch.training.state import TrainState
 from largebatch.training.updates import Updates, synchronous_updates
 
 _LOG = logging.getLogger(__name__)
@@ -44,14 +40,23 @@ _SPIN = (
 
 @contextmanager
 def join(
-    options: Options, facts: Facts, *, starting: bool = False, splits: bool = False
+    options: Options,
+    facts: Facts,
+    *,
+    joined: Backend | None = None,
+    starting: bool = False,
+    splits: bool = False,
 ) -> Iterator[Backend]:
-    """Connect to the other workers; possible once in a process, because their address serves once.
+    """Connect to the other workers, unless they have `joined` already.
 
-    `starting` and `splits` are passed to connect. The backend is closed only on success: after an
-    error the other workers may be gone. Raises MismatchError on every worker unless all have the
-    same options, packages and `facts`.
+    That is possible once in a process, because their address serves once. `starting` and `splits`
+    are passed to connect. The backend is closed only on success: after an error the other workers
+    may be gone. Raises MismatchError on every worker unless all have the same options, packages and
+    `facts`.
     """
+    if joined is not None:
+        yield joined
+        return
     for name in options.imports:
         from largebatch.data.datasets.own import import_own
 
@@ -77,34 +82,53 @@ def open_session(
 
     Trackers can be added later. `facts` and errors are those of join.
     """
-    with _joined(recipe, options, facts, joined, starting=True) as backend:
+    splits = True
+    with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
+        splits = make_plan(recipe, workers=world_size()).sync_workers > 1
+    facts, protocol = {**facts, **recipe.model_dump(mode="json")}, recipe.protocol
+    with join(options, facts, joined=joined, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
-        plan = plan_run(recipe, workers=backend.world_size, backend=backend.name)
-        model = build_model(recipe, backend.device)
-        prepare_training(model, recipe, plan, backend.device)
-        limit = time_limit(recipe, options, rank=backend.rank)
-        alone = recipe.protocol is not None  # each worker's gradients are its own, for the servers
+        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
+        section, device = recipe.model, backend.device
+        model = build_model(recipe, device)
+        require_trainable(model, section.name)
+        sizes = {piece.image_size for piece in plan.sizes}
+        require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
+        if recipe.execution.compile:
+            from largebatch.models.compiled import compile_model
+
+            mode, shares_spans = recipe.execution.compile, plan.sync_workers > 1
+            compile_model(model, mode, device, shares_spans=shares_spans)
+        # A server without a learner sees the time only when learners rest, and would mistake the
+        # time between for the time that a stop needs.
+        serves = protocol is not None and backend.rank >= protocol.learners
+        limit = None if serves else options.time_limit
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
+        alone = protocol is not None  # each worker's gradients are its own, for the servers
+        folder, dataset = options.data, options.dataset
         with (
-            closing(_open_images(recipe, plan, backend, options)) as pipeline,
+            closing(open_images(recipe, plan, backend, folder=folder, dataset=dataset)) as pipeline,
             stop_requests(handles_signals=handles_signals, limit=limit, begun=begun) as wants_stop,
         ):
             if backend.rank == 0:  # worker 0 sends its weights to the others
                 _init_from_images(model, pipeline)
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
-                training = build_training(
+                updates: Updates = synchronous_updates
+                if protocol is not None:
+                    updates = plugged_in("updates", "protocol")(recipe, state, backend)
+                yield build_session(
                     recipe,
                     pipeline,
                     backend,
                     state,
+                    updates,
                     folder=options.out,
                     alone=alone,
                     wants_stop=wants_stop,
+                    began=began,
                 )
-                updates = choose_updates(recipe, state, backend)
-                yield build_session(recipe, training, updates, began=began)
 
 
 @contextmanager
@@ -116,30 +140,21 @@ def open_measuring(
     Nothing is trained: the number of workers is free, and settings of the training machine are
     ignored.
     """
-    with _joined(recipe, options, facts, joined, starting=False) as backend:
-        plan = measuring_plan(recipe, workers=backend.world_size)
+    facts, here = {**facts, **recipe.model_dump(mode="json")}, recipe.without_machine_settings
+    device_batch, folder = recipe.execution.device_batch, options.data
+    with join(options, facts, joined=joined) as backend:
+        alone = make_plan(recipe.mathematics)
+        plan = alone.measuring(workers=backend.world_size, device_batch=device_batch)
         model = build_model(recipe, backend.device)
-        with closing(_open_images(recipe, plan, backend, options)) as pipeline:
+        with closing(
+            open_images(recipe, plan, backend, folder=folder, dataset=options.dataset)
+        ) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-            here = anywhere(recipe)
             with closing(build_state(here, plan, model, backend)) as state:
-                updates = choose_updates(recipe, state, None)
-                training = build_training(here, pipeline, backend, state, folder=options.out)
-                yield build_session(recipe, training, updates)
-
-
-def _joined(
-    recipe: Recipe, options: Options, facts: Facts, joined: Backend | None, *, starting: bool
-) -> AbstractContextManager[Backend]:
-    if joined is not None:
-        return nullcontext(joined)
-    splits = may_split(recipe, workers=world_size())
-    facts = {**facts, **recipe.model_dump(mode="json")}
-    return join(options, facts, starting=starting, splits=splits)
-
-
-def _open_images(recipe: Recipe, plan: Plan, backend: Backend, options: Options) -> Pipeline:
-    return open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
+                updates: Updates = synchronous_updates
+                if recipe.protocol is not None:  # it makes none and adds its state
+                    updates = plugged_in("updates", "protocol")(recipe, state, None)
+                yield build_session(here, pipeline, backend, state, updates, folder=options.out)
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
@@ -156,17 +171,6 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     parts = (pipeline.training_samples(range(*span)) for span in zip(starts, ends, strict=True))
     with closing(pipeline.clean("train", parts)) as batches:
         init(batch.images for batch in batches)
-
-
-def choose_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -> Updates:
-    """Return the function that makes the updates of a stage: the training loop, or a protocol.
-
-    Without a backend no updates are made, and a protocol adds only its state.
-    """
-    if recipe.protocol is None:
-        return synchronous_updates
-    updates: Updates = _plugged_in("updates", "protocol")(recipe, state, backend)
-    return updates
 
 
 def with_profiler(session: Session, options: Options, *, until: int) -> Session:
@@ -192,12 +196,14 @@ def with_profiler(session: Session, options: Options, *, until: int) -> Session:
         )
     if training.backend.rank:
         return session
+    from largebatch.training.profiling import Profiler
+
     resume_clock = training.step_log.resume_clock
     profiler = Profiler(first, last, options.out / TRACE, session.log.emit, resume_clock)
     return replace(session, updates=partial(synchronous_updates, profiler=profiler))
 
 
-def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
+def plugged_in(kind: str, name: str) -> Callable[..., Any]:
     """Load what a package plugs into a run under `name`: an entry point of `largebatch.KIND`."""
     found = entry_points(group=f"largebatch.{kind}", name=name)
     if not found:
@@ -208,48 +214,3 @@ def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
         )
     plugged: Callable[..., Any] = next(iter(found)).load()
     return plugged
-
-
-def optional_workers(recipe: Recipe) -> Collection[int]:
-    """Return the workers whose failure does not end the run."""
-    return recipe.protocol.optional_learners if recipe.protocol else ()
-
-
-def open_trackers(
-    session: Session, folder: Path, ids: Mapping[str, str | None], *, resume: bool
-) -> Iterator[Tracker]:
-    """Open each tracker of the recipe once; `ids` are the run's in them before it was resumed."""
-    recipe = session.saver.recipe
-    config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
-    upload = recipe.execution.checkpoints.upload
-    for name in dict.fromkeys(recipe.tracking):
-        match name:
-            case "wandb":
-                from largebatch.tracking.wandb import Wandb
-
-                note, known = partial(session.log.note, "train"), ids.get(name)
-                yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
-            case "tensorboard":
-                from largebatch.tracking.tensorboard import TensorBoard
-
-                yield TensorBoard(folder, config)
-            case "mlflow":
-                from largebatch.tracking.mlflow import MLflow
-
-                known, resumed = ids.get(name), resume and (folder / LOG).exists()
-                yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
-            case "mlperf":
-                yield _plugged_in("trackers", name)(folder, recipe, began=session.began)
-            case _:
-                assert_never(name)
-
-
-def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:
-    """Return the seconds after which this worker requests to stop; None if it never does.
-
-    Learners check the time after every gradient. A server without a learner checks it only when
-    the learners rest, and would mistake the time between for the time that a stop needs.
-    """
-    section = recipe.protocol
-    serves = section is not None and rank >= section.learners
-    return None if serves else options.time_limit

@@ -1,7 +1,7 @@
 """Evaluate or polish a checkpoint after its run, or compare ways to polish it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +15,12 @@ from largebatch.optim.schedule_free import is_averaging, store_average
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.polish import Affine, Polish, Statistics
-from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring, open_session
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options
 from largebatch.runs.record import record
-from largebatch.runs.state import build_affine
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema
@@ -54,7 +53,7 @@ class Row:
     """Learning rate of the first update; None without one."""
 
     note: str | None
-    """Remark on statistics that did not settle, or on skipped updates."""
+    """Remark on statistics that did not converge, or on skipped updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,39 +69,18 @@ class Comparison:
     """Number of images, and a digest of their list, by split."""
 
 
-def _small_lr(recipe: Recipe) -> float:
-    """Return the default learning rate for the updates of a comparison.
-
-    A hundredth of the first rate of ResNets at batches of 256 (arXiv:1512.03385, section 3.4), as
-    near the end of their schedule: the weights of a trained model barely move. Scaled with the
-    batch (arXiv:1706.02677, section 2.1), because an epoch has fewer updates in proportion.
-    """
-    return 0.001 * recipe.batch.last / 256
-
-
 def with_updates(recipe: Recipe, *, epochs: float, lr: float | None) -> Recipe:
     """Return the recipe with the updates of a comparison beside its statistics pass.
 
-    `lr` None: a small one.
+    `lr` None: a hundredth of the first rate of ResNets at batches of 256 (arXiv:1512.03385, section
+    3.4), as near the end of their schedule: the weights of a trained model barely move. Scaled with
+    the batch (arXiv:1706.02677, section 2.1), because an epoch has fewer updates in proportion.
     """
     assert recipe.polish is not None
-    changes = {
-        **dict.fromkeys(("clean", "ema", "swa")),
-        "affine": Affine(epochs=epochs, lr=lr or _small_lr(recipe)),
-    }
+    lr = lr or 0.001 * recipe.batch.last / 256
+    changes = {**dict.fromkeys(("clean", "ema", "swa")), "affine": Affine(epochs=epochs, lr=lr)}
     polish = recipe.polish.model_copy(update=changes)  # held-out images stay held out
     return recipe.model_copy(update={"polish": polish})
-
-
-def compare(session: Session) -> Comparison:
-    """Polish copies of the session's model in every way; `with_updates` made its recipe."""
-    training = session.training
-    return Comparison(
-        rows=_rows(session),
-        commit=source_commit() if training.backend.rank == 0 else None,
-        versions=versions(),
-        data=training.pipeline.splits,
-    )
 
 
 def _rows(session: Session) -> Iterator[Row]:
@@ -111,50 +89,47 @@ def _rows(session: Session) -> Iterator[Row]:
     In `clean`, all weights move as in `affine`: by momentum SGD on clean images at a small rate.
     """
     polish, state, evaluator = session.polish, session.state, session.evaluator
+    training, plan = session.training, session.training.plan
     assert polish.affine is not None
     assert polish.statistics is not None
+    assert state.build_affine is not None
     weights = {name: value.clone() for name, value in state.model.state_dict().items()}
     scale = state.scaler.state_dict()
     for mode in get_args(Mode):
         state.model.load_state_dict(weights)
         state.scaler.load_state_dict(scale)
-        lr = polish.affine.lr if mode in {"affine", "clean"} else None
-        begun, note, updates = time.perf_counter(), None, 0
+        begun, note, updates, lr = time.perf_counter(), None, 0, None
         if mode == "statistics":
             section = polish.statistics
             drift = evaluator.statistics(section.samples, sequential=section.sequential)
             note = describe_unsettled(drift)
-        elif lr is not None:
-            planned, updates = session.training.plan.affine_steps, _update(session, mode)
-            if updates < planned:
-                note = f"{planned - updates} of {planned} updates skipped: gradients not finite"
+        elif mode != "none":
+            lr, skipped = polish.affine.lr, state.progress.skipped
+            state.use(state.build_affine(all_weights=mode == "clean"))
+            steps = range(plan.steps, plan.updates)
+            try:
+                session.make_updates(Part(mode, steps, plan.updates, clean=True))
+            except DivergedError as error:
+                reason = str(error).partition(";")[0]
+                raise DivergedError(f"{mode}: {reason}; lower --lr") from None
+            if training.requests.stopped:
+                raise LargebatchError(f"stopped in {mode}: there is no result for it")
+            lost = state.progress.skipped - skipped
+            updates = plan.affine_steps - lost
+            if lost:
+                note = f"{lost} of {plan.affine_steps} updates skipped: gradients not finite"
         seconds = time.perf_counter() - begun
-        found = evaluator.validation()
+        measured = evaluator.validation()
         yield Row(
             mode=mode,
-            top1=found.top1,
-            top5=found.top5,
-            loss=found.loss,
+            top1=measured.top1,
+            top5=measured.top5,
+            loss=measured.loss,
             seconds=seconds,
             updates=updates,
             lr=lr,
             note=note,
         )
-
-
-def _update(session: Session, mode: Literal["affine", "clean"]) -> int:
-    training, state = session.training, session.state
-    plan, skipped, recipe = training.plan, state.progress.skipped, session.saver.recipe
-    every = mode == "clean"
-    state.use(build_affine(recipe, plan, state.model, training.backend, all_weights=every))
-    steps = range(plan.steps, plan.updates)
-    try:
-        session.make_updates(Part(mode, steps, plan.updates, clean=True))
-    except DivergedError as error:
-        raise DivergedError(f"{mode}: {str(error).partition(';')[0]}; lower --lr") from None
-    if training.requests.stopped:
-        raise LargebatchError(f"stopped in {mode}: there is no result for it")
-    return plan.affine_steps - (state.progress.skipped - skipped)
 
 
 class Evaluated(NamedTuple):
@@ -239,7 +214,7 @@ def compare_checkpoint(
     """
     _, checkpoint = _load(path, options, ema=ema)
     state = checkpoint.state
-    recipe = with_statistics(anywhere(checkpoint.recipe), samples)
+    recipe = with_statistics(checkpoint.recipe.without_machine_settings, samples)
     recipe = with_updates(recipe, epochs=epochs, lr=lr)
     facts = {"command": "polish --compare", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_session(recipe, options, facts) as session:
@@ -254,7 +229,12 @@ def compare_checkpoint(
                 store_average(own.updater.optimizer)
             if ema:
                 store_ema(state["ema"], own.model)
-        yield compare(session)
+        yield Comparison(
+            rows=_rows(session),
+            commit=source_commit() if session.training.backend.rank == 0 else None,
+            versions=versions(),
+            data=session.training.pipeline.splits,
+        )
 
 
 def _load(path: Path, options: Options, *, ema: bool = False) -> tuple[Path, Checkpoint]:
@@ -266,11 +246,20 @@ def _load(path: Path, options: Options, *, ema: bool = False) -> tuple[Path, Che
     polish = checkpoint.recipe.polish
     if ema and not (checkpoint.state["ema"] and polish is not None and polish.ema):
         raise CheckpointError(
-            f"{path}: holds no EMA: a checkpoint has one if its recipe has polish.ema, until the "
-            "schedule ends and the EMA becomes the model; leave --ema out"
+            f"{path}: holds no EMA: a checkpoint has one until the schedule of a recipe with "
+            "polish.ema ends, and the EMA becomes the model; leave --ema out"
         )
-    recipe = _with_execution(checkpoint.recipe, options.overrides, path=path)
-    return path, replace(checkpoint, recipe=recipe)
+    for override in options.overrides:
+        if not override.startswith(("execution", "evaluation")):
+            raise LargebatchError(
+                f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
+                "can be changed"
+            )
+    if options.overrides:
+        text = dump_yaml(checkpoint.recipe)
+        changed = parse_recipe(text, options.overrides, source=str(path))
+        checkpoint = replace(checkpoint, recipe=changed)
+    return path, checkpoint
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
@@ -282,16 +271,6 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
         raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
     found.warn()
     return found.path, found.checkpoint
-
-
-def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:
-    for override in overrides:
-        if not override.startswith(("execution", "evaluation")):
-            raise LargebatchError(
-                f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
-                "can be changed"
-            )
-    return parse_recipe(dump_recipe(recipe), overrides, source=str(path)) if overrides else recipe
 
 
 def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:

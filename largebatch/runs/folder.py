@@ -5,8 +5,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -15,9 +17,8 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
-from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
-from largebatch.runs.build import open_trackers
+from largebatch.recipe.writing import dump_yaml
+from largebatch.runs.build import plugged_in
 from largebatch.runs.options import Resume
 from largebatch.storage import find_leftovers, remove_leftovers, write_whole
 from largebatch.tracking.console import Console
@@ -50,8 +51,29 @@ def open_folder(
     `ids` are the run's in the trackers, from its checkpoint. Raises CheckpointError if the folder
     cannot be written or another run writes to it, TrackerError if a tracker cannot be used.
     """
-    console = Console(started=command_started())
-    trackers: list[Tracker] = [console, *open_trackers(session, folder, ids, resume=resume)]
+    recipe, note = session.saver.recipe, partial(session.log.note, "train")
+    config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
+    trackers: list[Tracker] = [Console(started=command_started())]
+    for name in dict.fromkeys(recipe.tracking):
+        match name:
+            case "wandb":
+                from largebatch.tracking.wandb import Wandb
+
+                trackers.append(Wandb(folder, config, note=note, identity=ids.get(name)))
+            case "tensorboard":
+                from largebatch.tracking.tensorboard import TensorBoard
+
+                trackers.append(TensorBoard(folder, config))
+            case "mlflow":
+                from largebatch.tracking.mlflow import MLflow
+
+                resumed = resume and (folder / LOG).exists()
+                trackers.append(MLflow(folder, config, identity=ids.get(name), resumed=resumed))
+            case "mlperf":
+                tracker = plugged_in("trackers", name)
+                trackers.append(tracker(folder, recipe, began=session.began))
+            case _:
+                assert_never(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -62,7 +84,7 @@ def open_folder(
             remove_leftovers(folder, folder / CHECKPOINTS)
             set_aside_damaged(folder / CHECKPOINTS, step=session.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
-            write_whole(folder / RECIPE, dump_recipe(session.saver.recipe).encode())
+            write_whole(folder / RECIPE, dump_yaml(recipe).encode())
         except OSError as error:
             raise _unwritable(folder, error) from None
         trackers.insert(1, log)
@@ -98,19 +120,19 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
 
 def require_same_run(
     checkpoint: Checkpoint,
-    recipe: Recipe,
+    here: Mapping[str, Any],
     splits: Mapping[str, object],
     folder: Path,
     *,
     allow: Sequence[str],
 ) -> None:
-    """Raise CheckpointError, with every difference, unless a checkpoint has this recipe and data.
+    """Raise CheckpointError, with every difference, unless a checkpoint is of this run.
 
-    `allow` has the keys that may differ: those of the recipe, and `data.index`; not the kind of
-    optimizer, whose state no other can use.
+    `here` is the mathematics of the recipe, `splits` its data. `allow` has the keys that may
+    differ: those of the recipe, and `data.index`; not the kind of optimizer, whose state no other
+    can use.
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
-    here = recipe.mathematics.model_dump(mode="json")
     data = checkpoint.origin.data, splits
     changed = {
         key: f"{key} is {_written(old)} there and {_written(new)} here"

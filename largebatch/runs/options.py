@@ -34,7 +34,7 @@ Resume = bool | Literal["auto"]
 NEW_FOLDER = Path("runs/<name>-<time>")
 """Default of `out`, in place of which a run gets a folder of its recipe's name and the time."""
 
-_ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".onnx", ".pth", ".csv"}
+_ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".pth", ".csv"}
 _SCALE = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -129,7 +129,7 @@ class Workers:
     """Library that sums gradients; auto: the launcher's."""
 
     timeout: Seconds = TIMEOUT_SECONDS
-    """Time to wait for a worker that does nothing (six times as long until the first update)."""
+    """Seconds, or such as 5m, to wait for a worker (six times as long until the first update)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class Options(Machine):
     """Run folder."""
 
     resume: Annotated[Resume, Parameter(metavar="yes|auto", show_choices=False)] = False
-    """Continue the run in --out; auto: if there is one, else start one."""
+    """yes: continue the run in --out; auto: if it has a checkpoint, else start it."""
 
     restarts: Annotated[int, Parameter(metavar="N")] = 0
     """Restart --workers that died, at most N times."""

@@ -6,8 +6,7 @@ is written.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from largebatch.data.index.index import open_content
-from largebatch.distributed.agreement import Facts, checksum
+from largebatch.distributed.agreement import checksum
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, DataError
@@ -24,24 +23,12 @@ from largebatch.models import zoo
 from largebatch.polish import Drift
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import join, open_measuring, open_session
-from largebatch.runs.checkpoints import Comparison, compare, with_statistics, with_updates
+from largebatch.runs.build import join, open_measuring
+from largebatch.runs.checkpoints import with_statistics
 from largebatch.runs.options import Options
 from largebatch.runs.weights import Weights, check_new, read_weights
 from largebatch.training.evaluation import Metrics
 from largebatch.training.judging import describe_unsettled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pretrained:
-    """Weights to polish, and their model."""
-
-    model: str
-    """Name in timm or torchvision; the prefix `torchvision/` chooses torchvision."""
-
-    weights: Path
-    ema: bool = False
-    """True to polish the EMA in the file in place of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +39,23 @@ class Polished:
     after: Metrics
     drift: Drift
     note: str | None
-    """A remark: that statistics never came to rest."""
+    """A remark: that statistics did not converge."""
 
 
-def polish_weights(what: Pretrained, options: Options, *, samples: int | None = None) -> Polished:
+def polish_weights(
+    model: str, path: Path, options: Options, *, samples: int | None = None, ema: bool = False
+) -> Polished:
     """Write a polished file to `options.out`; return the metrics before and after.
 
-    `samples` is the number of clean training images to measure; None: all of them.
+    `model` is a name in timm or torchvision, whose prefix `torchvision/` chooses torchvision;
+    `samples` the number of clean training images to measure, None: all of them. `ema` polishes the
+    EMA in the file.
     """
-    names = zoo.same_name(what.model)
+    names = zoo.same_name(model)
     check_new(options.out)
-    weights = read_weights(what.weights, ema=what.ema)
-    facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
-    with join(options, facts) as backend:
+    weights = read_weights(path, ema=ema)
+    facts = {"command": "polish", "--samples": samples, "--model": model, "--ema": ema}
+    with join(options, {**facts, "--weights": checksum(weights.tensors)}) as backend:
         recipe, state = fit_model(names, weights, options, backend)
         recipe = with_statistics(recipe, samples)
         assert recipe.polish is not None
@@ -80,28 +71,6 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
                 weights.replace(_statistics(session.state.model))
                 weights.write(options.out)
     return Polished(before=before, after=after, drift=drift, note=describe_unsettled(drift))
-
-
-@contextmanager
-def compare_weights(
-    what: Pretrained, options: Options, *, samples: int | None, epochs: float, lr: float | None
-) -> Iterator[Comparison]:
-    """Measure what each way of polishing does to a copy of the weights."""
-    names = zoo.same_name(what.model)
-    weights = read_weights(what.weights, ema=what.ema)
-    asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
-    facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
-    with join(options, facts, starting=True) as backend:
-        recipe, state = fit_model(names, weights, options, backend)
-        recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=lr)
-        nowhere = replace(options, out=Path())
-        with open_session(recipe, nowhere, {}, joined=backend) as session:
-            session.state.model.load_state_dict(state)
-            yield compare(session)
-
-
-def _facts(what: Pretrained, weights: Weights) -> Facts:
-    return {"--model": what.model, "--weights": checksum(weights.tensors)}
 
 
 def fit_model(

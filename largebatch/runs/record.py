@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -52,17 +51,43 @@ def record(
             with suppress(CheckpointError):
                 _finish(session, folder, status, draws=draws, diverged=diverged)
             raise
-        if complete:
-            return _finish(session, folder, "finished", draws=draws)
-        status = "interrupted" if session.training.requests.stopped else "paused"
+        stopped = session.training.requests.stopped
+        status = "finished" if complete else "interrupted" if stopped else "paused"
         return _finish(session, folder, status, draws=draws)
 
 
 def _finish(
     session: Session, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
 ) -> Summary:
-    summary = replace(summarize(session, status), diverged=diverged)
-    if session.training.backend.rank == 0:
+    plan, state, backend = session.training.plan, session.state, session.training.backend
+    progress, last = state.progress, state.last_kept
+    timed = progress.images and progress.train_seconds
+    summary = Summary(
+        recipe=session.saver.recipe.name,
+        commit=source_commit() if backend.rank == 0 else None,
+        versions=versions(),
+        backend=backend.name,
+        workers=plan.workers,
+        global_batch=plan.global_batch,
+        device_batch=plan.device_batch,
+        accumulation=plan.accumulation,
+        steps=progress.updates,
+        skipped_steps=progress.skipped,
+        samples=progress.images,
+        seconds=state.seconds,
+        images_per_second=progress.images / progress.train_seconds if timed else None,
+        peak_memory_bytes=peak_memory_bytes(backend.device),
+        top1=last.top1 if last else None,
+        top5=last.top5 if last else None,
+        loss=last.loss if last else None,
+        weights_sha256=state.weights_sha256,
+        extra={name: extra.summary() for name, extra in state.extra.items()},
+        remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
+        stages=tuple(state.stages),
+        status=status,
+        diverged=diverged,
+    )
+    if backend.rank == 0:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
@@ -87,34 +112,3 @@ def _draw(pipeline: Pipeline, folder: Path) -> None:
     except Exception as error:  # the run is recorded; its own error matters more
         again = f"largebatch report {folder}"
         _LOG.warning("%s: the report was not drawn: %s; draw it with `%s`", folder, error, again)
-
-
-def summarize(session: Session, status: Status) -> Summary:
-    """Return the summary of the run so far."""
-    plan, state, backend = session.training.plan, session.state, session.training.backend
-    progress, last = state.progress, state.last_kept
-    timed = progress.images and progress.train_seconds
-    return Summary(
-        recipe=session.saver.recipe.name,
-        commit=source_commit() if backend.rank == 0 else None,
-        versions=versions(),
-        backend=backend.name,
-        workers=plan.workers,
-        global_batch=plan.global_batch,
-        device_batch=plan.device_batch,
-        accumulation=plan.accumulation,
-        steps=progress.updates,
-        skipped_steps=progress.skipped,
-        samples=progress.images,
-        seconds=state.seconds,
-        images_per_second=progress.images / progress.train_seconds if timed else None,
-        peak_memory_bytes=peak_memory_bytes(backend.device),
-        top1=last.top1 if last else None,
-        top5=last.top5 if last else None,
-        loss=last.loss if last else None,
-        weights_sha256=state.weights_sha256,
-        extra={name: extra.summary() for name, extra in state.extra.items()},
-        remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
-        stages=tuple(state.stages),
-        status=status,
-    )

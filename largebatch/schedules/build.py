@@ -103,7 +103,7 @@ class _Segment:
         return [point - self.before for point in points]
 
 
-def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
+def _build(  # noqa: PLR0911 -- one case for each kind
     decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
 ) -> Policy:
     match decay:
@@ -118,9 +118,6 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             return functions.exponential_rise(peak=peak, gamma=gamma, steps=segment.steps - 1)
         case schedule.Exponential(gamma=gamma):
             return functions.exponential(peak=peak, gamma=gamma)
-        case schedule.Sigmoid(half_at=half_at, gamma=gamma):
-            half = segment.length("half_at", half_at, limit=segment.steps - 1)
-            return functions.sigmoid(peak=peak, steps=half, gamma=gamma)
         case schedule.Inverse(gamma=gamma, power=power):
             return functions.inverse(peak=peak, gamma=gamma, power=power)
         case schedule.Polynomial(power=power, end_lr=end):
@@ -128,9 +125,7 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             return functions.polynomial(peak=peak, steps=fall, power=power, end=end)
         case schedule.Cosine(end_lr=end):
             return functions.cosine(peak=peak, steps=segment.fall(decay), end=end)
-        case schedule.Spline(points=points, end_lr=end):
-            return functions.spline(peak=peak, steps=segment.fall(decay), points=points, end=end)
-        case schedule.Cycle():
+        case schedule.HalfCycle() | schedule.CosineCycles() | schedule.Restarts():
             return _build_cycles(decay, peak, segment)
         case schedule.Piecewise(pieces=pieces):
             return _join(pieces, segment)
@@ -138,35 +133,33 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             assert_never(decay)
 
 
-_CYCLES: dict[type[schedule.Cycle], Callable[..., Policy]] = {
-    schedule.Triangle: cycles.triangular,
-    schedule.Triangle2: cycles.triangular2,
-    schedule.TriangleExp: cycles.triangular_exp,
-    schedule.Sine: cycles.sine,
-    schedule.Sine2: cycles.sine2,
-    schedule.SineExp: cycles.sine_exp,
-    schedule.CosineCycles: cycles.cosine_cycles,
-    schedule.CosineCycles2: cycles.cosine_cycles2,
-    schedule.CosineCyclesExp: cycles.cosine_cycles_exp,
-    schedule.Restarts: cycles.restarts,
+_CYCLES: dict[str, Callable[..., Policy]] = {
+    "tri": cycles.triangular,
+    "tri2": cycles.triangular2,
+    "triexp": cycles.triangular_exp,
+    "sin": cycles.sine,
+    "sin2": cycles.sine2,
+    "sinexp": cycles.sine_exp,
+    "cos": cycles.cosine_cycles,
+    "restarts": cycles.restarts,
 }
 
 
-def _build_cycles(decay: schedule.Cycle, peak: float, segment: _Segment) -> Policy:
+def _build_cycles(
+    decay: schedule.HalfCycle | schedule.CosineCycles | schedule.Restarts,
+    peak: float,
+    segment: _Segment,
+) -> Policy:
     match decay:
         case schedule.Restarts(every=every):
             steps = segment.length("every", every, limit=segment.steps - 1)
-        case schedule.WholeCycle(cycle=cycle):
+        case schedule.CosineCycles(cycle=cycle):
             steps = segment.length("cycle", cycle, limit=2 * (segment.steps - 1))
         case schedule.HalfCycle():
             steps = segment.rise(decay)
-        case _:
-            raise AssertionError(decay)
     lengths = {"kind", "low_lr", "every", "cycle", "half_cycle"}
-    others = {
-        name: getattr(decay, name) for name in type(decay).model_fields if name not in lengths
-    }
-    return _CYCLES[type(decay)](peak=peak, low=decay.low_lr, steps=steps, **others)
+    others = decay.model_dump(exclude=lengths, exclude_none=True)
+    return _CYCLES[decay.kind](peak=peak, low=decay.low_lr, steps=steps, **others)
 
 
 def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:

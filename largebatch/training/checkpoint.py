@@ -29,7 +29,7 @@ from largebatch.errors import CheckpointError, RecipeError
 from largebatch.optim.schedule_free import is_averaging
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.storage import checksum, whole_path
 from largebatch.tracking.events import StageResult
 from largebatch.training.state import Progress
@@ -116,18 +116,12 @@ class Retention(NamedTuple):
     """The checkpoints of a run that stay on the disk, besides the one with the best accuracy."""
 
     last: int
-    every: int | None
-    """Number of updates whose multiples are retained; None: no others."""
 
     def superseded(self, paths: Iterable[Path], *, best: int | None) -> list[Path]:
         """Return the paths that may be deleted."""
         steps = {path: int(found[1]) for path in paths if (found := _NAME.fullmatch(path.name))}
         newest = sorted(steps, key=steps.__getitem__)[-self.last :]
-        return [
-            path
-            for path, step in steps.items()
-            if path not in newest and step != best and not (self.every and step % self.every == 0)
-        ]
+        return [path for path, step in steps.items() if path not in newest and step != best]
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -139,7 +133,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     tensors: dict[str, Tensor] = {}
     content = {
         "format": FORMAT,
-        "recipe": dump_recipe(checkpoint.recipe),
+        "recipe": dump_yaml(checkpoint.recipe),
         "origin": asdict(checkpoint.origin),
         "state": _plain(checkpoint.state, tensors),
     }

@@ -1,7 +1,7 @@
 """Saves a run and restores it, and compares the weights of the workers."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -75,22 +75,13 @@ class Saver:
                     trackers=read_ids(self.log.folder),
                 ),
             )
-            self._write(lambda: self.writer.write(checkpoint))
+            self.writer.write(checkpoint)
         seconds = time.perf_counter() - begin + self.writer.seconds
         self.requests.note_saved(seconds=seconds)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk; raises as `save` does."""
-        self._write(self.writer.wait)
-
-    def _write(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except CheckpointError as error:
-            if self.recipe.execution.checkpoints.on_error == "stop":
-                raise
-            self.log.note(self._stage, str(error), kind="checkpoint")
-            write()
+        self.writer.wait()
 
     def compare(self) -> None:
         """Raise DesynchronizedError on every worker unless all have the same weights."""

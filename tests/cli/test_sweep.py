@@ -12,7 +12,7 @@ from short_runs import DIGITS, SMALL
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.recipe.loading import load_recipe, parse_yaml
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.tracking.scalars import read_id
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "support/sweeps_schema.json").read_text())
@@ -79,7 +79,7 @@ def test_the_command_of_wandbs_agent_trains_what_it_has_drawn(
         monkeypatch.setenv(name, "")
     monkeypatch.setattr("largebatch.tracking.wandb.require_wandb", FakeWandb)
     short = ("duration={steps: 1}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL)
-    Path("short.yaml").write_text(dump_recipe(load_recipe(DIGITS, [*short, "tracking=[]"])))
+    Path("short.yaml").write_text(dump_yaml(load_recipe(DIGITS, [*short, "tracking=[]"])))
     found = sweep_of(capsys, "short.yaml", "--key", RATE, "--key", "optimizer.eta=1e-3,2e-3")
     started: list[list[str]] = []
 

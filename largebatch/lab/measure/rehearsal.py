@@ -25,17 +25,11 @@ from largebatch.lab.measure.estimate import largest_side, random_batch, saved_by
 from largebatch.lab.planner.cluster import Cluster, require_workers
 from largebatch.lab.planner.prediction import FIXED_BYTES, require_cacheable
 from largebatch.models.batchnorm import Spans
-from largebatch.models.of_recipe import (
-    in_precision,
-    new_model,
-    require_accepted,
-    require_trainable,
-)
+from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.runs.reduction import kept_exact
-from largebatch.runs.state import build_criterion, build_state, build_step_log
+from largebatch.runs.state import build_criterion, build_state, build_step_log, kept_exact
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.state import TrainState
 
@@ -169,7 +163,8 @@ def rehearse(
     each = None if cluster is None else min(cluster.gpus_per_node, workers)
     gpu = None if cluster is None else cluster.gpu
     backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
-    require_accepted(recipe, {piece.image_size for piece in plan.sizes})
+    sizes = {piece.image_size for piece in plan.sizes}
+    require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
     memory = _update(recipe, plan, backend)
     memory = replace(memory, optimizer=_optimizer_bytes(recipe, backend))
     trained, _, _ = divide_samples(recipe, recipe.data.train_samples, recipe.data.val_samples)
@@ -191,9 +186,9 @@ def rehearse(
 def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
     """Make one update on fake tensors; return its memory without the optimizer's state."""
     with FakeTensorMode():
-        model = in_precision(new_model(recipe), recipe, _CPU)
-        require_trainable(model, recipe)
-        short = replace(plan, accumulation=_passes(plan), batch_changes=(), swa_steps=0)
+        model = build_model(recipe, _CPU)
+        require_trainable(model, recipe.model.name)
+        short = replace(plan, accumulation=min(plan.accumulation, 2), batch_changes=(), swa_steps=0)
         # An average of the weights would copy them, which fake tensors do not allow.
         state = build_state(recipe.model_copy(update={"polish": None}), short, model, backend)
         activations = activation_bytes(recipe, plan, model)
@@ -203,7 +198,7 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
         parameters = sum(weight.nbytes for weight in weights)
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         averages = recipe.polish is not None and (recipe.polish.ema or plan.swa_steps)
-        exact = kept_exact(recipe, model)
+        exact = kept_exact(recipe.reduction.dtype, model)
         shorter = [weight for weight in weights if weight not in exact]
         sent = 0 if recipe.reduction.dtype == "fp32" else 2 * sum(w.numel() for w in shorter)
         return Memory(
@@ -216,16 +211,11 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
         )
 
 
-def _passes(plan: Plan) -> int:
-    """Return the number of micro-batches to compute: two, which are equal, or Adasum's parts."""
-    return max(min(plan.accumulation, 2), plan.parts // plan.workers)
-
-
 def activation_bytes(recipe: Recipe, plan: Plan, model: nn.Module) -> int:
     """Return the bytes of activations for a device batch of the largest images."""
     images, labels = random_batch(recipe, plan.device_batch, largest_side(recipe, plan), _CPU)
     with saved_bytes(model) as kept:
-        loss = build_criterion(recipe)(model(images), labels)
+        loss = build_criterion(recipe.loss)(model(images), labels)
         total = sum(kept.values())
     del loss  # it keeps the activations alive until here
     return total
@@ -258,7 +248,7 @@ def _make_update(
         SGD(state.model.parameters(), lr=0.0),
         batches(),
         lambda _: 0.0,
-        build_criterion(recipe),
+        build_criterion(recipe.loss),
         reducer,
         Spans(state.model, backend, sync_workers=plan.sync_workers),
         GradScaler(_CPU.type, enabled=False),
@@ -277,7 +267,7 @@ def _optimizer_bytes(recipe: Recipe, backend: Rehearsed) -> int:
 
     Messages of the optimizer, which only Muon has, are recorded.
     """
-    model = new_model(recipe)
+    model = build_model(recipe, _CPU)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     optimizer = build_optimizer(recipe, model, backend)

@@ -151,7 +151,6 @@ def _schedule_rules(recipe: Recipe) -> Iterator[_Checked]:
 def _training_rules(recipe: Recipe) -> Iterator[_Checked]:
     smoothing = recipe.loss.label_smoothing in {0.0, 0.1}
     yield "loss.label_smoothing", smoothing, "0 or 0.1"
-    yield "reduction.kind", recipe.reduction.kind == "sum", "an update takes the mean gradient"
     for key in ("clean", "ema", "swa", "affine", "statistics"):
         absent = recipe.polish is None or getattr(recipe.polish, key) is None
         stage = "all updates are on augmented images, and the model is the one they leave"

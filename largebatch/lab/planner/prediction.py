@@ -38,7 +38,7 @@ from largebatch.lab.planner.model import (
 )
 from largebatch.lab.planner.suggest import LARGEST, EpochLaw, fit_epochs, reference_points
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
-from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
+from largebatch.recipe.execution import Groups, GroupsByBytes
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -280,13 +280,7 @@ def gradient_bytes(recipe: Recipe) -> float:
 
 def sends_at_once(groups: Groups) -> bool:
     """Return True if one group holds all gradients of ResNet-50, which backward cannot hide."""
-    match groups:
-        case ConstantGroups():
-            return groups.tensors >= TENSORS
-        case GroupsByBytes():
-            return groups.megabytes * 1e6 >= 4 * GRADIENTS
-        case _:
-            return False
+    return isinstance(groups, GroupsByBytes) and groups.megabytes * 1e6 >= 4 * GRADIENTS
 
 
 def _pixels(cluster: Cluster, size: int) -> float:
@@ -434,7 +428,6 @@ def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) 
             sizes != {PUBLISHED_SIZE}
         ),
         f"the additional time of an update of {kind} is unknown": (kind not in {"lars", "sgd"}),
-        "additional messages of adasum are not counted": recipe.reduction.kind == "adasum",
         f"how fast DALI decodes on {gpu.name} is not known, {needed:,.0f} images/s are needed": (
             dali and gpu.decoded_images_per_second is None and needed > fed
         ),

@@ -15,7 +15,7 @@ from largebatch.lab.studies.lines import interval_line
 from largebatch.lab.studies.metrics import ENOUGH_SEEDS, Cost, Costs, Interval, costs
 from largebatch.lab.studies.recommend import rank, sentences
 from largebatch.lab.studies.trained import CellResults, Result
-from largebatch.recipe.arithmetic.plan import plan_updates
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -267,7 +267,7 @@ def _charts(
     rates = []
     for cell in cells:
         recipe = cell.cell.seed_recipe(cell.values, seed=1)
-        course = follow(recipe.schedule, plan_updates(recipe))
+        course = follow(recipe.schedule, make_plan(recipe.mathematics))
         steps = np.unique(np.linspace(0, len(course.rates) - 1, _POINTS).astype(int)).tolist()
         epochs, values = [course.epoch(n) for n in steps], [course.rates[n] for n in steps]
         rates.append(Line(series=looks[cell.variant], x=epochs, y=values, points=False))

@@ -348,7 +348,9 @@ def sweeps(
 
 def weights_of(recipe: Recipe) -> list[torch.Tensor]:
     """Return the weights of a recipe's model without numbers, in the order of its optimizer."""
-    groups = param_groups(model_without_memory(recipe), weight_decay=0.0)
+    groups = param_groups(
+        model_without_memory(recipe.model, classes=recipe.data.classes), weight_decay=0.0
+    )
     return [weight.detach() for group in groups for weight in group["params"]]
 
 

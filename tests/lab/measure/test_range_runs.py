@@ -115,7 +115,7 @@ def test_the_losses_are_those_of_plain_pytorch_whatever_the_division(
 
 def test_everything_but_the_rate_is_the_recipes() -> None:
     """Its seed, optimizer, batch, span, images, augmentation, loss, precision, reduction."""
-    changes = ("reduction={kind: adasum, parts: 2}", "monitor=gradient_norm", "precision=bf16")
+    changes = ("reduction.dtype=bf16", "monitor=gradient_norm", "precision=bf16")
     recipe = load_recipe("digits_96", changes)
     rates = Range(low=1e-3, high=10, steps=41, seeds=1)
     derived = range_recipe(recipe, rates, seed=recipe.seed)

@@ -30,7 +30,7 @@ from largebatch.lab.studies.metrics import (
     robustness,
 )
 from largebatch.recipe.scaling import scaled
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.report.run import Run, read_run
 
 SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
@@ -54,7 +54,7 @@ def a_run(folder: Path, *, evaluations: list[tuple[int, float]] = EVALUATIONS) -
 
 def reread(run: FakeRun, *, seed: int = 7, **summary: object) -> Run:
     folder = run.write(**summary)
-    recipe = dump_recipe(load_recipe(DIGITS, [f"seed={seed}"]))
+    recipe = dump_yaml(load_recipe(DIGITS, [f"seed={seed}"]))
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
     return read_run(folder)
 

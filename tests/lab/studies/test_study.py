@@ -119,7 +119,7 @@ def test_a_simulation_needs_the_time_of_a_gradient(tmp_path: Path) -> None:
 
 def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
-    path.write_text("name: a\npolicies:\n  flat: {decay: {kind: fix}}\n  flat: {}\n")
+    path.write_text("name: a\npolicies:\n  flat: {decay: {kind: constant}}\n  flat: {}\n")
     with pytest.raises(RecipeError, match=r"study.yaml:4.*flat"):
         load_study(path)
 
@@ -176,7 +176,7 @@ def test_a_cell_that_cannot_run_is_refused_by_its_names(
     [
         {"decay": {"kind": "tri", "low_lr": 0.05, "half_cycle": {"steps": 3}}},
         {"decay": {"kind": "piecewise", "pieces": PIECES}},
-        {"warmup": {"steps": 3}, "start_lr": 0.1, "decay": {"kind": "poly", "end_lr": 0.2}},
+        {"warmup": {"steps": 3}, "start_lr": 0.1, "decay": {"kind": "polynomial", "end_lr": 0.2}},
         {"decay": {"kind": "exp", "gamma": 0.8}},
     ],
 )
@@ -270,7 +270,7 @@ def test_a_key_of_a_shape_is_searched_for_the_policies_that_have_it(tmp_path: Pa
     keys = {RATE: [0.1, 2], "schedule.decay.half_cycle.epochs": [0.5, 2],
             "schedule.decay.low_lr": [0.5, 2]}  # fmt: skip
     fix, tri = cells(
-        tmp_path, policies={"fix": {"decay": {"kind": "fix"}}, "tri": waves},
+        tmp_path, policies={"fix": {"decay": {"kind": "constant"}}, "tri": waves},
         search={**SEARCH, "keys": keys},
     )  # fmt: skip
     assert list(fix.ranges) == [RATE]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.arithmetic.describe import describe_spans
-from largebatch.recipe.arithmetic.plan import make_plan, measuring_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
@@ -124,7 +124,7 @@ def test_every_division_of_the_global_batch_has_a_plan_with_whole_spans(
 
 def test_measuring_takes_any_device_batch_and_whole_spans_for_statistics() -> None:
     for device_batch, whole in ((None, 96), (5, 48), (48, 48), (60, 96)):
-        plan = measuring_plan(digits().with_execution(device_batch=device_batch), workers=5)
+        plan = make_plan(digits()).measuring(workers=5, device_batch=device_batch)
         assert (plan.workers, plan.device_batch) == (5, device_batch or 96)
         assert (plan.statistics_batch, plan.sync_workers) == (whole, 1)
 
