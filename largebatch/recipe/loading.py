@@ -161,13 +161,8 @@ def _yaml_as_json(text: str) -> str:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Set one dotted key of the tree, or each key of a mapping, which is what sweep agents pass."""
     dotted, equals, text = override.partition("=")
     shown = f"--set {clip(override, LONGEST_NAME)}"
-    if override.startswith("{"):
-        for dotted, value in parse_yaml(override, source=shown).items():
-            _set(tree, dotted.split("."), value, shown=shown)
-        return
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")

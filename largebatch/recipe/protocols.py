@@ -24,8 +24,7 @@ class Centralised(Section):
 
     centralised: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
     """Number of servers. Each holds whole tensors of the model, about as many bytes as the others,
-    or with protocol.split a part of each. With softsync and asynchronous, a lost learner does not
-    end the run."""
+    or with protocol.split a part of each."""
 
 
 class _Protocol(Section):
@@ -77,20 +76,6 @@ class _Protocol(Section):
                 f"change protocol.learners; got {workers}"
             )
 
-    @property
-    def optional_learners(self) -> range:
-        """Learners that the run goes on without when they fail; here none."""
-        return range(0)
-
-
-class _Free(_Protocol):
-    """Protocols in which no learner waits for another."""
-
-    @property
-    def optional_learners(self) -> range:
-        """All but learner 0, which keeps the record, if no server fails with a learner."""
-        return range(1, self.learners) if self.dedicated else range(0)
-
 
 class Hardsync(_Protocol):
     """Every update takes one gradient of each learner, and all learners wait for it."""
@@ -111,7 +96,7 @@ class Hardsync(_Protocol):
         return self
 
 
-class Softsync(_Free):
+class Softsync(_Protocol):
     """An update takes any floor(learners / n) gradients, and no learner waits.
 
     This is n-softsync. A gradient is then about n updates late (its staleness).
@@ -142,7 +127,7 @@ class Softsync(_Free):
         return self
 
 
-class Asynchronous(_Free):
+class Asynchronous(_Protocol):
     """Every gradient is an update: softsync with n = learners.
 
     At a fixed learning rate this is Downpour SGD (Dean et al. 2012).

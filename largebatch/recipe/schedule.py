@@ -1,8 +1,8 @@
 """The section `schedule`: the learning rate.
 
-The kinds are the policies of LRBench (arXiv:1908.06477; its FIX, NSTEP and POLY are constant, steps
-and polynomial), half a cosine and restarts. LRBench's k0 is peak_lr and its k1 is low_lr; its t
-counts optimizer steps from the end of the warm-up.
+The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, some also under a
+longer one, half a cosine and restarts. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts
+optimizer steps from the end of the warm-up.
 """
 
 from typing import Annotated, Literal, Self, TypeAlias
@@ -18,7 +18,7 @@ Power = Annotated[float, Field(gt=0, le=1000)]
 class Constant(Section):
     """Stay at peak_lr."""
 
-    kind: Literal["constant"]
+    kind: Literal["constant", "fix"]
 
 
 class StepDecay(Section):
@@ -36,7 +36,7 @@ class StepDecay(Section):
 class MultiStepDecay(Section):
     """Multiply the rate by gamma at given points."""
 
-    kind: Literal["steps"]
+    kind: Literal["steps", "nstep"]
 
     at: Annotated[tuple[Duration, ...], Field(min_length=1, max_length=1000)]
     """The points, counted from the start of the run, warm-up included; in a piece, from its
@@ -84,7 +84,7 @@ class Fall(Section):
 class Polynomial(Fall):
     """Fall to end_lr along (1 - t)**power."""
 
-    kind: Literal["polynomial"]
+    kind: Literal["polynomial", "poly"]
 
     power: Power = 2.0
     """1 is a straight line; MLPerf's rule is 2."""
@@ -104,25 +104,26 @@ class Cycle(Section):
 
 
 class HalfCycle(Cycle):
-    """Rise from low_lr to peak_lr and fall back, repeatedly: in lines (tri) or half a sine wave.
-
-    The kinds that end in 2 rise half as far above low_lr in each cycle as in the one before.
-    """
-
-    kind: Literal["tri", "tri2", "triexp", "sin", "sin2", "sinexp"]
+    """Base of the policies that rise from low_lr to peak_lr and fall back, repeatedly."""
 
     half_cycle: Duration
     """Length of the rise from low_lr to peak_lr; the fall takes as long."""
 
-    gamma: Fraction | None = None
-    """For the kinds that end in exp, the factor of the height above low_lr at every step: 0.999
-    halves it in 693 steps."""
 
-    @model_validator(mode="after")
-    def _gamma_is_used(self) -> Self:
-        if self.kind.endswith("exp") != (self.gamma is not None):
-            raise ValueError("gamma is for the kinds that end in exp, which need it")
-        return self
+class Wave(HalfCycle):
+    """Rise and fall in straight lines (tri) or along half a sine wave (sin)."""
+
+    kind: Literal["tri", "tri2", "sin", "sin2"]
+    """tri2 and sin2: each cycle rises half as far above low_lr as the one before."""
+
+
+class WaveExp(HalfCycle):
+    """As tri or sin; the height above low_lr is multiplied by gamma at every step."""
+
+    kind: Literal["triexp", "sinexp"]
+
+    gamma: Fraction
+    """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
 
 
 class CosineCycles(Cycle):
@@ -154,7 +155,8 @@ Simple: TypeAlias = (
     | Inverse
     | Polynomial
     | Cosine
-    | HalfCycle
+    | Wave
+    | WaveExp
     | CosineCycles
     | Restarts
 )

@@ -93,7 +93,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
 
 def _schedule_free(recipe: Keys, optimizer: ScheduleFree) -> Iterator[str]:
     polish, replaces = recipe.polish, "optimizer.kind: schedule-free averages the weights"
-    if recipe.schedule.decay.kind != "constant":
+    if recipe.schedule.decay.kind not in {"constant", "fix"}:
         yield (
             f"{replaces} instead of lowering the rate: schedule.decay must be {{kind: constant}}, "
             f"got {recipe.schedule.decay.kind}"

@@ -22,13 +22,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from largebatch.distributed.environment import (
-    DROPPED,
     LAUNCHER,
     LOST,
     configure_libraries,
@@ -47,7 +46,7 @@ from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard, sh
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
-"""Seconds that the others have to exit after a worker failed, or to note that they continue."""
+"""Seconds that the others have to exit after a worker failed."""
 
 CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
 """Exit codes of a worker that reported an error, an error that the user can fix, a divergence, or
@@ -58,21 +57,25 @@ _ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in 
 aborts a process that has lost another one."""
 
 
-def start_workers(
-    command: Sequence[str], *, workers: int, horovod: bool = False, optional: Collection[int] = ()
-) -> None:
+def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
     They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
-    path. The first request to stop is passed on, as SIGTERM; the second one kills them. An
-    `optional` worker may fail if the others note that they continue without it, and succeed.
+    path. The first request to stop is passed on, as SIGTERM; the second one kills them.
 
     Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
     diverged, else WorkerFailedError with the failing worker's traceback; KeyboardInterrupt after
     the second request.
     """
     configure_libraries()
-    store = _open_store()
+    listener = socket.create_server((HOST, 0))  # TCPStore's own would be on all interfaces
+    store = TCPStore(
+        HOST,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
         server = horovods_server(f"localhost:{workers}", workers=workers)
@@ -86,8 +89,6 @@ def start_workers(
                 for rank in range(workers)
             },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            optional=optional,
-            store=store,
         )
         try:
             group.start()
@@ -100,18 +101,6 @@ def start_workers(
         assert result is not None  # it waited without a limit
         if result.failures:
             raise _cause(result.failures, stopping=group.requests.any, ended=group.ended)
-
-
-def _open_store() -> TCPStore:
-    """Open the store through which workers find each other; its default is all interfaces."""
-    listener = socket.create_server((HOST, 0))
-    return TCPStore(
-        HOST,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 @contextmanager
@@ -130,31 +119,7 @@ def horovods_server(
 
     interface = interface or loopback()
 
-    class Handler(RendezvousHandler):  # type: ignore[misc]  # Horovod has no types
-        def parse_request(self) -> bool:
-            """Read the head of a request; return False for one that is not a worker's."""
-            known = (
-                super().parse_request()
-                and self.command in {"DELETE", "GET", "PUT"}
-                and self.path.count("/") == 2
-                and self.headers.get("Content-Length", "0").isdecimal()
-            )
-            if not known:
-                self.close_connection = True
-                self.server.handle_error()
-            return known
-
-    class Server(RendezvousHTTPServer):  # type: ignore[misc]
-        disturbed = False
-
-        def handle_error(self, *_: object) -> None:
-            """Print one line the first time, and no traceback."""
-            if not self.disturbed:
-                self.disturbed = True
-                port = f"port {self.server_address[1]} (Horovod's rendezvous)"
-                sys.stderr.write(f"largebatch: {port} ignored bytes that no worker sent\n")
-
-    with Server((address, 0), Handler, 0) as server:
+    with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
         server.init(get_host_assignments(parse_hosts(hosts), workers))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         own = {
@@ -175,19 +140,8 @@ def horovods_server(
 class _Workers(SubprocessContext):
     """Local processes; this process's signals are passed on by `pass_on` and not by torch."""
 
-    def __init__(
-        self,
-        *,
-        optional: Collection[int],
-        store: TCPStore,
-        **arguments: Any,  # noqa: ANN401 -- torch's own
-    ) -> None:
+    def __init__(self, **arguments: Any) -> None:  # noqa: ANN401 -- torch's own
         super().__init__(**arguments)
-        self._optional = set(optional)
-        self._dropped = PrefixStore(DROPPED, PrefixStore("0", store))  # of the first attempt
-        self._unexplained: dict[int, float] = {}
-        """Optional workers that failed, and the time until which the others may note it."""
-
         self.requests = Requests()
         self.ended: set[int] | None = None
         """Workers that exited by themselves; None until one has failed."""
@@ -214,32 +168,6 @@ class _Workers(SubprocessContext):
                 handler.proc.send_signal(signal.SIGCONT)  # then SIGTERM gets to the main thread
                 handler.proc.send_signal(signal.SIGTERM)
 
-    def _poll(self) -> RunProcsResult | None:
-        """Return the result once all workers have exited, or one that the others need."""
-        running, waits = self._running_local_ranks, False
-        for rank in sorted(running & self._optional):
-            process = self.subprocess_handlers[rank].proc
-            code = process.poll()
-            if code in {None, 0, USER, DIVERGED}:  # an error that the user can fix ends all
-                continue
-            if self._dropped.check([str(rank)]):
-                running.discard(rank)
-                failure = ProcessFailure(rank, process.pid, code, self.error_files[rank])
-                show_cursor()
-                sys.stderr.write(f"largebatch: {_describe(failure)}; the others go on\n")
-            else:
-                until = self._unexplained.setdefault(rank, time.monotonic() + LEAVE_SECONDS)
-                waits = waits or time.monotonic() < until
-        others = [rank for rank in running if rank not in self._unexplained]
-        if waits and all(self.subprocess_handlers[rank].proc.poll() is None for rank in others):
-            return None
-        if running and running <= self._optional and self._dropped.check([*map(str, running)]):
-            for rank in running:  # suspended, and no worker waits for it
-                self.subprocess_handlers[rank].proc.kill()
-            running.clear()
-        found: RunProcsResult | None = super()._poll()
-        return found
-
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         """End the running workers by SIGTERM; kill them after `timeout`, or LEAVE_SECONDS."""
         if self.ended is None:
@@ -261,12 +189,11 @@ def _cause(
         for rank, failure in failures.items()
         if failure.exitcode == -signal.SIGKILL and ended is not None and rank not in ended
     ]
-    rank = min(
-        failures,
-        key=lambda rank: (
-            len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
-        ),
-    )
+
+    def informative(rank: int) -> int:
+        return len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
+
+    rank = min(failures, key=informative)
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
         return LargebatchError("stopped before the workers could save")
@@ -290,20 +217,13 @@ def _describe(failure: ProcessFailure) -> str:
 
 
 def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[str, str]:
-    own = {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(workers),
-        "HOROVOD_LOCAL_RANK": str(rank),
-        "HOROVOD_LOCAL_SIZE": str(workers),
-        "HOROVOD_CROSS_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "1",
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    if horovod:
+        numbers |= {"HOROVOD_RANK": rank, "HOROVOD_SIZE": workers}
+        numbers |= {"HOROVOD_LOCAL_RANK": rank, "HOROVOD_LOCAL_SIZE": workers}
+        numbers |= {"HOROVOD_CROSS_RANK": 0, "HOROVOD_CROSS_SIZE": 1}
     return {
-        **(own if horovod else {}),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
+        **{name: str(number) for name, number in numbers.items()},
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # worker 0 opens none
@@ -334,14 +254,10 @@ def reporting_errors() -> Iterator[None]:
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:
         return
-    _report(message)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _report(message: str) -> None:
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
     part.replace(path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -153,10 +153,9 @@ def read_weights(path: Path, *, ema: bool = False) -> Weights:
     except Exception as error:
         reason = reason_of(error).partition(". In PyTorch")[0]  # then: trust the file
         raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
-    places = [content] if not ema else []
-    if isinstance(content, dict):
-        places += [content.get(key) for key in (_AVERAGED if ema else _PLACES)]
-    for place in places:
+    inside = content if isinstance(content, dict) else {}
+    places = [inside.get(key) for key in (_AVERAGED if ema else _PLACES)]
+    for place in places if ema else [*places, content]:
         if isinstance(place, dict) and any(isinstance(it, Tensor) for it in place.values()):
             return Weights(path, content, place)
     words = " or ".join(_AVERAGED if ema else _PLACES)

@@ -35,7 +35,7 @@ def test_every_key_can_be_explained() -> None:
         ("optimizer.convention", "scaled-momentum"),
         ("polish.statistics.samples", "integer > 0 and <= 33,554,432, required"),
         ("optimizer.momentum", "(kind: lars, sgd): number >= 0 and < 1, default 0.9"),
-        ("schedule.decay.at", "(kind: steps): list of sections, required"),
+        ("schedule.decay.at", "list of sections, required"),
     ],
 )
 def test_an_explanation_says(key: str, shown: str) -> None:

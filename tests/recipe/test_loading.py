@@ -135,8 +135,8 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (["schedule.decay.kind=cosine"], "power"),
         (["optimizer.kind=sgd"], "convention, eta"),
         (
-            ["execution.groups={kind: constant, tensors: 3}", "execution.groups.kind=cubic"],
-            "tensors",
+            ["execution.groups={kind: bytes, megabytes: 3}", "execution.groups.kind=cubic"],
+            "megabytes",
         ),
         (["schedule.decay.kind=polynomial"], None),
     ],

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from largebatch.runs.state import copies_gradients
 from short_runs import AFFINE, CLEAN, DIGITS, STATISTICS, a_recipe, content
 from torch import Tensor, nn
 
 from largebatch import load_recipe, models, run
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.state import copies_gradients
 
 COMPILED = "execution.compile=true"
 STEPS = 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from short_runs import AFFINE, CLEAN, a_recipe, content, log, weights
+from short_runs import AFFINE, a_recipe, content, log, weights
 from torch import Tensor, nn
 
 from largebatch import run
@@ -121,39 +121,6 @@ def test_a_folder_that_a_full_disk_left_at_the_start_can_be_used(
     assert not list(out.glob(".*"))
 
 
-def test_a_run_may_go_on_without_a_checkpoint(
-    tmp_path: Path,
-    whole: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    full_after: Callable[[int], None],
-) -> None:
-    out = tmp_path / "run"
-    full_after(4)
-    checkpoints = "execution.checkpoints={every_steps: 2, on_error: continue}"
-    with pytest.raises(CheckpointError, match="summary.json|cannot be written"):
-        run(recipe(checkpoints), out=out)  # it is as full at the end
-    assert [step for step, _ in steps(out)] == list(range(STEPS))
-    assert "No space left on device" in log(out, "note")[0]["text"]
-    assert saves(out) == [2]
-
-
-def test_a_folder_that_is_removed_is_the_error_that_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    real = Saver.comparison_is_due
-
-    def remove(saver: Saver, *, since: int) -> bool:
-        if saver.state.progress.step == 3:
-            shutil.rmtree(out)
-        return real(saver, since=since)
-
-    monkeypatch.setattr(Saver, "comparison_is_due", remove)
-    with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
-        run(recipe(), out=out)
-    assert not out.exists()
-
-
 def test_nothing_is_saved_after_a_record_that_is_missing(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,22 +181,6 @@ def test_where_no_checkpoint_can_be_read_auto_begins_afresh_and_names_them(
     assert all(f"{name}: damaged" in caplog.text for name in there)
     aside = sorted(path.name for path in (out / "checkpoints").glob("damaged-*"))
     assert aside == [f"damaged-{name}" for name in there]
-
-
-def test_a_damaged_checkpoint_does_not_take_the_place_of_a_new_one(tmp_path: Path) -> None:
-    out, often = tmp_path / "run", "execution.checkpoints={every_steps: 3, keep_last: 2}"
-    run(recipe(often), out=out, max_steps=7)
-    newest = max((out / "checkpoints").iterdir())
-    newest.write_bytes(newest.read_bytes()[:-1])
-    once = "execution.checkpoints={every_steps: 1, keep_last: 1}"
-    run(recipe(once), out=out, resume=True, max_steps=7)
-    before = newest_checkpoint(out / "checkpoints")
-    assert before is not None
-    newest.with_name("step-00000009.safetensors").write_bytes(b"damaged")
-    run(recipe(once), out=out, resume=True, max_steps=8)
-    found = newest_checkpoint(out / "checkpoints")
-    assert found is not None
-    assert found.path.name == "step-00000008.safetensors"
 
 
 def test_the_summary_of_a_part_goes_when_the_next_part_begins(
@@ -325,7 +276,7 @@ def bad_numbers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def plant(*calls: int) -> None:
         monkeypatch.setattr(
             "largebatch.runs.state.build_criterion",
-            lambda recipe: _BadOnce(set(calls), build_criterion(recipe)),
+            lambda section: _BadOnce(set(calls), build_criterion(section)),
         )
 
     return plant
@@ -396,34 +347,6 @@ def test_the_affine_stage_starts_again_without_momentum(
     assert (again.loss, again.steps) == (plain.loss, plain.steps)
     ours, other = weights(tmp_path / "again"), weights(tmp_path / "plain")
     assert all(torch.equal(ours[name], other[name]) for name in other)
-
-
-def test_a_stage_computed_again_from_its_start_can_still_be_rolled_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries: list[int] = []
-
-    real = Session.make_updates
-
-    def diverging(session: Session, part: Part) -> None:
-        if part.stage == "clean":
-            tries.append(part.steps.start)
-            if len(tries) == 1:
-                raise DivergedError("planted")
-        real(session, part)
-        if part.stage == "clean":
-            for parameter in session.state.model.parameters():
-                parameter.data.zero_()
-
-    monkeypatch.setattr(Session, "make_updates", diverging)
-    judged = ("polish.keep=better", "polish.held_out=100", "nonfinite={action: roll_back}")
-    summary = run(a_recipe(CLEAN, changes=judged), out=tmp_path / "run")
-    assert summary.status == "finished"
-    assert len(tries) == 2
-    assert [(stage.name, stage.kept) for stage in summary.stages] == [
-        ("train", True),
-        ("clean", False),
-    ]
 
 
 def test_a_bad_number_that_comes_back_stops_the_run(

@@ -3,16 +3,13 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +23,6 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.runs.interrupts import stop_requests
-from largebatch.runs.launch import horovods_server, start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 long = pytest.mark.long
@@ -144,39 +140,6 @@ def test_a_worker_that_fails_ends_the_others_and_its_error_is_raised_once(
     assert how != "kill" or capfd.readouterr() == ("", "")
 
 
-BY_RANK = """
-import os, signal, sys, time
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-time.sleep(float(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_an_optional_worker_may_fail_if_the_run_goes_on_without_it(
-    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """One that is still suspended when all others have ended is ended."""
-    notes = SimpleNamespace(check=lambda keys: set(keys) <= {"1"})
-    monkeypatch.setattr("largebatch.runs.launch.PrefixStore", lambda *_: notes)
-    start_workers(["-S", "-c", BY_RANK, how, "1"], workers=3, optional=[1, 2])
-    killed = "largebatch: worker 1 exited without reporting: killed by SIGKILL; the others go on"
-    assert capfd.readouterr().err.count(killed) == (how == "SIGKILL")
-
-
-@pytest.mark.parametrize(
-    ("optional", "noted"), [([0, 2], True), ([1, 2], False)], ids=["not optional", "not noted"]
-)
-def test_a_lost_worker_ends_the_others_unless_they_go_on(
-    optional: list[int], *, noted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
-    notes = SimpleNamespace(check=lambda _: noted)
-    monkeypatch.setattr("largebatch.runs.launch.PrefixStore", lambda *_: notes)
-    with pytest.raises(WorkerFailedError, match="worker 1 exited .*: killed by SIGKILL"):
-        start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3, optional=optional)
-
-
 def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     with once_here(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM)):
@@ -227,36 +190,3 @@ def test_workers_leave_when_what_started_them_is_killed(tmp_path: Path) -> None:
         launcher.kill()
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         time.sleep(0.05)
-
-
-def sent(port: int, *contents: bytes) -> None:
-    """Send bytes to a port of this machine, each over its own connection."""
-    for content in contents:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
-            stranger.sendall(content)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(1000):
-                pass
-
-
-def test_strangers_at_horovods_server_are_one_line_with_its_port(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("horovod.torch", reason="horovod is not installed")
-    with horovods_server("localhost:2", workers=2) as variables:
-        port = int(variables["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-        for request in ("GET /", "GET /a/b/c", "HEAD /a/b", "PUT /a/b"):
-            sent(port, f"{request} HTTP/1.1\r\n\r\n".encode())
-            sent(port, f"{request} HTTP/1.1\r\nContent-Length: x\r\n\r\n".encode())
-        sent(port, b"", b"\x16\x03\x01\n")
-        worker = HTTPConnection("127.0.0.1", port)
-        for method, body in (("PUT", b"here"), ("GET", None)):
-            worker.request(method, "/global/0", body)
-            answer = worker.getresponse()
-            found = answer.read()
-            assert answer.status == 200
-    assert found == b"here"
-    written = capfd.readouterr().err
-    assert written.count("\n") == 1
-    assert str(port) in written
-    assert not caplog.records

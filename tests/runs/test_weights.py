@@ -204,7 +204,7 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
     itself: dict[str, Any] = {}
     itself["state"] = itself
     for content, message in [
-        ({"epoch": 3, "best": 0.5}, "found a mapping of epoch, best"),
+        ({"epoch": 3, "best": 0.5}, "found epoch, best"),
         ({"model": state(), "net": state()}, "model and net"),
         ({}, "found dict"),
         ({0: torch.zeros(3), None: 1}, "found a mapping of 0, None"),

@@ -145,7 +145,7 @@ class Exchange:
     def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
         """Connect every learner to every server."""
         layout = Layout.of(protocol)
-        return cls(backend, layout, open_links(backend, layout.pairs), protocol.optional_learners)
+        return cls(backend, layout, open_links(backend, layout.pairs))
 
     @property
     def worker(self) -> int:

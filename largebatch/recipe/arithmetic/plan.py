@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from largebatch.errors import PlanError, RecipeError
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.pieces import (
     BatchPiece,
     Pieces,
@@ -241,11 +242,12 @@ def make_plan(recipe: Recipe, *, workers: int = 1, backend: str | None = None) -
 def _divide(batch: BatchSizes, *, workers: int, asked: int | None, measures_noise: bool) -> int:
     """Return the device batch; raise PlanError if a global batch cannot be divided."""
     common = math.gcd(*batch.by_key.values())  # its divisors divide the batch of every piece
+    over = f"over {plural(workers, 'worker')}"
     for key, size in batch.by_key.items():
         if workers < 1 or size % workers:
             raise PlanError(
-                f"{key}: {size} samples cannot be divided over {workers} workers; possible "
-                f"numbers of workers: {_some(_divisors(common))}"
+                f"{key}: {size} samples cannot be divided {over}; possible numbers "
+                f"of workers: {_some(_divisors(common))}"
             )
     span = batch.bn_span or 1
     possible = device_batches(common // workers, workers=workers, span=span)
@@ -267,8 +269,8 @@ def _divide(batch: BatchSizes, *, workers: int, asked: int | None, measures_nois
             ("batch.global_batch", common),
         )
         raise PlanError(
-            f"a device batch of {asked} does not divide {key} ({size}) over {workers} workers into "
-            f"whole BatchNorm spans ({span}); possible device batches: {_some(possible)}"
+            f"a device batch of {asked} does not divide {key} ({size}) {over} "
+            f"into whole BatchNorm spans ({span}); possible device batches: {_some(possible)}"
         )
     return asked
 

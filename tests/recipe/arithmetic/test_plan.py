@@ -65,29 +65,19 @@ def test_the_device_batch_is_the_largest_that_holds_whole_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "device_batch", "message"),
+    ("workers", "device_batch", "possible"),
     [
-        (
-            *(5, None),
-            "96 cannot be divided over 5 workers; possible numbers of workers: 1, 2, 3, 4, .* 96$",
-        ),
-        (0, None, "cannot be divided over 0 workers"),
-        (
-            1,
-            32,
-            "device batch of 32 does not divide .* spans of 48; possible device batches: 48, 96",
-        ),
-        (
-            *(2, 16),  # three workers would have to share a span
-            "48 samples into whole .* spans of 48, nor a span evenly .*; possible .*: 24, 48$",
-        ),
-        (4, 8, "possible device batches: 12, 24$"),
+        (5, None, "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96"),
+        (0, None, "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96"),
+        (1, 32, "48, 96"),
+        (2, 16, "24, 48"),  # three workers would have to share a span
+        (4, 8, "12, 24"),
     ],
 )
-def test_a_batch_that_cannot_be_divided_is_refused(
-    workers: int, device_batch: int | None, message: str
+def test_a_batch_that_cannot_be_divided_is_refused_with_possible_numbers(
+    workers: int, device_batch: int | None, possible: str
 ) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=f": {possible}$"):
         make_plan(digits().with_execution(device_batch=device_batch), workers=workers)
 
 
