@@ -154,15 +154,26 @@ def read_weights(path: Path, *, ema: bool = False) -> Weights:
         reason = reason_of(error).partition(". In PyTorch")[0]  # then: trust the file
         raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
     inside = content if isinstance(content, dict) else {}
-    places = [inside.get(key) for key in (_AVERAGED if ema else _PLACES)]
-    for place in places if ema else [*places, content]:
-        if isinstance(place, dict) and any(isinstance(it, Tensor) for it in place.values()):
-            return Weights(path, content, place)
-    words = " or ".join(_AVERAGED if ema else _PLACES)
-    names = list(map(str, content)) if isinstance(content, dict) else [type(content).__name__]
+    words = _AVERAGED if ema else _PLACES
+    places = {key: inside[key] for key in words if _are_weights(inside.get(key))}
+    if not places and not ema and _are_weights(content):
+        places = {"": content}
+    if len(places) == 1:
+        return Weights(path, content, places.popitem()[1])
+    if places:
+        raise CheckpointError(f"{path}: holds weights under {' and '.join(places)}; save one alone")
     raise CheckpointError(
         f"{path}: expected weights{' of an EMA' * ema} by name, {'' if ema else 'bare or '}under "
-        f"{words}; found {shorten(names, most=3)}"
+        f"{' or '.join(words)}; found {shorten(list(map(str, inside)), most=3)}"
+    )
+
+
+def _are_weights(content: object) -> bool:
+    """Return True for a mapping of names with tensors among its values."""
+    return (
+        isinstance(content, dict)
+        and all(isinstance(key, str) for key in content)
+        and any(isinstance(value, Tensor) for value in content.values())
     )
 
 

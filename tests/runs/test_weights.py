@@ -201,16 +201,13 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
         torch.save({"state_dict": state(), "config": value}, path)
         with pytest.raises(CheckpointError, match=rf"theirs.pth: .*\b{name}"):
             read_weights(path)
-    itself: dict[str, Any] = {}
-    itself["state"] = itself
     for content, message in [
         ({"epoch": 3, "best": 0.5}, "found epoch, best"),
         ({"model": state(), "net": state()}, "model and net"),
-        ({}, "found dict"),
-        ({0: torch.zeros(3), None: 1}, "found a mapping of 0, None"),
-        (itself, "found a mapping of state"),
-        ([torch.zeros(3)], "found list"),
-        ({"model_ema": state()}, "found a mapping of model_ema; --ema takes its EMA"),
+        ({}, "found nothing"),
+        ({0: torch.zeros(3), None: 1}, "found 0, None"),
+        ([torch.zeros(3)], "found nothing"),
+        ({"model_ema": state()}, "found model_ema"),
     ]:
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=message):
