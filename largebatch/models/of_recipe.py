@@ -33,7 +33,8 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
             affine_parameters(model)
         except ValueError as error:  # better now than after the whole schedule
             raise RecipeError(f"polish.affine: {error}") from None
-    model.to(device)
+    if device.type != "cpu":  # where it is; fake tensors cannot be moved
+        model.to(device)
     if recipe.execution.channels_last(device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     if device.type in kernels.DEVICES:
