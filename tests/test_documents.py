@@ -28,7 +28,6 @@ NEEDS = {
     "photographs",
     "ImageNet",
     "ImageNet and GPUs",
-    "ImageNet and weights",
     "the archives of Fashion-MNIST",
     "the network",
 }

@@ -46,6 +46,10 @@ SYNONYMS = {
 """Names in other programs, and the keys of a recipe that they mean."""
 
 
+_MOVED = {"optimizer": "schedule.", "model": "data.", "data": "batch."}
+"""Sections in which other programs have keys that are in another section of a recipe."""
+
+
 def meant_key(word: str, root: type[Section]) -> str | None:
     """Return the key of `root` that a word means; None if there is none.
 
@@ -63,7 +67,8 @@ def meant_key(word: str, root: type[Section]) -> str | None:
     parent, _, last = word.rpartition(".")
     last = _plain(last)
     meant = SYNONYMS.get(_plain(word)) or SYNONYMS.get(last)
-    if meant in keys and (parent not in keys or parent in {"optimizer", "model", "data"}):
+    near = f"{parent}.", _MOVED.get(parent, f"{parent}.")
+    if meant is not None and meant in keys and (parent not in keys or meant.startswith(near)):
         return meant
     if parent in keys:  # what belongs to the machine is in one section
         return f"execution.{last}" if f"execution.{last}" in keys else None

@@ -43,20 +43,15 @@ def join(
     options: Options,
     facts: Facts,
     *,
-    joined: Backend | None = None,
     starting: bool = False,
     splits: bool = False,
 ) -> Iterator[Backend]:
-    """Connect to the other workers, unless they have `joined` already.
+    """Connect to the other workers; possible once in a process, as their address serves once.
 
-    That is possible once in a process, because their address serves once. `starting` and `splits`
-    are passed to connect. The backend is closed only on success: after an error the other workers
-    may be gone. Raises MismatchError on every worker unless all have the same options, packages and
-    `facts`.
+    `starting` and `splits` are passed to connect. The backend is closed only on success: after an
+    error the other workers may be gone. Raises MismatchError on every worker unless all have the
+    same options, packages and `facts`.
     """
-    if joined is not None:
-        yield joined
-        return
     for name in options.imports:
         from largebatch.data.datasets.own import import_own
 
@@ -75,10 +70,8 @@ def join(
 
 
 @contextmanager
-def open_session(
-    recipe: Recipe, options: Options, facts: Facts, *, joined: Backend | None = None
-) -> Iterator[Session]:
-    """Build every object of a run, on the workers that have `joined` or that join now.
+def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
+    """Build every object of a run, on all workers.
 
     Trackers can be added later. `facts` and errors are those of join.
     """
@@ -86,7 +79,7 @@ def open_session(
     with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
         splits = make_plan(recipe, workers=world_size()).sync_workers > 1
     facts, protocol = {**facts, **recipe.model_dump(mode="json")}, recipe.protocol
-    with join(options, facts, joined=joined, starting=True, splits=splits) as backend:
+    with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
@@ -132,9 +125,7 @@ def open_session(
 
 
 @contextmanager
-def open_measuring(
-    recipe: Recipe, options: Options, facts: Facts, *, joined: Backend | None = None
-) -> Iterator[Session]:
+def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build the objects that evaluate or polish a saved run, as open_session does.
 
     Nothing is trained: the number of workers is free, and settings of the training machine are
@@ -142,7 +133,7 @@ def open_measuring(
     """
     facts, here = {**facts, **recipe.model_dump(mode="json")}, recipe.without_machine_settings
     device_batch, folder = recipe.execution.device_batch, options.data
-    with join(options, facts, joined=joined) as backend:
+    with join(options, facts) as backend:
         alone = make_plan(recipe.mathematics)
         plan = alone.measuring(workers=backend.world_size, device_batch=device_batch)
         model = build_model(recipe, backend.device)

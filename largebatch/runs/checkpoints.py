@@ -1,135 +1,27 @@
-"""Evaluate or polish a checkpoint after its run, or compare ways to polish it."""
+"""Evaluate or polish a checkpoint after its run."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from torch import Tensor
 
 from largebatch.distributed.agreement import checksum
-from largebatch.errors import CheckpointError, DivergedError, LargebatchError
-from largebatch.optim.schedule_free import is_averaging, store_average
+from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.polish import Affine, Polish, Statistics
+from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.build import open_measuring, open_session
+from largebatch.runs.build import open_measuring
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options
 from largebatch.runs.record import record
-from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
-from largebatch.training.averages import store_ema
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
-from largebatch.training.judging import describe_unsettled
-from largebatch.training.saving import require_fit
-from largebatch.training.session import Session
 from largebatch.training.stages.statistics import polish_statistics
-from largebatch.training.updates import Part
-
-Mode = Literal["none", "statistics", "affine", "clean"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Result of one way of polishing; accuracies are parts of 1."""
-
-    mode: Mode
-    top1: float
-    top5: float
-    loss: float
-    seconds: float
-    """Seconds of the polishing, without the evaluation."""
-
-    updates: int
-    """Number of updates made; a skipped one changes nothing."""
-
-    lr: float | None
-    """Learning rate of the first update; None without one."""
-
-    note: str | None
-    """Remark on statistics that did not converge, or on skipped updates."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Rows, each measured when it is iterated over, and what they are measured with."""
-
-    rows: Iterator[Row]
-    commit: str | None
-    """The commit, as in summary.json; None on workers other than the first."""
-
-    versions: dict[str, str]
-    data: dict[str, dict[str, object]]
-    """Number of images, and a digest of their list, by split."""
-
-
-def with_updates(recipe: Recipe, *, epochs: float, lr: float | None) -> Recipe:
-    """Return the recipe with the updates of a comparison beside its statistics pass.
-
-    `lr` None: a hundredth of the first rate of ResNets at batches of 256 (arXiv:1512.03385, section
-    3.4), as near the end of their schedule: the weights of a trained model barely move. Scaled with
-    the batch (arXiv:1706.02677, section 2.1), because an epoch has fewer updates in proportion.
-    """
-    assert recipe.polish is not None
-    lr = lr or 0.001 * recipe.batch.last / 256
-    changes = {**dict.fromkeys(("clean", "ema", "swa")), "affine": Affine(epochs=epochs, lr=lr)}
-    polish = recipe.polish.model_copy(update=changes)  # held-out images stay held out
-    return recipe.model_copy(update={"polish": polish})
-
-
-def _rows(session: Session) -> Iterator[Row]:
-    """Measure the model as it is and after each way of polishing a copy.
-
-    In `clean`, all weights move as in `affine`: by momentum SGD on clean images at a small rate.
-    """
-    polish, state, evaluator = session.polish, session.state, session.evaluator
-    training, plan = session.training, session.training.plan
-    assert polish.affine is not None
-    assert polish.statistics is not None
-    assert state.build_affine is not None
-    weights = {name: value.clone() for name, value in state.model.state_dict().items()}
-    scale = state.scaler.state_dict()
-    for mode in get_args(Mode):
-        state.model.load_state_dict(weights)
-        state.scaler.load_state_dict(scale)
-        begun, note, updates, lr = time.perf_counter(), None, 0, None
-        if mode == "statistics":
-            section = polish.statistics
-            drift = evaluator.statistics(section.samples, sequential=section.sequential)
-            note = describe_unsettled(drift)
-        elif mode != "none":
-            lr, skipped = polish.affine.lr, state.progress.skipped
-            state.use(state.build_affine(all_weights=mode == "clean"))
-            steps = range(plan.steps, plan.updates)
-            try:
-                session.make_updates(Part(mode, steps, plan.updates, clean=True))
-            except DivergedError as error:
-                reason = str(error).partition(";")[0]
-                raise DivergedError(f"{mode}: {reason}; lower --lr") from None
-            if training.requests.stopped:
-                raise LargebatchError(f"stopped in {mode}: there is no result for it")
-            lost = state.progress.skipped - skipped
-            updates = plan.affine_steps - lost
-            if lost:
-                note = f"{lost} of {plan.affine_steps} updates skipped: gradients not finite"
-        seconds = time.perf_counter() - begun
-        measured = evaluator.validation()
-        yield Row(
-            mode=mode,
-            top1=measured.top1,
-            top5=measured.top5,
-            loss=measured.loss,
-            seconds=seconds,
-            updates=updates,
-            lr=lr,
-            note=note,
-        )
 
 
 class Evaluated(NamedTuple):
@@ -166,28 +58,22 @@ def evaluate_checkpoint(
         return Evaluated(path, checkpoint.progress.updates, found, on_training)
 
 
-def polish_checkpoint(
-    path: Path, options: Options, *, samples: int | None = None, ema: bool = False
-) -> Summary:
+def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:
     """Polish the statistics of a checkpoint, into a run in `options.out`; return its summary.
 
-    `samples` is the number of clean training images to measure; None: all of them. `ema` polishes
-    the EMA of an unfinished run. The summary has the accuracies before and after.
+    `samples` is the number of clean training images to measure; None: all of them. The summary has
+    the accuracies before and after.
     """
     check_folder(options.out, resume=False)
-    _, checkpoint = _load(path, options, ema=ema)
+    _, checkpoint = _load(path, options)
     state = checkpoint.state
-    recipe = with_statistics(checkpoint.recipe, samples)
-    facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
+    recipe = _with_statistics(checkpoint.recipe, samples)
+    facts = {"command": "polish", "checkpoint": checksum(state["model"])}
     with open_measuring(recipe, options, facts) as session:
         begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
         session.saver.restore(replace(checkpoint, stages=[], state=begun))
         session.evaluator.store_average()
         stage = current_stage(checkpoint, session.training.plan)
-        if ema:
-            with require_fit(str(path)):
-                store_ema(state["ema"], session.state.model)
-            stage = "ema"
 
         def polish() -> bool:
             assert session.polish.statistics is not None
@@ -198,57 +84,9 @@ def polish_checkpoint(
         return record(session, options.out, polish)
 
 
-@contextmanager
-def compare_checkpoint(
-    path: Path,
-    options: Options,
-    *,
-    samples: int | None,
-    epochs: float,
-    lr: float | None,
-    ema: bool = False,
-) -> Iterator[Comparison]:
-    """Measure what each way of polishing does to a copy of a checkpoint.
-
-    `lr` None: a small one. Settings of the training machine are ignored.
-    """
-    _, checkpoint = _load(path, options, ema=ema)
-    state = checkpoint.state
-    recipe = with_statistics(checkpoint.recipe.without_machine_settings, samples)
-    recipe = with_updates(recipe, epochs=epochs, lr=lr)
-    facts = {"command": "polish --compare", "checkpoint": checksum(state["model"]), "--ema": ema}
-    with open_session(recipe, options, facts) as session:
-        own = session.state
-        with require_fit(str(path)):
-            own.model.load_state_dict(state["model"])
-            own.scaler.load_state_dict(state["scaler"])
-            if is_averaging(state["optimizer"]["param_groups"]):
-                own.load_optimizer(**state["optimizer"])
-                session.evaluator.store_average()
-            elif is_averaging(own.updater.optimizer.param_groups):  # the model has the average
-                store_average(own.updater.optimizer)
-            if ema:
-                store_ema(state["ema"], own.model)
-        yield Comparison(
-            rows=_rows(session),
-            commit=source_commit() if session.training.backend.rank == 0 else None,
-            versions=versions(),
-            data=session.training.pipeline.splits,
-        )
-
-
-def _load(path: Path, options: Options, *, ema: bool = False) -> tuple[Path, Checkpoint]:
-    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution.
-
-    Raises CheckpointError if it has no EMA and `ema` requests it.
-    """
+def _load(path: Path, options: Options) -> tuple[Path, Checkpoint]:
+    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution."""
     path, checkpoint = find_checkpoint(path)
-    polish = checkpoint.recipe.polish
-    if ema and not (checkpoint.state["ema"] and polish is not None and polish.ema):
-        raise CheckpointError(
-            f"{path}: holds no EMA: a checkpoint has one until the schedule of a recipe with "
-            "polish.ema ends, and the EMA becomes the model; leave --ema out"
-        )
     for override in options.overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
@@ -285,7 +123,7 @@ def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
     return moved[-1] if moved and ended & {under_way, "statistics"} else under_way
 
 
-def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
+def _with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     """Return the recipe with a statistics pass, and without MLPerf's log, which is about training.
 
     `samples` is the number of clean training images to measure; None: all of them.

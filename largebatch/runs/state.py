@@ -76,15 +76,15 @@ def build_state(
         keeps_gradients=alone,
     )
 
-    def build_affine(*, all_weights: bool = False) -> Updater:
-        """Build the updater of BatchNorm's scales and shifts and the classifier, or of all weights.
+    def build_affine() -> Updater:
+        """Build the updater of BatchNorm's scales and shifts and the classifier.
 
         The optimizer is momentum SGD without a trust ratio, as LARS treats most of these weights.
         The rate falls to zero, so that no single batch weighs more at the end. The noise scale is
         not measured, because few weights have gradients.
         """
         assert polish.affine is not None
-        trained = set(model.parameters()) if all_weights else affine_parameters(model)
+        trained = affine_parameters(model)
         for weight in model.parameters():
             weight.requires_grad_(weight in trained)
         affine_lr = polish.affine.lr

@@ -132,7 +132,7 @@ class TrainState:
     snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State at the start of the current stage, if it may be rolled back; else empty."""
 
-    build_affine: Callable[..., Updater] | None = None
+    build_affine: Callable[[], Updater] | None = None
     """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
 
     extra: dict[str, ExtraState] = field(default_factory=dict)

@@ -317,10 +317,13 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
         "polish.clean": plan.clean_steps,
         "polish.swa.over": plan.swa_steps,
     }
-    long = [f"{key} ({length} steps)" for key, length in parts.items() if length >= plan.steps]
+    long = {key: length for key, length in parts.items() if length >= plan.steps}
     if long:
+        found = " and ".join(f"{key} ({length} steps)" for key, length in long.items())
+        shorter = f"{{steps: {max(1, plan.steps // 8)}}}" if plan.steps > 1 else "null"
         raise RecipeError(
-            f"{' and '.join(long)} must be shorter than duration ({plan.steps} steps)"
+            f"{found} must be shorter than duration ({plan.steps} steps): train longer, or add "
+            + " ".join(f"--set '{key}={shorter}'" for key in long)
         )
     if plan.swa_steps and plan.swa_every >= plan.swa_steps:
         raise RecipeError(
