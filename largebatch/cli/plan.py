@@ -109,14 +109,9 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     print_rows(rows)
     from largebatch.data.datasets.own import import_own
     from largebatch.lab.measure.estimate import estimate
-    from largebatch.models.of_recipe import model_without_memory
-    from largebatch.runs.state import describe_groups
 
     for module in imports:
         import_own(module)
-    model = model_without_memory(recipe.model, classes=recipe.data.classes)
-    groups = describe_groups(model, recipe.execution.groups, recipe.reduction.dtype)
-    print_rows({"gradient groups": groups})  # last: this takes seconds
     found = estimate(recipe, plan)
     included = {
         "this machine": f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on "

@@ -89,17 +89,10 @@ class BatchSizes(Section):
             if self.bn_span is not None and batch % self.bn_span:
                 name = key.removeprefix("batch.")
                 raise ValueError(
-                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}); "
-                    f"{self._suggest_fit(batch, self.bn_span)}"
+                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}), such as "
+                    f"{max(1, round(batch / self.bn_span)) * self.bn_span}"
                 )
         return self
-
-    def _suggest_fit(self, batch: int, span: int) -> str:
-        """Suggest a span that is a little smaller, or else the nearest batch."""
-        for smaller in range(span - 1, max(1, (span - 1) // 2), -1):
-            if not any(each % smaller for each in self.by_key.values()):
-                return f"bn_span: {smaller} divides it"
-        return f"the nearest one is {max(1, round(batch / span)) * span}"
 
 
 class Reduction(Section):

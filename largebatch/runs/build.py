@@ -1,6 +1,5 @@
 """Recipe and machine -> a session: the workers, the model, the images, and what trains them."""
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -30,13 +29,6 @@ from largebatch.tracking.events import TRACE
 from largebatch.training.session import Session
 from largebatch.training.updates import Updates, synchronous_updates
 
-_LOG = logging.getLogger(__name__)
-
-_SPIN = (
-    "PyTorch's threads spin while they wait for each other, and on a busy machine a run takes "
-    "several times as long: import run from largebatch before torch, or set OMP_WAIT_POLICY=PASSIVE"
-)
-
 
 @contextmanager
 def join(
@@ -61,9 +53,6 @@ def join(
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, available_cores() // backend.local_size)
         torch.set_num_threads(threads)
-    spins = torch.get_num_threads() > 1 and "OMP_WAIT_POLICY" not in os.environ
-    if spins and backend.device.type == "cpu":
-        _LOG.warning(_SPIN)
     torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
     yield backend
     backend.close()

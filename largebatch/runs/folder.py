@@ -20,7 +20,7 @@ from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import plugged_in
 from largebatch.runs.options import Resume
-from largebatch.storage import find_leftovers, remove_leftovers, write_whole
+from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     CHECKPOINTS,
@@ -187,18 +187,8 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
         resume = (folder / RECIPE).exists()
     if resume and not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
-    if not resume and _holds_files(folder):
+    if not resume and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(
             f"{folder}: already holds files; choose another --out, or add --resume to continue "
             "the run in it"
         )
-
-
-def _holds_files(folder: Path) -> bool:
-    """Return True if a folder has files, except those of a run that could not write its recipe."""
-    content = set(folder.iterdir()) if folder.exists() else set()
-    files = {path for path in content if not path.is_dir() or any(path.iterdir())}
-    log = folder / LOG
-    if log in files and not log.stat().st_size:
-        files -= {log, *find_leftovers(folder)}
-    return bool(files)

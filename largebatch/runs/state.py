@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic, divide
+from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
 from largebatch.models import affine_parameters, norm_parameters
@@ -49,7 +49,6 @@ from largebatch.training.updates import Training, Updates
 _SENT_AS: Mapping[Precision, torch.dtype | None] = MappingProxyType(
     {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
-_SHOWN = 8  # gradient groups that are described
 
 
 def build_state(
@@ -215,7 +214,7 @@ def build_reducer(  # noqa: PLR0913 -- what decides on the messages
     measure: bool = False,
     keeps_gradients: bool = False,
 ) -> Reducer:
-    """Build the reducer, which sums the gradients; with `measure` it measures their noise scale.
+    """Build the reducer, which sums gradients and with `measure` measures their noise scale.
 
     `keeps_gradients`: an update's gradients are needed while the next ones are computed.
     """
@@ -246,25 +245,6 @@ def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:
 def grouping_of(section: Groups) -> Grouping:
     """Return how gradients are divided into groups."""
     return by_bytes(section.megabytes * 1e6) if isinstance(section, GroupsByBytes) else cubic
-
-
-def describe_groups(model: nn.Module, section: Groups, dtype: Precision) -> str:
-    """Describe the gradient groups of a model, which may be without memory."""
-    exact, width = kept_exact(dtype, model), 4 if dtype == "fp32" else 2
-    groups = divide(model.named_parameters(), grouping=grouping_of(section), exact=exact)
-    sizes = []
-    for group in groups:
-        kept = bool(exact) and group[0][1] in exact
-        size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
-        sizes.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
-    return f"{section.kind}, in {dtype}; tensors: {', '.join(_shorten(sizes))}"
-
-
-def _shorten(words: Sequence[str]) -> Sequence[str]:
-    """Replace the middle of a long list by its length."""
-    if len(words) <= _SHOWN:
-        return words
-    return [*words[: _SHOWN - 2], f"... {len(words) - _SHOWN + 1} more ...", words[-1]]
 
 
 def _train_early(

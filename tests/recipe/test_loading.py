@@ -64,8 +64,8 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["data.flip=1"], "data.flip", "1"),
         (["optimizer={eta: 1.0}"], "optimizer.kind", "missing"),
         (["schedule.warmup={epochs: 1, steps: 1}"], "schedule.warmup", "epochs or steps"),
-        (["batch.global_batch=64"], "batch", "bn_span: 32 divides it"),
-        (["batch={global_batch: 97, bn_span: 2}"], "batch", "the nearest one is 96"),
+        (["batch.global_batch=64"], "batch", "multiple of bn_span (48)"),
+        (["batch={global_batch: 97, bn_span: 2}"], "batch", "such as 96"),
         (
             ["batch.schedule=[{after: {epochs: 1}, global_batch: 100, lr_factor: 1}]"],
             "batch",

@@ -102,25 +102,6 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_end_alike(
     assert_same_end(out, whole)
 
 
-def test_a_folder_that_a_full_disk_left_at_the_start_can_be_used(
-    tmp_path: Path,
-    whole: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    full_after: Callable[[int], None],
-) -> None:
-    out = tmp_path / "run"
-    full_after(0)
-    with pytest.raises(CheckpointError, match=r"No space left .*; make room or choose another"):
-        run(recipe(), out=out)
-    assert [path.name for path in out.iterdir()] == ["log.jsonl"]
-    monkeypatch.undo()
-    (out / ".recipe.yaml.0123.partial").write_bytes(b"killed")
-    (out / "checkpoints").mkdir()
-    run(recipe(), out=out, resume="auto")
-    assert_same_end(out, whole)
-    assert not list(out.glob(".*"))
-
-
 def test_nothing_is_saved_after_a_record_that_is_missing(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
