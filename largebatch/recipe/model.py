@@ -64,7 +64,7 @@ class Model(Section):
     def _arguments_shape_the_network(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
         """Refuse arguments that could download, read or write: a recipe may be untrusted."""
         refused = [
-            f"{key}: nothing is downloaded; initial weights are model.weights, and name, classes and "
+            f"{key}: nothing is downloaded; initial weights are model.weights; name, classes and "
             "precision have keys of their own"
             for key in arguments
             if key in FACTORY_KEYS

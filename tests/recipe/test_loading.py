@@ -199,14 +199,3 @@ def test_a_change_of_the_machine_is_validated_like_a_recipe() -> None:
     recipe = load_recipe(DIGITS, ["protocol={kind: hardsync, learners: 2}"])
     with pytest.raises(ValueError, match="must be a learner's mini-batch with protocol"):
         recipe.with_execution(device_batch=24)
-
-
-def test_all_conflicts_of_a_recipe_are_reported_together() -> None:
-    changes = [
-        *("data.source=synthetic", "execution.cache=memory", "reduction.dtype=fp16"),
-        *("optimizer={kind: lamb}", "monitor=[trust_ratios]", "loss.label_smoothing=0.95"),
-    ]
-    head, *lines = problems(changes).splitlines()
-    assert head.endswith(": 4 problems")
-    starts = ["execution.cache: memory", "reduction.dtype: fp16", "monitor: trust_ratios", "loss."]
-    assert all(line.strip().startswith(start) for line, start in zip(lines, starts, strict=True))
