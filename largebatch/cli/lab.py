@@ -13,19 +13,18 @@ from cyclopts import App, Parameter, Token
 from largebatch.cli.data import show_index
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
-from largebatch.cli.study import recommend, study
+from largebatch.cli.study import study
 from largebatch.cli.sweep import sweep
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import (
     CheckpointError,
     LargebatchError,
-    StudyError,
     printable,
     shorten,
 )
 from largebatch.formatting import aligned, plural
 from largebatch.lab.planner.draft import draft, suggested_name, words
-from largebatch.lab.planner.suggest import IMAGENET, DataSet, Suggestion
+from largebatch.lab.planner.suggest import IMAGENET, DataSet
 from largebatch.lab.planner.suggest import suggest as suggest_recipe
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -49,13 +48,12 @@ from largebatch.tracking.events import LOG, REPORT
 if TYPE_CHECKING:
     from largebatch.lab.measure.critical_batch import Critical
     from largebatch.lab.measure.rehearsal import Message, Rehearsal
-    from largebatch.lab.studies.recommend import Shape
 
 _MONITOR = "monitor=noise_scale"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
-for _command in (study, recommend, sweep):
+for _command in (study, sweep):
     app.command(_command)
 
 
@@ -250,7 +248,6 @@ def suggest(  # noqa: PLR0913 -- its options
     val_samples: Count | None = None,
     classes: Count | None = None,
     image_size: Count | None = None,
-    studies: Annotated[tuple[Path, ...], Parameter(name="--study", metavar="DIR")] = (),
     out: Path | None = None,
 ) -> None:
     """Write a recipe for a batch between published ones.
@@ -265,7 +262,6 @@ def suggest(  # noqa: PLR0913 -- its options
         val_samples: Validation images.
         classes: Number of classes.
         image_size: Side in pixels (224).
-        studies: Folder of a study of policies; may be repeated (every runs/*).
         out: Recipe to write (<name>.yaml).
     """
     if model is not None:
@@ -279,33 +275,10 @@ def suggest(  # noqa: PLR0913 -- its options
     network = model or (base.model.name if base else "resnet50")
     found = suggest_recipe(batch, data=data_set, model=network, epochs=epochs)
     out = out or Path(f"{suggested_name(found)}.yaml")
-    shape = _measured(found, studies)
-    text = draft(found, schedule=shape.schedule if shape else None, base=base)
-    write_planned(out, text)
-    for line in words(found, has_warmup=shape is None or shape.schedule is None, base=base):
+    write_planned(out, draft(found, base=base))
+    for line in words(found, base=base):
         print(wrapped(line))
-    if shape is not None:
-        print(wrapped(shape.words))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
-
-
-def _measured(found: Suggestion, folders: Sequence[Path]) -> "Shape | None":
-    """Return the schedule measured for such a recipe; None if there is none."""
-    if not folders and not any(Path("runs").glob("*/*/*/cell.json")):
-        return None  # and nothing is imported for it
-    from largebatch.lab.studies.recommend import read_groups, shape_for
-
-    try:
-        groups = read_groups(folders)
-    except StudyError as error:
-        if folders:
-            raise
-        print(wrapped(f"no measured policies: {error}"))
-        return None
-    shape = shape_for(found, groups)
-    if shape is None and folders:
-        print(wrapped(f"no measured policies: none is of {found.model} on these images"))
-    return shape
 
 
 def _base(
