@@ -13,9 +13,8 @@ from cyclopts import App, Parameter
 
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
-from largebatch.formatting import aligned, duration, plural
-from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.formatting import aligned, plural
+from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
 from largebatch.runs.options import Count, Folder, Overrides, RecipeFile
@@ -23,7 +22,6 @@ from largebatch.storage import Progress
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Content, Index
-    from largebatch.lab.measure.initial import TimeEstimate
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
@@ -301,7 +299,7 @@ def init(folder: Path, /, *, out: Path | None = None) -> None:
         out: Recipe to write (<folder>.yaml).
     """
     _require_splits(folder)
-    from largebatch.lab.measure.initial import draft, estimate_time, survey
+    from largebatch.lab.measure.initial import draft, survey
 
     name = recipe_name(folder.resolve().name, otherwise="own-data")
     out = out or Path(f"{name}.yaml")
@@ -311,9 +309,7 @@ def init(folder: Path, /, *, out: Path | None = None) -> None:
     _show_classes(train, val)
     found = survey(train, val)
     text = draft(found, name=name)
-    recipe = parse_recipe(text, source=str(out))
     write_recipe(out, text)
-    _show_time(estimate_time(recipe, make_plan(recipe, workers=1), found))
     print("every assumption is a comment of the recipe")
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
@@ -355,12 +351,3 @@ def _show_classes(train: "Index", val: "Index") -> None:
                 f"{many[1]:,}; top-1 counts images, so it is mostly that of large classes"
             )
         )
-
-
-def _show_time(found: "TimeEstimate") -> None:
-    print(
-        f"about {duration(found.seconds)} on this machine, one worker on {found.device}: "
-        f"{found.trained_per_second:,.0f} images a second were trained on\n"
-        "  included: training and polishing, evaluations, reading the images\n"
-        "  not included: starting, checkpoints, the report"
-    )

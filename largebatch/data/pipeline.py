@@ -106,9 +106,6 @@ class Pipeline:
     idle: IdleDecoders = field(default_factory=IdleDecoders)
     """Decoders of clean images, by split; all evaluations share one."""
 
-    dropped: set[int] = field(default_factory=set)
-    """Workers that a protocol continues without; they get no samples."""
-
     @property
     def indexes(self) -> dict[str, Index]:
         """Indexes by split; only train if training images are used for validation."""
@@ -225,11 +222,6 @@ class Pipeline:
         return self.clean("train", self._dealt(self.held_out_samples, size=self.plan.device_batch))
 
     @property
-    def workers(self) -> Sequence[int]:
-        """Workers that share the samples, in rising order."""
-        return [worker for worker in range(self.plan.workers) if worker not in self.dropped]
-
-    @property
     def validation_samples(self) -> IntArray:
         """Rows of the validation data in this worker's share, in the order of `validation`."""
         samples = self.evaluated_samples
@@ -244,8 +236,7 @@ class Pipeline:
 
     def _dealt(self, samples: IntArray, *, size: int) -> Iterator[IntArray]:
         """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
-        place, step = self.workers.index(self.rank), len(self.workers) * size
-        for start in range(place * size, len(samples), step):
+        for start in range(self.rank * size, len(samples), self.plan.workers * size):
             yield samples[start : start + size]
 
 

@@ -114,7 +114,9 @@ def write_sheet(
     Raises LargebatchError if the images cannot be read or the file cannot be written.
     """
     require_png(path)
-    pipeline = open_images(recipe, make_plan(recipe.mathematics), Serial(), folder=folder, progress=progress)
+    pipeline = open_images(
+        recipe, make_plan(recipe.mathematics), Serial(), folder=folder, progress=progress
+    )
     shown = show(pipeline)
     columns = len(shown.training[0]) + 1 + CHECKS
     size = _LABEL + _TILE * columns, _TILE * len(shown.classes) + 6 * _LINE

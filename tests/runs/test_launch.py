@@ -23,6 +23,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.runs.interrupts import stop_requests
+from largebatch.runs.launch import start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 long = pytest.mark.long
@@ -138,6 +139,20 @@ def test_a_worker_that_fails_ends_the_others_and_its_error_is_raised_once(
         on_workers(fail_on_one, how, workers=2)
     assert str(caught.value).count("ZeroDivisionError: one of us") == (how == "raise")
     assert how != "kill" or capfd.readouterr() == ("", "")
+
+
+BY_RANK = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_lost_worker_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
+    with pytest.raises(WorkerFailedError, match="worker 1 exited .*: killed by SIGKILL"):
+        start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3)
 
 
 def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
-from largebatch.lab.protocols.replay import Part, replay
+from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import Rule
 from largebatch.lab.protocols.server import Arrivals, ParameterServer
 from largebatch.lab.protocols.simulator import Simulation, simulate
@@ -265,8 +265,8 @@ class _Learners:
         )
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
         with closing(self.training.pipeline.at(positions, clean=clean)) as batches:
-            part = Part(server, range(len(weights)), arrivals)
-            for _, applied in replay([part], weights, self._gradient(weights, batches)):
+            gradient = self._gradient(weights, batches)
+            for applied in replay(server, arrivals, weights, gradient):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is not finite")
                 if self.was_asked_to_stop():
