@@ -11,7 +11,7 @@ from cyclopts import App
 
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
-from largebatch.cli.study import recommend, study
+from largebatch.cli.study import study
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
 from largebatch.formatting import aligned, plural
@@ -39,8 +39,7 @@ _MONITOR = "monitor=noise_scale"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
-for _command in (study, recommend):
-    app.command(_command)
+app.command(study)
 
 
 @app.command(name="range")

@@ -1,17 +1,14 @@
 """The commands `report` (of runs), `report diagnose` and `report mlperf`. They print."""
 
 import math
-import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cyclopts import App
 
 from largebatch.cli.printing import wrapped
-from largebatch.cli.recipe import write_planned
-from largebatch.errors import LargebatchError, printable
+from largebatch.errors import printable
 from largebatch.formatting import MISSING, aligned, percent
 from largebatch.runs.options import Count
 
@@ -53,31 +50,21 @@ def diagnose(
     /,
     *,
     classes: Count | None = None,
-    range: Path | None = None,  # noqa: A002 -- the option's name
-    out: Path | None = None,
 ) -> None:
     """Find the likely causes of what went wrong in a run, or in a run with a larger batch.
 
     Args:
-        run: A run folder, or another program's log: CSV, JSON, JSON lines, TensorBoard.
+        run: A run folder, or a CSV of another program with a row for each update or epoch.
         other: With two, the run of the larger batch is judged against the other one.
-        classes: Number of classes, which other programs' logs lack.
-        range: Folder of `lab range` of this recipe, for its bound.
-        out: Write the repaired recipe to this file.
+        classes: Number of classes, which a CSV lacks.
     """
-    if out is not None and out.exists():
-        raise LargebatchError(f"{out}: exists already; choose another file with --out")
     paths = [run] if other is None else [run, other]
-    from largebatch.report.diagnosis import find_causes, order, repair, verdict
-    from largebatch.report.logs import find_log, is_of_run, read_record
-    from largebatch.report.record import read_edge
+    from largebatch.report.diagnosis import find_causes, order
+    from largebatch.report.record import read_record
+    from largebatch.report.verdict import verdict
 
-    if classes is not None and all(is_of_run(find_log(path)) for path in paths):
-        raise LargebatchError("--classes: a run folder has its number of classes; leave it out")
-    edge = None if range is None else read_edge(range)
     records = [read_record(path, classes=classes) for path in paths]
     judged, small = order(*records) if len(records) == 2 else (records[0], None)
-    judged = replace(judged, edge=edge)
     _print_table([judged] if small is None else [small, judged])
     if small is not None and not (judged.batch and small.batch):
         why = "updates are fewer" if judged.updates and small.updates else "the first that is given"
@@ -95,23 +82,14 @@ def diagnose(
     missing = judged.unchecked
     if missing:
         print(wrapped(f"not checked, for lack of a record: {', '.join(missing)}"))
-    if out is not None:
-        repaired = repair(judged, causes, small)
-        write_planned(out, repaired.text)
-        for key, (_, reason) in repaired.changes.items():
-            print(wrapped(f"changed {key}: {reason}"))
-        print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 
 def _print_table(records: list["Record"]) -> None:
-    """Print settings and results side by side, the small batch first, and the columns read."""
+    """Print settings and results side by side, the small batch first."""
     columns = [_facts(record) for record in records]
     rows = [["", *(record.name for record in records)]]
     rows += [[name, *(facts[name] for facts in columns)] for name in columns[0]]
     print(printable(aligned(rows, right=range(1, len(rows[0])))))
-    for record in records:
-        if record.source:
-            print(wrapped(f"read in {record.name}: {record.source}"))
 
 
 def _facts(record: "Record") -> dict[str, str]:

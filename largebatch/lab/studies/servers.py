@@ -20,15 +20,22 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.lab.protocols.cluster import Cluster, Link, Recorded, compute_times
+from largebatch.lab.protocols.cluster import Cluster, Link, compute_times
 from largebatch.lab.protocols.rule import Rule
 from largebatch.lab.protocols.server import server_bytes
 from largebatch.lab.protocols.simulator import simulate
-from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start, recipe_on_hosts, starts_of
+from largebatch.lab.studies.hosts import (
+    HostsCell,
+    HostsRow,
+    Start,
+    recipe_on_hosts,
+    speed_columns,
+    starts_of,
+)
 from largebatch.lab.studies.metrics import interval_line, ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import ALONE, Compute, Study, naming, recipe_of
+from largebatch.lab.studies.study import ALONE, Study, naming, recipe_of
 from largebatch.models import param_groups
 from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe.protocols import Centralised
@@ -46,9 +53,6 @@ from largebatch.report.pages import (
 
 UPDATES, REPEATS = 20, 5
 """Updates of a simulation, and simulations of each point with other times of gradients."""
-
-_QUANTILES = 256
-"""Number of times that represent a distribution that was not recorded."""
 
 _NOTE = (
     "Every layout makes the same update of the same mini-batches; only where the weights are "
@@ -112,8 +116,7 @@ def _cells(
             protocol = {"kind": "hardsync", "learners": workers, "servers": holders}
         with naming(f"{name}/{layout}-{workers}"):
             recipe = recipe_on_hosts(
-                base, on_hosts, workers=workers, protocol=protocol,
-                computed=on_hosts.computed or on_hosts.mini_batch,
+                base, on_hosts, workers=workers, samples=on_hosts.mini_batch, protocol=protocol
             )  # fmt: skip
         hosts = workers + (recipe.protocol.dedicated if recipe.protocol else 0)
         cells.append(
@@ -190,9 +193,11 @@ def _simulate(cell: ServersCell, shares: Sequence[int], overhead: float) -> dict
     compute = cell.on_hosts.compute
     assert compute is not None
     bandwidth = payload_bandwidth(cell.megabits)
+    gradient = compute.overhead + compute.sample * cell.samples + overhead
     cluster = Cluster(
         learners=cell.workers,
-        compute=_times(compute, cell.samples, overhead=overhead),
+        compute=compute.factor,
+        slow=dict.fromkeys(range(cell.workers), gradient),
         link=Link(bandwidth=bandwidth),
         shares=tuple(map(float, shares)),
         sharing="fair",
@@ -201,26 +206,18 @@ def _simulate(cell: ServersCell, shares: Sequence[int], overhead: float) -> dict
     for seed in range(1, REPEATS + 1):
         if cell.servers is None:
             draws = [
-                islice(compute_times(cluster.compute, seed=seed, learner=n), UPDATES)
+                compute_times(compute.factor, seed=seed, learner=n, factor=gradient)
                 for n in range(cell.workers)
             ]
             sent = 2 * sum(shares) * (cell.workers - 1) / cell.workers / bandwidth
-            seconds = [max(each) + sent for each in zip(*draws, strict=True)]
+            every = islice(zip(*draws, strict=True), UPDATES)
+            seconds = [max(each) + sent for each in every]
         else:
             rule, servers = Rule.hardsync(cell.workers), cell.servers or None
             ends = simulate(rule, cluster, servers=servers, updates=UPDATES, seed=seed).ends
             seconds = np.diff(ends, prepend=0.0).tolist()
         found[seed] = Start(seconds=seconds)
     return found
-
-
-def _times(compute: Compute, samples: int, *, overhead: float) -> Recorded:
-    """Return the seconds of an update without messages."""
-    factor = compute.factor
-    uniform = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-    drawn = factor.seconds if isinstance(factor, Recorded) else factor.at(uniform).tolist()
-    usual = compute.overhead + compute.sample * samples
-    return Recorded(kind="recorded", seconds=tuple(overhead + usual * one for one in drawn))
 
 
 def findings(rows: Sequence[ServersRow], how: str) -> Iterator[str]:
@@ -300,14 +297,7 @@ def _table(name: str, rows: Sequence[ServersRow], looks: Mapping[str, Series]) -
     column = columns_over(rows)
     columns = [
         column("Cell", lambda row: row.cell.name, None),
-        column("Workers", lambda row: row.cell.workers, "d"),
         column("Hosts", lambda row: len(row.cell.workers_per_host), "d"),
-        column("Samples/s", lambda row: row.throughput.mean, ",.1f"),
-        column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
-        column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
-        column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
-        column("An update, s", lambda row: row.seconds.mean, ",.4f"),
-        column("Late gradients, %", lambda row: 100 * row.late, ".1f"),
-        column("Starts", lambda row: len(row.starts), "d"),
+        *speed_columns(rows),
     ]
     return Table(name=name, columns=columns, series=[looks[row.cell.layout] for row in rows])
