@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerAction, profile
 
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
@@ -153,13 +154,16 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
         init(batch.images for batch in batches)
 
 
-def with_profiler(session: Session, options: Options, *, until: int) -> Session:
-    """Return the session with a profiler of the updates in `options.profile`.
+def with_profiler(
+    session: Session, options: Options, *, until: int
+) -> tuple[Session, AbstractContextManager[object]]:
+    """Return the session with a profiler of the updates in `options.profile`, and that profiler.
 
-    Raises PlanError unless this part of the run makes these updates.
+    The profiler writes PyTorch's trace, which chrome://tracing and ui.perfetto.dev show. Raises
+    PlanError unless this part of the run makes these updates.
     """
     if options.profile is None:
-        return session
+        return session, nullcontext()
     training = session.training
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
@@ -168,19 +172,27 @@ def with_profiler(session: Session, options: Options, *, until: int) -> Session:
     if options.resume == "auto":  # the same command starts the run and every restart
         first = max(first, made + 1)
         if first > last:
-            return session
+            return session, nullcontext()
     if not made < first <= last <= end:
         raise PlanError(
             f"--profile {first}:{last}: expected a first and a last update among those that are "
             f"to be made, {made + 1} to {end}"
         )
     if training.backend.rank:
-        return session
-    from largebatch.training.profiling import Profiler
+        return session, nullcontext()
 
-    resume_clock = training.step_log.resume_clock
-    profiler = Profiler(first, last, options.out / TRACE, session.log.emit, resume_clock)
-    return replace(session, updates=partial(synchronous_updates, profiler=profiler))
+    def action(number: int) -> ProfilerAction:
+        number += made + 1
+        if number == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if first <= number < last else ProfilerAction.NONE
+
+    def write(found: profile) -> None:
+        found.export_chrome_trace(str(options.out / TRACE))
+        training.step_log.resume_clock()
+
+    profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
+    return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler
 
 
 def plugged_in(kind: str, name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from largebatch.runs.record import record
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
-from largebatch.training.stages.statistics import polish_statistics
+from largebatch.training.stages import polish_statistics
 
 
 class Evaluated(NamedTuple):
@@ -107,7 +107,6 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
-    found.warn()
     return found.path, found.checkpoint
 
 

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
@@ -43,23 +42,20 @@ _LOG = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_folder(
-    session: Session, folder: Path, *, resume: bool, ids: Mapping[str, str | None]
-) -> Iterator[list[Tracker]]:
+def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[list[Tracker]]:
     """Make and lock the run folder, and yield the trackers of the run; worker 0 only.
 
-    `ids` are the run's in the trackers, from its checkpoint. Raises CheckpointError if the folder
-    cannot be written or another run writes to it, TrackerError if a tracker cannot be used.
+    Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
     recipe, note = session.saver.recipe, partial(session.log.note, "train")
     config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
-    trackers: list[Tracker] = [Console(started=command_started())]
+    trackers: list[Tracker] = [Console()]
     for name in dict.fromkeys(recipe.tracking):
         match name:
             case "wandb":
                 from largebatch.tracking.wandb import Wandb
 
-                trackers.append(Wandb(folder, config, note=note, identity=ids.get(name)))
+                trackers.append(Wandb(folder, config, note=note))
             case "tensorboard":
                 from largebatch.tracking.tensorboard import TensorBoard
 
@@ -67,8 +63,7 @@ def open_folder(
             case "mlflow":
                 from largebatch.tracking.mlflow import MLflow
 
-                resumed = resume and (folder / LOG).exists()
-                trackers.append(MLflow(folder, config, identity=ids.get(name), resumed=resumed))
+                trackers.append(MLflow(folder, config))
             case "mlperf":
                 tracker = plugged_in("trackers", name)
                 trackers.append(tracker(folder, recipe, began=session.began))
@@ -113,8 +108,6 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
             if resume != "auto":
                 raise
             _LOG.warning("%s; there is no other one to resume from", error)
-        if found is not None:
-            found.warn()
     return share_checkpoint(found, backend)
 
 
