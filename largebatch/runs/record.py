@@ -83,6 +83,8 @@ def _finish(
         diverged=diverged,
     )
     if backend.rank == 0:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
             summary.write(folder / SUMMARY)
             if draws and not session.training.requests.stopped:  # a stopped run has no time for it
