@@ -164,7 +164,9 @@ def simulations(study: Study, folder: Path, measured: Sequence[ServersRow]) -> l
     assert study.servers is not None
     for name in study.recipes if study.servers.simulated else ():
         cells = _cells(study, folder, name, study.servers.simulated)
-        groups = param_groups(model_without_memory(cells[0].recipe), weight_decay=0.0)
+        recipe = cells[0].recipe
+        model = model_without_memory(recipe.model, classes=recipe.data.classes)
+        groups = param_groups(model, weight_decay=0.0)
         weights = [weight.detach() for group in groups for weight in group["params"]]
         overhead = 0.0
         for row in measured:
