@@ -45,7 +45,7 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(trained["resnet10t"]), "--out", str(tmp_path / "out")]) == DONE
-    names = ["config.json", "model.safetensors", "recipe.yaml"]
+    names = ["README.md", "config.json", "model.safetensors", "recipe.yaml"]
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in names]
     timm = require_timm()
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
@@ -92,7 +92,11 @@ def test_a_model_of_ours_is_its_weights_and_its_recipe(
 ) -> None:
     out, folder = tmp_path / "out", trained["cifar_resnet8"]
     assert main(["export", str(folder), "--out", str(out)]) == DONE
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "recipe.yaml"}
+    assert {path.name for path in out.iterdir()} == {
+        "README.md",
+        "model.safetensors",
+        "recipe.yaml",
+    }
     found = safetensors.torch.load_file(out / "model.safetensors")
     torch.testing.assert_close(found, weights(folder), rtol=0, atol=0)
 
