@@ -77,16 +77,10 @@ def _card(checkpoint: Checkpoint) -> str:
     load = code.format(name=section.name, classes=data.classes, arguments=section.arguments)
     side, resize = data.image_size, data.eval_resize
     shown = f"the centre of the image, whose short side has {resize}" if resize else "the image"
-    rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4]
-    rows += [
-        (
-            it.name + " (rolled back)" * (not it.kept),
-            f"{it.top1:.2%}",
-            f"{it.top5:.2%}",
-            f"{it.loss:.4f}",
-        )
-        for it in checkpoint.stages
-    ]
+    rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4] if checkpoint.stages else []
+    for stage in checkpoint.stages:
+        name = stage.name if stage.kept else f"{stage.name} (rolled back)"
+        rows.append((name, f"{stage.top1:.2%}", f"{stage.top5:.2%}", f"{stage.loss:.4f}"))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     names = ", ".join(f"{label} `{name}`" for label, name in enumerate(checkpoint.origin.classes))
     return f"""---
@@ -103,14 +97,11 @@ Trained with largebatch for {checkpoint.progress.updates:,} updates; `{RECIPE}` 
 
 Input: RGB from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}; {side} x {side} pixels
 of {shown} ({data.interpolation}). Classes: {names or "by number"}.
-{
-        f'''
-On {data.val_split:,} validation images:
+
+Measured on {data.val_split:,} validation images{":" if rows else " after a stage; none has ended."}
 
 {table}
-'''
-        * bool(checkpoint.stages)
-    }"""
+"""
 
 
 def timm_config(section: Model, data: Data, classes: Sequence[str]) -> dict[str, object]:
