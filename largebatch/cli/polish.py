@@ -112,7 +112,7 @@ def _polish(
         result = polish_weights(source, options, samples=samples)
         before, after = asdict(result.before), asdict(result.after)
         layers, measured = tuple(result.drift), result.after.samples
-        done = "\n".join([*filter(None, [result.note]), f"polished weights: {options.out}"])
+        done = f"polished weights: {options.out}"
     if own_rank() == 0:
         top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%}"
         print(printable(f"{_describe(layers)}; {top1} on {measured:,} validation images"))

@@ -3,14 +3,13 @@
 A forward pass of DistributedDataParallel broadcasts buffers, and one of FSDP gathers weights:
 workers with different numbers of batches, or none, would wait for each other. Evaluation and
 polishing need only the inner module, which is complete on every worker under
-DistributedDataParallel. FSDP2 gathers the weights once for all forward passes, see `unsharded`.
+DistributedDataParallel.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +31,14 @@ _INSIDE = {
 def local_model(model: nn.Module) -> nn.Module:
     """Return the outermost module of a model whose forward pass needs only this worker.
 
-    FSDP2 modules (`fully_shard`) are not wrappers; see `unsharded`. Raises ValueError if the model
-    is sharded by FSDP1, or has a parallel module inside.
+    Raises ValueError if the model is sharded (FSDP, tensor parallelism), or has a parallel module
+    inside.
     """
+    if has_divided_weights(model):
+        raise ValueError(
+            "the weights are divided over workers (FSDP2, tensor parallelism); pass a copy of the "
+            "model with complete weights, of torch's get_model_state_dict"
+        )
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)
         if attribute is None:
@@ -83,66 +87,9 @@ def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return as_input
 
 
-@contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Keep the complete weights of FSDP2 modules (`fully_shard`) on this worker in this block.
-
-    Forward passes then need no other worker, and keep to the policy of mixed precision. All workers
-    enter the block together; they may leave it at different times, also on errors; before torch
-    2.13 a model cannot be trained further if a forward pass failed.
-
-    Raises ValueError if weights are divided over workers in another way (tensor parallelism).
-    """
-    named = {name: it for name, it in model.named_modules() if "FSDPModule" in _kinds(it)}
-    modules: list[Any] = [*named.values()]
-    roots = [it for name, it in named.items() if not any(_is_inside(name, of) for of in named)]
-    states = [module._get_fsdp_state() for module in modules]
-    for state in states:
-        state._lazy_init()  # as the first forward pass does; it changes what is stored below
-    groups = [group for state in states for group in _groups(state)]
-    meshes = [group.post_forward_mesh_info for group in groups]
-    try:
-        for module in modules:
-            module.reshard()  # weights may have changed since they were gathered
-            module.unshard()
-            module.set_reshard_after_forward(False, recurse=False)
-        _require_complete(model)
-        yield
-    except BaseException:
-        for root in roots:
-            if hasattr(root, "reset_iter_state"):  # since torch 2.13
-                root.reset_iter_state()
-        raise
-    finally:
-        for group, mesh in zip(groups, meshes, strict=True):
-            group.post_forward_mesh_info = mesh
-        for module in modules:
-            module.reshard()
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name != other and f"{name}.".startswith(f"{other}." if other else "")
-
-
-def _groups(state: Any) -> list[Any]:  # noqa: ANN401 -- torch's FSDPState is private
-    """Return the weights that an FSDP2 module gathers: several groups, or one in older torch."""
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return groups
-
-
 def has_divided_weights(model: nn.Module) -> bool:
     """Return True if a worker has only a part of some weight (FSDP2, tensor parallelism)."""
     return any("DTensor" in _kinds(it) for it in (*model.parameters(), *model.buffers()))
-
-
-def _require_complete(model: nn.Module) -> None:
-    if has_divided_weights(model):
-        raise ValueError(
-            "the model has weights divided over workers within a layer (tensor parallelism); pass "
-            "a complete copy of it"
-        )
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
-from largebatch.training.judging import describe_unsettled
 from largebatch.training.saving import require_fit
 from largebatch.training.session import Session
 from largebatch.training.stages.statistics import polish_statistics
@@ -121,9 +120,7 @@ def _rows(session: Session) -> Iterator[Row]:
         lr = polish.affine.lr if mode in {"affine", "clean"} else None
         begun, note, updates = time.perf_counter(), None, 0
         if mode == "statistics":
-            section = polish.statistics
-            drift = evaluator.statistics(section.samples, sequential=section.sequential)
-            note = describe_unsettled(drift)
+            evaluator.statistics(polish.statistics.samples)
         elif lr is not None:
             planned, updates = session.training.plan.affine_steps, _update(session, mode)
             if updates < planned:
@@ -317,9 +314,7 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     number = samples or there
     if number > there:
         raise CheckpointError(f"cannot measure {number} of {there} training images")
-    asked = recipe.polish.statistics if recipe.polish else None
-    sequential = asked is not None and asked.sequential
-    statistics = Statistics(samples=number, sequential=sequential)
+    statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
     tracking = tuple(name for name in recipe.tracking if name != "mlperf")

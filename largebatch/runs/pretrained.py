@@ -29,7 +29,6 @@ from largebatch.runs.checkpoints import Comparison, compare, with_statistics, wi
 from largebatch.runs.options import Options
 from largebatch.runs.weights import Weights, check_new, read_weights
 from largebatch.training.evaluation import Metrics
-from largebatch.training.judging import describe_unsettled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,6 @@ class Polished:
     before: Metrics
     after: Metrics
     drift: Drift
-    note: str | None
-    """A remark: that statistics never came to rest."""
 
 
 def polish_weights(what: Pretrained, options: Options, *, samples: int | None = None) -> Polished:
@@ -74,12 +71,12 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
         with open_measuring(recipe, nowhere, {}, joined=backend) as session:
             session.state.model.load_state_dict(state)
             before = session.evaluator.validation()
-            drift = session.evaluator.statistics(section.samples, sequential=section.sequential)
+            drift = session.evaluator.statistics(section.samples)
             after = session.evaluator.validation()
             if backend.rank == 0:
                 weights.replace(_statistics(session.state.model))
                 weights.write(options.out)
-    return Polished(before=before, after=after, drift=drift, note=describe_unsettled(drift))
+    return Polished(before=before, after=after, drift=drift)
 
 
 @contextmanager
@@ -172,7 +169,7 @@ def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Rec
 def _statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the running means and variances under the names they have in a state_dict.
 
-    These are all that `polish()` measures: also those of InstanceNorm.
+    These are all that `polish()` measures.
     """
     layers = {
         name: layer

@@ -256,11 +256,6 @@ class Drift(_StageEvent):
     stage: StageName = "statistics"
     step: int = 0
     samples: int
-    passes: int = 1
-    settling: Measured = 0.0
-    settled: bool = True
-    """True if the statistics have settled, as in polish.Drift."""
-
     quantiles: tuple[float, ...] = ()
     """Levels of the layers' quantiles, 0 .. 1."""
 

@@ -51,10 +51,10 @@ class Evaluator:
         expected = len(self.pipeline.held_out_samples)
         return self._evaluate(self.pipeline.held_out(), expected=expected)
 
-    def statistics(self, samples: int, *, sequential: bool = False) -> Drift:
+    def statistics(self, samples: int) -> Drift:
         """Polish the statistics of the model over the first samples of the training order."""
         images = CleanSamples(self.pipeline, samples)
-        return polish(self.state.model, images, self.backend, sequential=sequential)
+        return polish(self.state.model, images, self.backend)
 
     def store_average(self) -> None:
         """Copy the average of the weights into the model, if the optimizer has one."""

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from largebatch.polish.statistics import QUANTILES
-from largebatch.polish.statistics import Drift as PolishDrift
 from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import (
     Accuracy,
@@ -69,22 +68,18 @@ class Judge:
         )
         return metrics
 
-    def measure_statistics(self, stage: StageName, section: Statistics) -> str | None:
-        """Measure the statistics and emit their drift; return a remark if they did not converge."""
-        drift = self.evaluator.statistics(section.samples, sequential=section.sequential)
+    def measure_statistics(self, stage: StageName, section: Statistics) -> None:
+        """Measure the statistics and emit their drift."""
+        drift = self.evaluator.statistics(section.samples)
         self.log.emit(
             Drift(
                 stage=stage,
                 step=self.evaluator.state.progress.step,
                 samples=section.samples,
-                passes=drift.passes,
-                settling=drift.settling,
-                settled=drift.settled,
                 quantiles=QUANTILES,
                 layers=tuple(drift),
             )
         )
-        return describe_unsettled(drift)
 
     def end(
         self,
@@ -178,16 +173,6 @@ class Judge:
             )
         )
         return metrics.top1, kept
-
-
-def describe_unsettled(drift: PolishDrift) -> str | None:
-    """Describe statistics that did not converge; None if they did."""
-    if drift.settled:
-        return None
-    return (
-        f"the statistics have not converged in {drift.passes} passes: the last one moved them by "
-        f"{drift.settling:.2g} standard deviations or ln(variance)"
-    )
 
 
 def find_mistakes(

@@ -59,8 +59,8 @@ KEPT_BYTES = 43e6
 FIXED_BYTES = 2e9
 """Bytes of libraries, kernels' workspaces and communication buffers on a GPU. An assumption."""
 
-TENSORS, NORM_DEPTH = 161, 49
-"""Gradients of ResNet-50, and BatchNorm layers on its longest path."""
+TENSORS = 161
+"""Gradients of ResNet-50."""
 
 HELP = {
     "memory": "a smaller execution.device_batch, or GPUs with more memory",
@@ -224,8 +224,7 @@ def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) 
     passes = [(plan.val_samples, views * count_evaluations(recipe, plan))]
     if polish is not None and polish.statistics is not None:
         judged = polish.keep == "better" and polish.swa is not None
-        times = _measures_last(polish) + judged
-        passes.append((polish.statistics.samples, times * _statistics_passes(polish, cluster)))
+        passes.append((polish.statistics.samples, _measures_last(polish) + judged))
     if polish is not None and polish.held_out is not None:
         passes.append((polish.held_out, views * _count_stages(recipe, plan)))
     if "generalization_gap" in recipe.monitor:
@@ -234,17 +233,6 @@ def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) 
         number * evaluation_seconds(on, workers=plan.workers, samples=samples, pixels=pixels)
         for samples, number in passes
     )
-
-
-def _statistics_passes(polish: Polish, cluster: Cluster) -> int:
-    """Return the passes over its images of a stage of statistics.
-
-    Sequential: one for each BatchNorm layer on the longest path, which for a measured model are at
-    most all of its layers, and one more to find that nothing changes.
-    """
-    if polish.statistics is None or not polish.statistics.sequential:
-        return 1
-    return 1 + (cluster.measured.norm_layers if cluster.measured else NORM_DEPTH)
 
 
 def machine_for(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:

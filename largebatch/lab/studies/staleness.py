@@ -410,7 +410,7 @@ class _Learners:
         """End with the pass that measures BatchNorm's statistics, if the recipe has one."""
         section = self.session.polish.statistics
         if section is not None:
-            self.session.evaluator.statistics(section.samples, sequential=section.sequential)
+            self.session.evaluator.statistics(section.samples)
             self._evaluate("statistics")
 
 

@@ -16,4 +16,5 @@ def run(session: Session, _: range, __: int) -> None:
 def polish_statistics(judge: Judge, section: Statistics) -> None:
     """Run the statistics pass as a stage."""
     judge.begin()
-    judge.end("statistics", note=judge.measure_statistics("statistics", section))
+    judge.measure_statistics("statistics", section)
+    judge.end("statistics")

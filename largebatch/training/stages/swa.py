@@ -19,7 +19,7 @@ def run(session: Session, _: range, __: int) -> None:
         return
     session.judge.begin()
     state.store_average()
-    section, note = session.polish.statistics, None
+    section = session.polish.statistics
     if session.judge.decides and section is not None:
-        note = session.judge.measure_statistics("swa", section)
-    session.judge.end("swa", note=note)
+        session.judge.measure_statistics("swa", section)
+    session.judge.end("swa")

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from short_runs import a_recipe
 
 from largebatch import load_recipe, run
 from largebatch.data.decoders.pixel_cache import LIMIT
-from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.lab.planner.calibration import installed_fit
 from largebatch.lab.planner.cluster import (
@@ -23,15 +21,12 @@ from largebatch.lab.planner.cluster import (
 from largebatch.lab.planner.model import evaluation_seconds, machine
 from largebatch.lab.planner.prediction import (
     CACHED_BYTES,
-    NORM_DEPTH,
     batches,
     best_batches,
     count_evaluations,
     predict,
     settings,
 )
-from largebatch.models import build
-from largebatch.polish import polish
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.installed import installed
 from largebatch.recipe.writing import dump_yaml
@@ -361,38 +356,6 @@ def test_images_cached_on_the_device_take_its_memory() -> None:
     on_host, on_device = (one.memory_bytes or 0 for one in found)
     assert on_device - on_host == pytest.approx(90_000 * 224 * 224 * 3)
     assert [one.limit == "memory" for one in found] == [False, True]
-
-
-@pytest.mark.long
-def test_polishing_resnet50_in_sequence_takes_as_many_passes_as_are_counted() -> None:
-    """A few fewer where a layer's last changes are below the tolerance."""
-    torch.manual_seed(0)
-    model = build("resnet50", num_classes=10, arguments={"channels": [4, 4, 4, 4]})
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("bn3.weight"):
-                weight.fill_(0.3)  # at 0, where training begins, most layers depend on few others
-    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-    polish(model, [images], Serial())  # as after training, no activation overflows
-    passes = polish(model, [images], Serial(), sequential=True).passes
-    assert 0.8 * (1 + NORM_DEPTH) < passes <= 1 + NORM_DEPTH
-
-
-def test_sequential_statistics_show_their_images_once_for_each_layer_in_a_row() -> None:
-    """ResNet-50 has three in each of 3 + 4 + 6 + 3 blocks, and one before them."""
-    passes = 1 + 3 * (3 + 4 + 6 + 3) + 1  # the last finds that nothing moves
-    cluster = load_cluster("dgx-a100")
-    once, often = (
-        predict(
-            load_recipe(FUJITSU, [f"polish.statistics={{samples: 50000, {word}}}"]),
-            cluster,
-            workers=512,
-        ).parts["evaluation"]
-        for word in ("sequential: false", "sequential: true")
-    )
-    on = machine(cluster, installed_fit().constants)
-    one = evaluation_seconds(on, workers=512, samples=50_000)
-    assert often - once == pytest.approx((passes - 1) * one)
 
 
 def test_the_generalization_gap_shows_all_training_images_at_the_end_of_every_stage() -> None:
