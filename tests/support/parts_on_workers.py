@@ -273,7 +273,7 @@ def refusals_of_sharded_models() -> list[str]:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     divided = parallelize_module(network(), mesh, {"6": ColwiseParallel()})
-    models = [
+    models: list[Any] = [
         FullyShardedDataParallel(network(), device_id=torch.device("cpu")),
         fully_shard(network(), mesh=mesh),
         divided,
@@ -282,7 +282,7 @@ def refusals_of_sharded_models() -> list[str]:
     for model in models:
         for use in (polish, evaluate):
             with pytest.raises(ValueError, match="copy") as caught:
-                use(model, share())  # type: ignore[operator]  # two signatures
+                use(model, share())
             found.append(str(caught.value))
     return found
 
