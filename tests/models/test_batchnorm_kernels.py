@@ -161,26 +161,6 @@ def test_the_same_input_gives_the_same_bits() -> None:
 
 
 @runs
-@pytest.mark.parametrize(("relu", "adds"), [(False, False), (True, False), (True, True)])
-def test_a_loss_may_contain_gradients(relu: bool, adds: bool) -> None:
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        leaves = [draw(6, 4, 3, seed=it).to(dtype).requires_grad_() for it in range(1 + adds)]
-        affine = [it.to(dtype).requires_grad_() for it in draw(2, 4, seed=2)]
-        x, other = leaves[0], leaves[1] if adds else None
-        if dtype == torch.float32:
-            fused = kernels.batchnorm()
-            out, _ = fused.normalise(x, other, *affine, eps=1e-5, span=4, relu=relu)
-        else:
-            out, _ = by_hand(x, other, (affine[0], affine[1]), 4, relu=relu)
-        grads = torch.autograd.grad((out**4).sum(), leaves, create_graph=True)
-        loss = torch.stack([(it**2).sum() for it in grads]).sum()
-        found.append([*grads, *torch.autograd.grad(loss, [*leaves, *affine], allow_unused=True)])
-    for ours, exact in zip(*found, strict=True):
-        assert error(ours, exact) < 1e-5
-
-
-@runs
 @pytest.mark.parametrize("workers", [3])
 def test_workers_share_a_span(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     launch, lock = accelerator.launch, threading.Lock()

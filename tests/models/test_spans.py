@@ -22,7 +22,6 @@ from largebatch import load_recipe
 from largebatch.distributed.backend import Group
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
-from largebatch.models import batchnorm_functional
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.polish.statistics import polish
 from largebatch.recipe.recipe import Recipe
@@ -84,7 +83,6 @@ def shared(
     return ghost, outs, gradients
 
 
-@pytest.mark.parametrize("cached", [1, 10**6], ids=["one by one", "at once"])
 @pytest.mark.parametrize(
     ("norm", "shape"),
     [
@@ -96,13 +94,8 @@ def shared(
 )
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_that_share_a_span_match_batchnorm_on_the_whole_batch(
-    monkeypatch: pytest.MonkeyPatch,
-    norm: nn.Module,
-    shape: tuple[int, ...],
-    workers: int,
-    cached: int,
+    norm: nn.Module, shape: tuple[int, ...], workers: int
 ) -> None:
-    monkeypatch.setattr(batchnorm_functional, "_GRADIENT_PART", cached)
     norm = copy.deepcopy(norm).double()
     for parameter in norm.parameters():
         nn.init.uniform_(parameter)
