@@ -8,7 +8,6 @@ from torch import nn
 from largebatch.errors import RecipeError, clip
 from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
-from largebatch.models.compiled import compile_model
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 
@@ -60,8 +59,11 @@ def prepare_training(model: nn.Module, recipe: Recipe, plan: Plan, device: torch
     """Compile the model if the recipe requests it; raise RecipeError if it cannot be trained."""
     require_trainable(model, recipe)
     require_accepted(recipe, {piece.image_size for piece in plan.sizes})
-    shares_spans = plan.sync_workers > 1
-    compile_model(model, recipe.execution.compile, device, shares_spans=shares_spans)
+    if recipe.execution.compile:
+        from largebatch.models.compiled import compile_model
+
+        shares_spans = plan.sync_workers > 1
+        compile_model(model, recipe.execution.compile, device, shares_spans=shares_spans)
 
 
 def require_trainable(model: nn.Module, recipe: Recipe) -> None:

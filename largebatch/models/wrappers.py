@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from largebatch.errors import RecipeError
+
 _PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 """Classes whose forward pass needs other workers or devices: torch's, and apex's."""
 
@@ -122,6 +124,26 @@ def uncompiled() -> AbstractContextManager[object]:
         return nullcontext()
     eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return eager
+
+
+@contextmanager
+def failures_named() -> Iterator[None]:
+    """Convert errors of the compiler to RecipeError.
+
+    They are raised by the first forward or backward pass with a shape.
+    """
+    try:
+        yield
+    except Exception as error:
+        dynamo = sys.modules.get("torch._dynamo.exc")  # loaded if anything was compiled
+        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+            raise
+        cause = getattr(error, "inner_exception", error)
+        reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
+        raise RecipeError(
+            f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
+            f"{reason}; remove compile"
+        ) from error
 
 
 def keep_in_place(tensors: Iterable[Tensor]) -> None:

@@ -46,8 +46,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from largebatch.optim.kernels import Rule, Update, batched, fused, table
-from largebatch.optim.kernels.table import Table
+from largebatch.optim.kernels import Rule, Update, works
 from largebatch.recipe.choices import Convention, Kernels
 
 Number = float | Tensor
@@ -244,7 +243,7 @@ class LARS(Optimizer):
         The first is None without a GPU that has the kernels of tables. This runs in every step.
         """
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        if not any(table.works(device) for device in {weight.device for weight in weights}):
+        if not any(works(device) for device in {weight.device for weight in weights}):
             return None, []
         kinds = [(it["adapt"], it["kernels"], len(it["params"])) for it in self.param_groups]
         states = [
@@ -319,6 +318,8 @@ class _Tabled:
     """The table of a GPU: made of lists, adapted parameters first, whose ratios are kept."""
 
     def __init__(self, device: torch.device, parts: list[tuple[int, bool, "_Lists"]]) -> None:
+        from largebatch.optim.kernels.table import Table
+
         parts = sorted(parts, key=lambda part: not part[1])
         self.device = device
         self.adapted = [it for _, adapt, lists in parts if adapt for it in lists.parameters]
@@ -348,7 +349,7 @@ def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
     return (
         group["kernels"] == "torch"
         and weight.dtype in {torch.float32, *_SHORT}
-        and table.works(weight.device)
+        and works(weight.device)
         and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
     )
 
@@ -410,8 +411,14 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
             from largebatch.optim.kernels import apex
 
             return apex.update
+        case "torch" if device.type == "cpu":
+            from largebatch.optim.kernels import fused
+
+            return fused.update
         case "torch":
-            return fused.update if device.type == "cpu" else batched.update
+            from largebatch.optim.kernels import batched
+
+            return batched.update
         case _:
             assert_never(kernels)
 
@@ -437,16 +444,8 @@ def _rule(group: dict[str, Any]) -> Rule:
 
 
 def _number(group: dict[str, Any], key: str) -> float:
-    """Return the current value of a hyper-parameter; a tensor may be changed by the user in place.
-
-    Raises ValueError for a tensor with several elements.
-    """
-    value = group[key]
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.numel() != 1:
-        raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
-    return float(value.item())  # sync: only if the user keeps the number on a GPU
+    """Return the current value of a hyper-parameter: the user may change a tensor in place."""
+    return float(group[key])  # sync: only if the user keeps the number on a GPU
 
 
 def _limit(group: dict[str, Any], key: str) -> float | None:

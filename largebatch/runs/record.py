@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
-from largebatch.models.compiled import failures_named
+from largebatch.models.wrappers import failures_named
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.folder import open_folder

@@ -16,7 +16,6 @@ from largebatch.distributed.reducer import (
     quadratic,
 )
 from largebatch.models import norm_parameters
-from largebatch.models.compiled import reuses_memory
 from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe import execution
 from largebatch.recipe.arithmetic.plan import Plan
@@ -66,7 +65,8 @@ def copies_gradients(
     """Return True if a compiled pass may overwrite gradients that are still needed."""
     accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
     needed = accumulates or keeps_gradients
-    return needed and reuses_memory(recipe.execution.compile, device)
+    has_graphs = recipe.execution.compile in {"reduce-overhead", "max-autotune"}
+    return needed and has_graphs and device.type != "cpu"
 
 
 def describe_groups(recipe: Recipe) -> str:

@@ -21,7 +21,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.formatting import plural
-from largebatch.models.fusion import describe_pairs
+from largebatch.models import kernels
 from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -207,6 +207,9 @@ def _remarks(session: Session, options: Options, *, resumed: bool) -> Iterator[s
         yield _SLOW.format(recipe.precision)
     if recipe.execution.compile:
         yield _COMPILING
-    yield from describe_pairs(session.state.model)
+    if training.backend.device.type in kernels.DEVICES:
+        from largebatch.models.fusion import describe_pairs
+
+        yield from describe_pairs(session.state.model)
     if options.resume == "auto" and not resumed:
         yield f"no checkpoint in {options.out}; starting a new run"

@@ -9,7 +9,6 @@ from torch import Tensor
 from largebatch.data.pipeline import CleanSamples, Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
-from largebatch.models.views import MeanOfViews
 from largebatch.models.wrappers import uncompiled
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift, polish
@@ -68,6 +67,8 @@ class Evaluator:
     ) -> Metrics:
         model = self.state.model
         if self.views > 1:
+            from largebatch.models.views import MeanOfViews
+
             model = MeanOfViews(model, views=self.views)
         with self._measurable():
             return evaluate(model, batches, self.backend, expected=expected, each=each)

@@ -30,7 +30,7 @@ from largebatch.models.batchnorm import SpanBatchNorm, Spans
 from largebatch.models.batchnorm_functional import normalise
 from largebatch.models.compiled import compile_model
 from largebatch.models.fusion import describe_pairs, pair
-from largebatch.optim.kernels import table
+from largebatch.optim import kernels as lars_kernels
 from largebatch.optional import require_torchvision
 
 runs = pytest.mark.usefixtures("kernels_run")
@@ -445,7 +445,7 @@ def test_the_trial_does_not_depend_on_the_mode_of_the_first_batch(
     images = draw(2, 3)
     for module, works in (
         (kernels, lambda: kernels.take(images)),
-        (table, lambda: table.works(images.device)),
+        (lars_kernels, lambda: lars_kernels.works(images.device)),
     ):
         monkeypatch.setattr(module, "DEVICES", {DEVICE.type})
         monkeypatch.setattr(module, "_WORK", {})
