@@ -303,8 +303,6 @@ class LARS(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """Tensors of one group, device and type, as arguments of a kernel."""
-
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
@@ -345,7 +343,6 @@ class _Tabled:
 
 
 def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
-    """Return True if the update of a parameter is that of a table."""
     return (
         group["kernels"] == "torch"
         and weight.dtype in {torch.float32, *_SHORT}
@@ -424,7 +421,6 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
 
 
 def _rule(group: dict[str, Any]) -> Rule:
-    """Convert a group's convention and numbers to the formula of the kernels."""
     lr, decay = _number(group, "lr"), _number(group, "weight_decay")
     convention = group["convention"]
     rate_inside = convention in {"reference", "fujitsu"}
@@ -444,17 +440,14 @@ def _rule(group: dict[str, Any]) -> Rule:
 
 
 def _number(group: dict[str, Any], key: str) -> float:
-    """Return the current value of a hyper-parameter: the user may change a tensor in place."""
     return float(group[key])  # sync: only if the user keeps the number on a GPU
 
 
 def _limit(group: dict[str, Any], key: str) -> float | None:
-    """Return the current value of a limit; None if it is off or missing from a saved state."""
     return None if group.get(key) is None else _number(group, key)
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise ValueError for an invalid hyper-parameter or parameter."""
     _check_word(group, "convention", get_args(Convention))
     _check_word(group, "kernels", get_args(Kernels))
     _check_numbers(group)
@@ -494,23 +487,21 @@ def _check_state(state: StateDict, groups: list[dict[str, Any]]) -> None:
         _require(group, ("params", "convention", "adapt", *_NUMBERS), f"group {number}")
         _check_word(group, "convention", get_args(Convention))
         _check_numbers(group)
-    if [len(group["params"]) for group in state["param_groups"]] != [
-        len(group["params"]) for group in groups
-    ]:
+    sizes = ([len(group["params"]) for group in every] for every in (state["param_groups"], groups))
+    if next(sizes) != next(sizes):
         return  # torch raises an error
     for name, weight in _pairs(state, groups):
-        if name in state["state"]:
-            _check_saved(state["state"][name], weight, f"parameter {name}")
-
-
-def _check_saved(saved: dict[str, Any], weight: Tensor, owner: str) -> None:
-    _require(saved, ("momentum_buffer",), owner)
-    for key in _SAVED & saved.keys():
-        shape = tuple(saved[key].shape) if isinstance(saved[key], Tensor) else saved[key]
-        if shape != weight.shape:
-            raise ValueError(
-                f"{key} of {owner} must have its shape {tuple(weight.shape)}, got {shape}"
-            )
+        saved = state["state"].get(name)
+        if saved is None:
+            continue
+        _require(saved, ("momentum_buffer",), f"parameter {name}")
+        for key in _SAVED & saved.keys():
+            shape = tuple(saved[key].shape) if isinstance(saved[key], Tensor) else saved[key]
+            if shape != weight.shape:
+                raise ValueError(
+                    f"{key} of parameter {name} must have its shape {tuple(weight.shape)}, got "
+                    f"{shape}"
+                )
 
 
 def _require(holder: dict[str, Any], keys: Sequence[str], name: str) -> None:
@@ -522,7 +513,6 @@ def _require(holder: dict[str, Any], keys: Sequence[str], name: str) -> None:
 
 
 def _pairs(state: StateDict, groups: list[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:
-    """Return pairs of a parameter's name in a state and the parameter."""
     names, weights = (
         chain.from_iterable(group["params"] for group in every)
         for every in (state["param_groups"], groups)

@@ -197,7 +197,6 @@ def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(values: Tensor) -> Iterator[Tensor]:
-    """Divide the batch into parts that fit into the processor's cache."""
     yield from values.split(max(1, _PART * len(values) // values.numel()))
 
 

@@ -193,7 +193,6 @@ def _left_out(model: nn.Module, skip: Iterable[str]) -> dict[nn.Module, str]:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers with running statistics, with their names."""
     return [
         (name, layer)
         for name, layer in model.named_modules()
@@ -229,7 +228,6 @@ def _owners(model: nn.Module, left: Mapping[nn.Module, str]) -> list[_Statistics
 
 
 def _require_some(owners: list[_Statistics], kept: Mapping[str, str], model: nn.Module) -> None:
-    """Raise ValueError unless there are statistics to measure, and none of them to keep too."""
     if not owners and not kept:
         raise ValueError("the model has no BatchNorm with running statistics: nothing to polish")
     if not owners:
@@ -272,7 +270,6 @@ def _other_buffers_kept(model: nn.Module) -> Iterator[None]:
 def _require_same_network(
     model: nn.Module, owners: list[_Statistics], backend: Backend, *, kept: Mapping[str, str]
 ) -> None:
-    """Raise MismatchError if workers would pool the statistics of different networks."""
     if backend.world_size == 1:
         return
     layers = [model.get_submodule(name) for name in kept]
@@ -298,7 +295,6 @@ def _measure(
     backend: Backend,
     forward: Callable[[nn.Module, Any], object] | None,
 ) -> list[Moments]:
-    """Run the model on the batches once and return the pooled moments of each layer's inputs."""
     as_input, num_batches = input_of(model), 0
     together = accelerator.is_remote(device_of(model))
     with ExitStack() as stack:
@@ -389,7 +385,6 @@ class _Watch(TorchFunctionMode):
 
 
 def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
-    """Measure the input of batch_norm, and normalise it by its own moments."""
     values = given["input"]
     owner.calls += 1
     if torch._C._functorch.is_functorch_wrapped_tensor(values):
@@ -416,7 +411,6 @@ def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
 
 
 def _check(owners: list[_Statistics], pooled: list[Moments]) -> None:
-    """Raise DataError if the moments cannot be running statistics."""
     rounded = [
         torch.cat([moments.mean, moments.variance]).to(owner.mean.dtype).isfinite().all()
         for owner, moments in zip(owners, pooled, strict=True)

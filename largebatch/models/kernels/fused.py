@@ -42,7 +42,6 @@ def _cdiv(number: int, divisor: int) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -192,7 +191,6 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     group: Group | None,
     launch: Launch,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and the moments of each span."""
     part, parts = _partial_moments(x, shape, launch), shape.parts
     if group is not None:
         part, parts = _over_workers(part, shape, group, launch), group.world_size
@@ -265,7 +263,6 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
 def _of_affine(
     grads: Tensor, affine: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias in their types."""
     weight, bias = affine
     if weight is None or bias is None:
         return None, None
@@ -280,7 +277,6 @@ def _partial_moments(x: Tensor, shape: _Shape, launch: Launch) -> Tensor:
 
 
 def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
-    """Return mean, biased variance and count of each span: G x 3 x C."""
     stat = part.new_empty(shape.spans, 3, shape.channels)
     grid = shape.grid[1:]
     constants = {"COLS": shape.cols, "CHUNK": CHUNK}
@@ -295,7 +291,6 @@ def moments(x: Tensor, span: int) -> Tensor:
 
 
 def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> Tensor:
-    """Return the moments of a span's workers as its parts."""
     mean, variance, count = _merged(part, shape, launch)[0]
     # As in `batchnorm_functional`, which another worker may use.
     gathered = group.all_gather(torch.cat([mean, variance, count[:1]]))

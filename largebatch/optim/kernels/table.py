@@ -120,7 +120,6 @@ def _are_aligned(addresses: Iterable[int]) -> bool:
 
 
 def _numbers(rule: Rule) -> list[float]:
-    """Return the numbers of a rule in the order of the kernels."""
     return [
         *(rule.momentum, rule.decay, rule.ratio_decay, rule.eta, rule.eps, rule.into, rule.out),
         _PLACES[rule.ratio],
