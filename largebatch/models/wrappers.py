@@ -9,6 +9,7 @@ DistributedDataParallel.
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +71,12 @@ def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     PyTorch's layers refuse images of another type than their weights, such as the float32 of
     loaders in a model of bf16 or float64. The type is that of the first convolution or linear
-    layer.
+    layer, or of the first weight.
     """
     device = device_of(model)
     layers = (it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear)))
-    own = next((it.weight.dtype for it in layers), None)
+    weights = chain((layer.weight for layer in layers), model.parameters())
+    own = next((weight.dtype for weight in weights), None)
     own = own if own and own.is_floating_point and own.itemsize > 1 else None  # not fp8 or int8
 
     def as_input(images: Tensor) -> Tensor:

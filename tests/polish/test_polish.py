@@ -130,29 +130,6 @@ def test_an_unused_layer_keeps_its_statistics() -> None:
     assert model.idle.running_var.equal(torch.ones(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
 
 
-def test_a_model_with_several_outputs_in_training_is_polished_in_evaluation_mode() -> None:
-    """Like GoogLeNet and Inception, whose auxiliary layers are not used in evaluation."""
-
-    class Auxiliary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.side = nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
-
-        def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            values: Tensor = self.norm(images)
-            return (values, self.side(values)) if self.training else values
-
-    model, data = Auxiliary().train(), batches(4, 3)
-    assert isinstance(Auxiliary()(data[0][0]), tuple)
-    drift = polish(model, data, CPU)
-    assert [layer.name for layer in drift] == ["norm"]
-    everything = torch.cat([images for images, _ in data])
-    torch.testing.assert_close(model.norm.running_var, everything.var((0, 2, 3)))
-    assert model.side.running_mean.equal(torch.zeros(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
-    assert model.training
-    assert model.side.training
-
-
 def test_drift_measures_shift_and_variance_against_the_running_statistics() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3, eps=1e-12).double())
     ((images, labels),) = batches(10)

@@ -62,43 +62,11 @@ def test_statistics_of_half_precision_are_rounded_once(
             values[n] = F.batch_norm(own, *batch, layer.weight, layer.bias, eps=layer.eps).detach()
 
 
-class Mixed(nn.Module):
-    """A convolution and a linear layer of two types, registered in either order."""
-
-    def __init__(self, *, conv: torch.dtype, linear: torch.dtype, linear_first: bool) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))  # of float32 in every model
-        if linear_first:
-            self.head = nn.Linear(4, 10, dtype=linear)
-        self.conv, self.norm = nn.Conv2d(3, 4, 3, dtype=conv), nn.BatchNorm2d(4)
-        if not linear_first:
-            self.head = nn.Linear(4, 10, dtype=linear)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = self.norm(self.conv(values).float()).mean((2, 3))
-        scores: Tensor = self.head(values.to(self.head.weight.dtype))
-        return scores
-
-
-@pytest.mark.parametrize("linear_first", [False, True])
-@pytest.mark.parametrize(
-    ("conv", "linear", "given"),
-    [
-        (torch.float32, torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.float16, torch.float16, torch.float32),
-    ],
-)
-def test_images_are_converted_if_all_convolutions_and_linear_layers_are_of_one_half_type(
-    conv: torch.dtype, linear: torch.dtype, given: torch.dtype, *, linear_first: bool
-) -> None:
-    """Other models get the images as they are."""
-    model = Mixed(conv=conv, linear=linear, linear_first=linear_first)
-    if linear_first:
-        del model.scale  # the first weights are those of the linear layer
-    batch = images(8).to(given)
-    polish(model, [batch], CPU)
-    expected = model.conv(batch.to(conv)).double().mean((0, 2, 3))
-    torch.testing.assert_close(model.norm.running_mean, expected.float())
-    assert evaluate(model, [(batch, torch.zeros(8, dtype=torch.long))], CPU).samples == 8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_images_are_converted_to_the_type_of_the_model(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+    model.to(dtype)
+    expected = model[0](images(8).to(dtype)).double().mean((0, 2, 3))
+    polish(model, [images(8)], CPU)
+    torch.testing.assert_close(model[1].running_mean, expected.to(dtype))
+    assert evaluate(model, [(images(8), torch.zeros(8, dtype=torch.long))], CPU).samples == 8
