@@ -1,8 +1,7 @@
 """Tables of rules: each row is a condition with its numbers, a text, a remedy and a link.
 
-The causes of a bad run, the sources of a suggested recipe and the recommendation of a study are
-such tables. A rule is data, so that what is checked, in which order and what explains what can be
-read in one place, and a terminal, a page and a test show the same numbers.
+A rule is data, so that what is checked, in which order and what explains what can be read in one
+place, and a terminal, a page and a test show the same numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +39,6 @@ class Rule(Generic[Subject]):
     group: str = ""
     harms: bool = True
     """False if the result is not worse for it: it costs time, or was corrected."""
-
-    repair: Callable[..., Mapping[str, Any]] | None = None
-    """Return changes of a recipe, by dotted key."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def require_agreement(
 ) -> None:
     """Raise MismatchError on every worker unless all of them have the same facts.
 
-    If they do, this is one all-reduce of 512 bytes. `device` is the device of the group's tensors.
+    If they do, this is one all-reduce of 512 bytes. `device` is that of the group's tensors.
     """
     if group.world_size == 1:
         return
@@ -73,15 +73,14 @@ def require_same(facts: Sequence[Mapping[str, Any]], *, remedy: str = _REMEDY) -
             value = json.dumps(own.get(key), ensure_ascii=False, sort_keys=True)
             ranks.setdefault(value, []).append(str(rank))
         if len(ranks) > 1:
-            different.append(f"{key}: {_describe(ranks)}")
-    if not different:
-        return
-    if len(different) == 1:
-        raise MismatchError(f"workers disagree on {different[0]}; {remedy}")
-    raise MismatchError(
-        f"workers disagree on {len(different)} values; {remedy}\n  "
-        + shorten(different, between="\n  ")
-    )
+            values = [
+                f"{value} on worker{'s' if len(workers) > 1 else ''} {shorten(workers)}"
+                for value, workers in ranks.items()
+            ]
+            different.append(f"{key}: {shorten(values, between=' and ')}")
+    if different:
+        shown = shorten(different, between="\n  ")
+        raise MismatchError(f"workers disagree on {shown}; {remedy}")
 
 
 def require_same_bits(
@@ -90,13 +89,11 @@ def require_same_bits(
     device: torch.device,
     *,
     when: str,
-    workers: Sequence[int] | None = None,
 ) -> None:
     """Raise DesynchronizedError on every worker unless all of them hold the same tensors.
 
     Sums of the bits are compared, so any single different bit is found. This is one pass over the
-    tensors and an all-reduce of 128 bytes. `workers` are the numbers of the group's workers, if
-    these are not their ranks.
+    tensors and an all-reduce of 128 bytes.
     """
     if group.world_size == 1:
         return
@@ -106,12 +103,11 @@ def require_same_bits(
         return
     digests = group.all_gather(own).tolist()  # sync: once in many updates
     common = max(set(digests), key=digests.count)
-    numbers = range(group.world_size) if workers is None else workers
-    odd = [str(n) for n, digest in zip(numbers, digests, strict=True) if digest != common]
+    odd = [str(rank) for rank, digest in enumerate(digests) if digest != common]
     if 2 * len(odd) < group.world_size:
         found = f"worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the others"
     else:
-        every = shorten([str(number) for number in numbers])
+        every = shorten([str(number) for number in range(group.world_size)])
         found = f"workers {every} differ, and no majority shows which are right"
     raise DesynchronizedError(
         f"the weights of {found}, at {when}: a machine or a library computes incorrectly; they "
@@ -164,14 +160,6 @@ def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
             yield from _flatten(value, f"{above}{key}.")
         elif value is not None:
             yield f"{above}{key}", value
-
-
-def _describe(ranks: Mapping[str, list[str]]) -> str:
-    values = [
-        f"{value} on worker{'s' if len(workers) > 1 else ''} {shorten(workers)}"
-        for value, workers in ranks.items()
-    ]
-    return shorten(values, between=" and ")
 
 
 def _tensor(content: bytes, device: torch.device) -> Tensor:

@@ -57,9 +57,6 @@ _NATIVE = (
 )
 """Arguments of torch.batch_norm in their order."""
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Quantiles over the channels of a layer in a drift."""
-
 _KEYS = {"running_mean", "running_var"}
 
 
@@ -95,7 +92,6 @@ class _Statistics:
         shift = (mean - self.mean.double()) / (self.var.double() + self.eps).sqrt()
         ratio = torch.log((var + self.eps) / (self.var.double() + self.eps))
         shift, ratio = torch.stack([shift, ratio]).cpu()  # sync: once per layer, for the report
-        quantiles = shift.new_tensor(QUANTILES)
         self.mean.copy_(mean)
         self.var.copy_(var)
         return LayerDrift(
@@ -103,8 +99,6 @@ class _Statistics:
             channels=len(self.mean),
             mean_shift=shift.square().mean().sqrt().item(),
             log_variance_ratio=ratio.square().mean().sqrt().item(),
-            shift_quantiles=tuple(shift.quantile(quantiles).tolist()),
-            ratio_quantiles=tuple(ratio.quantile(quantiles).tolist()),
         )
 
 

@@ -29,7 +29,7 @@ from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_c
 from largebatch.training.evaluation import Metrics
 from largebatch.training.saving import require_fit
 from largebatch.training.session import Session
-from largebatch.training.stages.statistics import polish_statistics
+from largebatch.training.stages import polish_statistics
 from largebatch.training.updates import Part
 
 Mode = Literal["none", "statistics", "affine", "clean"]
@@ -53,7 +53,7 @@ class Row:
     """Learning rate of the first update; None without one."""
 
     note: str | None
-    """Remark on statistics that did not settle, or on skipped updates."""
+    """Remark on skipped updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +277,6 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
-    found.warn()
     return found.path, found.checkpoint
 
 

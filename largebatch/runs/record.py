@@ -1,17 +1,14 @@
 """Record a run in its folder: log, summary and report, after an error too."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
-from largebatch.data.pipeline import Pipeline
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.wrappers import failures_named
 from largebatch.report import write_report
-from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
@@ -26,17 +23,15 @@ def record(
     work: Callable[[], bool],
     *,
     resume: bool = False,
-    ids: Mapping[str, str | None] = MappingProxyType({}),
     draws: bool = True,
 ) -> Summary:
     """Do the work in a run folder; write its summary, and with `draws` its report, in any case.
 
-    `ids` are the run's in the trackers before it was resumed. `work` returns True if the run is
-    complete. Only worker 0 writes to the folder.
+    `work` returns True if the run is complete. Only worker 0 writes to the folder.
     """
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
     if session.training.backend.rank == 0:
-        opened = open_folder(session, folder, resume=resume, ids=ids)
+        opened = open_folder(session, folder, resume=resume)
     with opened as trackers:
         session.log.trackers.extend(trackers)
         session.begin()
@@ -68,18 +63,14 @@ def _finish(
         try:
             summary.write(folder / SUMMARY)
             if draws and not session.training.requests.stopped:  # a stopped run has no time for it
-                _draw(session.training.pipeline, folder)
+                _draw(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
         session.log.emit(Finish(time=now(), summary=summary))
     return summary
 
 
-def _draw(pipeline: Pipeline, folder: Path) -> None:
-    try:
-        record_worst(pipeline, folder)
-    except Exception as error:  # a user's data set may raise anything; the run is finished
-        _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
+def _draw(folder: Path) -> None:
     try:
         write_report(folder)
     except (OSError, LargebatchError):

@@ -234,13 +234,6 @@ MUTANTS = (
         "training/test_judging.py",
     ),
     Mutant(
-        "a step that failed twice is computed again",
-        "training/stages/train.py",
-        " and at not in failed",
-        "",
-        "runs/test_faults.py::test_a_bad_number_that_comes_back_stops_the_run",
-    ),
-    Mutant(
         "a worker's answers are those of the first samples",
         "training/evaluation.py",
         "np.searchsorted(everyone, samples)",
@@ -262,11 +255,11 @@ MUTANTS = (
         "training/test_step_times.py",
     ),
     Mutant(
-        "a class without a correct sample has confidence 0",
-        "lab/studies/confidence.py",
-        "averages[right > 0].std()",
-        "np.nan_to_num(averages).std()",
-        "lab/studies/test_confidence.py::test_confidence_by_hand",
+        "confidence counts images that are wrong, too",
+        "lab/studies/trained.py",
+        "correct = five_best(scores)[:, 0] == labels",
+        "correct = labels == labels",
+        "lab/studies/test_trained.py::test_confidence_by_hand",
     ),
     Mutant(
         "a target is reached by more than it",

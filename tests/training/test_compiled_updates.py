@@ -26,8 +26,7 @@ from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.compiled import compile_model
 from largebatch.models.wrappers import failures_named
 from largebatch.optim.lars import LARS
-from largebatch.training.loop import step_seeds, train
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy, step_seeds, train
 
 CPU = torch.device("cpu")
 SAMPLES, STEPS = 8, 3
