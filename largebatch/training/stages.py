@@ -81,10 +81,10 @@ def run_average(
         return
     judge.begin()
     state.store_average()
-    section, note = session.polish.statistics, None
+    section = session.polish.statistics
     if kind is SWA and judge.decides and section is not None:
-        note = judge.measure_statistics(name, section)
-    judge.end(name, note=note)
+        judge.measure_statistics(name, section)
+    judge.end(name)
 
 
 def run_statistics(session: Session, _: range, __: int) -> None:
@@ -98,7 +98,8 @@ def run_statistics(session: Session, _: range, __: int) -> None:
 def polish_statistics(judge: Judge, section: Statistics) -> None:
     """Run the statistics pass as a stage."""
     judge.begin()
-    judge.end("statistics", note=judge.measure_statistics("statistics", section))
+    judge.measure_statistics("statistics", section)
+    judge.end("statistics")
 
 
 class Stage(NamedTuple):

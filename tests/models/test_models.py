@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from largebatch.errors import RecipeError
-from largebatch.models import build, classifier, param_groups
+from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.of_recipe import build_model, require_trainable
 from largebatch.recipe.loading import load_recipe
@@ -134,15 +134,6 @@ def test_lenet5_has_lecuns_five_layers_where_they_are_asked_for() -> None:
     assert sum(p.ndim > 1 for p in model.parameters()) == 5
     with pytest.raises(RecipeError, match=r"layers \(3\) must be 4, as Caffe has it, or 5"):
         build("lenet5", num_classes=10, arguments={"layers": 3})
-
-
-def test_both_layers_of_a_classifier_of_two_are_trained() -> None:
-    model = build("levit_128s", num_classes=10)
-    heads = model.get_classifier()  # type: ignore[operator]  # timm's
-    assert isinstance(heads, tuple)
-    expected = {parameter for head in heads for parameter in head.parameters()}
-    assert set(classifier(model).parameters()) == expected
-    assert len(expected) > 2
 
 
 def test_an_affine_stage_without_a_classifier_is_refused_before_training(

@@ -143,7 +143,6 @@ def test_every_stage_reports_what_it_changed(finished: dict[str, Path]) -> None:
     assert all(record["samples"] == 360 for record in evaluations)
     (drift,) = log(finished["torch"], "drift")
     assert len(drift["layers"]) == 13
-    assert (drift["passes"], drift["settling"]) == (1, 0)
     assert all(layer["mean_shift"] > 0 for layer in drift["layers"])
 
 

@@ -23,7 +23,8 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
-from largebatch.models.compiled import compile_model, failures_named
+from largebatch.models.compiled import compile_model
+from largebatch.models.wrappers import failures_named
 from largebatch.optim.lars import LARS
 from largebatch.training.loop import cross_entropy, step_seeds, train
 
