@@ -41,9 +41,6 @@ class Rule(Generic[Subject]):
     harms: bool = True
     """False if the result is not worse for it: it costs time, or was corrected."""
 
-    repair: Callable[..., Mapping[str, Any]] | None = None
-    """Return changes of a recipe, by dotted key."""
-
 
 @dataclass(frozen=True)
 class Finding(Generic[Subject]):

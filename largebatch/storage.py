@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from largebatch.errors import DataError, LargebatchError
 
@@ -144,46 +144,13 @@ def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
     """Return True if a file ends with the checksum of `begin` and of the bytes before it.
 
     The file is read, not mapped: on a failing disk a read raises OSError while a mapping kills the
-    process, and mapped pages would count as this process's memory.
+    process.
     """
     with path.open("rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size - CHECKSUM_BYTES
         sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
         actual = checksum(chain([begin], map(file.read, sizes)))
         return actual == file.read()
-
-
-class Mapped(NamedTuple):
-    """Identity and length of a file at the time it was mapped into memory.
-
-    Touching mapped pages of a truncated file kills the process without a message, so
-    `require_whole` is called first.
-    """
-
-    path: Path
-    inode: tuple[int, int]
-    length: int
-
-    @classmethod
-    def of(cls, path: Path) -> Self | None:
-        """Record a file's identity and length; None if it was removed, as it stays mapped whole."""
-        try:
-            status = path.stat()
-        except OSError:
-            return None
-        return cls(path, (status.st_dev, status.st_ino), status.st_size)
-
-    def require_whole(self) -> None:
-        """Raise DataError if the file was truncated; a replaced file stays mapped whole."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return
-        if (status.st_dev, status.st_ino) == self.inode and status.st_size < self.length:
-            raise DataError(
-                f"{self.path}: it has {status.st_size:,} of its {self.length:,} bytes: it was "
-                "truncated while in use; restart, and the file is written again"
-            )
 
 
 def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:

@@ -26,8 +26,7 @@ read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 # torch.distributed connects the workers, so srun does not set up MPI.
 # The workers end each other when one fails, and worker 0 may be saving when the others have ended.
-command=(srun --mpi=none --kill-on-bad-exit=0 ${SLURM_HET_SIZE:+--het-group=0,1}
-    --cpus-per-task "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK_HET_GROUP_0:-8}}"
+command=(srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}"
     "${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0

@@ -73,8 +73,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     from largebatch.lab.measure.estimate import Estimate
 
     found = Estimate(
-        "cpu", "fp32", 8, step_seconds=0.25, run_seconds=150, memory_bytes=2**30,
-        bytes_per_sample=2**20,
+        "cpu", "fp32", 8, step_seconds=0.25, run_seconds=150, memory_bytes=2**30
     )  # fmt: skip
     monkeypatch.setattr("largebatch.lab.measure.estimate.estimate", lambda *_: found)
 

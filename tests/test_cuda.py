@@ -178,12 +178,11 @@ def test_digits_cached_on_the_gpu_equal_those_cached_in_memory(clean: bool) -> N
         assert difference.mean() < 0.15
 
 
-@pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_cached_images_are_resized_on_the_gpu_like_on_the_cpu(
-    one_size: bool, interpolation: str, cache: Path
+    interpolation: str, cache: Path
 ) -> None:
-    index = png_folder(cache, one_size=one_size)
+    index = png_folder(cache, one_size=True)
     requests = augmented(index, 13, 4)
     ours, theirs = (
         kept_on(device, index, requests, interpolation=interpolation)
@@ -218,7 +217,7 @@ def opened(way: str, index: Index, requests: list[Request]) -> Batches:
 )
 def test_a_batch_does_not_change_while_the_gpu_is_behind(way: str, cache: Path) -> None:
     """The host goes on to other batches, and drops this one, before the GPU has read it."""
-    index = png_folder(cache, one_size=False)
+    index = png_folder(cache, one_size=way == "device")
     requests = augmented(index, 5, 12)
     expected = [batch.images.cpu() for batch in opened(way, index, requests)]
     copies = []
@@ -234,9 +233,8 @@ def test_a_batch_does_not_change_while_the_gpu_is_behind(way: str, cache: Path) 
         assert labels.tolist() == index.labels[request.samples].tolist()
 
 
-@pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
-def test_nothing_waits_for_a_gpu_with_cached_images(one_size: bool, cache: Path) -> None:
-    index = png_folder(cache, one_size=one_size)
+def test_nothing_waits_for_a_gpu_with_cached_images(cache: Path) -> None:
+    index = png_folder(cache, one_size=True)
     batches = kept_on(GPU, index, augmented(index, 13, 4))
     next(batches)  # mean and deviation are copied, once
     torch.cuda.set_sync_debug_mode("error")

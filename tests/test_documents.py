@@ -21,10 +21,8 @@ COMMANDS = [
 ]
 NEEDS = {
     "a cluster",
-    "an account at W&B",
     "finished runs",
     "finished runs on ImageNet",
-    "hours and a data set",
     "photographs",
     "ImageNet",
     "ImageNet and GPUs",

@@ -8,7 +8,7 @@ from documents import DOCS, PAGES, ROOT, arguments, blocks, commands, name_of
 
 from largebatch.cli.main import DONE, FAILED, main
 
-QUICK = {"check", "explain", "launch", "recipes", "lab suggest", "lab sweep"}
+QUICK = {"check", "explain", "launch", "recipes", "lab suggest"}
 """Commands that need no PyTorch, and take no time."""
 
 ENDS_WITH = {"check --mlperf-closed resnet50_86016_fujitsu": FAILED}

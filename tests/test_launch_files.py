@@ -6,9 +6,7 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from largebatch.cli.launch import KINDS
+from largebatch.cli.launch import BY_TORCH, KINDS
 from largebatch.cli.main import DONE, USER, main
 
 ROOT = Path(__file__).parents[1]
@@ -132,9 +130,7 @@ def test_workers_of_one_host_are_started_on_the_loopback_interface(cluster: Path
     assert printed == f"+ python3 {TRAIN} --workers 4\n"
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if KINDS[kind].endswith(".sh") and kind != "slurm-servers"]
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].endswith(".sh")])
 def test_a_job_is_filled_in_for_the_plan(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,54 +164,11 @@ def test_a_job_is_filled_in_for_the_plan(
     assert len(changed) == len(directives) + 3  # recipe, folder and options
 
 
-def test_servers_are_the_second_part_of_a_heterogeneous_job(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The tasks of the first part, the learners, have the first ranks; SLURM counts on."""
-    words = ["slurm-servers", "digits_96_softsync", "--nodes", "2", "--gpus-per-node", "2"]
-    job = cluster / "job.sh"
-    job.write_text(filled(capsys, *words))
-    subprocess.run([SHELLCHECK, job], check=True)
-    learners, servers = job.read_text().split("#SBATCH hetjob\n")
-    for part, expected in ((learners, ["2", "2", "2"]), (servers, ["2", "1", "1"])):
-        found = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", part, flags=re.MULTILINE))
-        names = ("nodes", "gpus-per-node", "ntasks-per-node")
-        assert [found[name] for name in names] == expected
-        assert found["cpus-per-task"] == "8"
-    printed = shlex.split(dry_run(job, SLURM_HET_SIZE="2", SLURM_CPUS_PER_TASK_HET_GROUP_0="4"))
-    assert printed[:7] == [
-        *("+", "srun", "--mpi=none", "--kill-on-bad-exit=0", "--het-group=0,1"),
-        *("--cpus-per-task", "4"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["digits_96"], "launch slurm-servers: the recipe has no servers of their own; use launch"),
-        (
-            ["digits_96_softsync", "--gpus-per-node", "6"],
-            "--nodes 1 with 6 GPUs each and 2 of servers: protocol has 4 learners + 2 servers",
-        ),
-    ],
-)
-def test_servers_apart_need_a_recipe_that_has_as_many(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", "slurm-servers", *words, "--nodes", "1"]) == USER
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert found.err.startswith(f"largebatch: {message}")
-    assert found.err.count("\n") == 1
-
-
-INDEXED = ["indexedjob", "digits_96_softsync", "--nodes", "3", "--gpus-per-node", "2"]
-
-
 def test_an_indexed_job_has_a_pod_for_each_worker_that_the_first_one_connects(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    service, job = YAML(typ="safe").load_all(filled(capsys, *INDEXED, "--data", "$(A)"))
+    words = ["indexedjob", "digits_96_softsync", "--nodes", "3", "--gpus-per-node", "2"]
+    service, job = YAML(typ="safe").load_all(filled(capsys, *words, "--data", "$(A)"))
     assert (service["kind"], job["apiVersion"], job["kind"]) == ("Service", "batch/v1", "Job")
     name = job["metadata"]["name"]
     pod = job["spec"]["template"]["spec"]
@@ -237,32 +190,6 @@ def test_an_indexed_job_has_a_pod_for_each_worker_that_the_first_one_connects(
     assert f"MASTER_ADDR={name}-0.{name}" in words
     train = ["train", "digits_96_softsync", "--out", "/runs/digits-96-softsync"]
     assert words[words.index("train") :] == [*train, "--resume", "auto", "--data", "$$(A)"]
-
-
-@pytest.mark.long
-def test_the_pods_of_an_indexed_job_are_one_run(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Their commands, as processes of this host, with the address and the folder of this host."""
-    changes = ["--set", "duration={steps: 4}", "--set", "polish=null", "--set", "evaluation={}"]
-    text = filled(capsys, *INDEXED, *changes, "--set", "schedule.warmup=null")
-    _, job = YAML(typ="safe").load_all(text)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    words = container["command"] + container["args"]
-    places = {"/runs/digits-96-softsync": "run", "python3": sys.executable}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    words = [places.get(word, word) for word in words]
-    words = [f"{key}={own[key]}" if (key := word.partition("=")[0]) in own else word
-             for word in words]  # fmt: skip
-    pods = [
-        subprocess.Popen(words, env=os.environ | {"RANK": str(rank)}, stdout=subprocess.DEVNULL)
-        for rank in range(job["spec"]["completions"])
-    ]
-    assert [pod.wait(timeout=600) for pod in pods] == [0] * 6
-    summary = json.loads((cluster / "run" / "summary.json").read_text())
-    assert (summary["workers"], summary["steps"], summary["status"]) == (6, 4, "finished")
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
@@ -322,18 +249,13 @@ def test_a_job_that_cannot_be_launched_is_a_one_line_error(
 def test_a_recipe_that_horovod_cannot_train_has_no_horovod_job(
     kind: str, words: list[str], needs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    by_torch = ["slurm", "pytorchjob", "indexedjob", "torchrun"]
-    if "softsync" in words[0]:
-        by_torch.insert(1, "slurm-servers")
-    if kind == "slurm-servers":  # which has other workers
-        return
-    expected = DONE if kind in by_torch else USER
+    expected = DONE if kind in BY_TORCH else USER
     assert main(["launch", kind, *words, "--nodes", "1", "--gpus-per-node", "6"]) == expected
     found = capsys.readouterr()
     if expected == USER:
         assert found.out == ""
         assert found.err.startswith(f"largebatch: launch {kind}: {needs}")
-        assert f"use launch {', '.join(by_torch[:-1])} or {by_torch[-1]}" in found.err
+        assert "use launch slurm, pytorchjob, indexedjob or torchrun" in found.err
         assert found.err.count("\n") == 1
 
 

@@ -77,8 +77,7 @@ def write_images(root: Path) -> Index:
         "orientations": np.ones(SAMPLES, np.uint8),
         "num_bytes": np.ones(SAMPLES, np.int64),
         "mtimes": np.full(SAMPLES, changed),
-        "names": np.frombuffer(name.encode() * SAMPLES, np.uint8),
-        "name_ends": np.arange(1, SAMPLES + 1, dtype=np.uint32) * np.uint32(len(name)),
+        "names": np.frombuffer(name.encode() * SAMPLES, np.uint8).reshape(SAMPLES, -1),
     }
     return index_of(Content(header, arrays), root)
 

@@ -2,8 +2,7 @@
 
 import shlex
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from largebatch.cli.printing import INTERRUPTED, wrapped
 from largebatch.cli.recipe import write_recipe
@@ -22,11 +21,7 @@ from largebatch.runs.options import (
 )
 from largebatch.tracking.events import write_json
 
-if TYPE_CHECKING:
-    from largebatch.lab.measure.batch import Advice
-    from largebatch.lab.planner.cluster import Cluster
-
-CHART, RESULT = "batch.png", "batch.json"
+RESULT = "batch.json"
 
 
 def batch(
@@ -47,10 +42,18 @@ def batch(
         price: Price of a GPU hour there.
         out: Folder to write.
     """
-    place = _cluster(cluster, price)
+    place = None
+    if cluster is not None:
+        from largebatch.lab.planner.cluster import load_cluster
+
+        place = load_cluster(cluster)
+        if price is not None:
+            place = place.model_copy(update={"price_per_gpu_hour": price})
+    elif price is not None:
+        raise LargebatchError("--price is of a GPU hour of a cluster: give --cluster NAME too")
     loaded = load_recipe(recipe, options.changes)
     from largebatch.data.datasets.own import import_own
-    from largebatch.lab.measure.batch import Question, advise
+    from largebatch.lab.measure.batch import Question, advise, describe, draft
 
     if worker_rank() is not None:
         raise LargebatchError("batch starts its workers itself: give --workers N, no launcher")
@@ -69,33 +72,8 @@ def batch(
     except InterruptedStudyError:
         print(printable(f"stopped before the end; start again with another --out than {out}"))
         return INTERRUPTED
-    _show(advice, out, options.data)
-    return 0
-
-
-def _cluster(name: str | None, price: float | None) -> "Cluster | None":
-    """Return the cluster of the options, with the price."""
-    if name is None:
-        if price is not None:
-            raise LargebatchError("--price is of a GPU hour of a cluster: give --cluster NAME too")
-        return None
-    from largebatch.lab.planner.cluster import load_cluster
-
-    cluster = load_cluster(name)
-    if price is None:
-        return cluster
-    return cluster.model_copy(update={"price_per_gpu_hour": price})
-
-
-def _show(advice: "Advice", out: Path, data: Path | None) -> None:
-    """Print the advice, and write its recipe, chart and numbers into a folder."""
-    from largebatch.lab.measure.batch import advised, describe, draft, write_advice
-
     for line in describe(advice):
         print(wrapped(line))
-    recipe = out / f"{advised(advice).name}.yaml"
-    write_recipe(recipe, draft(advice))
-    write_advice(out / CHART, advice)
     critical, low, high = advice.critical
     write_json(
         out / RESULT,
@@ -106,13 +84,11 @@ def _show(advice: "Advice", out: Path, data: Path | None) -> None:
             "noise": asdict(advice.noise),
             "rows": [asdict(row) for row in advice.rows],
             "chosen": advice.chosen.batch,
-            "chosen_at_ends": list(advice.bounds),
             "rate": advice.rate,
-            "device_batch_limit": advice.most,
-            "step_seconds": advice.step_seconds,
-            "remarks": list(advice.remarks),
         },
     )
-    print(printable(f"recipe: {recipe}\nchart: {out / CHART}"))
-    where = f" --data {shlex.quote(str(data))}" if data else ""
-    print(printable(f"train it: largebatch train {shlex.quote(str(recipe))}{where}"))
+    path = out / f"{advice.advised.name}.yaml"
+    write_recipe(path, draft(advice))
+    where = f" --data {shlex.quote(str(options.data))}" if options.data else ""
+    print(printable(f"recipe: {path}\ntrain it: largebatch train {shlex.quote(str(path))}{where}"))
+    return 0

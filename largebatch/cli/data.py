@@ -3,27 +3,25 @@
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
-from largebatch.formatting import aligned, duration, plural
-from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.formatting import plural
+from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
 from largebatch.runs.options import Count, Folder, Overrides, RecipeFile
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
-    from largebatch.data.index.index import Content, Index
-    from largebatch.lab.measure.initial import TimeEstimate
+    from largebatch.data.index.index import Index
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
@@ -32,17 +30,11 @@ TERMINATED = 128 + signal.SIGTERM
 Format = Literal["fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder", "parquet"]
 """Formats that can be imported."""
 
-_SHOWN = 20  # classes that are printed one by one
-_UNEVEN = 4  # ratio of images between two classes from which the classes are called uneven
-_VALIDATIONS = ("test", "validation", "valid", "dev", "eval")
-"""Other common names of the validation folder."""
-
-_OPTIONS: dict[str, dict[str, object]] = {
-    "imagefolder": {"val_name": "val", "val_fraction": None, "seed": 0, "drop_bad": False},
-    "parquet": {"val_name": None, "val_fraction": None, "seed": 0, "label": None,
-                "drop_bad": False},
-}  # fmt: skip
-"""Options that only some formats have, and their defaults."""
+_OPTIONS = {
+    "imagefolder": {"val_name", "val_fraction", "seed", "drop_bad"},
+    "parquet": {"val_name", "drop_bad"},
+}
+"""Options that only some formats have."""
 
 app = App(name="data", help="Prepare and look at data sets.")
 
@@ -55,47 +47,43 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
         folder: The data set.
         drop_bad: Leave out images that cannot be used.
     """
-    show_index(folder, drop_bad=drop_bad)
+    from largebatch.data.index.folder import describe
+    from largebatch.data.index.index import BadImagesError, make
 
-
-def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]":
-    """Build or refresh the indexes of a folder, check them and print what they hold."""
-    from largebatch.data.index.index import BadImagesError, check_same_classes, index_of, refresh
-
-    contents, bad = [], 0
+    num_bad = 0
     for split in SPLITS:
         try:
             with _progress(split) as progress:
-                content = refresh(folder, split, drop_bad=drop_bad, progress=progress)
+                content = make(folder, split, drop_bad=drop_bad, progress=progress)
         except BadImagesError as error:
-            print(printable("\n".join(f"{path}: {reason}" for path, reason, *_ in error.bad)))
-            bad += len(error.bad)
-        else:
-            print(printable(_describe(content)))
-            contents.append(content)
-    if bad:
-        them = "it" if bad == 1 else "them"
+            print(printable("\n".join(f"{path}: {reason}" for path, reason in error.bad)))
+            num_bad += len(error.bad)
+            continue
+        where = content.file or "not stored: neither the folder nor the user's cache is writable"
+        lines = [f"{split}: {len(content.arrays['labels'])} images ({where})"]
+        lines += [f"{split}: left out: {path}: {reason}" for path, reason in content.bad]
+        lines.append(describe(content.header["ignored"], where=split))
+        print(printable("\n".join(filter(None, lines))))
+    if num_bad:
         raise DataError(
-            f"{folder}: {plural(bad, 'image')}, listed above, cannot be used; replace or remove "
-            f"{them}, or leave {them} out with: largebatch data index {folder} --drop-bad"
+            f"{folder}: {plural(num_bad, 'image')}, listed above, cannot be used; replace or "
+            f"remove, or leave out with: largebatch data index {folder} --drop-bad"
         )
-    train, val = (index_of(content, folder) for content in contents)
+    open_indexes(folder)
+
+
+def open_indexes(folder: Path) -> "tuple[Index, Index]":
+    """Return the indexes of a folder, built if there are none, and print what they hold."""
+    from largebatch.data.index.index import check_same_classes, load_or_read
+
+    train, val = (load_or_read(folder, split) for split in SPLITS)
     check_same_classes(train.root, train.classes, val.classes)
+    bad = len(train.bad) + len(val.bad)
     print(
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
-        f"{len(val)} validation images, {_left_out(train, val)}"
+        f"{len(val)} validation images{f', {bad} bad ones left out' * bool(bad)}"
     )
     return train, val
-
-
-def _left_out(*indexes: "Index") -> str:
-    from largebatch.data.index.folder import number_of
-
-    bad = sum(len(index.bad) for index in indexes)
-    ignored = sum(number_of(index.ignored) for index in indexes)
-    parts = [f"{bad} bad ones left out"] if bad else []
-    parts += [f"{ignored} other files ignored"] if ignored else []
-    return ", ".join(parts) or "all readable"
 
 
 @app.command
@@ -111,32 +99,17 @@ def verify(folder: Path, /, *, write: bool = False) -> None:
 
     wrong, total = 0, 0
     for split in SPLITS:
-        index = index_of(open_content(folder, split, every_file=True), folder)
+        images = index_of(open_content(folder, split, every_file=True), folder)
         with _progress(split) as progress:
             if write:
-                where = note(index, split, progress=progress)
-                print(printable(f"{split}: the checksums of {len(index)} images ({where})"))
+                where = note(images, split, progress=progress)
+                print(printable(f"{split}: the checksums of {len(images)} images ({where})"))
                 continue
-            lines = differing(index, split, progress=progress)
-        print(printable("\n".join([*lines, f"{split}: {len(lines)} of {len(index)} differ"])))
-        wrong, total = wrong + len(lines), total + len(index)
+            lines = differing(images, split, progress=progress)
+        print(printable("\n".join([*lines, f"{split}: {len(lines)} of {len(images)} differ"])))
+        wrong, total = wrong + len(lines), total + len(images)
     if wrong:
-        raise DataError(
-            f"{folder}: {wrong} of {total} images, listed above, are not what they were when "
-            "their checksums were noted; restore them"
-        )
-
-
-def _describe(content: "Content") -> str:
-    from largebatch.data.index.folder import describe
-
-    split, bad = content.header["split"], content.bad
-    where = content.file or "kept nowhere: neither the folder nor the user's cache can be written"
-    lines = [f"{split}: {len(content.arrays['labels'])} images ({where})"]
-    if bad:
-        lines.append(f"{split}: {len(bad)} left out:")
-        lines += [f"  {path}: {reason}" for path, reason, *_ in bad]
-    return "\n".join([*lines, *describe(content.ignored, where=split)])
+        raise DataError(f"{folder}: {wrong} of {total} images, listed above, differ; restore them")
 
 
 @app.command
@@ -160,12 +133,7 @@ def _check_written(out: Path) -> None:
     check = f"largebatch data index {out}"
     line = f"{out}: written; its images are checked now, or later with: {check}"
     print(printable(line), flush=True)
-    show_index(out)
-
-
-def _fraction(_: object, value: float | None) -> None:
-    if value is not None and not 0 < value < 1:
-        raise ValueError(f"expected a part between 0 and 1, got {value:g}")
+    index(out)
 
 
 @app.command(name="import")
@@ -177,9 +145,8 @@ def import_(  # noqa: PLR0913 -- its options
     out: Folder,
     shard_mb: Count = 256,
     val_name: str | None = None,
-    val_fraction: Annotated[float | None, Parameter(validator=_fraction)] = None,
+    val_fraction: Annotated[float | None, Parameter(validator=Number(gt=0, lt=1))] = None,
     seed: int | None = None,
-    label: str | None = None,
     drop_bad: bool = False,
 ) -> None:
     """Turn an archive on disk into shards.
@@ -195,22 +162,20 @@ def import_(  # noqa: PLR0913 -- its options
         out: New folder.
         shard_mb: Longest shard, in 10^6 bytes.
         val_name: Split that validates, of imagefolder (val) and parquet.
-        val_fraction: Part of every class that validates, of imagefolder and parquet.
+        val_fraction: Part of every class that validates, of imagefolder.
         seed: Seed of that part (0).
-        label: Column of parquet's labels, if there are several.
         drop_bad: Leave out images of imagefolder and parquet that cannot be used.
     """
     given: dict[str, object] = {
         "val_name": val_name,
         "val_fraction": val_fraction,
         "seed": seed,
-        "label": label,
         "drop_bad": drop_bad or None,
     }
     options = {key: value for key, value in given.items() if value is not None}
-    for key in options.keys() - _OPTIONS.get(name, {}).keys():
+    for key in sorted(options.keys() - _OPTIONS.get(name, set())):
         raise DataError(f"--{key.replace('_', '-')} is not an option of {name}")
-    options = _OPTIONS.get(name, {}) | options
+    options.pop("drop_bad", None)
     from largebatch.data.datasets import import_data
 
     with _progress("importing") as progress:
@@ -220,7 +185,7 @@ def import_(  # noqa: PLR0913 -- its options
             out,
             shard_bytes=shard_mb * 10**6,
             progress=progress,
-            drop_bad=bool(options.pop("drop_bad", False)),
+            drop_bad=drop_bad,
             options=options,
         )
     for remark in remarks:
@@ -254,7 +219,7 @@ def show(
 
 @contextmanager
 def _progress(text: str) -> Iterator[Progress]:
-    """Show a progress bar, or a plain line every few seconds without a terminal.
+    """Show a progress bar on a terminal.
 
     SIGTERM raises SystemExit meanwhile, so that unfinished output is removed.
     """
@@ -267,30 +232,13 @@ def _progress(text: str) -> Iterator[Progress]:
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
-    with answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM):
-        if not console.is_terminal:
-            yield _plain_lines(text)
-            return
-        columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(text, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _plain_lines(text: str) -> Progress:
-    """Return a function that prints progress to standard error, at most every LINE_SECONDS."""
-    from largebatch.tracking.console import LINE_SECONDS
-
-    last = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            print(f"{text}: {done:,} of {total:,}", file=sys.stderr, flush=True)
-
-    return show
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM),
+        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+    ):
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def init(folder: Path, /, *, out: Path | None = None) -> None:
@@ -300,67 +248,16 @@ def init(folder: Path, /, *, out: Path | None = None) -> None:
         folder: DIR/{train,val}/<class>/* or *.tar.
         out: Recipe to write (<folder>.yaml).
     """
-    _require_splits(folder)
-    from largebatch.lab.measure.initial import draft, estimate_time, survey
+    from largebatch.lab.measure.initial import draft, survey
 
     name = recipe_name(folder.resolve().name, otherwise="own-data")
     out = out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
-    train, val = show_index(folder)
-    _show_classes(train, val)
-    found = survey(train, val)
+    found = survey(*open_indexes(folder))
     text = draft(found, name=name)
-    recipe = parse_recipe(text, source=str(out))
     write_recipe(out, text)
-    _show_time(estimate_time(recipe, make_plan(recipe, workers=1), found))
     print("every assumption is a comment of the recipe")
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
     print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
-
-
-def _require_splits(folder: Path) -> None:
-    """Raise DataError if there is no validation split, with the command that makes one."""
-    if (folder / "val").is_dir() or not folder.is_dir():
-        return
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    other = next((name for name in _VALIDATIONS if name in names and "train" in names), None)
-    choice = f"--val-name {other}" if other else "--val-fraction 0.1"
-    if not names:
-        raise DataError(f"{folder}: there are no folders in it; expected one for each class")
-    out = shlex.quote(f"{folder.resolve().name}-shards")
-    raise DataError(
-        f"{folder}: there are no validation images in it (expected val); make a copy that has "
-        f"some with: largebatch data import imagefolder {shlex.quote(str(folder))} {choice} "
-        f"--out {out} && largebatch init {out}"
-    )
-
-
-def _show_classes(train: "Index", val: "Index") -> None:
-    import numpy as np
-
-    number = len(train.classes)
-    counts = [np.bincount(index.labels, minlength=number).tolist() for index in (train, val)]
-    rows = list(zip(train.classes, *counts, strict=True))
-    table = aligned([(f"  {name}", f"{t:,} + {v:,}") for name, t, v in rows[:_SHOWN]])
-    print(printable(table))
-    if number > _SHOWN:
-        print(f"  ... and {number - _SHOWN} more classes")
-    few, many = min(rows, key=lambda row: row[1]), max(rows, key=lambda row: row[1])
-    if many[1] >= _UNEVEN * few[1]:
-        print(
-            printable(
-                f"the classes are uneven: {few[0]} has {few[1]:,} training images, {many[0]} "
-                f"{many[1]:,}; top-1 counts images, so it is mostly that of large classes"
-            )
-        )
-
-
-def _show_time(found: "TimeEstimate") -> None:
-    print(
-        f"about {duration(found.seconds)} on this machine, one worker on {found.device}: "
-        f"{found.trained_per_second:,.0f} images a second were trained on\n"
-        "  included: training and polishing, evaluations, reading the images\n"
-        "  not included: starting, checkpoints, the report"
-    )

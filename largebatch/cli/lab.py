@@ -3,35 +3,21 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter, Token
+from cyclopts import App
 
-from largebatch.cli.data import show_index
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
-from largebatch.cli.study import recommend, study
-from largebatch.cli.sweep import sweep
+from largebatch.cli.study import study
 from largebatch.distributed.environment import own_rank
-from largebatch.errors import (
-    CheckpointError,
-    LargebatchError,
-    StudyError,
-    printable,
-    shorten,
-)
+from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
 from largebatch.formatting import aligned, plural
-from largebatch.lab.planner.draft import draft, suggested_name, words
-from largebatch.lab.planner.suggest import IMAGENET, DataSet, Suggestion
-from largebatch.lab.planner.suggest import suggest as suggest_recipe
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import recipe_name
+from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import (
     NEW_FOLDER,
@@ -47,16 +33,13 @@ from largebatch.runs.options import (
 from largebatch.tracking.events import LOG, REPORT
 
 if TYPE_CHECKING:
-    from largebatch.lab.measure.critical_batch import Critical
     from largebatch.lab.measure.rehearsal import Message, Rehearsal
-    from largebatch.lab.studies.recommend import Shape
 
 _MONITOR = "monitor=noise_scale"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
-for _command in (study, recommend, sweep):
-    app.command(_command)
+app.command(study)
 
 
 @app.command(name="range")
@@ -81,32 +64,19 @@ def range_(  # noqa: PLR0913 -- its options
         out: Folder to write.
     """
     loaded = load_recipe(recipe, options.changes)
-    from largebatch.lab.measure.lr_range import (
-        CHART,
-        choose_range,
-        describe,
-        read_range,
-        train_range,
-    )
+    from largebatch.lab.measure.lr_range import CHART, describe, plan_range, train_range
 
-    rates = choose_range(loaded, low=low, high=high, steps=steps, seeds=seeds)
+    rates = plan_range(loaded, low=low, high=high, steps=steps, seeds=seeds)
     of_test = options.options(out=chosen_folder(out, loaded.name)).without_changes()
     try:
-        train_range(loaded, of_test, rates, workers=options.workers)
+        test = train_range(rates, of_test, workers=options.workers)
     except InterruptedStudyError:
         return interrupted(of_test.out)
-    if own_rank() == 0:
-        for sentence in describe(read_range(loaded, of_test.out, rates)):
+    if test is not None:
+        for sentence in describe(test):
             print(wrapped(sentence))
         print(printable(f"figure: {of_test.out / CHART}"))
     return 0
-
-
-def _sizes(_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
-    sizes = tokens[0].value.split(",")
-    if not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"expected batches such as 32,64,128,256, got {tokens[0].value!r}")
-    return tuple(map(int, sizes))
 
 
 @app.command
@@ -115,35 +85,34 @@ def noise(
     /,
     *,
     max_steps: Count | None = None,
-    measure: Annotated[
-        tuple[int, ...] | None, Parameter(converter=_sizes, n_tokens=1, metavar="B,B,...")
-    ] = None,
-    epochs: Number = 2.0,
     out: Folder = NEW_FOLDER,
     options: Annotated[Machine, Given] = Machine(),
 ) -> int:
-    """Measure the gradient noise scale of a recipe, or read it from a run folder.
+    """Measure the gradient noise scale: the batch, in samples, above which a larger one pays less.
+
+    A batch of a fifth of it takes 20 % more epochs than small batches. A recipe is trained to
+    measure it; of a run folder it is read.
 
     Args:
-        recipe: A recipe, or the folder of a run that measured it.
+        recipe: A recipe, or the folder of a run with monitor: noise_scale.
         max_steps: Stop after N updates.
-        measure: The critical batch, from runs at these batches, four or more.
-        epochs: Epochs of the smallest batch of --measure; the others train to its loss.
         out: Folder to write.
     """
     folder = recipe
-    if folder.is_dir() and (measure is not None or not (folder / LOG).exists()):
-        expected = "--measure takes a recipe" if measure else f"it holds no run: no {LOG}"
-        raise LargebatchError(f"{folder}: this is a folder; {expected}")
-    if measure is not None:
-        if max_steps is not None:
-            raise LargebatchError("--max-steps is for one run; --measure stops runs by --epochs")
-        return _measure(recipe, measure, epochs, out, options)
+    if folder.is_dir() and not (folder / LOG).exists():
+        raise LargebatchError(f"{folder}: this is a folder; it holds no run: no {LOG}")
     if not folder.is_dir():
         loaded = load_recipe(recipe, [*options.changes, _MONITOR])
-        _require_updates(loaded, options.workers, max_steps)
+        planned = make_plan(loaded, workers=options.workers).steps
+        from largebatch.report.noise import BOUNDED, LEAST
         from largebatch.runs.run import start
 
+        if min(planned, max_steps or planned) < LEAST:
+            found = f"--max-steps {max_steps}" if max_steps else f"duration has {planned:,} updates"
+            raise LargebatchError(
+                f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave "
+                f"it without an upper bound; train for {BOUNDED} or more"
+            )
         folder = chosen_folder(out, loaded.name)
         of_run = options.options(out=folder).without_changes()
         summary = start(loaded, replace(of_run, resume="auto", max_steps=max_steps))
@@ -154,22 +123,6 @@ def noise(
     return 0
 
 
-def _require_updates(recipe: Recipe, workers: int, max_steps: int | None) -> None:
-    """Raise LargebatchError if a run has fewer updates than a noise scale needs."""
-    from largebatch.report.noise import BOUNDED, LEAST
-
-    planned = make_plan(recipe, workers=workers).steps
-    found, remedy = f"duration has {planned:,} updates", f"train for {BOUNDED} or more"
-    if max_steps is not None and max_steps < planned:
-        planned = max_steps
-        found, remedy = f"--max-steps {planned}", f"give --max-steps {BOUNDED} or more"
-    if planned < LEAST:
-        raise LargebatchError(
-            f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave it "
-            f"without an upper bound; {remedy}"
-        )
-
-
 def _show_noise(folder: Path) -> None:
     """Print the noise scale of each part of a run, and what it means."""
     from largebatch.report.noise import LEAST, course, describe_noise, measured, samples
@@ -177,13 +130,11 @@ def _show_noise(folder: Path) -> None:
 
     record = read_run(folder)
     parts = course(record)
-    number = len(measured(record))
-    if not number:
-        raise CheckpointError(f"{folder}: holds no noise scale; train with --set {_MONITOR}")
     if not parts:
+        number = len(measured(record))
         raise CheckpointError(
             f"{folder}: holds the noise scale of {number} updates, expected {LEAST} or more; "
-            "train longer"
+            f"train longer, with --set {_MONITOR}"
         )
     rows = [("steps", "noise scale", "95 %")]
     for part in parts:
@@ -197,163 +148,35 @@ def _show_noise(folder: Path) -> None:
         print(printable(f"report: {folder / REPORT}"))
 
 
-def _measure(path: Path, batches: Sequence[int], epochs: float, out: Path, options: Machine) -> int:
-    recipe = load_recipe(path, options.changes)
-    from largebatch.lab.measure.critical_batch import Critical, measure_critical
-
-    of_runs = options.options(out=chosen_folder(out, recipe.name)).without_changes()
-    results = measure_critical(recipe, of_runs, batches, epochs=epochs, workers=options.workers)
-    try:
-        for result in results:
-            if isinstance(result, Critical):
-                _show_critical(result)
-                print(printable(f"runs: {of_runs.out}"))
-            else:
-                steps = "not reached" if result.steps is None else f"{result.steps:,.1f} steps"
-                print(f"batch {result.batch:,}, rate {result.rate:g}: {steps}", flush=True)
-    except InterruptedStudyError:
-        return interrupted(of_runs.out)
-    return 0
-
-
-def _show_critical(found: "Critical") -> None:
-    from largebatch.report.noise import MORE_STEPS, samples
-
-    print(f"\nto a training loss of {found.target:.4f}:")
-    rows = [("batch", "rate", "steps", "samples", "above linear scaling (fit)")]
-    for trial in found.best:
-        size, steps = trial.batch, trial.steps or 0
-        numbers = (f"{size:,}", f"{trial.rate:g}", f"{steps:,.1f}", f"{steps * size:,.0f}")
-        rows.append((*numbers, f"{found.more(size):.0%}"))
-    print(aligned(rows, right=range(5)))
-    noise = found.noise
-    low, high = samples(MORE_STEPS * noise.low), samples(MORE_STEPS * noise.high)
-    print(
-        f"critical batch ({MORE_STEPS:.0%} more steps than linear scaling), in samples\n"
-        f"   measured: {samples(found.measured)} (95 %: {samples(found.low)} to "
-        f"{samples(found.high)})\n"
-        f"  predicted: {samples(found.predicted)} (95 %: {low} to {high}), "
-        f"a fifth of the noise scale of batch {found.best[0].batch:,}"
-    )
-
-
 @app.command
-def suggest(  # noqa: PLR0913 -- its options
+def suggest(
     recipe: Path | None = None,
     /,
     *,
     batch: Count,
-    data: Path | None = None,
-    model: str | None = None,
     epochs: Count | None = None,
-    samples: Count | None = None,
-    val_samples: Count | None = None,
-    classes: Count | None = None,
-    image_size: Count | None = None,
-    studies: Annotated[tuple[Path, ...], Parameter(name="--study", metavar="DIR")] = (),
     out: Path | None = None,
 ) -> None:
-    """Write a recipe for a batch between published ones.
+    """Write a recipe with LARS for a batch, between published ones: from 1,632 on ImageNet.
+
+    For other images the batch is compared by updates in an epoch; smaller ones are for SGD.
 
     Args:
-        recipe: A recipe whose images and network are kept.
+        recipe: A recipe whose images and network are kept (ResNet-50 on ImageNet).
         batch: Global batch.
-        data: Images instead of a recipe, which are measured as by `init`.
-        model: Network (resnet50, or the recipe's).
         epochs: Length of the run (by the epoch law).
-        samples: Training images, if not ImageNet's; then also --val-samples and --classes.
-        val_samples: Validation images.
-        classes: Number of classes.
-        image_size: Side in pixels (224).
-        studies: Folder of a study of policies; may be repeated (every runs/*).
         out: Recipe to write (<name>.yaml).
     """
-    if model is not None:
-        from largebatch.models import require_known
+    from largebatch.lab.planner.suggest import draft, words
+    from largebatch.lab.planner.suggest import suggest as suggest_recipe
 
-        require_known(model)
-    numbers = {"--samples": samples, "--val-samples": val_samples, "--classes": classes,
-               "--image-size": image_size}  # fmt: skip
-    base = _base(recipe, data, model, numbers)
-    data_set = _data_set(numbers) if base is None else _data_of(base)
-    network = model or (base.model.name if base else "resnet50")
-    found = suggest_recipe(batch, data=data_set, model=network, epochs=epochs)
-    out = out or Path(f"{suggested_name(found)}.yaml")
-    shape = _measured(found, studies)
-    text = draft(found, schedule=shape.schedule if shape else None, base=base)
-    write_planned(out, text)
-    for line in words(found, has_warmup=shape is None or shape.schedule is None, base=base):
+    base = None if recipe is None else load_recipe(recipe)
+    found = suggest_recipe(batch, base=base, epochs=epochs)
+    out = out or Path(f"{found.name}.yaml")
+    write_planned(out, draft(found))
+    for line in words(found):
         print(wrapped(line))
-    if shape is not None:
-        print(wrapped(shape.words))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
-
-
-def _measured(found: Suggestion, folders: Sequence[Path]) -> "Shape | None":
-    """Return the schedule measured for such a recipe; None if there is none."""
-    if not folders and not any(Path("runs").glob("*/*/*/cell.json")):
-        return None  # and nothing is imported for it
-    from largebatch.lab.studies.recommend import read_groups, shape_for
-
-    try:
-        groups = read_groups(folders)
-    except StudyError as error:
-        if folders:
-            raise
-        print(wrapped(f"no measured policies: {error}"))
-        return None
-    shape = shape_for(found, groups)
-    if shape is None and folders:
-        print(wrapped(f"no measured policies: none is of {found.model} on these images"))
-    return shape
-
-
-def _base(
-    path: Path | None, data: Path | None, model: str | None, numbers: dict[str, int | None]
-) -> Recipe | None:
-    """Return the recipe that is given, or that of the images; None without either."""
-    if path is None and data is None:
-        return None
-    given = [option for option, number in numbers.items() if number is not None]
-    if path is not None and data is not None:
-        given.insert(0, "--data")
-    if given:
-        raise LargebatchError(f"{', '.join(given)}: {path or data} has these already; leave it out")
-    if path is not None:
-        recipe = load_recipe(path)
-    else:
-        assert data is not None
-        from largebatch.lab.measure.initial import draft as first_draft
-        from largebatch.lab.measure.initial import survey
-
-        name = recipe_name(data.resolve().name, otherwise="own-data")
-        recipe = parse_recipe(first_draft(survey(*show_index(data)), name=name))
-    if model is None:
-        return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_validate({"name": model})})
-
-
-def _data_of(recipe: Recipe) -> DataSet:
-    images = recipe.data
-    return DataSet(
-        samples=images.train_split,
-        val_samples=images.val_split,
-        classes=images.classes,
-        image_size=images.image_size,
-    )
-
-
-def _data_set(numbers: dict[str, int | None]) -> DataSet:
-    """Return the data set of the options; one other than ImageNet takes three numbers."""
-    if not any(numbers.values()):
-        return IMAGENET
-    size = numbers["--image-size"] or IMAGENET.image_size
-    required = {option: number for option, number in numbers.items() if option != "--image-size"}
-    missing = [option for option, number in required.items() if number is None]
-    if missing:
-        raise LargebatchError(f"another data set than ImageNet needs {', '.join(missing)} too")
-    samples, val_samples, classes = (number or 0 for number in required.values())
-    return DataSet(samples=samples, val_samples=val_samples, classes=classes, image_size=size)
 
 
 @app.command
@@ -383,47 +206,32 @@ def rehearse(
     loaded = load_recipe(recipe, changes.changes)
     place = load_cluster(cluster) if cluster else None
     result = rehearsal(loaded, workers=workers, rank=rank, cluster=place)
+    plan, memory = result.plan, result.memory
     where = f" on {place.name}: GPU {result.local_rank} of node {result.node}" if place else ""
-    rows = {
-        "recipe": loaded.name,
-        "worker": f"{result.rank:,} of {result.plan.workers:,}, numbered from 0{where}",
-        **_work(result),
-        **_memory(result),
-        **_messages(result),
-        **_files(loaded, result),
-    }
-    print_rows(rows)
-    if not result.fits:
-        assert result.available is not None
-        raise LargebatchError(
-            f"an update takes {_size(result.memory.total)} on each worker, libraries some "
-            f"{_size(FIXED_BYTES)}, and the GPU has {_size(result.available)}; give "
-            f"{HELP['memory']}"
-        )
-
-
-def _work(result: "Rehearsal") -> dict[str, str]:
-    plan = result.plan
     positions = plan.positions(0, 0, result.rank)
     samples = shorten([str(sample) for sample in result.first_samples], most=6)
-    return {
+    sizes = asdict(memory) | {"together": memory.total}
+    of = f" of {_size(result.available)}" if result.available is not None else ""
+    rows = {
+        "recipe": loaded.name,
+        "worker": f"{result.rank:,} of {plan.workers:,}, numbered from 0{where}",
         "global batch": describe_division(plan),
         "BatchNorm span": describe_spans(plan),
         "first samples": f"{samples} (positions {positions.start:,} to {positions.stop - 1:,})",
+        **{name: _size(number) for name, number in sizes.items() if number},
+        "an update": _messages(result),
     }
+    rows["together"] += f"{of}, libraries not counted"
+    print_rows(rows)
+    if not result.fits:
+        raise LargebatchError(
+            f"an update takes {_size(memory.total)} on each worker, libraries some "
+            f"{_size(FIXED_BYTES)}, and the GPU has{of.removeprefix(' of')}; give {HELP['memory']}"
+        )
 
 
-def _memory(result: "Rehearsal") -> dict[str, str]:
-    """Return rows on the memory of an update, named as the fields of Memory."""
-    rows = asdict(result.memory) | {"together": result.memory.total}
-    sizes = {name: _size(number) for name, number in rows.items() if number}
-    if result.available is not None:
-        sizes["together"] += f" of {_size(result.available)}, libraries not counted"
-    return sizes
-
-
-def _messages(result: "Rehearsal") -> dict[str, str]:
-    """Return a row on the messages of an update, by the number of workers in each."""
+def _messages(result: "Rehearsal") -> str:
+    """Describe the messages of an update, by the number of workers in each."""
     by_workers: dict[int, list[Message]] = {}
     for message in result.messages if result.plan.workers > 1 else ():
         by_workers.setdefault(message.workers, []).append(message)
@@ -433,23 +241,7 @@ def _messages(result: "Rehearsal") -> dict[str, str]:
         kind = " and ".join(plural(number, kind) for kind, number in kinds.items())
         size = _size(sum(message.num_bytes for message in messages))
         described.append(f"{kind} over {workers:,} workers, {size}")
-    return {"an update": "; ".join(described) or "sends nothing"}
-
-
-def _files(recipe: Recipe, result: "Rehearsal") -> dict[str, str]:
-    """Return a row on the files that the worker writes."""
-    written = []
-    if result.rank == 0:
-        kept = recipe.execution.checkpoints.keep_last + 1
-        size = _size(result.memory.checkpoint)
-        written.append(
-            f"the run folder: log, summary, report, and {kept} checkpoints of {size} or fewer"
-        )
-        if recipe.data.source == "folder":
-            written.append("an index beside the images, unless there is one")
-    if recipe.execution.cache is not None and result.local_rank in {0, None}:
-        written.append("decoded images in the cache folder of its machine")
-    return {"writes": "; ".join(written) or "nothing"}
+    return "; ".join(described) or "sends nothing"
 
 
 def _size(num_bytes: float) -> str:

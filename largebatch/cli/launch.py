@@ -15,20 +15,19 @@ from pathlib import Path
 from string import Template
 from typing import Literal
 
-from largebatch.errors import LargebatchError, PlanError, RecipeError
+from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.recipe import Recipe, require_backend
+from largebatch.recipe.recipe import require_backend
 from largebatch.runs.options import Count, Overrides, RecipeFile
 
 Kind = Literal[
-    "slurm", "slurm-servers", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "indexedjob",
-    "torchrun", "horovodrun", "mpirun",
+    "slurm", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "indexedjob", "torchrun",
+    "horovodrun", "mpirun",
 ]  # fmt: skip
 
 KINDS: dict[str, str] = {
     "slurm": "slurm.sh",
-    "slurm-servers": "slurm.sh",
     "slurm-horovod": "slurm_horovod.sh",
     "pbs": "pbs.sh",
     "mpijob": "mpijob.yaml",
@@ -40,22 +39,8 @@ KINDS: dict[str, str] = {
 }
 """Templates in launch/, by kind of job."""
 
-BY_TORCH = ("slurm", "slurm-servers", "pytorchjob", "indexedjob", "torchrun")
+BY_TORCH = ("slurm", "pytorchjob", "indexedjob", "torchrun")
 """Kinds of jobs whose workers torch.distributed connects; Horovod connects the others."""
-
-SERVERS = "slurm-servers"
-"""Kind of job in which dedicated servers have hosts of their own."""
-
-_BEFORE, _SERVERS = (
-    "#SBATCH --output=",
-    """
-#SBATCH hetjob
-#SBATCH --nodes={servers}
-#SBATCH --gpus-per-node=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=8""",
-)
-"""Directives of the servers, and the line of slurm.sh that they follow."""
 
 
 def launch(
@@ -78,31 +63,25 @@ def launch(
     """
     loaded = load_recipe(recipe, overrides)
     if kind not in BY_TORCH:
-        _require_horovod_trains(loaded, kind)
-    servers = _servers(loaded) if kind == SERVERS else 0
-    workers = nodes * gpus_per_node + servers
+        use = f"launch {', '.join(BY_TORCH[:-1])} or {BY_TORCH[-1]}"
+        try:
+            require_backend(loaded, "horovod", use=use)
+        except RecipeError as error:
+            raise RecipeError(f"launch {kind}: {error}") from None
     try:
-        require_workers(loaded, workers=workers)
-        make_plan(loaded, workers=workers)
+        require_workers(loaded, workers=nodes * gpus_per_node)
+        make_plan(loaded, workers=nodes * gpus_per_node)
     except PlanError as error:
-        raise PlanError(
-            f"--nodes {nodes} with {gpus_per_node} GPUs each"
-            f"{f' and {servers} of servers' * bool(servers)}: {error}"
-        ) from None
+        raise PlanError(f"--nodes {nodes} with {gpus_per_node} GPUs each: {error}") from None
     if data is None and loaded.data.source == "folder":
         print(
             "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
             file=sys.stderr,
         )
-    options = [
-        "--resume",
-        "auto",
-        *(word for override in overrides for word in ("--set", override)),
-    ]
+    options = ["--resume", "auto"]
+    options += [word for override in overrides for word in ("--set", override)]
     if data is not None:
         options += ["--data", str(data)]
-    for word in (str(recipe), *options):
-        _require_utf8(word)
     template = files("largebatch") / "launch" / KINDS[kind]
     fill = fill_manifest if template.name.endswith(".yaml") else fill_script
     job = fill(
@@ -113,39 +92,7 @@ def launch(
         nodes=nodes,
         gpus=gpus_per_node,
     )
-    if servers:
-        directives = _SERVERS.format(servers=servers)
-        job = re.sub(rf"^{_BEFORE}.*$", rf"\g<0>{directives}", job, flags=re.MULTILINE)
     sys.stdout.write(job)
-
-
-def _require_horovod_trains(recipe: Recipe, kind: str) -> None:
-    """Raise RecipeError if Horovod cannot train a recipe, with the kinds of jobs that can."""
-    has_servers = recipe.protocol is not None and recipe.protocol.dedicated
-    *others, last = (other for other in BY_TORCH if other != SERVERS or has_servers)
-    try:
-        require_backend(recipe, "horovod", use=f"launch {', '.join(others)} or {last}")
-    except RecipeError as error:
-        raise RecipeError(f"launch {kind}: {error}") from None
-
-
-def _servers(recipe: Recipe) -> int:
-    """Return the number of dedicated servers; raise RecipeError if there are none."""
-    if recipe.protocol is None or not recipe.protocol.dedicated:
-        raise RecipeError(
-            f"launch {SERVERS}: the recipe has no servers of their own; use launch slurm, or set "
-            "protocol.servers to {centralised: 1}"
-        )
-    return recipe.protocol.dedicated
-
-
-def _require_utf8(word: str) -> None:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        raise LargebatchError(
-            f"launch: {word} is not valid UTF-8, which a job's text must be; rename it"
-        ) from None
 
 
 def fill_script(

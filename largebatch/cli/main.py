@@ -11,7 +11,6 @@ terminated; 1 anything else, and a check that found faults.
 
 import os
 import select
-import shlex
 import signal
 import sys
 import time
@@ -94,9 +93,6 @@ class UsageError(LargebatchError):
 _ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
 """Commands that run on every one of --workers; `train` and those of `lab` start theirs later."""
 
-_WITHOUT_TRAINING = {"batch.global_batch": "execution.device_batch"}
-"""Keys of training, and the keys that they stand for in commands without updates."""
-
 _INTERRUPTS = Requests()
 """Ctrl-C while no command handles it."""
 
@@ -104,7 +100,6 @@ _SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, Usage
 """Errors that every worker raises and only worker 0 prints."""
 
 _LONGEST_MESSAGE = 1900  # in characters: what it quotes may be of any length
-_LONGEST_LINE = 600
 _HEAD_START = 1.0
 """Seconds that worker 0 has to print: launchers end all workers when the first one ends."""
 
@@ -249,14 +244,7 @@ def _show_refusal(error: LargebatchError, rank: int) -> None:
 
 def _show(message: str) -> None:
     """Print a message to the user, shortened and with unprintable characters escaped."""
-    lines = map(_cut, printable(message).splitlines())
-    print(f"largebatch: {clip(chr(10).join(lines), _LONGEST_MESSAGE)}", file=sys.stderr)
-
-
-def _cut(line: str) -> str:
-    """Shorten a long line in its middle: its end often says what is wrong."""
-    half = _LONGEST_LINE // 2
-    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+    print(f"largebatch: {clip(printable(message), _LONGEST_MESSAGE)}", file=sys.stderr)
 
 
 def _reader_is_gone() -> bool:
@@ -278,8 +266,9 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
             return f"{name}: there is no option {option}{_hint(option, words, error)}"
         case UnusedCliTokensError():
             word, _, value = (error.unused_tokens or [""])[0].partition("=")
-            hint = _key_hint(word, value, ["--set"], trains=True) if value else None
-            return f"{name}: unexpected argument {word!r}{hint or ''}"
+            hint = _key_hint(word, value) if value else ""
+            hint = hint or f"; `largebatch {name} --help` shows what it takes"
+            return f"{name}: unexpected argument {word!r}{hint}"
         case UnknownCommandError():
             known = [one for one in (error.app or ()) if not one.startswith("-")]
             word = (error.unused_tokens or [""])[0]
@@ -303,26 +292,16 @@ def _hint(option: str, words: Sequence[str], error: UnknownOptionError) -> str:
         value = following[0]
     arguments = [each for each in error.argument_collection if each.parse]
     known = [name for each in arguments for name in each.names if name.startswith("--")]
-    trains = any(each.name in {"RECIPE", "RECIPES"} for each in arguments)
-    valued = [name for each in arguments if each.token_count()[0] for name in each.names]
-    hint = _key_hint(option.lstrip("-"), value, valued, trains=trains)
     otherwise = f"`largebatch {' '.join(error.command_chain or ())} --help` lists them"
+    trains = "--set" in known and any(each.name in {"RECIPE", "RECIPES"} for each in arguments)
+    hint = _key_hint(option.lstrip("-"), value) if trains else ""
     return hint or f"; {nearest(option, known, otherwise=otherwise, most=1, cutoff=0.72)}"
 
 
-def _key_hint(word: str, value: str, valued: Sequence[str], *, trains: bool) -> str | None:
-    """Return the option for the key of a recipe that a word stands for; None if there is none.
-
-    Only a command that reads a recipe can set any of its keys; `valued` are its options.
-    """
+def _key_hint(word: str, value: str) -> str:
+    """Return the --set for the key of a recipe that a word stands for; empty if there is none."""
     from largebatch.recipe.problems import meant_key, meant_words
     from largebatch.recipe.recipe import Recipe
 
     key = meant_key(word, Recipe)
-    if key is None:
-        return None
-    if trains and "--set" in valued:
-        return f": write {meant_words(key, value or 'VALUE', Recipe)}"
-    keys = {key, _WITHOUT_TRAINING.get(key, key)}
-    own = next((one for one in valued if meant_key(one.lstrip("-"), Recipe) in keys), None)
-    return own and f": write {own} {shlex.quote(value or 'VALUE')}"
+    return f": write {meant_words(key, value or 'VALUE', Recipe)}" if key else ""

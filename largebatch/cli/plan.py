@@ -1,14 +1,14 @@
 """The command `plan`: the arithmetic of a run, and its time here or on a cluster. It prints."""
 
-import json
+import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import aligned, duration, three_digits
+from largebatch.formatting import duration, three_digits
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
     describe_division,
@@ -21,9 +21,6 @@ from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.options import Changes, Count, Given, RecipeFile
 from largebatch.schedules.build import follow
-
-if TYPE_CHECKING:
-    from largebatch.lab.planner.prediction import Point
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -46,23 +43,34 @@ def plan(  # noqa: PLR0913 -- its options
         json: Print the prediction as JSON.
         calibrate: Measure this machine instead, and write a cluster file.
         data: Images for --calibrate.
-        out: Chart (PNG) of --cluster; file of --calibrate.
+        out: File of --calibrate.
     """
-    if calibrate and (cluster or json or workers != 1):
-        raise LargebatchError(
-            "--calibrate measures a worker; leave out --cluster, --json, --workers"
-        )
-    if not cluster and not calibrate and (json or out):
-        raise LargebatchError("--json and --out are for a prediction: give --cluster NAME too")
-    if data is not None and not calibrate:
-        raise LargebatchError("--data is for a measurement: give --calibrate too, or leave it out")
+    if calibrate and (cluster or workers != 1):
+        raise LargebatchError("--calibrate measures a worker; leave out --cluster and --workers")
+    if not calibrate and (out or data):
+        raise LargebatchError("--out and --data are for a measurement: give --calibrate too")
+    if json and not cluster:
+        raise LargebatchError("--json is for a prediction: give --cluster NAME too")
     loaded = load_recipe(recipe, changes.changes)
     if calibrate:
-        _calibrate(loaded, out, data)
-    elif cluster:
-        _predict(loaded, cluster, workers=workers, out=out, as_json=json)
-    else:
+        from largebatch.lab.measure.calibrate import calibrate as measure
+
+        if out is None:
+            raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
+        for line in measure(loaded, out, data=data):
+            print(printable(line))
+        return
+    if not cluster:
         _plan(loaded, workers, changes.imports)
+        return
+    from largebatch.lab.planner.cluster import load_cluster
+    from largebatch.lab.planner.prediction import describe, predict, workload
+
+    prediction = predict(workload(loaded, workers=workers), load_cluster(cluster))
+    if json:
+        print(json_module.dumps(asdict(prediction), indent=2))
+    else:
+        print_rows(describe(prediction))
 
 
 def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
@@ -73,37 +81,43 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     plan = make_plan(recipe, workers=workers)
     course = follow(recipe.schedule, plan)
     rates, peak = course.rates, course.peak
+    division = {"global batch": describe_division(plan)}
+    if recipe.protocol:
+        division = {"protocol": describe_protocol(recipe)}
     rows = {
         "recipe": recipe.name,
-        **(
-            {"protocol": describe_protocol(recipe)}
-            if recipe.protocol
-            else {"global batch": describe_division(plan)}
-        ),
+        **division,
         **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
         + (", held out of the training images" if recipe.data.held_out else ""),
         "images": describe_decoding(recipe),
-        **_image_sizes(recipe, plan),
+        **_image_sizes(plan, usual=recipe.data.image_size),
         "an epoch": _epoch(plan),
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
         "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
         "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
         f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
         "warm-up": f"{plan.warmup_steps:,} steps",
-        **_polishing(recipe, plan),
+        **_polishing(recipe.polish or Polish.model_construct(), plan),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }
     print_rows(rows)
     from largebatch.data.datasets.own import import_own
+    from largebatch.lab.measure.estimate import estimate
     from largebatch.runs.reduction import describe_groups
 
     for module in imports:
         import_own(module)
     print_rows({"gradient groups": describe_groups(recipe)})  # last: this takes seconds
+    found = estimate(recipe, plan)
+    machine = (
+        f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on {found.device} in "
+        f"{found.precision}, {duration(found.run_seconds)} for all; "
+        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
+    )
     included = {
-        "this machine": _this_machine(recipe, plan),
+        "this machine": machine,
         "included": "forward, backward and update of every step",
         "not included": "starting, reading images, sums over workers, evaluations, statistics, "
         "the report",
@@ -122,12 +136,12 @@ def _batch_changes(plan: Plan) -> dict[str, str]:
     }
 
 
-def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
+def _image_sizes(plan: Plan, *, usual: int) -> dict[str, str]:
     """Return the row on the resolution schedule, if the recipe has one."""
     if not plan.sizes:
         return {}
     parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
-    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {usual}"}
 
 
 def _epoch(plan: Plan) -> str:
@@ -140,22 +154,8 @@ def _epoch(plan: Plan) -> str:
     return found
 
 
-def _this_machine(recipe: Recipe, plan: Plan) -> str:
-    """Describe the time and memory of one worker here, measured on a few samples."""
-    from largebatch.lab.measure.estimate import estimate
-
-    found = estimate(recipe, plan)
-    step, run = found.step_seconds, found.run_seconds
-    return (
-        f"{three_digits(1000 * step)} ms a step of one worker on {found.device} in "
-        f"{found.precision}, {duration(run)} for all; {found.memory_bytes / 2**30:.2g} GiB; "
-        f"measured on {found.samples} samples"
-    )
-
-
-def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
+def _polishing(polish: Polish, plan: Plan) -> dict[str, str]:
     """Return the rows on the stages after the schedule."""
-    polish = recipe.polish or Polish.model_construct()
     rows = {}
     if polish.ema:
         rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
@@ -173,46 +173,3 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
     if polish.held_out:
         rows["held out"] = f"{polish.held_out:,} training samples, which decide on every stage"
     return rows
-
-
-def _predict(recipe: Recipe, name: str, *, workers: int, out: Path | None, as_json: bool) -> None:
-    """Print the prediction for a recipe on a cluster."""
-    from largebatch.lab.planner.cluster import load_cluster
-    from largebatch.lab.planner.prediction import best_batches, describe, has_epoch_law, predict
-
-    cluster = load_cluster(name)
-    prediction = predict(recipe, cluster, workers=workers)
-    best = best_batches(recipe, cluster) if has_epoch_law(recipe, cluster) else []
-    if out is not None:
-        from largebatch.lab.planner.forecast import write_forecast
-
-        write_forecast(out, recipe, cluster, prediction)
-    if as_json:
-        content = {**asdict(prediction), "best_batches": [asdict(point) for point in best]}
-        print(json.dumps(content, indent=2))
-        return
-    drawn = {"drawn": out} if out is not None else {}
-    print_rows({**describe(prediction), **_best(best), **drawn})
-
-
-def _best(points: "list[Point]") -> dict[str, str]:
-    """Return a row for each number of GPUs."""
-    title = "best batch for 75.9 % top-1 by the epoch law of LARS, and its time"
-    head = {"GPUs": title} if points else {}
-    rows = [(f"{p.global_batch:,}", f"{p.epochs:.0f} epochs", duration(p.seconds)) for p in points]
-    lines = zip(points, aligned(rows, right=(0, 1)).splitlines(), strict=True)
-    return head | {f"{point.workers:,}": line for point, line in lines}
-
-
-def _calibrate(recipe: Recipe, out: Path | None, data: Path | None) -> None:
-    from largebatch.lab.measure.calibrate import calibrate
-
-    if out is None:
-        raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
-    if recipe.optimizer.kind == "muon":
-        raise LargebatchError(
-            "optimizer.kind: muon: its workers share an update, which --calibrate measures on one; "
-            "measure with another optimizer"
-        )
-    for line in calibrate(recipe, out, data=data):
-        print(printable(line))

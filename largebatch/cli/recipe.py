@@ -15,7 +15,7 @@ from largebatch.errors import LargebatchError, RecipeError, printable
 from largebatch.formatting import aligned, plural
 from largebatch.recipe.arithmetic.plan import make_plan, plan_updates
 from largebatch.recipe.explain import explain as explain_key
-from largebatch.recipe.installed import by_data_set, origin, read_installed
+from largebatch.recipe.installed import by_data_set, installed, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.recipe import Recipe, require_backend
@@ -106,7 +106,8 @@ def explain(
             raise LargebatchError("--schedule draws learning rates: give a recipe")
         _draw_schedules([Path(name) for name in names], by, overrides, out)
         return
-    if len(names) > 1 or overrides or out is not None:
+    is_recipe = any(name.endswith(".yaml") or name in installed() for name in names)
+    if len(names) > 1 or overrides or out is not None or is_recipe:
         raise LargebatchError("explain takes one key; to draw learning rates, add --schedule")
     print(explain_key(*(names or ("",))))
 

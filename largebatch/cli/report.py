@@ -1,24 +1,18 @@
 """The commands `report` (of runs), `report diagnose` and `report mlperf`. They print."""
 
-import json as json_module
 import math
-import platform
-import shlex
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cyclopts import App
 
 from largebatch.cli.printing import wrapped
-from largebatch.cli.recipe import write_planned
-from largebatch.errors import LargebatchError, printable
+from largebatch.errors import printable
 from largebatch.formatting import MISSING, aligned, percent
 from largebatch.runs.options import Count
 
 if TYPE_CHECKING:
-    from largebatch.lab.mlperf.referee import Findings
     from largebatch.report.record import Record
 
 FAILED = 1
@@ -56,31 +50,21 @@ def diagnose(
     /,
     *,
     classes: Count | None = None,
-    range: Path | None = None,  # noqa: A002 -- the option's name
-    out: Path | None = None,
 ) -> None:
     """Find the likely causes of what went wrong in a run, or in a run with a larger batch.
 
     Args:
-        run: A run folder, or another program's log: CSV, JSON, JSON lines, TensorBoard.
+        run: A run folder, or a CSV of another program with a row for each update or epoch.
         other: With two, the run of the larger batch is judged against the other one.
-        classes: Number of classes, which other programs' logs lack.
-        range: Folder of `lab range` of this recipe, for its bound.
-        out: Write the repaired recipe to this file.
+        classes: Number of classes, which a CSV lacks.
     """
-    if out is not None and out.exists():
-        raise LargebatchError(f"{out}: exists already; choose another file with --out")
     paths = [run] if other is None else [run, other]
-    from largebatch.report.diagnosis import find_causes, order, repair, verdict
-    from largebatch.report.logs import find_log, is_of_run, read_record
-    from largebatch.report.record import read_edge
+    from largebatch.report.diagnosis import find_causes, order
+    from largebatch.report.record import read_record
+    from largebatch.report.verdict import verdict
 
-    if classes is not None and all(is_of_run(find_log(path)) for path in paths):
-        raise LargebatchError("--classes: a run folder has its number of classes; leave it out")
-    edge = None if range is None else read_edge(range)
     records = [read_record(path, classes=classes) for path in paths]
     judged, small = order(*records) if len(records) == 2 else (records[0], None)
-    judged = replace(judged, edge=edge)
     _print_table([judged] if small is None else [small, judged])
     if small is not None and not (judged.batch and small.batch):
         why = "updates are fewer" if judged.updates and small.updates else "the first that is given"
@@ -98,23 +82,14 @@ def diagnose(
     missing = judged.unchecked
     if missing:
         print(wrapped(f"not checked, for lack of a record: {', '.join(missing)}"))
-    if out is not None:
-        repaired = repair(judged, causes, small)
-        write_planned(out, repaired.text)
-        for key, (_, reason) in repaired.changes.items():
-            print(wrapped(f"changed {key}: {reason}"))
-        print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 
 def _print_table(records: list["Record"]) -> None:
-    """Print settings and results side by side, the small batch first, and the columns read."""
+    """Print settings and results side by side, the small batch first."""
     columns = [_facts(record) for record in records]
     rows = [["", *(record.name for record in records)]]
     rows += [[name, *(facts[name] for facts in columns)] for name in columns[0]]
     print(printable(aligned(rows, right=range(1, len(rows[0])))))
-    for record in records:
-        if record.source:
-            print(wrapped(f"read in {record.name}: {record.source}"))
 
 
 def _facts(record: "Record") -> dict[str, str]:
@@ -140,80 +115,16 @@ def _number(value: float) -> str:
 
 
 @app.command
-def mlperf(
-    run: Path,
-    /,
-    *runs: Path,
-    system: Path | None = None,
-    describe: bool = False,
-    json: bool = False,
-    out: Path = Path("mlperf.png"),
-) -> int:
-    """Run MLPerf's checkers on the logs of runs, and draw their epochs beside the reference.
+def mlperf(run: Path, /, *runs: Path) -> int:
+    """Run MLPerf's checkers on the logs of runs.
 
     Args:
         run: A run folder, or one of result_*.txt.
         runs: Further ones.
-        system: A system description, as JSON.
-        describe: Print a system description to fill in; run it on a node of the run.
-        json: Print everything as JSON.
-        out: Chart, a PNG.
     """
-    if describe:
-        if runs or system is not None or json:
-            raise LargebatchError(
-                "--describe prints the system of one run, as JSON: give one run, and neither "
-                "--system nor --json"
-            )
-        _describe(run)
-        return 0
     from largebatch.lab.mlperf.referee import check
-    from largebatch.report.style import require_png
 
-    require_png(out)
-    findings = check([run, *runs], system=system)
-    if not json:
-        _show(findings)
-    chart = None
-    try:  # last: an error in drawing changes no verdict
-        chart = _draw(findings, out)
-    except LargebatchError as error:
-        print(f"largebatch: {printable(str(error))}", file=sys.stderr)
-    if json:
-        print(json_module.dumps(_as_json(findings, chart), indent=2))
-    elif chart is not None:
-        print(printable(f"drawn: {chart}"))
-    return 0 if findings.passed else FAILED
-
-
-def _describe(run: Path) -> None:
-    """Print a draft of the system description of one run."""
-    from largebatch.lab.mlperf.referee import MARK
-    from largebatch.lab.mlperf.system_description import describe
-
-    content = describe(run)
-    print(json_module.dumps(content, indent=2))
-    marks = sum(text.startswith(MARK) for text in content.values())
-    print(
-        f"largebatch: {marks} of {len(content)} fields begin with {MARK!r}: they are yours; "
-        f"the hardware is this machine's, {printable(platform.node())}",
-        file=sys.stderr,
-    )
-
-
-def _draw(findings: "Findings", out: Path) -> Path | None:
-    """Draw the chart if there is a reference, and return its path."""
-    from largebatch.lab.mlperf.referee import write_convergence
-
-    batch = findings.logs[0].batch
-    if findings.reference is None or batch is None:
-        return None
-    epochs = [log.epochs for log in findings.logs if log.epochs is not None]
-    write_convergence(out, findings.points, findings.reference, batch=batch, epochs=epochs)
-    return out
-
-
-def _show(findings: "Findings") -> None:
+    findings = check([run, *runs])
     rows: list[tuple[str, str, str]] = []
     for verdict in findings.verdicts:
         rows.append((verdict.name, _WORDS[verdict.passed], verdict.sentence))
@@ -221,13 +132,4 @@ def _show(findings: "Findings") -> None:
     remarks = dict.fromkeys(remark for log in findings.logs for remark in log.remarks)
     rows += [("remark", "", remark) for remark in remarks]
     print(printable(aligned(rows, right=(0,))))
-
-
-def _as_json(findings: "Findings", chart: Path | None) -> dict[str, object]:
-    return {
-        "passed": findings.passed,
-        "verdicts": [asdict(verdict) for verdict in findings.verdicts],
-        "logs": [asdict(log) | {"path": str(log.path)} for log in findings.logs],
-        "reference": asdict(findings.reference) if findings.reference else None,
-        "chart": str(chart) if chart else None,
-    }
+    return 0 if findings.passed else FAILED

@@ -1,15 +1,14 @@
-"""The commands `lab study` and `lab recommend`. They print."""
+"""The command `lab study`. It prints."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from largebatch.cli.printing import INTERRUPTED, wrapped
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import LargebatchError, printable
-from largebatch.runs.options import Count, Folder, Imports, Number, Seconds
+from largebatch.runs.options import Count, Folder, Imports, Seconds
 
 
 def study(  # noqa: PLR0913 -- its options
@@ -63,55 +62,3 @@ def study(  # noqa: PLR0913 -- its options
         file, out=out, jobs=jobs, dry_run=dry_run, page=page, machine=machine, report=report
     )
     return 0 if done else INTERRUPTED
-
-
-def recommend(  # noqa: PLR0913 -- its options
-    *folders: Path,
-    dataset: str | None = None,
-    model: str | None = None,
-    batch: Count | None = None,
-    optimizer: str | None = None,
-    target: Number | None = None,
-    by: Literal["cost", "accuracy", "robustness"] = "cost",
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
-) -> int:
-    """Print the best learning-rate policy that studies measured.
-
-    Args:
-        folders: Folders of studies (runs/*).
-        dataset: Start of the name of the recipe or study.
-        model: As in the recipe: lenet5.
-        batch: Global batch; the nearest if it was not measured.
-        optimizer: As in the recipe: sgd.
-        target: Accuracy, such as 0.90.
-        by: Criterion: cost, accuracy or robustness.
-        as_json: Print all of it as JSON.
-    """
-    if by == "cost" and target is None:
-        raise LargebatchError(
-            "--by cost is the cost to a top-1 accuracy: give --target, such as 0.90, or --by "
-            "accuracy or robustness"
-        )
-    from largebatch.lab.studies import recommend as rankings
-
-    groups = rankings.choose(
-        rankings.read_groups(folders),
-        dataset=dataset,
-        model=model,
-        optimizer=optimizer,
-        batch=batch,
-    )
-    answers = [
-        (group, rankings.rank(group.cells, by=by, target=target, batch=batch)) for group in groups
-    ]
-    if as_json:
-        print(json.dumps([rankings.as_json(*answer) for answer in answers], indent=2))
-        return 0
-    for group, answer in answers:
-        print(wrapped(group.described))
-        for sentence in rankings.sentences(answer):
-            print(wrapped(sentence))
-        print(printable(rankings.ranking_table(answer).text()))
-        if answer.first is not None:
-            print(printable(rankings.schedule_yaml(answer.first.results)), end="")
-    return 0

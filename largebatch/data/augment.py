@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at
-from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batches, BoolArray, Decode, IntArray, Request
 
 FloatArray = npt.NDArray[np.float64]

@@ -11,7 +11,6 @@ change, but not the result of `Generator.permutation`, so the permutation is com
 
 import enum
 import functools
-import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -90,40 +89,9 @@ def divide(
     return np.sort(order[held_out:]).astype(np.int64), np.sort(order[:held_out]).astype(np.int64)
 
 
-def _permutation(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Return the order of one epoch and start drawing the order of the next."""
-    drawing = _drawing(seed, epoch, num_samples)
-    _drawing(seed, epoch + 1, num_samples)
-    return drawing.wait()
-
-
 @functools.lru_cache(maxsize=4)  # two for training, two for statistics over the first epoch
-def _drawing(seed: int, epoch: int, num_samples: int) -> "_Drawing":
-    return _Drawing(seed, epoch, num_samples)
-
-
-class _Drawing:
-    """The order of an epoch, drawn in a thread; most of the time is one NumPy sort.
-
-    It takes a quarter of a second for ImageNet, for which training would otherwise wait.
-    """
-
-    def __init__(self, seed: int, epoch: int, num_samples: int) -> None:
-        self._seed, self._epoch, self._num_samples = seed, epoch, num_samples
-        self._order: npt.NDArray[np.uint32] | None = None
-        self._thread = threading.Thread(target=self._draw, name="order", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> npt.NDArray[np.uint32]:
-        self._thread.join()
-        # It is None if the thread failed, which then raises here, and in a process forked since,
-        # which has no threads.
-        return self._draw() if self._order is None else self._order
-
-    def _draw(self) -> npt.NDArray[np.uint32]:
-        number = self._num_samples
-        self._order = _draw(self._seed, Stream.ORDER, part=self._epoch, num_samples=number)
-        return self._order
+def _permutation(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint32]:
+    return _draw(seed, Stream.ORDER, part=epoch, num_samples=num_samples)
 
 
 def _draw(seed: int, stream: Stream, *, part: int, num_samples: int) -> npt.NDArray[np.uint32]:

@@ -5,12 +5,12 @@ only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from largebatch.data.index.index import (
     share_index,
 )
 from largebatch.data.order import Stream, divide, samples_at
-from largebatch.data.types import Batch, Batches, Bytes, Decode, IntArray, Request, Resources, View
+from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -34,57 +34,8 @@ from largebatch.recipe.execution import Execution
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
 
-if TYPE_CHECKING:
-    from largebatch.data.decoders.pixel_cache import PixelCache
-
 OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
-
-
 Split = Literal["train", "val"]
-
-
-class IdleDecoders:
-    """Open decoders that are not in use, at most one per name.
-
-    Opening a decoder starts threads and, with DALI, builds a pipeline and allocates memory; reusing
-    one, for the next evaluation, costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self._idle: dict[str, tuple[ExitStack, Decode]] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the idle decoders."""
-        return set(self._idle)
-
-    @contextmanager
-    def borrow(
-        self, name: str, opened: Callable[[], AbstractContextManager[Decode]]
-    ) -> Iterator[Decode]:
-        """Yield the idle decoder of this name, or open one.
-
-        It is idle after the block. If the block fails or is left early, the decoder has pending
-        work and is closed instead.
-        """
-        if name in self._idle:
-            stack, decode = self._idle.pop(name)
-        else:
-            stack = ExitStack()
-            decode = stack.enter_context(opened())
-        with stack:
-            yield decode
-            self._close(name)  # another one of this name that was in use at the same time
-            self._idle[name] = stack.pop_all(), decode
-
-    def close(self) -> None:
-        """Close all idle decoders."""
-        for name in list(self._idle):
-            self._close(name)
-
-    def _close(self, name: str) -> None:
-        if name in self._idle:
-            self._idle.pop(name)[0].close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +54,9 @@ class Pipeline:
     val_index: Index
     open_decoder: OpenDecoder
     channels_last: bool = False  # True if images are stored channels last, like the model's weights
-    idle: IdleDecoders = field(default_factory=IdleDecoders)
-    """Decoders of clean images, by split; all evaluations share one."""
-
-    dropped: set[int] = field(default_factory=set)
-    """Workers that a protocol continues without; they get no samples."""
-
-    @property
-    def indexes(self) -> dict[str, Index]:
-        """Indexes by split; only train if training images are used for validation."""
-        val = {} if self.val_index is self.train_index else {"val": self.val_index}
-        return {"train": self.train_index, **val}
+    idle: dict[Split, tuple[ExitStack, Decode]] = field(default_factory=dict)
+    """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
+    builds a pipeline and allocates memory; all evaluations share one."""
 
     @property
     def splits(self) -> dict[str, dict[str, object]]:
@@ -128,15 +71,18 @@ class Pipeline:
     @property
     def unusable(self) -> int:
         """Number of images left out by `data index --drop-bad`."""
-        return sum(len(index.bad) for index in self.indexes.values())
+        return sum(len(index.bad) for index in self._indexes().values())
 
     @property
     def remarks(self) -> list[str]:
         """Remarks about the images, logged at the start of a run: the ignored files."""
-        described = [describe(index.ignored, where=split) for split, index in self.indexes.items()]
-        return [
-            f"{head} {'; '.join(map(str.strip, kinds))}" for head, *kinds in filter(None, described)
-        ]
+        described = (describe(index.ignored, where=w) for w, index in self._indexes().items())
+        return list(filter(None, described))
+
+    def _indexes(self) -> dict[str, Index]:
+        """Return the indexes by split; only train if training images are used for validation."""
+        val = {} if self.val_index is self.train_index else {"val": self.val_index}
+        return {"train": self.train_index, **val}
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Yield the device batches of these updates, `accumulation` per update.
@@ -178,18 +124,24 @@ class Pipeline:
         """Yield batches of these images, prepared as in validation."""
         index = self.train_index if split == "train" else self.val_index
         requests = (self.clean_request(index, part) for part in parts)
-        view = _view(self.data, channels_last=self.channels_last)
-        opened = partial(self.open_decoder, index, view)
-        with self.idle.borrow(split, opened) as decode:
+        if split in self.idle:
+            stack, decode = self.idle.pop(split)
+        else:
+            stack = ExitStack()
+            view = _view(self.data, channels_last=self.channels_last)
+            decode = stack.enter_context(self.open_decoder(index, view))
+        with stack:  # closes the decoder if it has batches that nobody used
             yield from decode(requests)
+            if split not in self.idle:
+                self.idle[split] = stack.pop_all(), decode
 
     def close(self) -> None:
         """Release the decoders that stay open between evaluations."""
-        self.idle.close()
+        while self.idle:
+            self.idle.popitem()[1][0].close()
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Return the training request for these positions of the run."""
-        self.train_index.require_whole()
         if clean:
             return self.clean_request(self.train_index, self.training_samples(positions))
         return train_request(
@@ -204,7 +156,6 @@ class Pipeline:
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:
         """Return the request for these samples, prepared as in validation."""
-        index.require_whole()
         size, resize = self.data.image_size, self.data.eval_resize
         return clean_request(index, samples, image_size=size, resize=resize)
 
@@ -225,11 +176,6 @@ class Pipeline:
         return self.clean("train", self._dealt(self.held_out_samples, size=self.plan.device_batch))
 
     @property
-    def workers(self) -> Sequence[int]:
-        """Workers that share the samples, in rising order."""
-        return [worker for worker in range(self.plan.workers) if worker not in self.dropped]
-
-    @property
     def validation_samples(self) -> IntArray:
         """Rows of the validation data in this worker's share, in the order of `validation`."""
         samples = self.evaluated_samples
@@ -244,8 +190,7 @@ class Pipeline:
 
     def _dealt(self, samples: IntArray, *, size: int) -> Iterator[IntArray]:
         """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
-        place, step = self.workers.index(self.rank), len(self.workers) * size
-        for start in range(place * size, len(samples), step):
+        for start in range(self.rank * size, len(samples), self.plan.workers * size):
             yield samples[start : start + size]
 
 
@@ -317,14 +262,8 @@ def open_images(
     else:
         is_cached = execution.cache is not None  # training reads no files, only cached pixels
         train, val = _open_indexes(data, backend, folder, every_file=is_cached, progress=progress)
-        if execution.cache is not None:
-            from largebatch.data.decoders.pixel_cache import open_cache
-
-            caches = [
-                open_cache(index, backend=backend, threads=resources.threads, progress=progress)
-                for index in (train, val)
-            ]
-            open_decoder = _decode_cached(caches, resources, keep=execution.cache)
+        if is_cached:
+            open_decoder = _open_cached(execution, [train, val], backend, resources, progress)
         else:
             open_decoder = partial(_decoder(data, execution), resources=resources)
             open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
@@ -389,22 +328,26 @@ def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextM
     return torchvision.open_decoder
 
 
-def _decode_cached(
-    caches: "Sequence[PixelCache[Bytes]]",
+def _open_cached(
+    execution: Execution,
+    indexes: Sequence[Index],
+    backend: Backend,
     resources: Resources,
-    *,
-    keep: Literal["memory", "device"],
+    progress: Progress,
 ) -> OpenDecoder:
     from largebatch.data.decoders import pixel_cache
 
-    device = resources.device
-    in_memory = {cache.index.digest: cache for cache in caches}
-    # On a CPU device the host's memory is the device's.
-    if keep == "memory" or device.type == "cpu":
-        return lambda index, view: pixel_cache.open_decoder(
-            in_memory[index.digest], view, resources
+    device, threads = resources.device, resources.threads
+    caches = {
+        index.digest: pixel_cache.open_cache(
+            index, backend=backend, threads=threads, progress=progress
         )
-    uploaded = {key: pixel_cache.upload(cache, device) for key, cache in in_memory.items()}
+        for index in indexes
+    }
+    # On a CPU device the host's memory is the device's.
+    if execution.cache == "memory" or device.type == "cpu":
+        return lambda index, view: pixel_cache.open_decoder(caches[index.digest], view, resources)
+    uploaded = {key: pixel_cache.upload(cache, device) for key, cache in caches.items()}
     return lambda index, view: nullcontext(
         partial(pixel_cache.decode_on_device, uploaded[index.digest], view)
     )

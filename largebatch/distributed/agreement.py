@@ -90,13 +90,11 @@ def require_same_bits(
     device: torch.device,
     *,
     when: str,
-    workers: Sequence[int] | None = None,
 ) -> None:
     """Raise DesynchronizedError on every worker unless all of them hold the same tensors.
 
     Sums of the bits are compared, so any single different bit is found. This is one pass over the
-    tensors and an all-reduce of 128 bytes. `workers` are the numbers of the group's workers, if
-    these are not their ranks.
+    tensors and an all-reduce of 128 bytes.
     """
     if group.world_size == 1:
         return
@@ -106,12 +104,11 @@ def require_same_bits(
         return
     digests = group.all_gather(own).tolist()  # sync: once in many updates
     common = max(set(digests), key=digests.count)
-    numbers = range(group.world_size) if workers is None else workers
-    odd = [str(n) for n, digest in zip(numbers, digests, strict=True) if digest != common]
+    odd = [str(rank) for rank, digest in enumerate(digests) if digest != common]
     if 2 * len(odd) < group.world_size:
         found = f"worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the others"
     else:
-        every = shorten([str(number) for number in numbers])
+        every = shorten([str(number) for number in range(group.world_size)])
         found = f"workers {every} differ, and no majority shows which are right"
     raise DesynchronizedError(
         f"the weights of {found}, at {when}: a machine or a library computes incorrectly; they "

@@ -26,9 +26,6 @@ _STARTED = "LARGEBATCH_STARTED"
 LOST = 3
 """Exit code of a worker that lost another worker."""
 
-DROPPED = "dropped"
-"""Prefix, in the store of the workers, of those without whom the others continue."""
-
 TIMEOUT_SECONDS = 300.0
 """Seconds that an operation waits for a silent worker; the default of --timeout."""
 

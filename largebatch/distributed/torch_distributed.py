@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -231,19 +231,6 @@ class TorchDistributed(RunningTorch):
         if dist.get_backend() in {"gloo", "nccl"}:  # torch changes that of no other library
             for group in self._groups:
                 _set_pg_timeout(self._limit, group._group)
-
-    def leave_out(self, workers: Collection[int]) -> None:
-        """Continue without some workers, which can do nothing more; all others call this alike.
-
-        The rank of a worker is then its place among those left. Worker 0 cannot be left out.
-        """
-        left = [member for member in self._members if member not in workers]
-        # Its members alone connect to each other; all would meet only at this barrier.
-        os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
-        with lost_peers_named(self._worker), _by_members_alone():
-            group = dist.new_group(left, timeout=self._limit)
-        assert isinstance(group, dist.ProcessGroup)
-        self._use(group)
 
     def close(self) -> None:
         """Destroy the process groups."""

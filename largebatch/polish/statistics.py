@@ -72,9 +72,6 @@ _NATIVE = (
 )
 """Arguments of torch.batch_norm in their order."""
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Quantiles over the channels of a layer in a drift."""
-
 _KEYS = {"running_mean", "running_var"}
 
 _SAME = 0.02
@@ -135,14 +132,11 @@ class _Statistics:
         old = self.mean, self.var
         changes = _change(old, self.measured(moments), eps=self.eps)
         shift, ratio = torch.stack(changes).cpu()  # sync: once per layer, for the report
-        quantiles = shift.new_tensor(QUANTILES)
         return LayerDrift(
             name=self.name,
             channels=len(self.mean),
             mean_shift=shift.square().mean().sqrt().item(),
             log_variance_ratio=ratio.square().mean().sqrt().item(),
-            shift_quantiles=tuple(shift.quantile(quantiles).tolist()),
-            ratio_quantiles=tuple(ratio.quantile(quantiles).tolist()),
         )
 
 

@@ -89,8 +89,8 @@ class Execution(Section):
 
     cache: Literal["memory", "device"] | None = None
     """Decode small data sets once and keep their pixels. `memory`: in one file that all workers of
-    a machine map, in the user's cache, where a file is removed after 30 days without use.
-    `device`: also on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
+    a machine map, in the user's cache. `device`: also on every worker's GPU, if all images have
+    one size; on a CPU that is `memory`. null: decode each time."""
 
     memory_format: Literal["contiguous", "channels_last"] | None = None
     """Order of images, weights and feature maps in memory, by torch's name; which one is faster on

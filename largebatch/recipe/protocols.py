@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.section import Batch, Duration, Momentum, Positive, Section, Updates
+from largebatch.recipe.section import Batch, Section
 
 MAX_LEARNERS = 65_536
 
@@ -22,9 +22,7 @@ class Centralised(Section):
     """Servers that train nothing."""
 
     centralised: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    """Number of servers. Each holds whole tensors of the model, about as many bytes as the others,
-    or with protocol.split a part of each. With softsync and asynchronous, a lost learner does not
-    end the run."""
+    """Number of servers. Each holds whole tensors, about as many bytes as the others."""
 
 
 class _Protocol(Section):
@@ -37,11 +35,6 @@ class _Protocol(Section):
     """Where the weights are. `decentralised`: a server beside every learner, in its process, with a
     part of the weights; --workers is the number of learners. `{centralised: S}`: in S processes of
     their own, which --workers counts too: it is learners + S."""
-
-    split: bool = False
-    """True: every server has an equal part of each tensor, so that one large tensor does not fill
-    one server's link. The updates are the same bits. Refused for LARS, which needs the norms of
-    whole tensors."""
 
     def mini_batch(self, global_batch: int) -> int:
         """Return the samples of one gradient (mu)."""
@@ -67,20 +60,6 @@ class _Protocol(Section):
         """Number of gradients per update; here one of every learner."""
         return self.learners
 
-    @property
-    def optional_learners(self) -> range:
-        """Learners that the run goes on without when they fail; here none."""
-        return range(0)
-
-
-class _Free(_Protocol):
-    """Protocols in which no learner waits for another."""
-
-    @property
-    def optional_learners(self) -> range:
-        """All but learner 0, which keeps the record, if no server fails with a learner."""
-        return range(1, self.learners) if self.dedicated else range(0)
-
 
 class Hardsync(_Protocol):
     """Every update takes one gradient of each learner, and all learners wait for it."""
@@ -101,7 +80,7 @@ class Hardsync(_Protocol):
         return self
 
 
-class Softsync(_Free):
+class Softsync(_Protocol):
     """An update takes any floor(learners / n) gradients, and no learner waits.
 
     This is n-softsync. A gradient is then about n updates late (its staleness).
@@ -132,7 +111,7 @@ class Softsync(_Free):
         return self
 
 
-class Asynchronous(_Free):
+class Asynchronous(_Protocol):
     """Every gradient is an update: softsync with n = learners.
 
     At a fixed learning rate this is Downpour SGD (Dean et al. 2012).
@@ -149,38 +128,4 @@ class Asynchronous(_Free):
         return 1
 
 
-class Outer(Section):
-    """The optimizer of the servers; its gradient is the mean change by the local steps."""
-
-    lr: Positive = 1.0
-    momentum: Momentum = 0.0
-    nesterov: bool = False
-    """The defaults average weights (post-local SGD). DiLoCo: lr 0.7, momentum 0.9, nesterov."""
-
-    @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> Self:
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0")
-        return self
-
-
-class LocalSteps(_Protocol):
-    """Learners make their own updates, and average the changes at intervals.
-
-    Post-local SGD (arXiv:1808.07217); with an outer optimizer, DiLoCo (arXiv:2311.08105). A step is
-    one local update of every learner, so global_batch is learners times a mini-batch here too.
-    """
-
-    kind: Literal["local_steps"]
-
-    steps: Updates
-    """Local updates between two averages (H). An evaluation or a checkpoint that is due before an
-    average waits for it; the last average of a stage may come after fewer updates."""
-
-    begin: Duration | None = None
-    """End of the updates by hardsync, for post-local SGD; null: local steps from the start."""
-
-    outer: Outer = Outer()
-
-
-Protocol = Annotated[Hardsync | Softsync | Asynchronous | LocalSteps, Field(discriminator="kind")]
+Protocol = Annotated[Hardsync | Softsync | Asynchronous, Field(discriminator="kind")]

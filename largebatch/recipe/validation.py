@@ -74,11 +74,6 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
             f"{protocol.gradients} gradients that an update of protocol.kind: {protocol.kind} takes"
         )
         return
-    if protocol.split and recipe.optimizer.kind == "lars":
-        yield (
-            "protocol.split: LARS needs the norms of whole tensors, which no server would have; "
-            "leave it out, or use optimizer.kind: sgd"
-        )
     size = protocol.mini_batch(batch.global_batch)
     if size % (batch.bn_span or 1):
         yield (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.errors import CheckpointError
-from largebatch.report.page import make_page, write_charts
+from largebatch.report.page import make_page, write_overview
 from largebatch.report.run import read_run
 from largebatch.storage import write_whole
 from largebatch.tracking.events import REPORT
@@ -22,7 +22,7 @@ COMPARISON = "compare.html"
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
-    """Write the charts as PNG files, report.png and report.html into `out`; return the page.
+    """Write report.html and its overview, report.png, into `out`; return the page.
 
     `out` is the run folder unless it is given. Raises CheckpointError where the run folder holds no
     readable log, or `out` cannot be written; MissingPackageError without matplotlib.
@@ -33,7 +33,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     page = out / REPORT
     content = make_page(run).encode()
     try:
-        write_charts(run, out)
+        write_overview(run, out)
         write_whole(page, content)
     except OSError as error:
         raise CheckpointError(

@@ -1,55 +1,45 @@
-"""The charts of one run: loss, accuracy, speed, waits, noise scale, drift, monitors, mistakes.
+"""The charts of one run: loss, accuracy, speed, noise scale and trust ratios.
 
-Each drawing fits any figure or part of one, so that the page, the PNG files and the overview show
-the same at their own sizes. A stage has one colour and one marker everywhere. A run's many updates
-become as many points as a chart can show (`course.thin`).
+Each drawing fits any figure or part of one, so that the page and the overview show the same at
+their own sizes. A stage has one colour and one marker everywhere. A run's many updates become as
+many points as a chart can show (`course.thin`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Callable, Sized
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from largebatch.formatting import percent, points
-from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report.course import ceiling, needs_log_scale, thin
-from largebatch.report.mistakes import confusion
 from largebatch.report.noise import course
-from largebatch.report.run import FloatArray, Run, Stage, Trace, images_per_second, median
+from largebatch.report.run import Run, images_per_second, median
 from largebatch.report.style import (
     COLOURS,
-    HIGH,
     INK,
-    LOW,
     MARKERS,
     MUTED,
-    PAPER,
     RULE,
-    is_wide,
     name_axes,
     name_line,
 )
-from largebatch.tracking.events import Drift
+from largebatch.tracking.events import Step
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Canvas
 
-_WAIT_BINS, _RATIO_BINS = 100, 200  # more columns cannot be told apart in a chart
-
-_LEAST = 0.01
-"""The least end of a scale of drift, so that small changes are pale."""
-
-_SHADES = 15  # on either side of the middle
+_RATIO_BINS = 200  # more columns cannot be told apart in a chart
 
 
 def draw_loss(figure: "Canvas", run: Run) -> None:
     """Draw the losses by step, and the learning rate below them on the same axis."""
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    for trace in run.traces:
-        draw_series(top, trace, trace.loss)
-        bottom.plot(trace.step, trace.lr, color=COLOURS[trace.stage], marker=_lonely(trace.step))
+    draw_updates(top, run, attrgetter("loss"))
+    for stage, steps in run.by_stage.items():
+        x, rates = [step.step for step in steps], [step.lr for step in steps]
+        bottom.plot(x, rates, color=COLOURS[stage], marker=_lonely(x))
     losses = [*(step.loss for step in run.steps), *(found.loss for found in run.evaluations)]
     if needs_log_scale(np.array(losses)):
         top.set_yscale("log")
@@ -61,7 +51,7 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     bottom.grid(visible=False)
     mark_stages(top, run)
     title = name_axes(top, y="Loss")
-    title = name_line(top, "training", COLOURS[run.traces[0].stage], after=title)
+    title = name_line(top, "training", COLOURS[run.steps[0].stage], after=title)
     if run.evaluations:
         top.plot(
             [evaluation.step for evaluation in run.evaluations],
@@ -77,102 +67,58 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
     if len(run.stages) == 1:
         return _draw_curve(figure.subplots(), run)
     if len({evaluation.step for evaluation in run.evaluations}) == 1:
-        return _draw_slopes(figure.subplots(), run)
-    if is_wide(figure):
-        during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
-    else:
-        during, after = figure.subplots(2, 1, height_ratios=[1.2, 1])
+        return _draw_stages(figure.subplots(), run)
+    during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
     _draw_curve(during, run)
-    return _draw_slopes(after, run)
+    return _draw_stages(after, run)
 
 
 def _draw_curve(axes: "Axes", run: Run) -> None:
     kept = run.kept_evaluations
-    epochs = [evaluation.epoch for evaluation in kept]
-    top1 = [100 * evaluation.top1 for evaluation in kept]
-    axes.plot(epochs, top1, color=MUTED, lw=1)
+    axes.plot(
+        [found.epoch for found in kept], [100 * found.top1 for found in kept], color=MUTED, lw=1
+    )
     for stage in run.stages:
         found = [evaluation for evaluation in run.evaluations if evaluation.stage == stage.name]
-        _draw_points(
-            axes,
-            [evaluation.epoch for evaluation in found],
-            [100 * evaluation.top1 for evaluation in found],
-            stage,
-            size=6,
-        )
-    if len(run.stages) == 1:
-        axes.annotate(
-            percent(run.evaluations[-1].top1), (epochs[-1], top1[-1]), (0, 9), ha="right",
-            textcoords="offset points", color=COLOURS[run.stages[0].name], weight="bold",
+        axes.plot(
+            [each.epoch for each in found], [100 * each.top1 for each in found],
+            color=COLOURS[stage.name], marker=MARKERS[stage.name], ms=6, lw=0, clip_on=False,
+            markerfacecolor=None if stage.kept else "none",
         )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:,g}")
     name_axes(axes, y="Top-1, %", x="Epoch")
 
 
-def _draw_slopes(axes: "Axes", run: Run) -> None:
+def _draw_stages(axes: "Axes", run: Run) -> None:
     values = [100 * stage.after.top1 for stage in run.stages]
     kept = [place for place, stage in enumerate(run.stages) if stage.kept]
     axes.plot(kept, [values[place] for place in kept], color=MUTED, lw=1)
+    names = []
     for place, (stage, value) in enumerate(zip(run.stages, values, strict=True)):
         colour = COLOURS[stage.name]
-        _draw_points(axes, [place], [value], stage, size=8)
-        x, y = _label_offset(values, place)
-        axes.annotate(
-            percent(stage.after.top1), (place, value), (x, y), textcoords="offset points",
-            ha={-9: "right", 0: "center", 9: "left"}[x], va="bottom" if y > 0 else "top",
-            color=colour, weight="bold",
+        axes.plot(
+            place, value, color=colour, marker=MARKERS[stage.name], ms=8, lw=0,
+            markerfacecolor=colour if stage.kept else "none",
         )  # fmt: skip
+        axes.annotate(
+            percent(stage.after.top1), (place, value), (0, 9), textcoords="offset points",
+            ha="center", color=colour, weight="bold",
+        )  # fmt: skip
+        change = points(stage.before.top1, stage.after.top1) if stage.before else ""
+        names.append(f"{stage.name}\n{change}{'' if stage.kept else chr(10) + 'discarded'}")
     span = max(np.ptp(values), 0.2)
-    axes.set_ylim(min(values) - 0.4 * span, max(values) + 0.4 * span)
-    axes.set_xlim(-0.5, len(values) - 0.5)
-    size = (9.5 if len(run.stages) < 6 else 8) if run.decisions else 11
-    for place, stage in enumerate(run.stages):
-        for row, line in enumerate(_stage_lines(stage)):
-            axes.annotate(
-                line, (place, 0), (0, -1.3 * size * row), xycoords=("data", "axes fraction"),
-                textcoords="offset points", ha="center", va="top", size=size,
-                color=COLOURS[stage.name],
-            )  # fmt: skip
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xlim=(-0.5, len(values) - 0.5), yticks=[])
+    axes.set_ylim(min(values) - 0.3 * span, max(values) + 0.4 * span)
+    axes.set_xticks(range(len(names)), names, size=11 if len(names) < 5 else 9)
     axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0)
     name_axes(axes, y="Top-1 after each stage, %")
-
-
-def _draw_points(
-    axes: "Axes", x: Sequence[float], y: Sequence[float], stage: Stage, *, size: float
-) -> None:
-    colour = COLOURS[stage.name]
-    (markers,) = axes.plot(
-        x, y, color=colour, marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False
-    )
-    if not stage.kept:
-        markers.set(markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1.5)
-
-
-def _stage_lines(stage: Stage) -> Iterator[str]:
-    yield stage.name
-    if stage.before is not None:
-        yield points(stage.before.top1, stage.after.top1)
-    if stage.decision is not None:
-        yield "held out"
-        yield points(stage.decision.before, stage.decision.after)
-        yield "kept" if stage.kept else "discarded"
-
-
-def _label_offset(values: Sequence[float], place: int) -> tuple[int, int]:
-    """Return where, in points, a label lies clear of the lines to the point's neighbours."""
-    neighbours = [*values[max(0, place - 1) : place], *values[place + 1 : place + 2]]
-    if min(neighbours) < values[place] < max(neighbours):
-        return (-9 if neighbours[0] < neighbours[1] else 9), 2
-    return 0, 9 if values[place] >= max(neighbours) else -9
 
 
 def draw_throughput(figure: "Canvas", run: Run) -> None:
     """Draw training images per second by step, from 0 on."""
     axes = figure.subplots()
-    for trace in run.traces:
-        draw_series(axes, trace, trace.images_per_second)
+    draw_updates(axes, run, attrgetter("images_per_second"))
     axes.set_ylim(0, ceiling(np.array([step.images_per_second for step in run.steps])))
     rate = images_per_second(run)
     if rate is not None:
@@ -182,87 +128,44 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
     name_axes(axes, y="Images per second", x="Step")
 
 
-def draw_series(axes: "Axes", trace: Trace, values: FloatArray) -> None:
-    """Draw every step faint and the running median over it."""
-    thinned = thin(trace.step, values)
-    colour = COLOURS[trace.stage]
-    extremes = np.column_stack((thinned.low, thinned.high)).ravel()
-    axes.plot(np.repeat(thinned.step, 2), extremes, color=colour, lw=0.8, alpha=0.3)
-    axes.plot(thinned.step, thinned.trend, color=colour, marker=_lonely(thinned.step))
+def draw_updates(axes: "Axes", run: Run, value: Callable[[Step], float]) -> None:
+    """Draw a value of every update faint, and the running median over it."""
+    for stage, steps in run.by_stage.items():
+        thinned = thin(
+            np.array([step.step for step in steps], dtype=np.float64),
+            np.array([value(step) for step in steps]),
+        )
+        extremes = np.column_stack((thinned.low, thinned.high)).ravel()
+        axes.plot(np.repeat(thinned.step, 2), extremes, color=COLOURS[stage], lw=0.8, alpha=0.3)
+        axes.plot(thinned.step, thinned.trend, color=COLOURS[stage], marker=_lonely(thinned.step))
 
 
-def _lonely(steps: FloatArray) -> str:
+def _lonely(steps: Sized) -> str:
     """Return the marker of a line: one where a single step would not show as a line."""
     return "o" if len(steps) == 1 else ""
 
 
 def mark_stages(axes: "Axes", run: Run) -> None:
-    """Shade every stage but the first, and name them where that one ends."""
+    """Shade every stage but the first; mark where stages, batches and image sizes change."""
     first, end = run.steps[0].step, run.steps[-1].step + 1
     axes.set_xlim(first - 0.5, end)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    _mark_changes(axes, run.plan, first=first, end=end)
-    if len(run.traces) < 2:
-        return
-    ends = [trace.step[0] for trace in run.traces[2:]] + [end]
-    for trace, stop in zip(run.traces[1:], ends, strict=True):
-        axes.axvspan(trace.step[0], stop, color=COLOURS[trace.stage], alpha=0.08, lw=0)
-    border = max(run.traces[1].step[0], first + 0.75 * (end - first))  # the title has the left
-    for trace, offset, side in zip(run.traces, (-6, 0), ("right", "left"), strict=False):
-        text = axes.annotate(
-            trace.stage, (border, 1), (offset, 8), xycoords=axes.get_xaxis_transform(),
-            textcoords="offset points", ha=side, color=COLOURS[trace.stage],
+    starts = [(steps[0].step, stage) for stage, steps in run.by_stage.items()][1:]
+    ends = [*(start for start, _ in starts[1:]), end]
+    for (start, stage), stop in zip(starts, ends, strict=False):
+        axes.axvspan(start, stop, color=COLOURS[stage], alpha=0.08, lw=0)
+    sizes = zip(run.plan.sizes, run.plan.sizes[1:], strict=False)
+    marks = [(before.end, f"{after.image_size} px", MUTED) for before, after in sizes]
+    marks += [(one.step, f"batch {one.global_batch:,}", MUTED) for one in run.plan.batch_changes]
+    marks += [(start, stage, COLOURS[stage]) for start, stage in starts]
+    shown = [mark for mark in sorted(marks) if first <= mark[0] < end]
+    for row, (step, text, colour) in enumerate(shown):
+        axes.axvline(step, color=colour, lw=0.8, ls=(0, (1, 2)))
+        axes.annotate(
+            text, (step, 1), (-3, -3 - 11 * (row % 3)), xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points", ha="right", va="top", color=colour, size=9,
         )  # fmt: skip
-    for trace in run.traces[2:]:
-        text = axes.annotate(
-            trace.stage, (1, 1), (6, 8), xycoords=(text, "axes fraction"),
-            textcoords="offset points", color=COLOURS[trace.stage],
-        )  # fmt: skip
-
-
-def _mark_changes(axes: "Axes", plan: Plan, *, first: int, end: int) -> None:
-    later = zip(plan.sizes, plan.sizes[1:], strict=False)
-    sizes = [(before.end, f"{piece.image_size} px") for before, piece in later]
-    batches = [(piece.step, f"batch {piece.global_batch:,}") for piece in plan.batch_changes]
-    for changes, down in ((batches, -3), (sizes, -13)):
-        for step, text in changes:
-            if first <= step < end:
-                axes.axvline(step, color=MUTED, lw=0.8, ls=(0, (1, 2)))
-                axes.annotate(
-                    text, (step, 1), (3, down), xycoords=axes.get_xaxis_transform(),
-                    textcoords="offset points", va="top", color=MUTED, size=8,
-                )  # fmt: skip
-
-
-def draw_waits(figure: "Canvas", run: Run) -> None:
-    """Draw the shares by step, one above the other up to all of the time."""
-    axes = figure.subplots()
-    steps = run.timed
-    table = np.array(
-        [
-            (step.step, step.data_seconds, step.reduction_seconds, step.step_seconds)
-            for step in steps
-        ]
-    )
-    starts = np.linspace(0, len(table), min(len(table), _WAIT_BINS), endpoint=False).astype(int)
-    _, data, reduction, whole = np.add.reduceat(table, starts).T
-    reduction *= run.plan.workers > 1  # else nothing is sent, and the call itself is computing
-    edges = [*table[starts, 0], table[-1, 0] + 1]
-    parts = [100 * data / whole, 100 * reduction / whole]
-    parts.append(100 - parts[0] - parts[1])
-    axes.stackplot(
-        edges, *([*part, part[-1]] for part in parts), colors=[HIGH, LOW, RULE], step="post", lw=0
-    )  # fmt: skip
-    axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(0, 100)
-    axes.locator_params(axis="x", integer=True)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    title = name_axes(axes, y="Time, %", x="Step")
-    title = name_line(axes, "images", HIGH, after=title)
-    if run.plan.workers > 1:
-        title = name_line(axes, "gradients", LOW, after=title)
-    name_line(axes, "computing", MUTED, after=title)
 
 
 def draw_noise(figure: "Canvas", run: Run) -> None:
@@ -290,8 +193,7 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     title = name_axes(axes, y="Samples", x="Step")
     title = name_line(axes, "noise scale", COLOURS["train"], after=title)
-    title = name_line(axes, "global batch", INK, after=title)
-    name_line(axes, "bars: 95 %", MUTED, after=title)
+    name_line(axes, "global batch", INK, after=title)
 
 
 def layers(run: Run) -> tuple[str, ...]:
@@ -327,209 +229,22 @@ def draw_ratios(figure: "Canvas", run: Run) -> None:
         norm=LogNorm(found.min(initial=1.0), found.max(initial=found.min(initial=1.0) * 1.01)),
         rasterized=True,
     )
+    points = 72 / figure.dpi
     bar = figure.colorbar(
-        image, ax=axes, location="top", aspect=figure.bbox.width * 72 / figure.dpi / 12,
-        pad=6 * figure.dpi / 72 / figure.bbox.height, format="{x:g}",
+        image, ax=axes, location="top", aspect=figure.bbox.width * points / 24, format="{x:g}",
+        pad=6 / points / figure.bbox.height,
     )  # fmt: skip
     bar.minorticks_off()
     bar.outline.set_visible(False)
     bar.ax.set_title("Trust ratio")
-    roomy = figure.bbox.height * 72 / figure.dpi >= 120 + 13 * len(names)
-    name_rows([axes], [name.removesuffix(".weight") for name in names], each=roomy)
+    room = max(1, int((figure.bbox.height * points - 120) / 13))
+    every = -(-len(names) // room)  # names as many layers as there is room for
+    shown = [name.removesuffix(".weight")[-22:] for name in names[::every]]
+    axes.set_yticks(np.arange(len(names))[::every] + 0.5, shown)
+    axes.tick_params(length=0)
+    axes.tick_params(axis="y", labelsize=9)
+    axes.set_ylim(len(names), 0)
+    axes.grid(visible=False)
     axes.set_xlabel("Step →", loc="right")
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(visible=False)
-
-
-def draw_norm(figure: "Canvas", run: Run) -> None:
-    """Draw the length of the gradient by step, from 0 on unless it changes a hundredfold."""
-    axes = figure.subplots()
-    for trace in run.traces:
-        norms = [step.gradient_norm for step in run.steps if step.stage == trace.stage]
-        draw_series(axes, trace, np.array(norms))
-    every = np.array([step.gradient_norm for step in run.steps])
-    known = every[np.isfinite(every) & (every > 0)]
-    if known.size and known.max() > 100 * known.min():
-        axes.set_yscale("log")
-        axes.minorticks_off()
-    else:
-        axes.set_ylim(0, ceiling(every))
-    axes.yaxis.set_major_formatter("{x:g}")
-    mark_stages(axes, run)
-    name_axes(axes, y="Length of the gradient", x="Step")
-
-
-def draw_system(figure: "Canvas", run: Run) -> None:
-    """Draw what the workers used of processors, memory and GPUs: the median and the extremes."""
-    panels = {
-        "Processor, % of a core": _column(run, "cpu_percent"),
-        "Memory, GiB": _column(run, "memory_bytes") / 2**30,
-        "GPU, % of the time": _column(run, "gpu_percent"),
-        "GPU memory, GiB": _column(run, "gpu_memory_bytes") / 2**30,
-    }
-    measured = {name: table for name, table in panels.items() if np.isfinite(table).any()}
-    shape = (-(-len(measured) // 2), 2) if is_wide(figure) else (len(measured), 1)
-    grid = figure.subplots(*shape, squeeze=False)
-    steps = [record.step for record in run.system]
-    for axes, (name, table) in zip(grid.flat, measured.items(), strict=False):
-        _draw_workers(axes, steps, table, name=name)
-    for axes in grid.flat[len(measured) :]:
-        axes.set_axis_off()
-
-
-def _column(run: Run, name: str) -> FloatArray:
-    most = max(len(record.memory_bytes) for record in run.system)
-    rows = [getattr(record, name) for record in run.system]  # a resumed run may have other workers
-    padded = [[*row, *[np.nan] * (most - len(row))] for row in rows]
-    return np.array(padded, dtype=np.float64)
-
-
-def _draw_workers(axes: "Axes", steps: list[int], table: FloatArray, *, name: str) -> None:
-    low, high = np.nanmin(table, axis=1), np.nanmax(table, axis=1)
-    colour = COLOURS["train"]
-    axes.fill_between(steps, low, high, color=colour, alpha=0.25, lw=0)
-    axes.plot(steps, np.nanmedian(table, axis=1), color=colour, marker="o" * (len(steps) == 1))
-    axes.set_ylim(0, 1.15 * float(np.nanmax(high)) or 1)
-    axes.locator_params(axis="x", integer=True)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    title = name_axes(axes, y=name, x="Step")
-    if table.shape[1] > 1:
-        name_line(axes, "least to most", MUTED, after=title)
-
-
-def draw_drift(figure: "Canvas", run: Run) -> None:
-    """Draw by how much the statistics stage moved the mean and the variance of every channel."""
-    drift = run.drift
-    assert drift is not None
-    wide = is_wide(figure)
-    roomy = figure.bbox.height * 72 / figure.dpi >= 120 + 13 * len(drift.layers)
-    panels = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
-    shifts = [layer.shift_quantiles for layer in drift.layers]
-    title = "Mean: (polished − running) / running σ" if wide else "Mean shift, σ"
-    _draw_cells(figure, panels[0], np.array(shifts, dtype=np.float64), title=title, gaps=roomy)
-    ratios = [layer.ratio_quantiles for layer in drift.layers]
-    title = "Variance: ln(polished / running)" if wide else "ln(variance ratio)"
-    _draw_cells(figure, panels[1], np.array(ratios, dtype=np.float64), title=title, gaps=roomy)
-    for axes in panels:
-        _name_columns(axes, drift, every=1 if wide else 2)
-    name_rows(panels, [layer.name for layer in drift.layers], each=roomy)
-    if not run.drift_kept:
-        figure.supxlabel(
-            "Discarded: rolled back to the running statistics.", size=11.5, weight="bold"
-        )
-
-
-def _draw_cells(
-    figure: "Canvas", axes: "Axes", table: FloatArray, *, title: str, gaps: bool
-) -> None:
-    from matplotlib.colors import ListedColormap, to_rgba
-
-    shades = np.linspace(1, 0, _SHADES, endpoint=False)
-    colours = [to_rgba(LOW, shade) for shade in shades] + [to_rgba(PAPER, 0)]
-    colours += [to_rgba(HIGH, shade) for shade in shades[::-1]]
-    end = scale_end(table)
-    cells = axes.pcolormesh(
-        np.ma.masked_invalid(table),
-        cmap=ListedColormap(colours).with_extremes(bad=RULE),
-        vmin=-end, vmax=end, edgecolors=PAPER, linewidth=0.8 if gaps else 0,
-    )  # fmt: skip
-    for row, column in np.argwhere(~np.isfinite(table)):
-        axes.text(column + 0.5, row + 0.5, "–", color=MUTED, ha="center", va="center")
-    beyond = bool((np.abs(table[np.isfinite(table)]) > end).any())
-    bar = figure.colorbar(
-        cells, ax=axes, location="top", aspect=figure.bbox.width * 72 / figure.dpi / 24,
-        pad=6 * figure.dpi / 72 / figure.bbox.height, extend="both" if beyond else "neither",
-    )  # fmt: skip
-    bar.set_ticks([-end, 0, end], labels=[f"−{end:g}", "0", f"+{end:g}"])
-    low, _, high = bar.ax.get_xticklabels()
-    low.set_horizontalalignment("left")
-    high.set_horizontalalignment("right")
-    bar.outline.set_visible(False)
-    bar.ax.set_title(title)
-
-
-def scale_end(table: FloatArray) -> float:
-    """Return where the scale of a table ends, in two digits: at its largest change as a rule.
-
-    Few that are far larger than the rest do not take the colour from it.
-
-    >>> scale_end(np.array([-0.1234, 0.05]))
-    0.13
-    >>> scale_end(np.array([0.2] * 99 + [50.0]))
-    0.6
-    """
-    sizes = np.abs(table[np.isfinite(table)])
-    if not sizes.size:
-        return _LEAST
-    end = float(max(min(sizes.max(), 3 * np.quantile(sizes, 0.9)), _LEAST))
-    digits = 1 - math.floor(math.log10(end))
-    return round(math.ceil(round(end * 10.0**digits, 6)) / 10.0**digits, max(digits, 0))
-
-
-def _name_columns(axes: "Axes", drift: Drift, *, every: int) -> None:
-    names = ["median" if part == 0.5 else f"{100 * part:g} %" for part in drift.quantiles]
-    axes.set_xticks(np.arange(len(names))[::every] + 0.5, names[::every])
-    axes.set_xlabel("channels, sorted by change →" if every == 1 else "channels →", loc="right")
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(length=0)
-    axes.grid(visible=False)
-
-
-def name_rows(panels: "list[Axes]", names: list[str], *, each: bool) -> None:
-    """Name each layer, or each group of layers, and divide the groups."""
-    groups = [list(rows) for _, rows in groupby(range(len(names)), lambda row: _group(names[row]))]
-    for before, _ in pairwise(groups):
-        for axes in panels:
-            axes.axhline(before[-1] + 1, color=MUTED, lw=0.6)
-    if each:
-        panels[0].set_yticks(np.arange(len(names)) + 0.5, map(_shorten, names))
-        panels[0].tick_params(axis="y", labelsize=9)
-    else:
-        middles = [(rows[0] + rows[-1] + 1) / 2 for rows in groups]
-        panels[0].set_yticks(middles, [_group(names[rows[0]]) for rows in groups])
-    panels[0].set_ylim(len(names), 0)
-
-
-def _group(name: str) -> str:
-    return name.split(".", maxsplit=1)[0]
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= 22 else f"…{name[-21:]}"
-
-
-def draw_confusion(figure: "Canvas", run: Run) -> None:
-    """Draw the matrix: what is right in grey on the diagonal, what is wrong the redder the more."""
-    found = run.final_mistakes
-    assert found is not None
-    matrix = confusion(found)
-    number = len(matrix)
-    wrong = np.where(np.eye(number, dtype=bool), 0, matrix)
-    axes = figure.subplots()
-    most = wrong.max()
-    for row, column in np.argwhere(matrix):
-        is_right = row == column
-        share = 1.0 if is_right else 0.15 + 0.45 * matrix[row, column] / most
-        axes.axvspan(
-            column - 0.5, column + 0.5, (number - 1 - row) / number, (number - row) / number,
-            color=RULE if is_right else HIGH, alpha=share, lw=0,
-        )  # fmt: skip
-    if number <= 20:
-        for row, column in np.argwhere(matrix):
-            axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", size=10)
-    names = [name if len(name) <= 16 else f"{name[:15]}…" for name in found.classes]
-    points = figure.bbox.width * 72 / figure.dpi
-    short = max(map(len, names)) * number < points / 12
-    axes.set_xticks(range(number), names)
-    if not short:  # anchored at their ends: a browser's font may be wider
-        for label in axes.get_xticklabels():
-            label.set(rotation=90, rotation_mode="anchor", ha="right", va="center")
-    axes.set_yticks(range(number), names)
-    axes.tick_params(length=0, labelsize=11 if number <= 20 else 9)
-    axes.set_xlim(-0.5, number - 0.5)
-    axes.set_ylim(number - 0.5, -0.5)
-    axes.grid(visible=False)
-    axes.spines["bottom"].set_visible(False)
-    axes.set_title("↓ Class")
-    axes.set_xlabel("Taken for →", loc="right", color=MUTED)

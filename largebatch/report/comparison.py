@@ -4,14 +4,14 @@ Accuracies are compared only where the validation data is the same, and a differ
 the noise of these images, as in the report of one run (`mistakes`).
 """
 
+import json
 import math
-import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from largebatch.errors import (
     shorten,
 )
 from largebatch.formatting import duration, percent, plural
-from largebatch.recipe.loading import parse_recipe, parse_yaml
+from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.mistakes import Change, compare
 from largebatch.report.pages import (
@@ -40,13 +40,19 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.run import Run, Stage, images_per_second, read_run, short_commit
+from largebatch.report.run import (
+    FloatArray,
+    Run,
+    Stage,
+    images_per_second,
+    read_run,
+    short_commit,
+)
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
 
 _NAMED = 4  # runs that a sentence names at most
-_LABEL = 48  # characters of a run's label
 
 _NOISE = (
     "Noise is two standard errors of the difference of two runs on these images: by McNemar's "
@@ -54,14 +60,12 @@ _NOISE = (
     "include the spread over seeds, and the best of many runs is best by luck, too."
 )
 _RUNS = (
-    "Top-1 is that of the model as the run left it; a stage may have been discarded since. The "
-    "time to an accuracy is that of the first evaluation that reached it; a mark ≤ means that this "
-    "was the run's first evaluation. The run time is all of worker 0's, with starting, saving and "
-    "updates repeated after a failure."
+    "Top-1 is that of the model as the run left it. The time to an accuracy is that of the first "
+    "evaluation that reached it; the run time has starting, saving and repeated updates, too."
 )
 _DIFFERENCES = (
     "The settings of recipe.yaml that differ, and in brackets what the runs were made with. A "
-    "dash: the run has no such key, or its recipe or summary cannot be read."
+    "dash: not known."
 )
 _SAME = "No setting differs, and the runs were made with the same software and workers."
 
@@ -81,8 +85,12 @@ class Compared:
 
     @cached_property
     def settings(self) -> dict[str, str] | None:
-        """The recipe by dotted keys, with today's defaults; None if it cannot be read."""
-        return None if self.run.recipe is None else _read_settings(self.run.recipe)
+        """The recipe by dotted keys, with its defaults; None if it cannot be read."""
+        try:
+            recipe = parse_recipe(self.run.recipe or "")
+        except RecipeError:
+            return None
+        return dict(_flatten(recipe.model_dump(mode="json")))
 
     @cached_property
     def evaluated(self) -> Course:
@@ -105,7 +113,7 @@ class Compared:
     @property
     def best(self) -> float:
         """The highest top-1 in percent; NaN without an evaluation."""
-        return max(self.evaluated.values["top1"], default=math.nan)
+        return max(self.evaluated.top1, default=math.nan)
 
     @property
     def top1(self) -> float:
@@ -118,25 +126,17 @@ class Compared:
         place = self.evaluated.first_at(target)
         return math.nan if place is None else float(self.evaluated.seconds[place])
 
-    def is_upper_bound(self, target: float) -> bool:
-        """Return True if the first evaluation had reached it."""
-        return self.evaluated.first_at(target) == 0
-
     def data(self, *, named: bool) -> tuple[str, ...]:
         """Return a key of its validation data; `named`: with the names of the classes."""
-        known = self.settings or {}
-        stage = self.run.last_stage
+        known, stage = self.settings or {}, self.run.last_stage
         samples = stage.after.samples if stage else self.run.plan.val_samples
-        words = [f"{samples:,} validation images"]
+        images = f"{samples:,} validation images"
         if "data.held_out.samples" in known:
-            seed = known["data.held_out.seed"]
-            words[0] = f"{samples:,} held-out training images, seed {seed}"
-        if "data.classes" in known:
-            words.insert(0, f"{known['data.classes']} classes")
-        if "data.source" in known:
-            words.insert(0, known["data.source"])
+            images = f"{samples:,} held-out training images, seed {known['data.held_out.seed']}"
+        words = [known.get("data.source", ""), known.get("data.classes", "")]
+        words[1] += " classes" * bool(words[1])
         names = stage.mistakes.classes if named and stage and stage.mistakes else ()
-        return (", ".join(words), *names)
+        return (", ".join(filter(None, [*words, images])), *names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +220,12 @@ class Comparison:
 def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Read the runs in these folders; one that is damaged is noted and left out.
 
-    Raises LargebatchError if a folder is given twice, CheckpointError if one is missing or no run
-    can be read.
+    Raises LargebatchError if a folder is given twice, CheckpointError if no run can be read.
     """
     resolved = [path.resolve() for path in folders]
     twice = [path for path, real in zip(folders, resolved, strict=True) if resolved.count(real) > 1]
     if twice:
         raise LargebatchError(f"{twice[0]}: given twice; a comparison takes each run once")
-    missing = [path for path in folders if not path.exists()]
-    if missing:
-        raise CheckpointError(f"{missing[0]}: not found; expected the folder of a run")
     runs, left_out = [], []
     for path in folders:
         try:
@@ -238,10 +234,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
             left_out.append(printable(reason))
     if not runs:
-        raise CheckpointError(
-            f"none of the {len(folders)} folders holds a run that can be read; the first: "
-            f"{left_out[0]}"
-        )
+        raise CheckpointError(f"no run can be read: {left_out[0]}")
     compared = map(Compared, runs, _labels([run.path for run in runs]))
     return Comparison(tuple(compared), tuple(left_out))
 
@@ -257,53 +250,26 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     for own in parts:
         lengths = range(1, len(own) + 1)
         alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
-        label, half = printable("/".join(own[-next(alone, 1) :])), _LABEL // 2
-        labels.append(label if len(label) <= _LABEL else f"{label[: half - 1]}…{label[-half:]}")
-    return [
-        label if labels.count(label) == 1 else f"{label} ({place})"
-        for place, label in enumerate(labels, start=1)
-    ]
+        labels.append(printable("/".join(own[-next(alone, 1) :])))
+    return labels
 
 
-def _read_settings(text: str) -> dict[str, str] | None:
-    """Return a recipe by dotted keys; as it is written if today's types do not accept it."""
-    tree: object
-    try:
-        tree = parse_recipe(text).model_dump(mode="json")
-    except RecipeError:
-        try:
-            tree = parse_yaml(text, source="recipe.yaml")
-        except RecipeError:
-            return None
-    return dict(_flatten(tree)) if isinstance(tree, dict) else None
+def _flatten(tree: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every value by its dotted key; a list is one value.
 
-
-def _flatten(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every value by its dotted key; a list of plain values is one value.
-
-    >>> dict(_flatten({"batch": {"global_batch": 96, "schedule": [{"after": 0.5}]}, "std": [1, 2]}))
-    {'batch.global_batch': '96', 'batch.schedule.0.after': '0.5', 'std': '1, 2'}
+    >>> dict(_flatten({"batch": {"global_batch": 96}, "std": [1, 2], "polish": None}))
+    {'batch.global_batch': '96', 'std': '[1, 2]', 'polish': 'null'}
     """
-    if isinstance(tree, dict) and tree:
-        for name, value in tree.items():
-            yield from _flatten(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, list) and any(isinstance(value, dict | list) for value in tree):
-        for place, value in enumerate(tree):
-            yield from _flatten(value, f"{key}.{place}")
-    elif isinstance(tree, list):
-        yield key, clip(", ".join(map(_written, tree)), 200) or "none"
-    else:
-        yield key, clip(_written(tree), 200)
-
-
-def _written(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None or value == {} else printable(str(value))
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{key}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{key}{name}", clip(printable(text), 200)
 
 
 def _machine(run: Run) -> Iterator[tuple[str, str]]:
-    yield "workers", f"{run.plan.workers:,}"
+    yield "workers", run.workers
     yield "device batch", f"{run.plan.device_batch:,}"
     if run.summary is not None:
         yield "backend", run.summary.backend
@@ -328,7 +294,6 @@ def describe(comparison: Comparison) -> Iterator[str]:
             yield _best(group)
     if len(groups) == 1:
         yield from _fastest(comparison)
-        yield from _seeds(groups[0])
 
 
 def _best(group: Group) -> str:
@@ -350,63 +315,22 @@ def _best(group: Group) -> str:
 
 
 def _fastest(comparison: Comparison) -> Iterator[str]:
-    """Yield which run was first at the highest target that two runs reached.
-
-    They have no order if the first evaluation of one had reached it: that is an upper bound.
-    """
-    workers = {one.run.plan.workers for one in comparison.runs}
+    """Yield which run was first at the highest target that two runs reached."""
     for target in reversed(comparison.targets):
         times = [(one.seconds_to(target), one) for one in comparison.runs]
-        reached = [(time, one) for time, one in times if not math.isnan(time)]
-        if len(reached) < 2:
-            continue
-        first, second = (
-            _time_to(target, one)
-            + (f" on {plural(one.run.plan.workers, 'worker')}" if len(workers) > 1 else "")
-            for _, one in sorted(reached, key=lambda each: each[0])[:2]
-        )
-        words = f"First to reach a top-1 of {target:g} % was {first}, then {second}"
-        if any(one.is_upper_bound(target) for _, one in reached):
-            words = f"Top-1 reached {target:g} % in {first} and in {second}"
-        yield f"{words}; {len(reached)} of {plural(len(comparison.runs), 'run')} reached it."
-        return
-
-
-def _time_to(target: float, one: Compared) -> str:
-    time = duration(one.seconds_to(target))
-    if one.is_upper_bound(target):
-        return f"{one.label} after at most {time} (its first evaluation)"
-    return f"{one.label} after {time}"
-
-
-def _seeds(group: Group) -> Iterator[str]:
-    """Yield the means over the seeds of runs that differ in nothing else, the highest two."""
-    same: dict[frozenset[tuple[str, str]], list[Compared]] = {}
-    for one in group.runs:
-        if one.settings is not None and one.status == "finished":
-            key = {item for item in one.settings.items() if item[0] not in {"name", "seed"}}
-            same.setdefault(frozenset(key), []).append(one)
-    means = []
-    for runs in same.values():
-        by_seed: dict[str, list[float]] = {}  # one seed on several machines is one seed
-        for one in runs:
-            assert one.settings is not None
-            by_seed.setdefault(one.settings["seed"], []).append(100 * one.top1)
-        if len(by_seed) < 2:
-            continue
-        tops = [statistics.fmean(each) for each in by_seed.values()]
-        mean, deviation = statistics.fmean(tops), statistics.stdev(tops)
-        words = (
-            f"{mean:.2f} ± {deviation:.2f} % over {len(tops)} seeds in finished runs like "
-            f"{runs[0].label}"
-        )
-        means.append((mean, words))
-    ranked = [words for _, words in sorted(means, reverse=True)[:2]]
-    if ranked:
-        yield (
-            "By recipe, as mean and standard deviation over its seeds, top-1 ends at "
-            f"{' and at '.join(ranked)}."
-        )
+        reached = sorted(((time, one) for time, one in times if time > 0), key=lambda it: it[0])
+        if any(one.evaluated.first_at(target) == 0 for _, one in reached):
+            continue  # it may have reached it long before its first evaluation
+        if len(reached) > 1:
+            first, second = (
+                f"{one.label} after {duration(time)} on {one.run.workers}"
+                for time, one in reached[:2]
+            )
+            yield (
+                f"First to reach a top-1 of {target:g} % was {first}, then {second}; "
+                f"{len(reached)} of {plural(len(comparison.runs), 'run')} reached it."
+            )
+            return
 
 
 def _named(runs: Sequence[Compared]) -> str:
@@ -415,25 +339,15 @@ def _named(runs: Sequence[Compared]) -> str:
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
-class Unit(NamedTuple):
-    """The unit of times on the page."""
-
-    name: str
-    seconds: int
-
-
 def make_comparison_page(comparison: Comparison) -> Page:
     """Return the page of a comparison."""
-    unit = _unit(comparison)
     looks = {
         one.label: series(place, one.label, title=printable(str(one.run.path.resolve())))
         for place, one in enumerate(comparison.runs)
     }
     ends = Counter(one.status for one in comparison.runs)
-    names = dict.fromkeys(one.run.name for one in comparison.runs)
-    words = [shorten(list(names), most=4)]
+    words = [", ".join(f"{count} {status}" for status, count in ends.items())]
     words += [group.data for group in comparison.groups[:1] if len(comparison.groups) == 1]
-    words.append(", ".join(f"{count} {status}" for status, count in ends.items()))
     rows = comparison.differences
     differing = [
         Column("Setting", list(rows)),
@@ -451,11 +365,8 @@ def make_comparison_page(comparison: Comparison) -> Page:
         legend=("Runs", list(looks.values())),
         sections=[
             Section(title="Left out", notes=comparison.left_out),
-            Section(title="Runs", parts=[_table(comparison, looks, unit)], notes=[_RUNS]),
-            *(
-                Section(title=chart.title, parts=[chart])
-                for chart in _charts(comparison, looks, unit)
-            ),
+            Section(title="Runs", parts=[_table(comparison, looks)], notes=[_RUNS]),
+            *(Section(title=one.title, parts=[one]) for one in _charts(comparison, looks)),
             Section(
                 title="What differs",
                 parts=[Table(name="differences", columns=differing)] if rows else [],
@@ -466,16 +377,7 @@ def make_comparison_page(comparison: Comparison) -> Page:
     )
 
 
-def _unit(comparison: Comparison) -> Unit:
-    lengths = [one.run.summary.seconds for one in comparison.runs if one.run.summary]
-    for one in comparison.runs:
-        lengths += [*one.evaluated.seconds[-1:], *one.updates.seconds[-1:]]
-    longest = max((length for length in lengths if not math.isnan(length)), default=0)
-    units = (Unit("h", 3600), Unit("min", 60))
-    return next((unit for unit in units if longest >= 2 * unit.seconds), Unit("s", 1))
-
-
-def _table(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Table:
+def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
     groups = {one.label: group for group in comparison.groups for one in group.runs}
     ranked = [one for group in comparison.groups for one in group.runs]
     ranked += [one for one in comparison.runs if one.label not in groups]
@@ -503,110 +405,59 @@ def _table(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Tabl
         column("Beyond noise", beyond, None),
         *(column(f"After {name}, %", partial(after, name=name), ".2f") for name in names),
         *(
-            Column(
-                f"{target:g} % in, {unit.name}",
-                [one.seconds_to(target) / unit.seconds for one in ranked],
-                ",.2f",
-                details=["≤" if one.is_upper_bound(target) else "" for one in ranked],
-            )
+            Column(f"{target:g} % in, min", [one.seconds_to(target) / 60 for one in ranked], ",.2f")
             for target in comparison.targets
         ),
         column("Steps", lambda one: one.run.num_steps, ",d"),
         column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), ",.1f"),
         column("Images/s", lambda one: images_per_second(one.run), ",.0f"),
         column(
-            f"Run time, {unit.name}",
-            lambda one: one.run.summary and one.run.summary.seconds / unit.seconds,
-            ",.2f",
+            "Run time, min", lambda one: one.run.summary and one.run.summary.seconds / 60, ",.2f"
         ),
         column("Batch", lambda one: one.run.plan.global_batch, ",d"),
-        column("Workers", lambda one: one.run.plan.workers, ",d"),
+        column("Workers", lambda one: one.run.workers.rpartition(" ")[0], None),
         column("Status", lambda one: one.status, None),
         column("Started", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
     ]
     return Table(name="runs", columns=columns, series=[looks[one.label] for one in ranked])
 
 
-def _charts(comparison: Comparison, looks: dict[str, Series], unit: Unit) -> Iterator[Chart]:
-    runs = [(looks[one.label], one) for one in comparison.runs]
-    time = f"Time, {unit.name}"
-
-    def lines(kind: str, value: str, axis: str, *, line: bool, points: bool) -> list[Line]:
-        """Return a line for each run: of its `evaluated` or `updates`, along `axis`."""
-        courses = [(look, getattr(one, kind).thinned()) for look, one in runs]
-        return [
-            Line(series=look, x=course.along(axis, unit.seconds), y=course.values[value],
-                 line=line, points=points)
-            for look, course in courses
-        ]  # fmt: skip
-
-    def panels(y: str, *drawn: tuple[str, str, bool, bool], **look: object) -> list[Panel]:
-        """Return the same lines along epochs and along time."""
-        return [
-            Panel(
-                lines=[
-                    each
-                    for kind, value, line, points in drawn
-                    for each in lines(kind, value, axis, line=line, points=points)
-                ],
-                x=x,
-                y=y,
-                **look,  # type: ignore[arg-type]
-            )
-            for axis, x in (("epoch", "Epoch"), ("seconds", time))
-        ]
-
-    is_evaluated = any(one.evaluated.stages for _, one in runs)
-    is_trained = any(one.updates.stages for _, one in runs)
-    if is_evaluated:
+def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]:
+    axes = "Epoch", "Time, min"
+    accuracy: dict[str, list[Line]] = {axis: [] for axis in axes}
+    loss: dict[str, list[Line]] = {axis: [] for axis in axes}
+    values: list[FloatArray] = []
+    for one in comparison.runs:
+        evaluated, updates, look = one.evaluated, one.updates, looks[one.label]
+        values += [updates.loss, evaluated.loss]
+        columns = (
+            (evaluated.epoch, updates.epoch),
+            (evaluated.seconds / 60, updates.seconds / 60),
+        )
+        for axis, both in zip(axes, columns, strict=True):
+            x, x_updates = (column.tolist() for column in both)
+            accuracy[axis].append(Line(series=look, x=x, y=evaluated.top1.tolist()))
+            loss[axis] += [
+                Line(series=look, x=x_updates, y=updates.loss.tolist(), points=False),
+                Line(series=look, x=x, y=evaluated.loss.tolist(), line=False),
+            ]
+    if any(one.evaluated.stages for one in comparison.runs):
+        panels = [Panel(lines=accuracy[axis], x=axis, y="Top-1, %") for axis in axes]
         yield line_chart(
             "accuracy",
-            *panels("Top-1, %", ("evaluated", "top1", True, True)),
+            *panels,
             title="Accuracy",
             caption="Top-1 on the validation images, at every evaluation of what the run kept. "
             "Time is that of updates, evaluations and stages without updates, each counted once.",
         )
-    if is_evaluated or is_trained:
-        courses = [course for _, one in runs for course in (one.updates, one.evaluated)]
-        log = needs_log_scale(np.concatenate([course.values["loss"] for course in courses]))
+    if any(map(len, values)):
+        log: Literal["", "y"] = "y" if needs_log_scale(np.concatenate(values)) else ""
+        panels = [Panel(lines=loss[axis], x=axis, y="Loss", log=log) for axis in axes]
         yield line_chart(
             "loss",
-            *panels(
-                "Loss",
-                ("updates", "loss", True, False),
-                ("evaluated", "loss", False, True),
-                log="y" if log else "",
-            ),
+            *panels,
             title="Loss",
             caption="The running median of the training loss (lines), and the loss on the "
             "validation images (points). Training losses compare only if augmentation and label "
             "smoothing are the same.",
-        )
-    if is_trained:
-        yield line_chart(
-            "throughput",
-            panels("Images per second", ("updates", "rate", True, False), from_zero=True)[0],
-            title="Training speed",
-            caption="Training images per second on all workers together, as running median.",
-            height=260,
-        )
-    if any(one.ended[1:] for _, one in runs):
-        yield line_chart(
-            "stages",
-            Panel(
-                lines=[
-                    Line(
-                        series=look,
-                        x=[stage.name for stage in one.ended],
-                        y=[100 * stage.after.top1 for stage in one.ended],
-                        hollow=[not stage.kept for stage in one.ended],
-                        size=6,
-                    )
-                    for look, one in runs
-                ],
-                x="After the stage",
-                y="Top-1, %",
-            ),
-            title="Stages",
-            caption="Top-1 at the end of each stage. A hollow point is a stage that was discarded.",
         )

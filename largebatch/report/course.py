@@ -6,15 +6,12 @@ with others.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from largebatch.report.run import FloatArray, Run, median
 
-EVALUATIONS = 2_000  # of one run in a chart that compares runs, at most
 POINTS = 500  # more updates cannot be told apart in a chart
 
 
@@ -30,9 +27,11 @@ class Course:
     seconds: FloatArray
     """NaN in a run without updates, whose model was trained in another."""
 
-    values: Mapping[str, FloatArray]
-    """Values of evaluations: top1 in percent and loss; or of updates: running medians of loss and
-    images per second (rate)."""
+    loss: FloatArray
+    """On validation images at an evaluation; of updates the running median of the training loss."""
+
+    top1: FloatArray
+    """In percent; empty for updates."""
 
     stages: tuple[str, ...]
 
@@ -41,30 +40,8 @@ class Course:
 
         What a part of 1 loses when it is multiplied by 100 does not miss a target.
         """
-        reached = np.flatnonzero(self.values["top1"] >= target - 1e-9)
+        reached = np.flatnonzero(self.top1 >= target - 1e-9)
         return int(reached[0]) if reached.size else None
-
-    def along(self, axis: str, second: float = 1.0) -> FloatArray:
-        """Return the column `epoch`, or `seconds` in units of `second` seconds."""
-        return self.epoch if axis == "epoch" else self.seconds / second
-
-    def at(self, places: npt.NDArray[np.intp]) -> "Course":
-        """Return these rows."""
-        return Course(
-            step=self.step[places],
-            epoch=self.epoch[places],
-            images=self.images[places],
-            seconds=self.seconds[places],
-            values={name: column[places] for name, column in self.values.items()},
-            stages=tuple(self.stages[place] for place in places),
-        )
-
-    def thinned(self) -> "Course":
-        """Return the first row, the last one, and of those between as many as a chart shows."""
-        rows = len(self.stages)
-        return self.at(
-            np.unique(np.linspace(0, rows - 1, min(rows, EVALUATIONS)).round().astype(int))
-        )
 
 
 def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
@@ -115,22 +92,16 @@ def evaluations_of(run: Run) -> Course:
         epoch=np.array([found.epoch for found, _ in kept], dtype=np.float64),
         images=np.array([run.plan.position(found.step) for found, _ in kept], dtype=np.float64),
         seconds=np.array([seconds if run.steps else math.nan for _, seconds in kept]),
-        values={
-            "top1": np.array([100 * found.top1 for found, _ in kept], dtype=np.float64),
-            "loss": np.array([found.loss for found, _ in kept], dtype=np.float64),
-        },
+        loss=np.array([found.loss for found, _ in kept], dtype=np.float64),
+        top1=np.array([100 * found.top1 for found, _ in kept], dtype=np.float64),
         stages=tuple(found.stage for found, _ in kept),
     )
 
 
 def updates_of(run: Run) -> Course:
-    """Return as many updates as a chart shows, with the running medians over all of them."""
+    """Return as many updates as a chart shows, with the running median over all of them."""
     step = np.array([each.step for each in run.steps], dtype=np.float64)
-    if not step.size:
-        empty = np.empty(0)
-        return Course(empty, empty, empty, empty, {"loss": empty, "rate": empty}, ())
-    loss = thin(step, np.array([each.loss for each in run.steps]))
-    rate = thin(step, np.array([each.images_per_second for each in run.steps]))
+    loss = thin(step, np.array([each.loss for each in run.steps], dtype=np.float64))
     places = np.searchsorted(step, loss.step)
     made = [run.steps[place].step + 1 for place in places]
     return Course(
@@ -138,7 +109,8 @@ def updates_of(run: Run) -> Course:
         epoch=np.array([run.plan.epoch(count) for count in made]),
         images=np.array([run.plan.position(count) for count in made], dtype=np.float64),
         seconds=_clock(run)[0][places],
-        values={"loss": loss.trend, "rate": rate.trend},
+        loss=loss.trend,
+        top1=np.empty(0),
         stages=tuple(run.steps[place].stage for place in places),
     )
 
@@ -160,6 +132,8 @@ def thin(step: FloatArray, values: FloatArray) -> Thinned:
     >>> thin(np.arange(3.0), np.array([1.0, math.nan, 2.0])).trend
     array([ 1., nan,  2.])
     """
+    if not values.size:
+        return Thinned(*[np.empty(0)] * 4)
     values = np.where(np.isfinite(values), values, math.nan)
     starts = np.linspace(0, len(values), min(len(values), POINTS), endpoint=False).astype(int)
     middle = np.array([median(part) for part in np.split(values, starts[1:])])

@@ -1,31 +1,13 @@
 """What a model gets wrong, and whether a change of its accuracy is more than chance."""
 
-import base64
-import io
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from PIL import Image, PngImagePlugin
-
-from largebatch.report.run import Run
-from largebatch.storage import whole_file
 from largebatch.tracking.events import Evaluation, Mistakes
 
-WORST = "worst.png"
-"""The worst images side by side, without a word: the page writes beside each what it is."""
-
-MATRIX_CLASSES = 40
-"""With more classes than these a matrix cannot be read; the pairs that are mixed up most can."""
-
-_PAIRS = 10
-"""How many of those are listed."""
-
-_TILE = 96
-"""The side of a drawn image in pixels, unless it is smaller."""
+_PAIRS = 10  # are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,71 +95,3 @@ def by_class(found: Mistakes) -> list[ClassResult]:
         if size
     ]
     return sorted(rows, key=lambda row: row.correct / row.size)
-
-
-def confusion(found: Mistakes) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-    """Return how many images of each class (rows) are taken for each class (columns)."""
-    matrix = np.diag(np.array(found.sizes, dtype=np.int64))
-    np.subtract.at(matrix, (found.labels, found.labels), 1)
-    np.add.at(matrix, (found.labels, found.predicted), 1)
-    return matrix
-
-
-def matrix_is_drawn(run: Run) -> bool:
-    """Return True if the matrix is known, and small enough to read."""
-    found = run.final_mistakes
-    return found is not None and bool(found.samples) and len(found.classes) <= MATRIX_CLASSES
-
-
-class Worst(NamedTuple):
-    """One image that was classified wrongly, with the image as a URL of its own."""
-
-    url: str
-    label: str
-    predicted: str
-    loss: float
-
-
-def write_worst(path: Path, tiles: list[Image.Image], samples: tuple[int, ...]) -> None:
-    """Write images side by side as a PNG file that notes which samples of the index they are."""
-    side = tiles[0].width
-    strip = Image.new("RGB", (side * len(tiles), side))
-    for place, tile in enumerate(tiles):
-        strip.paste(tile, (place * side, 0))
-    notes = PngImagePlugin.PngInfo()
-    notes.add_text("samples", ",".join(map(str, samples)))
-    with whole_file(path) as file:
-        strip.save(file, format="PNG", pnginfo=notes)
-
-
-def drawn_side(image_size: int) -> int:
-    """Return the side of an image in that file."""
-    return min(image_size, _TILE)
-
-
-def worst(run: Run) -> list[Worst]:
-    """Return the worst images; none where the folder holds those of another stage, or none."""
-    found = run.final_mistakes
-    if found is None or not found.worst:
-        return []
-    try:
-        with Image.open(run.path / WORST) as strip:
-            strip.load()
-    except (OSError, SyntaxError):  # the latter is Pillow's for a broken chunk
-        return []
-    if strip.info.get("samples") != ",".join(map(str, found.worst)):
-        return []
-    places = {sample: place for place, sample in enumerate(found.samples)}
-    shown = []
-    for number, (sample, loss) in enumerate(zip(found.worst, found.losses, strict=True)):
-        tile = strip.crop((number * strip.height, 0, (number + 1) * strip.height, strip.height))
-        place = places[sample]
-        label, predicted = found.labels[place], found.predicted[place]
-        shown.append(Worst(_url(tile), found.classes[label], found.classes[predicted], loss))
-    return shown
-
-
-def _url(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,16 +1,14 @@
-"""The report of one run: what its page says and shows, and its charts as PNG files."""
+"""The report of one run: what its page says and shows, and its overview as a PNG file."""
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from largebatch.formatting import MISSING, duration, percent, plural, points, signed
+from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report import charts
-from largebatch.report.diagnosis import Verdict, verdict
-from largebatch.report.mistakes import by_class, compare, matrix_is_drawn, pairs, worst
+from largebatch.report.mistakes import compare, pairs
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -18,8 +16,6 @@ from largebatch.report.pages import (
     Column,
     Facts,
     Headline,
-    Image,
-    Images,
     Page,
     Part,
     Section,
@@ -27,36 +23,17 @@ from largebatch.report.pages import (
     Table,
     columns_over,
 )
-from largebatch.report.run import (
-    INPUT_BOUND,
-    Run,
-    Stage,
-    images_per_second,
-    shares,
-    short_commit,
-)
+from largebatch.report.run import INPUT_BOUND, Run, images_per_second, shares, short_commit
 from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
-from largebatch.tracking.events import OVERVIEW, Mistakes, Profile
+from largebatch.report.verdict import Verdict, verdict
+from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
 
-_EXPLAINED = {
-    "clean": "the last updates of the schedule see training images without random crops and "
-    "flips, as validation does.",
-    "ema": "the EMA of the weights replaces them.",
-    "swa": "the mean of the weights at a regular interval over the last part of the schedule "
-    "replaces them.",
-    "affine": "further updates on clean images change only BatchNorm's scales and shifts and the "
-    "classifier.",
-    "statistics": "weights stay as they are: the means and variances that BatchNorm normalises by "
-    "are measured again, exactly, over clean training images.",
-}
-"""What a polishing stage is, after its name."""
-
-_NOTES = 50  # the newest notes are shown
-_WEAKEST = 10  # classes
-_ROW = 14  # points of a layer's row in a chart
+_NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
+_OVERVIEW = ("loss", "accuracy", "throughput", "ratios", "noise")
+"""The first four of these that a run has are in report.png."""
 
 
 def make_page(run: Run) -> str:
@@ -75,12 +52,11 @@ def make_page(run: Run) -> str:
             *(
                 Section(title=chart.title, parts=[*_before(run, name), chart])
                 for name, chart in drawn.items()
-                if name != "confusion"
             ),
-            Section(title="Where an update goes", parts=_profile(run.profile)),
+            Section(title="What polishing changed in BatchNorm", parts=_drift(run)),
             Section(
                 title="Classes and what they are taken for",
-                parts=list(_mistakes(run, run.final_mistakes, drawn.get("confusion"))),
+                parts=list(_mistakes(run.final_mistakes)),
             ),
             Section(
                 title="Recipe",
@@ -119,41 +95,21 @@ def headlines(run: Run) -> Iterator[Headline]:
     steps = "step" if run.num_steps == 1 else "steps"
     yield Headline("Updates", f"{run.num_steps:,}", steps, passes)
     time, unit = duration(run.summary.seconds).split(" ") if run.summary else (MISSING, "")
-    yield Headline("Wall time", time, unit, _stage_times(run))
+    yield Headline("Wall time", time, unit, "of all parts of the run" * (len(run.starts) > 1))
 
 
 def _gain(run: Run) -> Headline:
-    base, last = run.end_of_schedule, run.last_stage
-    if base is None or last is None or len(run.stages) < 2:
+    """Return the gain from the end of the schedule, whose clean epochs are epochs of it anyway."""
+    before, after = run.end_of_schedule, run.last_stage
+    if before is None or after is None or not run.polishing:
         return Headline("Gain by polishing", MISSING, "", "not polished")
-    first = run.stages[0]
-    if not run.polishing:
-        return _gain_between(run, "Gain in the clean epochs", first, base, judged=False)
-    gain = _gain_between(run, "Gain by polishing", base, last, judged=True)
-    if base is first:
-        return gain
-    clean = points(first.after.top1, base.after.top1)
-    return replace(gain, note=f"{gain.note}; clean epochs before: {clean}")
-
-
-def _gain_between(run: Run, label: str, before: Stage, after: Stage, *, judged: bool) -> Headline:
     change = compare(before.after, after.after, before.mistakes, after.mistakes)
-    evaluated = f"{change.samples:,} validation images"
-    note = f"{abs(change.images):,} of {evaluated}"
+    note = f"{abs(change.images):,} of {change.samples:,} validation images"
+    colour: Literal["good", "bad", "grey"] = "bad" if change.images < 0 else "good"
     if not change.beyond_noise:
-        note = f"within the noise of {evaluated}"
-    place, end = run.stages.index(before), after.after.step
-    made = sum(s.result.steps for s in run.stages[place + 1 :] if s.result and s.kept)
-    passes = run.plan.epoch(end) - run.plan.epoch(max(0, end - made))
-    colour: Literal["", "good", "bad", "grey"] = "grey"
-    if change.beyond_noise:
-        colour = "bad" if change.images < 0 else "good" if judged else ""
+        note, colour = f"within the noise of {change.samples:,} validation images", "grey"
     return Headline(
-        label,
-        points(before.after.top1, after.after.top1),
-        "points",
-        f"{note}, in {passes:,.1f} epochs" if made else note,
-        colour,
+        "Gain by polishing", points(before.after.top1, after.after.top1), "points", note, colour
     )
 
 
@@ -164,23 +120,10 @@ def _division(plan: Plan) -> str:
     return f"{plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}{''.join(later)}"
 
 
-def _stage_times(run: Run) -> str:
-    stages = {
-        "clean epochs": [stage for stage in run.stages[1:] if stage.name == "clean"],
-        "polishing": run.polishing,
-    }
-    parts: list[str] = []
-    for name, of in stages.items():
-        seconds = sum(stage.result.seconds for stage in of if stage.result)
-        if seconds:
-            parts.append(f"{duration(seconds)}{' of it' * (not parts)} {name}")
-    return ", ".join(parts)
-
-
 def _subtitle(run: Run) -> str:
     began = run.starts[0].time
     words = [run.summary.status if run.summary else "killed", f"{began.day} {began:%B %Y}"]
-    words.append(plural(run.plan.workers, "worker"))
+    words.append(run.workers)
     if len(run.starts) > 1:
         steps = ", ".join(f"{start.resume_step:,}" for start in run.starts[1:])
         words.append(f"resumed at step {steps}")
@@ -188,20 +131,15 @@ def _subtitle(run: Run) -> str:
 
 
 def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
-    if not found.causes:
-        return []
-    return [
-        Table(
-            columns=[
-                Column("Cause", [cause.kind for cause in found.causes]),
-                Column("Measured", [cause.figure for cause in found.causes], align="text", links=[
-                    cause.rule.link if cause.rule.link in drawn else "" for cause in found.causes
-                ]),
-                Column("To change it", [cause.remedy for cause in found.causes], align="text"),
-            ],
-            sortable=False,
-        )
-    ]  # fmt: skip
+    shown = {*drawn, "drift"}
+    column = columns_over(found.causes)
+    links = [cause.rule.link if cause.rule.link in shown else "" for cause in found.causes]
+    columns = [
+        column("Cause", lambda cause: cause.kind, None),
+        Column("Measured", [cause.figure for cause in found.causes], align="text", links=links),
+        Column("To change it", [cause.remedy for cause in found.causes], align="text"),
+    ]
+    return [Table(columns=columns, sortable=False)] if found.causes else []
 
 
 def _stages(run: Run) -> list[Part]:
@@ -244,21 +182,6 @@ def _stage_notes(run: Run) -> Iterator[str]:
             f"{last.loss:.4f}, minus the training loss, {gap.loss:.4f}, on {gap.samples:,} images "
             f"without augmentation. Top-1 on these is {percent(gap.top1)} %."
         )
-    if run.stages[1:]:
-        words = []
-        if not run.steps:
-            words.append(f"Here {run.stages[0].name} is the checkpoint before polishing.")
-        if run.polishing and run.end_of_schedule:
-            words.append(
-                "In the numbers above, polishing is every stage after "
-                f"{run.end_of_schedule.name}, with which the schedule ends."
-            )
-        words += [
-            f"In {stage.name}, {_EXPLAINED[stage.name]}"
-            for stage in run.stages[1:]
-            if stage.name in _EXPLAINED
-        ]
-        yield " ".join(words)
     changes = [
         (stage, compare(stage.before, stage.after, stage.mistakes_before, stage.mistakes))
         for stage in run.stages
@@ -283,98 +206,73 @@ def _stage_notes(run: Run) -> Iterator[str]:
         yield f"{note.stage}, step {note.step:,}: {note.text}."
 
 
+class _Kind(NamedTuple):
+    """A chart that runs may have."""
+
+    name: str
+    title: str
+    draw: "Callable[[Canvas, Run], None]"
+    rows: Callable[[Run], Any]
+    """What it shows: one row each in a tall chart; without any there is no chart."""
+
+    height: float
+    """In points; of a tall chart that of a row."""
+
+    caption: str
+    is_tall: bool = False
+
+
+# fmt: off
+_CHARTS = (
+    _Kind("loss", "Loss and learning rate", charts.draw_loss, lambda run: run.steps, 440,
+          "Training loss of every update (faint) and its running median; validation loss (dots); "
+          "learning rate (below). The two losses need not meet: only training images are "
+          "augmented, and only the training loss may be label-smoothed."),
+    _Kind("accuracy", "Accuracy", charts.draw_accuracy, lambda run: run.evaluations, 340,
+          "Accuracy on the validation images: during the run, and after each stage on a scale of "
+          "its own. A hollow mark is a stage that was discarded."),
+    _Kind("throughput", "Training speed", charts.draw_throughput, lambda run: run.steps, 240,
+          "Training images per second on all workers: every update (faint), running median, and "
+          "the whole run (dashed). Dips are slow updates, for example without data."),
+    _Kind("noise", "Gradient noise scale", charts.draw_noise, has_course, 260,
+          "tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large as the "
+          "gradient, for consecutive parts of the run, from squared norms at two batch sizes. Bars "
+          "are 95 % intervals; one that leaves the chart has no upper end. Larger batches than the "
+          "noise scale save few steps."),
+    _Kind("ratios", "Trust ratios of LARS by layer", charts.draw_ratios,
+          charts.layers, 14,
+          "Factor of LARS on the step of each layer, η|w| / (|g| + decay |w|), the input at the "
+          "top. A layer much darker than its neighbours hardly moves. A bright spot is a gradient "
+          "close to zero. Light grey: no gradient.", is_tall=True),
+)
+# fmt: on
+
+
 def charts_of(run: Run) -> dict[str, Chart]:
     """Return the charts for which a run has numbers, by name."""
-    number = len(run.drift.layers) if run.drift else 0
-    classes = len(run.final_mistakes.classes) if run.final_mistakes else 0
-    norms = any(math.isfinite(step.gradient_norm) for step in run.steps)
-    all_charts: tuple[tuple[str, str, object, _Draw, tuple[float, float]], ...] = (
-        ("loss", "Loss and learning rate", run.steps, charts.draw_loss, (440, 380)),
-        ("accuracy", "Accuracy", run.evaluations, charts.draw_accuracy, (340, 500)),
-        ("throughput", "Training speed", run.steps, charts.draw_throughput, (240, 220)),
-        ("waits", "What updates waited for", run.timed, charts.draw_waits, (200, 200)),
-        ("noise", "Gradient noise scale", has_course(run), charts.draw_noise, (260, 260)),
-        (
-            "ratios", "Trust ratios of LARS by layer", charts.layers(run), charts.draw_ratios,
-            _rows(len(charts.layers(run)), _ROW),
-        ),
-        ("norm", "Gradient norm", norms, charts.draw_norm, (240, 220)),
-        ("system", "Resources of the workers", run.system, charts.draw_system, (240, 420)),
-        (
-            "drift", "What polishing changed in BatchNorm", run.drift and run.drift.quantiles,
-            charts.draw_drift, _rows(number, _ROW),
-        ),
-        (
-            "confusion", "Classes and what they are taken for", matrix_is_drawn(run),
-            charts.draw_confusion, _rows(classes, 18),
-        ),
-    )  # fmt: skip
-    captions = _captions(run)
-    return {
-        name: Chart(
-            name=name,
-            title=title,
-            draw=lambda figure, draw=draw: draw(figure, run),  # type: ignore[misc]
-            heights=heights,
-            caption=captions.get(name, ""),
-        )
-        for name, title, content, draw, heights in all_charts
-        if content
-    }
+    found = {}
+    for kind in _CHARTS:
+        rows = kind.rows(run)
+        if rows:
+            height = kind.height
+            if kind.is_tall:
+                height = 120 + height * max(8, len(rows))
+            found[kind.name] = Chart(
+                name=kind.name,
+                title=kind.title,
+                draw=_of(run, kind.draw),
+                height=height,
+                caption=kind.caption,
+            )
+    return found
 
 
-_Draw = Callable[["Canvas", Run], None]
-
-
-def _rows(number: int, each: float) -> tuple[float, float]:
-    height = 120 + each * max(8, number)
-    return height, height
-
-
-def _captions(run: Run) -> dict[str, str]:
-    samples = run.evaluations[-1].samples if run.evaluations else 1
-    lowered = " and ".join(stage.name for stage in run.stages if stage.lowered_top1)
-    discarded = any(not stage.kept for stage in run.stages)
-    return {
-        "loss": "Training loss of every update (faint) and its running median; validation loss "
-        "(dots); learning rate (below). The two losses need not meet: only training images are "
-        "augmented, and only the training loss may be label-smoothed.",
-        "accuracy": f"Accuracy on the {samples:,} validation images"
-        + ": during the run, and after each stage on a scale of its own" * bool(run.stages[1:])
-        + f". One of them is {100 / samples:.2g} points."
-        + " Below each stage: its change there, and on the held-out training images."
-        * bool(run.decisions)
-        + (f" Here {lowered} lowered it." if lowered else "")
-        + " A hollow mark is a stage that was discarded." * discarded,
-        "throughput": "Training images per second on all workers: every update (faint), running "
-        "median, and the whole run (dashed). Dips are slow updates, for example without data.",
-        "drift": "Change of each BatchNorm layer's statistics, measured on "
-        f"{run.drift.samples if run.drift else 0:,} clean images, from the running averages, "
-        "the input at the top. Columns are quantiles over channels: one in twenty fell by more "
-        "than the value at 5 % (blue), one in twenty rose by more than that at 95 % (red). Means "
-        "are in standard deviations (σ), variances are ln of the ratio: 0.1 is about 10 %."
-        + " The stage and these changes were discarded."
-        * (not run.drift_kept),
-        "noise": "tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large as the "
-        "gradient, for consecutive parts of the run, from squared norms at two batch sizes. Bars "
-        "are 95 % intervals; one that leaves the chart has no upper end. Larger batches than the "
-        "noise scale save few steps.",
-        "ratios": "Factor of LARS on the step of each layer, η|w| / (|g| + decay |w|), the input "
-        "at the top. A layer much darker than its neighbours hardly moves. A bright spot is a "
-        "gradient close to zero. Light grey: no gradient.",
-        "norm": "Norm of the gradient over the global batch (faint), and its running median.",
-        "system": f"Median of the {run.plan.workers} workers, and their range (shaded). log.jsonl "
-        "also has network and disk.",
-        "waits": "Time of worker 0's updates; on a GPU, what the GPU waited for."
-        + " While another worker waits for images, this one waits for its gradients. Sums that "
-        "overlap with computing take no time here." * (run.plan.workers > 1),
-        "confusion": f"The {samples:,} validation images: a row for each class, with the number of "
-        "its images by predicted class; correct ones are on the diagonal (grey), others red.",
-    }
+def _of(run: Run, draw: "Callable[[Canvas, Run], None]") -> "Callable[[Canvas], None]":
+    return lambda figure: draw(figure, run)
 
 
 def _before(run: Run, name: str) -> list[Part]:
-    if name == "waits":
+    if name == "throughput" and run.timed:
         return [describe_waits(run)]
     return [describe_noise(run)] if name == "noise" else []
 
@@ -382,9 +280,9 @@ def _before(run: Run, name: str) -> list[Part]:
 def describe_waits(run: Run) -> str:
     """Return a sentence on whether the run was input bound."""
     data, reduction = shares(run)
-    parts = f"{_percent(data)} of the time waiting for images"
+    parts = f"{three_digits(100 * data)} % of the time waiting for images"
     if run.plan.workers > 1:
-        parts += f" and {_percent(reduction)} waiting for the sums of gradients"
+        parts += f" and {three_digits(100 * reduction)} % waiting for the sums of gradients"
     if data < INPUT_BOUND:
         return f"Not input bound: updates spent {parts}."
     return (
@@ -394,75 +292,37 @@ def describe_waits(run: Run) -> str:
     )
 
 
-def _percent(part: float) -> str:
-    """Return a share in percent.
-
-    >>> [_percent(part) for part in (0.0004, 0.034, 0.417)]
-    ['less than 0.1 %', '3.4 %', '42 %']
-    """
-    if part < 0.001:
-        return "less than 0.1 %"
-    return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.1f} %"
-
-
-class Share(NamedTuple):
-    """A row of the table of a profile: shares of the time, 0 .. 1."""
-
-    name: str
-    calls: float | None
-    """Calls an update; None for time outside of operations."""
-
-    host: float
-    device: float
-
-
-def profile_shares(found: Profile) -> list[Share]:
-    """Return the shares of the profiled time, the largest operations first.
-
-    The last share is Python and waiting for the device: host time outside of operations.
-    """
-    updates, whole, named = found.step - found.first + 1, found.seconds, found.operations
-    rows = [
-        Share(one.name, one.calls / updates, one.host_seconds / whole, one.device_seconds / whole)
-        for one in named
-    ]
-    host = found.host_seconds - sum(one.host_seconds for one in named)
-    device = found.device_seconds - sum(one.device_seconds for one in named)
-    rest = max(0.0, whole - found.host_seconds)
-    return [
-        *sorted(rows, key=lambda row: max(row.host, row.device), reverse=True),
-        Share("all other operations", None, host / whole, device / whole),
-        Share("Python, and waiting", None, rest / whole, 0.0),
-    ]
-
-
-def _profile(found: Profile | None) -> list[Part]:
-    if found is None:
+def _drift(run: Run) -> list[Part]:
+    drift = run.drift
+    if drift is None:
         return []
-    column = columns_over(profile_shares(found))
-    columns = [
-        column("Operation", lambda row: row.name, None),
-        column("Calls an update", lambda row: row.calls, ",.0f"),
-        column("Host, %", lambda row: 100 * row.host, ".1f"),
-    ]
-    if found.device_seconds:
-        columns.append(column("Device, %", lambda row: 100 * row.device, ".1f"))
-    milliseconds = 1000 * found.seconds / (found.step - found.first + 1)
-    return [
-        Table(columns=columns, sortable=False),
-        (
-            f"Updates {found.first:,} to {found.step:,} of worker 0, {milliseconds:.3g} ms each "
-            "with the profiler, which slows them. Shares are the time of each operation without "
-            "the operations that it calls. trace.json has every call; open it in ui.perfetto.dev."
+    changed = sorted(  # what is not finite first
+        drift.layers,
+        key=lambda it: (
+            math.isfinite(it.mean_shift + it.log_variance_ratio),
+            -max(it.mean_shift, it.log_variance_ratio),
         ),
+    )
+    column = columns_over(changed[:_LAYERS])
+    columns = [
+        column("Layer", lambda it: it.name, None),
+        column("Channels", lambda it: it.channels, ",d"),
+        column("Mean, σ", lambda it: it.mean_shift, ".3f"),
+        column("ln(variance)", lambda it: it.log_variance_ratio, ".3f"),
     ]
+    note = (
+        f"The largest changes of {plural(len(drift.layers), 'layer')} from the running averages to "
+        f"statistics of {drift.samples:,} clean images, as root mean square over the channels. 0.1 "
+        "of ln(variance) is about 10 %."
+    )
+    if not run.drift_kept:
+        note += " They were discarded: the model was rolled back."
+    return [Table(name="drift", columns=columns, sortable=False), note]
 
 
-def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterator[Part]:
+def _mistakes(found: Mistakes | None) -> Iterator[Part]:
     if found is None or not found.samples:
         return
-    if matrix is not None:
-        yield matrix
     column = columns_over(pairs(found))
     yield Table(
         columns=[
@@ -472,22 +332,6 @@ def _mistakes(run: Run, found: Mistakes | None, matrix: Chart | None) -> Iterato
         ],
         sortable=False,
     )
-    weakest = columns_over(by_class(found)[:_WEAKEST])
-    yield Table(
-        columns=[
-            weakest("Class", lambda row: row.name, None),
-            weakest("Right", lambda row: f"{row.correct:,} of {row.size:,}", None),
-        ],
-        caption="The classes with the lowest accuracy",
-        sortable=False,
-    )
-    images = [
-        Image(one.url, one.label, f"taken for {one.predicted}\nloss {one.loss:.3g}")
-        for one in worst(run)
-    ]
-    if images:
-        yield Images(images)
-        yield "The wrong validation images with the largest loss, as the model sees them."
 
 
 def _extra(run: Run) -> Iterator[tuple[str, dict[str, str]]]:
@@ -514,7 +358,7 @@ def _plain(value: object) -> str:
 def _environment(run: Run) -> dict[str, str]:
     plan, summary = run.plan, run.summary
     facts = {
-        "Workers": f"{plan.workers:,}",
+        "Workers": run.workers,
         "Device batch": f"{plan.device_batch:,}",
         "Accumulation": ", then ".join(
             f"{accumulation:,}" for _, _, accumulation in plan.within(range(plan.steps))
@@ -531,30 +375,10 @@ def _environment(run: Run) -> dict[str, str]:
     return facts
 
 
-_WIDE = 960  # points
-_NAMES = (
-    *("loss", "accuracy", "throughput", "drift", "ratios", "waits", "noise", "norm", "system"),
-    "confusion",
-)
-"""Names of all PNG files, in the order in which the overview has four of them."""
-
-
-def write_charts(run: Run, folder: Path) -> None:
-    """Write every chart, and the overview report.png, as PNG files."""
+def write_overview(run: Run, folder: Path) -> None:
+    """Write the six numbers and four charts as report.png, for trackers and for a quick look."""
     drawn = charts_of(run)
-    for name in _NAMES:
-        if name not in drawn:
-            (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier part of the run
-            continue
-        chart = drawn[name]
-
-        def draw(figure: "Canvas", chart: Chart = chart) -> None:
-            write_title(figure, chart.title)
-            chart.draw(figure)
-
-        size = _WIDE, chart.heights[0] + 40
-        save_png(folder / f"{name}.png", draw, size=size, pixels=2 * _WIDE)
-    shown = [drawn[name] for name in _NAMES if name in drawn][:4]
+    shown = [drawn[name] for name in _OVERVIEW if name in drawn][:4]
     save_png(
         folder / OVERVIEW,
         lambda figure: _draw_overview(figure, run, shown),

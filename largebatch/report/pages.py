@@ -15,15 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from largebatch.formatting import MISSING, aligned
-from largebatch.report.style import (
-    COLOURS,
-    DARK,
-    LIGHT,
-    css_variable,
-    is_wide,
-    make_svg,
-    name_axes,
-)
+from largebatch.report.style import COLOURS, PALETTE, make_svg, name_axes
 from largebatch.storage import write_html
 
 if TYPE_CHECKING:
@@ -33,9 +25,7 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 
-WIDE, NARROW = 960, 340
-"""Widths of charts in points, for a desktop and a phone."""
-
+_WIDTH = 960  # of a chart, in points
 _COLOURS = tuple(COLOURS.values())
 _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
 """In widths of the line; with 6 colours, 30 series look different."""
@@ -56,11 +46,6 @@ class Series:
     dash: tuple[float, ...] = ()
     title: str = ""
     """Tooltip of the legend."""
-
-    @property
-    def variable(self) -> str:
-        """Its colour as a CSS variable."""
-        return css_variable(self.colour)
 
 
 def series(place: int, label: str, *, title: str = "") -> Series:
@@ -219,7 +204,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart as SVG, drawn for a desktop and for a phone."""
+    """A chart as SVG, beside which a phone scrolls."""
 
     kind: ClassVar = "chart"
     name: str
@@ -229,44 +214,30 @@ class Chart:
     """What is read out in its place, and the title of a PNG file."""
 
     draw: "Callable[[Canvas], None]"
-    heights: tuple[float, float] = (340, 300)
-    """Heights in points for a desktop and a phone."""
+    height: float = 340
+    """In points."""
 
     caption: str = ""
 
     def svg(self) -> Markup:
-        """Return the chart at both widths."""
-        drawn = (
-            make_svg(
-                self.draw,
-                size=(width, height),
-                name=f"{self.name} {shape}",
-                label=self.title or self.caption,
-            )
-            for width, height, shape in zip(
-                (WIDE, NARROW), self.heights, ("wide", "narrow"), strict=True
-            )
-        )
-        return Markup("".join(drawn))  # noqa: S704 -- matplotlib escapes the text in it
+        """Return the chart."""
+        size, label = (_WIDTH, self.height), self.title or self.caption
+        drawn = make_svg(self.draw, size=size, name=self.name, label=label)
+        return Markup(drawn)  # noqa: S704 -- matplotlib escapes the text in it
 
 
 def line_chart(
     name: str, *panels: Panel, title: str = "", caption: str = "", height: float = 320
 ) -> Chart:
-    """Return a chart of one panel, or of several side by side, on a phone below each other."""
+    """Return a chart of one panel, or of several side by side."""
 
     def draw(figure: "Canvas") -> None:
-        shape = (1, len(panels)) if is_wide(figure) else (len(panels), 1)
-        for axes, panel in zip(figure.subplots(*shape, squeeze=False).flat, panels, strict=True):
+        all_axes = figure.subplots(1, len(panels), squeeze=False).flat
+        for axes, panel in zip(all_axes, panels, strict=True):
             draw_panel(axes, panel)
 
-    return Chart(
-        name=name,
-        title=title or panels[0].y,
-        draw=draw,
-        heights=(height, 280 * len(panels)),
-        caption=caption,
-    )
+    title = title or panels[0].y
+    return Chart(name=name, title=title, draw=draw, height=height, caption=caption)
 
 
 def draw_panel(axes: "Axes", panel: Panel) -> None:
@@ -341,24 +312,7 @@ class Code:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """An image with its words."""
-
-    url: str
-    title: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Images:
-    """Small images side by side."""
-
-    kind: ClassVar = "images"
-    images: Sequence[Image]
-
-
-Part = Table | Chart | Facts | Code | Images | str
+Part = Table | Chart | Facts | Code | str
 """A part of a section; a text is a note between other parts."""
 
 
@@ -427,7 +381,7 @@ class Page:
         )  # fmt: skip
         sortable = any(isinstance(part, Table) and part.sortable for part in self._parts())
         return templates.get_template("pages.html").render(
-            page=self, light=LIGHT, dark=DARK, has_script=sortable
+            page=self, palette=PALETTE, has_script=sortable
         )
 
     def _parts(self) -> Iterator[Part]:

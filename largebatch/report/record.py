@@ -1,12 +1,9 @@
-"""The course of a run in the columns that a diagnosis reads, whoever wrote its log.
-
-Rows of training are updates in the log of a run folder; in the logs of other programs they may be
-means over epochs, and columns may be missing.
-"""
+"""The course of a run in the columns that a diagnosis reads: of a run folder or another's CSV."""
 
 import bisect
-import json
+import csv
 import math
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.errors import CheckpointError, RecipeError
+from largebatch.errors import CheckpointError, RecipeError, shorten
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import has_course
-from largebatch.report.run import FloatArray, Run, median
+from largebatch.report.run import FloatArray, Run, median, read_run
+from largebatch.tracking.events import LOG
 
 _SCHEDULE = {"train", "clean"}
 
@@ -49,9 +46,19 @@ OUTLIER = 8
 LEAST_ROWS = 6
 """Fewest rows before a rise for an estimate from these alone."""
 
-
 DEVIATION = 1.4826
 """Standard deviation of a normal distribution, over the median of its absolute values."""
+
+_VALIDATION = "(val|valid|validation|eval|test)"
+_COLUMNS = {
+    "step": r"(trainer_)?(global_)?(step|iter|iteration|update)s?",
+    "epoch": r"epochs?",
+    "loss": r"(train(ing)?_)?loss(_step|_epoch)?",
+    "lr": r"(lr|learning_rate)(_.*)?",
+    "val_loss": rf"{_VALIDATION}_loss(_epoch)?",
+    "top1": rf"{_VALIDATION}_(acc|accuracy|top|prec)_?1?(_epoch)?",
+}
+"""The columns of a CSV that are read, by their names in lower case, with _ for other signs."""
 
 
 def _empty() -> FloatArray:
@@ -85,9 +92,11 @@ class Record:
 
     name: str
     step: FloatArray
-    """Updates made after each row of training."""
+    """Number of each row's update, as the log has it."""
 
     epoch: FloatArray
+    """As the log has it, too: a CSV may count from 0."""
+
     loss: FloatArray
     """Training loss in nats."""
 
@@ -95,11 +104,9 @@ class Record:
     by_update: bool
     """True if a row is an update, or several; False if it is the mean of an epoch."""
 
-    first_step: int = 0
-    """Number that the log gives to its first update."""
-
-    first_epoch: int = 1
-    """Number that the log gives to its first epoch, at its end."""
+    updates: int | None = None
+    epochs: float = math.nan
+    """Passes over the training data."""
 
     val_epoch: FloatArray = field(default_factory=_empty)
     val_loss: FloatArray = field(default_factory=_empty)
@@ -110,36 +117,23 @@ class Record:
 
     val_samples: int | None = None
     classes: int | None = None
-    floor: float = 0.0
-    """The training loss that label smoothing alone leaves, in nats."""
-
     batch: int | None = None
     warmup: int | None = None
     """Updates of the warm-up; None: until the highest rate."""
 
-    is_filtered: bool = False
-    """True if the log has other numbers in place of losses that were not finite."""
+    floor: float = 0.0
+    """The training loss that label smoothing alone leaves, in nats."""
 
-    source: str = ""
-    """Columns of another program's log that were read, in words."""
-
-    edge: float | None = None
-    """Upper bound of the learning rate by a range test of this recipe."""
+    normalised: bool = True
+    """False if the recipe states that the model has no BatchNorm."""
 
     run: Run | None = None
     """None for the log of another program."""
-
-    recipe: Recipe | None = None
 
     @property
     def is_complete(self) -> bool:
         """False if a run folder's run did not end by itself; True for logs of other programs."""
         return self.run is None or self.run.finished
-
-    @property
-    def normalised(self) -> bool:
-        """False if the recipe states that the model has no BatchNorm."""
-        return self.recipe is None or self.recipe.batch.bn_span is not None
 
     @property
     def chance(self) -> float:
@@ -151,7 +145,6 @@ class Record:
         """What cannot be checked for lack of a record."""
         folder = self.run
         missing = {
-            "learning rate": not np.isfinite(self.lr).any(),
             "losses against guessing": self.classes is None,
             "validation loss": np.isnan(self.val_loss).all(),
             "exact BatchNorm statistics": folder is None or folder.drift is None,
@@ -160,19 +153,6 @@ class Record:
             "waits for samples": folder is None or not folder.timed,
         }
         return [name for name, absent in missing.items() if absent]
-
-    @property
-    def updates(self) -> int | None:
-        """Number of updates; None if it is not known."""
-        if self.run is not None:
-            return self.run.num_steps
-        last = _last(self.step)
-        return None if math.isnan(last) else round(last)
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the training data."""
-        return max(_last(self.epoch), _last(self.val_epoch), key=lambda x: math.isfinite(x) * x)
 
     @property
     def peak(self) -> float:
@@ -238,12 +218,12 @@ class Record:
         start = int(np.argmin(self.trend[: max(1, row)]))
         return Rise(low, high, row, peak, self._scatter(start, (low + high) / 2))
 
-    def onset(self, rows: slice = slice(0, None)) -> int | None:
-        """Return the first of these rows at which the smoothed loss has risen; None without."""
+    def onset(self) -> int | None:
+        """Return the first row at which the smoothed loss has risen; None without."""
         lows = self.lows
         risen = (self.trend - lows > RISE * self.unit) & (self.trend > RISEN * lows)
-        begin = np.flatnonzero((risen & np.isfinite(self.trend))[rows])
-        return int(begin[0]) + (rows.start or 0) if begin.size else None
+        begin = np.flatnonzero(risen & np.isfinite(self.trend))
+        return int(begin[0]) if begin.size else None
 
     def _scatter(self, start: int, middle: float) -> float:
         """Return the standard deviation of losses before a rise from a row; 0 for means of epochs.
@@ -280,25 +260,41 @@ class Record:
         return 2 * math.sqrt(max(top1 * (1 - top1), 1e-9) / self.val_samples)
 
 
-def _last(column: FloatArray) -> float:
-    finite = column[np.isfinite(column)]
-    return float(finite[-1]) if finite.size else math.nan
+def read_record(path: Path, *, classes: int | None = None) -> Record:
+    """Read a run folder, or a CSV of another program with a row for each update or epoch.
+
+    `classes` is the number of classes, which a CSV lacks. Raises CheckpointError if there is no
+    log, or it has no training loss.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: not found; expected a run folder or a CSV")
+    if path.is_dir() or path.name == LOG:
+        return record_of(read_run(path if path.is_dir() else path.parent))
+    try:
+        return _read_csv(path, classes=classes)
+    except (OSError, ValueError, csv.Error) as error:
+        raise CheckpointError(f"{path}: cannot be read as a CSV: {error}") from None
 
 
 def record_of(run: Run) -> Record:
     """Return the record of a run folder, without skipped updates."""
     steps = [step for step in run.steps if step.stage in _SCHEDULE and not step.skipped]
     kept = run.kept_evaluations
-    recipe = read_recipe(run)
+    try:
+        recipe = None if run.recipe is None else parse_recipe(run.recipe)
+    except RecipeError:  # of another version
+        recipe = None
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     return Record(
         name=run.folder,
-        step=np.array([step.step + 1 for step in steps], dtype=np.float64),
+        step=np.array([step.step for step in steps], dtype=np.float64),
         epoch=np.array([run.plan.epoch(step.step + 1) for step in steps], dtype=np.float64),
         loss=np.array([step.loss for step in steps], dtype=np.float64),
         lr=np.array([step.lr for step in steps], dtype=np.float64),
         by_update=True,
+        updates=run.num_steps,
+        epochs=run.plan.epoch(run.num_steps),
         val_epoch=np.array([found.epoch for found in kept], dtype=np.float64),
         val_loss=bounded(np.array([found.loss for found in kept], dtype=np.float64)),
         top1=np.array([found.top1 for found in kept], dtype=np.float64),
@@ -307,9 +303,71 @@ def record_of(run: Run) -> Record:
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
+        normalised=recipe is None or recipe.batch.bn_span is not None,
         run=run,
-        recipe=recipe,
     )
+
+
+def _read_csv(path: Path, *, classes: int | None) -> Record:
+    """Return the record of a CSV; raise ValueError for one that would be misread.
+
+    A cell without a number was not measured; `nan` was, and is a loss that was not finite.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, skipinitialspace=True)
+        rows = list(reader)
+    if any(None in row for row in rows):
+        raise ValueError("a row has more cells than the header")
+    found: dict[str, list[float | None]] = {}
+    names = [*(reader.fieldnames or ())]
+    for kind, pattern in _COLUMNS.items():
+        alike = [
+            [_number(row[name]) for row in rows]
+            for name in names
+            if re.fullmatch(pattern, re.sub("[^a-z0-9]+", "_", name.lower()).strip("_"))
+        ]
+        unknown: list[float | None] = [None] * len(rows)
+        found[kind] = min([*alike, unknown], key=lambda column: column.count(None))
+    trained = [row for row, cell in enumerate(found["loss"]) if cell is not None]
+    if not trained:
+        raise ValueError(f"has no training loss, such as train_loss; it has {shorten(names)}")
+    for row in range(1, len(rows)):  # some write rates into rows of their own
+        if found["lr"][row] is None:
+            found["lr"][row] = found["lr"][row - 1]
+
+    def column(kind: str, rows: list[int]) -> FloatArray:
+        return np.array([found[kind][row] for row in rows], dtype=np.float64)  # NaN for None
+
+    step, epoch = column("step", trained), column("epoch", trained)
+    if (np.diff(epoch) < 0).any() or (np.isnan(epoch).all() and (np.diff(step) < 0).any()):
+        raise ValueError("its epochs or updates go back; give the rows of one run")
+    if (np.diff(step) < 0).any():  # counted from the start of each epoch
+        step = np.full(len(step), math.nan)
+    cells = zip(found["val_loss"], found["top1"], strict=True)
+    evaluated = [row for row, pair in enumerate(cells) if pair != (None, None)]
+    measured = [found["val_loss"][row] is not None for row in evaluated]
+    val_loss, top1 = column("val_loss", evaluated), column("top1", evaluated)
+    return Record(
+        name=str(path),
+        step=step,
+        epoch=epoch,
+        loss=column("loss", trained),
+        lr=column("lr", trained),
+        by_update=bool(np.isnan(epoch).all() or (np.diff(epoch) == 0).any()),
+        updates=None if np.isnan(step).any() else round(step[-1] - min(step[0], 1) + 1),
+        epochs=float(epoch[-1] - min(epoch[0], 1) + 1),
+        val_epoch=column("epoch", evaluated),
+        val_loss=np.where(measured, bounded(val_loss), math.nan),
+        top1=top1 / 100 if np.nanmax(top1, initial=0) > 1 else top1,
+        classes=classes,
+    )
+
+
+def _number(cell: str | None) -> float | None:
+    try:
+        return float(cell or "")
+    except ValueError:
+        return None
 
 
 def bounded(losses: FloatArray) -> FloatArray:
@@ -332,36 +390,6 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
         bisect.insort(window, new)
         found.append(window[before])
     return np.array(found)
-
-
-def read_edge(path: Path) -> float:
-    """Return the upper bound of the rate in the range.json of `lab range`, or of its folder.
-
-    Raises CheckpointError if it cannot be read or has no upper bound.
-    """
-    file = path / "range.json" if path.is_dir() else path
-    if not file.exists():
-        raise CheckpointError(
-            f"{file}: not found; `largebatch lab range RECIPE --out DIR` writes it"
-        )
-    try:
-        upper = json.loads(file.read_text(encoding="utf-8"))["upper"]
-        if upper is None:
-            raise CheckpointError(f"{file}: the range test found no upper bound of the rate")
-        return float(upper["value"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file}: has no upper bound of the rate ({type(error).__name__}: {error}); "
-            "expected the range.json of `largebatch lab range`"
-        ) from None
-
-
-def read_recipe(run: Run) -> Recipe | None:
-    """Return the recipe of a run; None if it is missing or today's types do not take it."""
-    try:
-        return None if run.recipe is None else parse_recipe(run.recipe)
-    except RecipeError:
-        return None
 
 
 def smoothing_floor(loss: Loss, num_classes: int) -> float:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch.errors import CheckpointError
-from largebatch.formatting import MISSING
+from largebatch.formatting import MISSING, plural
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import (
     EVENTS,
@@ -33,7 +33,6 @@ from largebatch.tracking.events import (
     GeneralizationGap,
     Mistakes,
     Note,
-    Profile,
     StageName,
     StageResult,
     Start,
@@ -74,22 +73,6 @@ class Stage:
         """True if the model kept its changes."""
         return self.decision is None or self.decision.kept
 
-    @property
-    def lowered_top1(self) -> bool:
-        """True if it was kept and lowered the accuracy."""
-        return self.kept and self.before is not None and self.after.top1 < self.before.top1
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The updates of one stage as columns."""
-
-    stage: StageName
-    step: FloatArray
-    loss: FloatArray
-    lr: FloatArray
-    images_per_second: FloatArray
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -103,7 +86,6 @@ class Run:
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
     drift: Drift | None
-    profile: Profile | None = None
     decisions: tuple[Decision, ...] = ()
     mistakes: tuple[Mistakes, ...] = ()
     gaps: tuple[GeneralizationGap, ...] = ()
@@ -126,6 +108,13 @@ class Run:
         return self.starts[-1].plan
 
     @property
+    def workers(self) -> str:
+        """The workers of each part of the run, such as `2, then 4 workers`."""
+        parts = [start.plan.workers for start in self.starts]
+        changes = [one for one, before in zip(parts, [0, *parts], strict=False) if one != before]
+        return "".join(f"{one:,}, then " for one in changes[:-1]) + plural(changes[-1], "worker")
+
+    @property
     def num_steps(self) -> int:
         """Updates made, as far as the record goes."""
         if self.summary is not None:
@@ -144,10 +133,12 @@ class Run:
         return self.summary is not None and self.summary.diverged is not None
 
     @cached_property
-    def traces(self) -> tuple[Trace, ...]:
-        """The updates by stage, in order."""
-        names = dict.fromkeys(step.stage for step in self.steps)
-        return tuple(_trace(name, [s for s in self.steps if s.stage == name]) for name in names)
+    def by_stage(self) -> dict[StageName, list[Step]]:
+        """The updates of each stage, in order."""
+        found: dict[StageName, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.stage, []).append(step)
+        return found
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -227,19 +218,8 @@ class Run:
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
-def _trace(stage: StageName, steps: list[Step]) -> Trace:
-    columns = np.array(
-        [(s.step, s.loss, s.lr, s.images_per_second) for s in steps], dtype=np.float64
-    )
-    return Trace(stage, *columns.T)
-
-
 def median(values: FloatArray) -> float:
-    """Return the median of the finite values; NaN if there is none.
-
-    >>> median(np.array([3.0, math.inf, 1.0]))
-    2.0
-    """
+    """Return the median of the finite values; NaN if there is none."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
 
@@ -253,11 +233,7 @@ def images_per_second(run: Run) -> float | None:
 
 
 def short_commit(commit: str | None) -> str:
-    """Return the first digits of a commit, and the mark of changed files.
-
-    >>> short_commit("4f2a9c1d5e6b7a8091827364554637281900abcd+"), short_commit(None)
-    ('4f2a9c1d5e6b+', '–')
-    """
+    """Return the first digits of a commit, and the mark of changed files."""
     return MISSING if commit is None else commit[:12] + "+" * commit.endswith("+")
 
 
@@ -300,7 +276,6 @@ def read_run(folder: Path) -> Run:
         steps=tuple(sorted(all_of(Step), key=attrgetter("step"))),
         evaluations=all_of(Evaluation),
         drift=next(iter(all_of(Drift)), None),
-        profile=next(iter(all_of(Profile)), None),
         decisions=all_of(Decision),
         mistakes=all_of(Mistakes),
         gaps=all_of(GeneralizationGap),
@@ -339,7 +314,7 @@ def _key(event: Event, number: int) -> tuple[object, ...]:
             return (event.stage,)
         case Note(kind="remark"):
             return event.stage, event.text
-        case Drift() | Profile():
+        case Drift():
             return ()
         case _:
             return (number,)
@@ -348,7 +323,7 @@ def _key(event: Event, number: int) -> tuple[object, ...]:
 def _is_superseded(event: Event, resume_step: int) -> bool:
     """Return True if a run that is resumed after this many updates makes an event again."""
     match event:
-        case Start() | Profile() | Finish():
+        case Start() | Finish():
             return False
         case Note() if event.kind not in _REMADE:
             return False
@@ -359,18 +334,13 @@ def _is_superseded(event: Event, resume_step: int) -> bool:
 
 
 def _no_run(path: Path) -> CheckpointError:
-    """Return the error for a log that is not there; runs may lie one folder below."""
-    folder = path.parent
-    below = sorted(log.parent for log in folder.glob(f"*/{path.name}"))
+    """Return the error for a log that is not there; runs may be one folder below."""
+    below = sorted(log.parent for log in path.parent.glob(f"*/{path.name}"))
     if below:
-        command = f"{folder}/* compares them" if len(below) > 1 else f"{below[0]}"
-        return CheckpointError(
-            f"{folder}: holds no {path.name} and is no run; runs are below it: largebatch report "
-            f"{command}"
-        )
+        which = f"{path.parent}/*" if len(below) > 1 else str(below[0])
+        return CheckpointError(f"{path}: not found; runs are below it: largebatch report {which}")
     return CheckpointError(
-        f"{path}: not found; a report is made from the folder of a run, which holds "
-        "recipe.yaml, log.jsonl and checkpoints/ (the --out of `largebatch train`)"
+        f"{path}: not found; expected the folder of a run (the --out of `largebatch train`)"
     )
 
 
@@ -388,8 +358,8 @@ def _events(path: Path) -> Iterator[Event]:
             if not line.endswith(b"\n"):
                 return
             raise CheckpointError(
-                f"{path}:{number}: not a record of a run ({_reason(error)}); expected one JSON "
-                "object with its event on each line; delete the line to go without it"
+                f"{path}:{number}: not a record of a run ({_reason(error)}); delete the line to go "
+                "without it"
             ) from None
 
 
@@ -400,8 +370,7 @@ def _read_summary(path: Path) -> Summary | None:
         return TypeAdapter(Summary).validate_json(path.read_bytes())
     except ValidationError as error:
         raise CheckpointError(
-            f"{path}: not the summary of a run ({_reason(error)}); delete it to see what the log "
-            "alone says"
+            f"{path}: not the summary of a run ({_reason(error)}); delete it to go without it"
         ) from None
 
 

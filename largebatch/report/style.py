@@ -16,8 +16,6 @@ from largebatch.optional import require_matplotlib
 from largebatch.storage import whole_file
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from matplotlib import axes, figure, text
 
     Axes: TypeAlias = axes.Axes
@@ -40,9 +38,6 @@ COLOURS = {
 """Blue, orange, olive, violet, purple and bluish green; the markers tell apart what colours
 may not."""
 
-LOW, HIGH = "#2a62b0", "#bb3326"
-"""Less and more than before: blue and red, which colour-blind people tell apart."""
-
 MARKERS = {
     "train": "o",
     "clean": "s",
@@ -52,46 +47,19 @@ MARKERS = {
     "statistics": "D",
 }
 
-LIGHT = {
+PALETTE = {
     "ink": INK,
     "muted": MUTED,
     "rule": RULE,
     "paper": PAPER,
     "tint": "#f6f7f9",
     **COLOURS,
-    "low": LOW,
-    "high": HIGH,
     "bad": "#b42318",
 }
-DARK = {
-    "ink": "#e8ebef",
-    "muted": "#9aa5b1",
-    "rule": "#2c343e",
-    "paper": "#14181d",
-    "tint": "#1c2229",
-    "train": "#5eb3ec",
-    "clean": "#f0a04b",
-    "ema": "#d2c04a",
-    "swa": "#ab9dff",
-    "affine": "#e593c4",
-    "statistics": "#4cc9a4",
-    "low": "#6aa5ff",
-    "high": "#ff7a68",
-    "bad": "#ff8a7a",
-}
-"""The CSS variables of every page by its scheme: `rule`, `paper` and `tint` are of lines and
-backgrounds, the others of text and marks, with a contrast of 4.5 or more (WCAG 2.2, 1.4.3). No
-colour has that on both papers, so a page names a variable, or its script exchanges the colours."""
+"""The CSS variables of every page: `rule`, `paper` and `tint` are of lines and backgrounds, the
+others of text and marks, with a contrast of 4.5 or more (WCAG 2.2, 1.4.3)."""
 
-_VARIABLES = {colour: name for name, colour in LIGHT.items()}
 _FONTS = ("Inter", "Helvetica Neue", "Segoe UI", "Arial", "Liberation Sans", "DejaVu Sans")
-_WIDE_FONTS = (
-    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC"),
-    *("WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC"),
-    *("Hiragino Sans GB", "Arial Unicode MS"),
-)
-"""For letters that the others lack: Chinese, Japanese and Korean."""
-
 _STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": MUTED,
@@ -148,15 +116,10 @@ def write_chart(path: Path, draw: Callable[["Figure"], None], *, size: tuple[flo
         raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
 
 
-def require_png(path: Path, *, what: str = "chart") -> None:
-    """Raise LargebatchError unless the path of a chart, or another drawing, is of a PNG file."""
+def require_png(path: Path) -> None:
+    """Raise LargebatchError unless the path of a chart is of a PNG file."""
     if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the {what} is a PNG file: give a name that ends in .png")
-
-
-def is_wide(figure: "Canvas") -> bool:
-    """Return True if a figure is wide enough for charts side by side, as on a desktop."""
-    return figure.bbox.width * 72 / figure.dpi >= 480
+        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
 
 
 def write_title(figure: "Canvas", title: str) -> None:
@@ -186,7 +149,7 @@ def name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
 def make_svg(
     draw: Callable[["Figure"], None], *, size: tuple[float, float], name: str, label: str
 ) -> str:
-    """Return a drawing as an SVG element whose colours are CSS variables.
+    """Return a drawing as an SVG element.
 
     `name` is its class, and keeps its ids apart from those of other drawings in the page; `label`
     is what is read out in its place. A gid `series-N` becomes the attribute `data-series` N.
@@ -202,31 +165,7 @@ def make_svg(
     named = f'<svg role="img" aria-label="{escape(label)}" class="{name}"'
     svg = svg[svg.index("<svg") :].replace("<svg", named, 1)
     svg = re.sub(r' id="series-(\d+)"', r' data-series="\1"', svg)
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"| id="[\w.]+_\d+"', "", svg)
-    for colour in _VARIABLES:
-        svg = svg.replace(colour, css_variable(colour))
-    return svg
-
-
-def css_variable(colour: str) -> str:
-    """Return a colour of LIGHT as the CSS variable that a page has in its place."""
-    return f"var(--{_VARIABLES[colour]})"
-
-
-def draw_pixels(
-    draw: Callable[["Figure"], None], *, size: tuple[int, int]
-) -> "npt.NDArray[np.uint8]":
-    """Return a drawing of exactly this width and height in pixels, one for each point."""
-    with _style():
-        import numpy as np
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure((size[0] / 72, size[1] / 72), dpi=72, facecolor=PAPER)
-        draw(figure)
-        canvas: Any = FigureCanvasAgg(figure)
-        canvas.draw()
-        return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3].copy()
+    return re.sub(r' xmlns(:xlink)?="[^"]*"| id="[\w.]+_\d+"', "", svg)
 
 
 @contextmanager
@@ -236,7 +175,7 @@ def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
     from matplotlib import font_manager, style
 
     installed = set(font_manager.get_font_names())
-    family = [font for font in (*_FONTS, *_WIDE_FONTS) if font in installed]
+    family = [font for font in _FONTS if font in installed]
     with style.context(["default", _STYLE | {"font.family": family} | (more or {})]):
         yield
 

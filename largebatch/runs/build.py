@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -208,11 +208,6 @@ def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
         )
     plugged: Callable[..., Any] = next(iter(found)).load()
     return plugged
-
-
-def optional_workers(recipe: Recipe) -> Collection[int]:
-    """Return the workers whose failure does not end the run."""
-    return recipe.protocol.optional_learners if recipe.protocol else ()
 
 
 def open_trackers(

@@ -116,6 +116,16 @@ def _card(checkpoint: Checkpoint, *, source: Path) -> str:
     ]
     rounding = " (the weights are fp32, with which it differs slightly)"
     rounding = "" if recipe.precision == "fp32" else rounding
+    evaluated = ["No stage had ended, so that it was not evaluated."]
+    if rows:
+        images = f"{recipe.data.val_split:,} validation images"
+        evaluated = [
+            f"On {images}, computed in {recipe.precision}{rounding}, after each stage that ended:",
+            "",
+            "| stage | top-1 | top-5 | loss | kept |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
     batches = ", then ".join(f"{size:,}" for size in recipe.batch.by_key.values())
     return f"""---
 library_name: {library}
@@ -132,12 +142,7 @@ Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
 
 {_describe_input(recipe, checkpoint.origin.classes)}
 
-On {recipe.data.val_split:,} validation images, computed in {recipe.precision}{rounding}, after
-each stage that has ended:
-
-| stage | top-1 | top-5 | loss | kept |
-|---|---|---|---|---|
-{chr(10).join(rows)}
+{chr(10).join(evaluated)}
 """
 
 

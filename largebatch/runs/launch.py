@@ -22,13 +22,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from largebatch.distributed.environment import (
-    DROPPED,
     LAUNCHER,
     LOST,
     configure_libraries,
@@ -58,14 +57,11 @@ _ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in 
 aborts a process that has lost another one."""
 
 
-def start_workers(
-    command: Sequence[str], *, workers: int, horovod: bool = False, optional: Collection[int] = ()
-) -> None:
+def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
     They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
-    path. The first request to stop is passed on, as SIGTERM; the second one kills them. An
-    `optional` worker may fail if the others note that they continue without it, and succeed.
+    path. The first request to stop is passed on, as SIGTERM; the second one kills them.
 
     Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
     diverged, else WorkerFailedError with the failing worker's traceback; KeyboardInterrupt after
@@ -86,8 +82,6 @@ def start_workers(
                 for rank in range(workers)
             },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            optional=optional,
-            store=store,
         )
         try:
             group.start()
@@ -175,19 +169,8 @@ def horovods_server(
 class _Workers(SubprocessContext):
     """Local processes; this process's signals are passed on by `pass_on` and not by torch."""
 
-    def __init__(
-        self,
-        *,
-        optional: Collection[int],
-        store: TCPStore,
-        **arguments: Any,  # noqa: ANN401 -- torch's own
-    ) -> None:
+    def __init__(self, **arguments: Any) -> None:  # noqa: ANN401 -- torch's own
         super().__init__(**arguments)
-        self._optional = set(optional)
-        self._dropped = PrefixStore(DROPPED, PrefixStore("0", store))  # of the first attempt
-        self._unexplained: dict[int, float] = {}
-        """Optional workers that failed, and the time until which the others may note it."""
-
         self.requests = Requests()
         self.ended: set[int] | None = None
         """Workers that exited by themselves; None until one has failed."""
@@ -213,32 +196,6 @@ class _Workers(SubprocessContext):
             elif first:
                 handler.proc.send_signal(signal.SIGCONT)  # then SIGTERM gets to the main thread
                 handler.proc.send_signal(signal.SIGTERM)
-
-    def _poll(self) -> RunProcsResult | None:
-        """Return the result once all workers have exited, or one that the others need."""
-        running, waits = self._running_local_ranks, False
-        for rank in sorted(running & self._optional):
-            process = self.subprocess_handlers[rank].proc
-            code = process.poll()
-            if code in {None, 0, USER, DIVERGED}:  # an error that the user can fix ends all
-                continue
-            if self._dropped.check([str(rank)]):
-                running.discard(rank)
-                failure = ProcessFailure(rank, process.pid, code, self.error_files[rank])
-                show_cursor()
-                sys.stderr.write(f"largebatch: {_describe(failure)}; the others go on\n")
-            else:
-                until = self._unexplained.setdefault(rank, time.monotonic() + LEAVE_SECONDS)
-                waits = waits or time.monotonic() < until
-        others = [rank for rank in running if rank not in self._unexplained]
-        if waits and all(self.subprocess_handlers[rank].proc.poll() is None for rank in others):
-            return None
-        if running and running <= self._optional and self._dropped.check([*map(str, running)]):
-            for rank in running:  # suspended, and no worker waits for it
-                self.subprocess_handlers[rank].proc.kill()
-            running.clear()
-        found: RunProcsResult | None = super()._poll()
-        return found
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         """End the running workers by SIGTERM; kill them after `timeout`, or LEAVE_SECONDS."""

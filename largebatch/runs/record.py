@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from largebatch.data.pipeline import Pipeline
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.compiled import failures_named
 from largebatch.report import write_report
-from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
@@ -68,18 +66,14 @@ def _finish(
         try:
             summary.write(folder / SUMMARY)
             if draws and not session.training.requests.stopped:  # a stopped run has no time for it
-                _draw(session.training.pipeline, folder)
+                _draw(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
         session.log.emit(Finish(time=now(), summary=summary))
     return summary
 
 
-def _draw(pipeline: Pipeline, folder: Path) -> None:
-    try:
-        record_worst(pipeline, folder)
-    except Exception as error:  # a user's data set may raise anything; the run is finished
-        _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
+def _draw(folder: Path) -> None:
     try:
         write_report(folder)
     except (OSError, LargebatchError):

@@ -25,7 +25,7 @@ from largebatch.models.fusion import describe_pairs
 from largebatch.recipe.arithmetic.plan import plan_run
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import open_session, optional_workers, with_profiler
+from largebatch.runs.build import open_session, with_profiler
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
@@ -138,7 +138,6 @@ def restarting(recipe: Recipe, options: Options) -> None:
                 command,
                 workers=workers,
                 horovod=options.backend == "horovod",
-                optional=optional_workers(recipe),
             )
         except WorkerFailedError as error:
             if not left:

@@ -196,12 +196,6 @@ class Mistakes(_StageEvent):
     predicted: tuple[int, ...]
     """Labels of the wrong images, and the classes with the highest score."""
 
-    worst: tuple[int, ...]
-    """Samples with the largest losses, in descending order."""
-
-    losses: tuple[Measured, ...]
-    """Losses of the worst samples."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision(_StageEvent):
@@ -243,10 +237,6 @@ class LayerDrift:
     log_variance_ratio: Measured
     """Root mean square over the channels of ln(polished variance / running variance)."""
 
-    shift_quantiles: tuple[Measured, ...] = ()
-    ratio_quantiles: tuple[Measured, ...] = ()
-    """Quantiles over the channels of the two signed differences."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift(_StageEvent):
@@ -260,9 +250,6 @@ class Drift(_StageEvent):
     settling: Measured = 0.0
     settled: bool = True
     """True if the statistics have settled, as in polish.Drift."""
-
-    quantiles: tuple[float, ...] = ()
-    """Levels of the layers' quantiles, 0 .. 1."""
 
     layers: tuple[LayerDrift, ...]
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from largebatch.polish.statistics import QUANTILES
 from largebatch.polish.statistics import Drift as PolishDrift
 from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import (
@@ -28,9 +27,6 @@ from largebatch.training.evaluation import Answer, Answers, Metrics
 from largebatch.training.evaluator import Each, Evaluator
 from largebatch.training.saving import Saver
 from largebatch.training.step_log import RunLog
-
-WORST = 16
-"""Number of images with the largest loss that are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +76,6 @@ class Judge:
                 passes=drift.passes,
                 settling=drift.settling,
                 settled=drift.settled,
-                quantiles=QUANTILES,
                 layers=tuple(drift),
             )
         )
@@ -193,10 +188,8 @@ def describe_unsettled(drift: PolishDrift) -> str | None:
 def find_mistakes(
     found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]
 ) -> Mistakes:
-    """Return the mistakes; a loss that is NaN counts as the largest."""
+    """Return the mistakes."""
     wrong = np.flatnonzero(found.label != found.predicted)
-    sizes = np.where(np.isnan(found.loss[wrong]), math.inf, found.loss[wrong])
-    worst = wrong[np.argsort(-sizes, kind="stable")[:WORST]]
     return Mistakes(
         stage=stage,
         step=step,
@@ -205,6 +198,4 @@ def find_mistakes(
         samples=tuple(found.sample[wrong].tolist()),
         labels=tuple(found.label[wrong].tolist()),
         predicted=tuple(found.predicted[wrong].tolist()),
-        worst=tuple(found.sample[worst].tolist()),
-        losses=tuple(found.loss[worst].tolist()),
     )

@@ -96,8 +96,7 @@ class Saver:
         """Raise DesynchronizedError on every worker unless all have the same weights."""
         tensors = self.state.model.state_dict().values()
         when = f"step {self.state.progress.step}"
-        backend, workers = self.backend, self.pipeline.workers
-        require_same_bits(tensors, backend, backend.device, when=when, workers=workers)
+        require_same_bits(tensors, self.backend, self.backend.device, when=when)
 
     def restore(self, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
         """Load the state of a checkpoint.

@@ -16,7 +16,7 @@ from largebatch.cli.main import COMMANDS, DONE, USER, main, make_app, parse
 from largebatch.runs.options import Options
 from largebatch.runs.run import JOB
 
-PASSED_ON = {"lab study", "lab recommend", "lab sweep"}
+PASSED_ON = {"lab study"}
 
 
 def every(app: App, name: str = "") -> Iterator[tuple[str, App]]:
@@ -37,7 +37,7 @@ def test_the_tree_of_commands() -> None:
         "recipes copy", "report diagnose", "report mlperf",
         *(f"data {name}" for name in ("index", "verify", "pack", "import", "show")),
         *(f"lab {name}" for name in (
-            "study", "recommend", "range", "noise", "suggest", "rehearse", "sweep")),
+            "study", "range", "noise", "suggest", "rehearse")),
     }  # fmt: skip
 
 

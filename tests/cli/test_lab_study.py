@@ -1,25 +1,21 @@
-"""The commands `lab study`, `lab recommend` and `lab suggest` on folders of studies."""
+"""The command `lab study` on folders of studies."""
 
-import json
 from pathlib import Path
 
 import pytest
 from short_studies import SERVERS, Policy, measured, write_study
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.recipe.loading import load_recipe
 
 QUICK = Policy(reached=[4, 5, 6], top1=[0.91, 0.92, 0.93])
 SLOW = Policy(reached=[9, 10, 11], top1=[0.95, 0.96, 0.96])
-SUGGEST = ["lab", "suggest", "--batch", "96", "--samples", "1437", "--val-samples", "360"]
-SUGGEST += ["--classes", "10", "--image-size", "16", "--model", "lenet5", "--epochs", "4"]
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     (folder / "runs" / "tiny").mkdir(parents=True)
-    measured(folder / "runs" / "tiny", {"quick": QUICK, "slow": SLOW}, recorded=True)
+    measured(folder / "runs" / "tiny", {"quick": QUICK, "slow": SLOW}, recorded=True, targets=[0.9])
     return folder
 
 
@@ -28,14 +24,10 @@ def test_a_finished_study_is_drawn_and_recommended_from(
 ) -> None:
     monkeypatch.chdir(filled)
     assert main(["lab", "study", "runs/tiny/study.yaml", "--jobs", "2"]) == DONE
-    assert "page: runs/tiny/study.html" in capsys.readouterr().out
-    assert main(["lab", "recommend", "--dataset", "digits", "--target", "0.90"]) == DONE
     text = capsys.readouterr().out
+    assert "page: runs/tiny/study.html" in text
     assert "recommended by cost to 90.00%: quick" in text
-    assert "\nschedule:\n  peak_lr: 0.5\n" in text
-    assert main(["lab", "recommend", "runs/tiny", "--by", "accuracy", "--json"]) == DONE
-    (content,) = json.loads(capsys.readouterr().out)
-    assert (content["recommended"], content["folder"]) == ("slow", "runs/tiny")
+    assert "by accuracy: slow" in text
 
 
 @pytest.mark.parametrize(
@@ -45,9 +37,6 @@ def test_a_finished_study_is_drawn_and_recommended_from(
         (["study", "lrbench", "--data", "/images"], "/images would not be read"),
         (["study", "study.yaml", "--page"], "no run of the study has finished"),
         (["study", "jaeger", "--data", "no=x", "--out", "a"], "--data no="),
-        (["recommend", "--by", "accuracy"], "runs/*"),
-        (["recommend", "nothing", "--by", "accuracy"], "nothing"),
-        (["recommend"], "--target"),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -72,20 +61,3 @@ def test_the_runs_that_are_left_are_listed(
     assert "lenet5/central-2 seed-1" in lines
     assert total.startswith(f"{len(lines)} of ")
     assert [each.name for each in tmp_path.iterdir()] == ["study.yaml"]
-
-
-def test_suggest_takes_a_measured_shape(
-    filled: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*SUGGEST, "--out", "points.yaml"]) == DONE
-    assert "measured polic" not in capsys.readouterr().out
-    monkeypatch.chdir(filled)
-    assert main([*SUGGEST, "--out", str(tmp_path / "measured.yaml")]) == DONE
-    assert "the shape of slow" in " ".join(capsys.readouterr().out.split())
-    without, taken = (load_recipe(tmp_path / f"{name}.yaml") for name in ("points", "measured"))
-    assert (without.schedule.decay.kind, taken.schedule.decay.kind) == ("polynomial", "constant")
-    assert taken.model_copy(update={"schedule": without.schedule}) == without

@@ -1,15 +1,13 @@
-"""`report mlperf`: its verdicts, chart, JSON and exit codes."""
+"""`report mlperf`: its verdicts and exit codes."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from mlperf_logs import run_folders, seeds
-from PIL import Image
 
-from largebatch.cli.main import DONE, USER, main
+from largebatch.cli.main import USER, main
 
 
 @pytest.fixture(scope="module")
@@ -19,32 +17,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in run_folders(root, seeds("32768_mlperf"), [55.5, 56, 56, 57, 57])]
 
 
-def test_five_good_runs_pass_in_text_and_json_with_a_chart_and_without_torch(
-    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chart = tmp_path / "epochs.png"
-    words = ["report", "mlperf", *folders, "--out", str(chart)]
+def test_five_good_runs_pass_without_torch(folders: list[str]) -> None:
     program = (
         "import sys; from largebatch.cli.main import main; "
-        f"code = main({words!r}); sys.exit(code or 'torch' in sys.modules)"
+        f"code = main({['report', 'mlperf', *folders]!r}); sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
-    assert [line.split()[:2] for line in done.stdout.splitlines()[:4]] == [
+    assert [line.split()[:2] for line in done.stdout.splitlines()[:3]] == [
         ["compliance", "passed"],
         ["seeds", "passed"],
         ["convergence", "passed"],
-        ["system", "unchecked"],
     ]
-    with Image.open(chart) as image:
-        assert len(image.convert("L").getcolors() or ()) > 20
-    assert main([*words, "--json"]) == DONE
-    found = json.loads(capsys.readouterr().out)
-    assert found["passed"]
-    assert found["chart"] == str(chart)
-    assert [log["epochs"] for log in found["logs"]] == [55.5, 56, 56, 57, 57]
-    assert found["reference"]["batch"] == 32_768
 
 
 def test_what_cannot_be_checked_is_one_line_and_code_2(
@@ -53,15 +38,7 @@ def test_what_cannot_be_checked_is_one_line_and_code_2(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "no.json").write_text("{")
-    for words, name in (
-        ([str(tmp_path)], str(tmp_path)),
-        ([str(tmp_path / "none")], "none"),
-        ([*folders, "--out", "chart.txt"], "chart.txt"),
-        ([*folders, "--system", str(tmp_path / "no.json")], "no.json"),
-        ([*folders, "--system", str(tmp_path / "none.json")], "none.json"),
-        ([*folders, "--describe"], "--describe"),
-    ):
+    for words, name in (([str(tmp_path)], str(tmp_path)), ([str(tmp_path / "none")], "none")):
         assert main(["report", "mlperf", *words]) == USER
         error = capsys.readouterr().err
         assert name in error

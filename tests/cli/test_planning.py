@@ -1,12 +1,10 @@
-"""`plan --cluster`: text, JSON and chart, and one line for what cannot be predicted."""
+"""`plan --cluster`: text and JSON, and one line for what cannot be predicted."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
 
@@ -15,18 +13,15 @@ ABCI = ["plan", FUJITSU, "--cluster", "abci-v100", "--workers", "2048"]
 
 
 def test_a_prediction_fits_a_screen_and_names_what_limits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*ABCI, "--out", str(tmp_path / "abci.png")]) == DONE
+    assert main(ABCI) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     rows = {line[:15].strip(): line[17:] for line in lines}
     assert rows["time"].startswith("69.7 s, 90% of such runs within 62.8 s to 77.4 s")
     assert rows["limited by"] == "compute"
     assert rows["what helps"].startswith("against launch, 18%")
-    assert rows["2,048"].split()[0] == "49,152"  # the best batch there
-    with Image.open(tmp_path / "abci.png") as image:
-        assert len(image.convert("RGB").getcolors(2**20) or []) > 50
 
 
 def test_the_same_prediction_as_json_needs_no_torch() -> None:
@@ -39,17 +34,16 @@ def test_the_same_prediction_as_json_needs_no_torch() -> None:
     assert found["low"] < 70.42 < found["high"]
     assert found["steps"] == 1350
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
-    assert {point["workers"] for point in found["best_batches"]} >= {1, 2048, 4352}
 
 
 @pytest.mark.parametrize(
     ("words", "name"),
     [
         pytest.param(["--cluster", "abci"], "'abci-v100'", id="unknown cluster"),
-        pytest.param(["--cluster", "abci-v100", "--workers", "9000"], "4,352", id="too many"),
+        pytest.param(["--cluster", "abci-v100", "--workers", "6144"], "4,352", id="too many"),
         pytest.param(["--cluster", "abci-v100", "--workers", "2000"], "2000", id="no division"),
         pytest.param(["--json"], "--cluster", id="JSON of nothing"),
-        pytest.param(["--out", "a.png"], "--cluster", id="chart of nothing"),
+        pytest.param(["--out", "a.yaml"], "--calibrate", id="file of nothing"),
         pytest.param(["--calibrate"], "--out", id="calibrated to nowhere"),
         pytest.param(["--calibrate", "--out", "a.txt"], ".yaml", id="other than a cluster file"),
         pytest.param(
@@ -58,14 +52,7 @@ def test_the_same_prediction_as_json_needs_no_torch() -> None:
             id="Muon on one worker",
         ),
         pytest.param(["--data", "there"], "--calibrate", id="images for nothing"),
-        pytest.param(["--calibrate", "--out", "a.yaml", "--json"], "--json", id="measured JSON"),
         pytest.param(["--calibrate", "--cluster", "dgx-a100"], "--cluster", id="both"),
-        pytest.param(["--cluster", "abci-v100", "--out", "a.pdf"], ".png", id="another chart"),
-        pytest.param(
-            ["--cluster", "abci-v100", "--out", "a.png", "--set", "data.classes=10"],
-            "--out",
-            id="no epoch law",
-        ),
     ],
 )
 def test_mistakes_are_one_line(
@@ -82,4 +69,3 @@ def test_a_run_that_exceeds_the_memory_is_limited_by_it(capsys: pytest.CaptureFi
     assert main(["plan", FUJITSU, "--cluster", "abci-v100", "--workers", "8", *batch]) == DONE
     shown = capsys.readouterr().out
     assert "limited by  memory" in shown
-    assert "kWh" in shown

@@ -7,8 +7,6 @@ import pytest
 
 from largebatch.cli.main import COMMANDS, DONE, USER, main, parse
 
-"""Values for the keys that synonyms stand for, where 0.25 is none."""
-
 
 def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the message that a mistake in a command is answered with."""
@@ -22,7 +20,6 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     ("command", "answer"),
     [
         ("train digits_96 --epochs 3", "--epochs: write --set 'duration={epochs: 3}'"),
-        ("train --epochs 3 digits_96", "--epochs: write --set 'duration={epochs: 3}'"),
         ("train digits_96 --lr=0.1", "--lr: write --set schedule.peak_lr=0.1"),
         ("plan digits_96 --batch-size 64", "--batch-size: write --set batch.global_batch=64"),
         ("train digits_96 --weight_decay 0", "write --set optimizer.weight_decay=0"),
@@ -30,9 +27,8 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train digits_96 --lr", "--lr: write --set schedule.peak_lr=VALUE"),
         ("train digits_96 --model 'my net'", "write --set 'model.name=my net'"),
         ("train digits_96 lr=0.1", "'lr': write --set schedule.peak_lr=0.1"),
-        ("evaluate run --batch-size 64", "--batch-size: write --device-batch 64"),
         ("evaluate run --lr 1", "--lr; `largebatch evaluate --help`"),
-        ("polish run --learning-rate -0.1", "--learning-rate: write --lr -0.1"),
+        ("polish run --learning-rate -0.1", "`largebatch polish --help`"),
         ("polish run --ema-decay 1", "--ema-decay; `largebatch polish --help`"),
         ("lab suggest --batch 9 --batch-size 64", "--batch-size; did you mean '--batch'?"),
         ("train digits_96 --wrkers 2", "--wrkers; did you mean '--workers'?"),
@@ -99,9 +95,6 @@ def test_a_key_of_another_program_is_answered_with_that_of_recipes(
     key: str, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert answer in typed(f"train digits_96 --set '{key}'", capsys)
-
-
-"""Sections of other programs that have keys which stand elsewhere in a recipe."""
 
 
 def test_a_shortened_run_names_all_that_has_to_be_shorter_and_the_words_work(

@@ -20,21 +20,27 @@ from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batches, Bytes, Request
+from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 from largebatch.recipe.data import Interpolation
 
 CPU = torch.device("cpu")
-either_way = pytest.mark.parametrize("way", ["memory", "device"])
 either_filter = pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 
 
-@pytest.fixture(params=["one size", "many sizes", "small"])
-def folder(
+FORMS = [(form, way) for form in ("one size", "small") for way in ("memory", "device")]
+any_form = pytest.mark.parametrize("form", [*FORMS, ("many sizes", "memory")], indirect=True)
+
+
+@pytest.fixture
+def form(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Index:
+) -> tuple[str, Index]:
+    """Return the way of caching and the images."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    size = (30, 38) if request.param == "small" else (70, 90)
-    return png_folder(tmp_path, one_size=request.param != "many sizes", size=size)
+    name, way = request.param
+    size = (30, 38) if name == "small" else (70, 90)
+    return way, png_folder(tmp_path, one_size=name != "many sizes", size=size)
 
 
 def kept_batches(way: str, index: Index, requests: list[Request], **changes: Any) -> Batches:  # noqa: ANN401 -- of any kind, as view's
@@ -56,9 +62,10 @@ def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
     return functional.resize(planes, [size, size], mode, antialias=True)  # type: ignore[no-any-return]
 
 
-@either_way
+@any_form
 @pytest.mark.parametrize("size", [20, 200])
-def test_cached_images_match_pillow(way: str, size: int, folder: Index) -> None:
+def test_cached_images_match_pillow(size: int, form: tuple[str, Index]) -> None:
+    way, folder = form
     clean = clean_request(folder, np.arange(13), image_size=size, resize=size + 6)
     requests = [*augmented(folder, 10, 4), clean]
     theirs = run(torchvision.open_decoder, folder, requests, image_size=size)
@@ -74,8 +81,9 @@ def test_cached_images_match_pillow(way: str, size: int, folder: Index) -> None:
         assert ours.images.is_contiguous()
 
 
-@either_way
-def test_bicubic_matches_torchvision_on_bytes(way: str, folder: Index) -> None:
+@any_form
+def test_bicubic_matches_torchvision_on_bytes(form: tuple[str, Index]) -> None:
+    way, folder = form
     (request,) = augmented(folder, 13, 1)
     images = open_cache(folder)
     (batch,) = kept_batches(way, folder, [request], image_size=48, interpolation="bicubic")
@@ -133,10 +141,20 @@ def test_precomputed_weights_equal_computed_ones(
 
 
 def test_a_device_resizes_a_few_images_at_a_time(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = png_folder(tmp_path / "images", one_size=True)
     requests = augmented(folder, 11, 2)
     whole = [batch.images for batch in kept_batches("device", folder, requests)]
     monkeypatch.setattr(pixel_cache, "AT_ONCE", 40_000)
     for a, b in zip(whole, kept_batches("device", folder, requests), strict=True):
         assert torch.equal(a, b.images)
+
+
+def test_images_that_differ_in_size_are_refused_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"execution\.cache"):
+        pixel_cache.upload(open_cache(png_folder(tmp_path, one_size=False)), CPU)

@@ -1,6 +1,5 @@
 import io
 import struct
-import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -44,28 +43,8 @@ def after_start(jpeg: bytes, inserted: bytes) -> bytes:
     return jpeg[:2] + inserted + jpeg[2:]
 
 
-def tiff(
-    bits: int, samples: int, *, colours: int = 1, number: int = 1, extra: int | None = None
-) -> bytes:
-    """A TIFF of zeros, 48 wide and 31 high, tag by tag; `number` is 2 for signed ones."""
-    length = -(-48 * bits * samples // 8) * 31
-    one = {256: 48, 257: 31, 259: 1, 262: colours, 273: 256, 277: samples, 278: 31, 279: length}
-    each = {258: bits, 339: number}
-    tags = {tag: struct.pack("<I", value) for tag, value in one.items()}
-    tags |= {tag: struct.pack(f"<{samples}H", *[value] * samples) for tag, value in each.items()}
-    tags |= {} if extra is None else {338: struct.pack("<H", extra)}
-    head, rest = struct.pack("<4sIH", b"II*\0", 8, len(tags)), b""
-    for tag, value in sorted(tags.items()):
-        place = struct.pack("<I", 192 + len(rest)) if len(value) > 4 else value
-        rest += value if len(value) > 4 else b""
-        kind, count = (4, 1) if tag in one else (3, len(value) // 2)
-        head += struct.pack("<HHI4s", tag, kind, count, place)
-    return head.ljust(192, b"\0") + rest.ljust(64, b"\0") + bytes(length)
-
-
 JPEG = encoded("jpeg")
 PNG = encoded("png")
-BMP = encoded("bmp")
 
 GOOD = {
     "baseline": JPEG,
@@ -80,14 +59,6 @@ GOOD = {
     "grey PNG": encoded("png", mode="L"),
     "a palette": encoded("png", mode="P"),
     "transparency": encoded("png", mode="RGBA"),
-    "BMP": BMP,
-    "PPM": encoded("ppm"),
-    "PGM": encoded("ppm", mode="L"),
-    "TIFF": encoded("tiff"),
-    "TIFF by hand": tiff(8, 3, colours=2),
-    "TIFF with alpha": tiff(8, 4, colours=2, extra=2),
-    "text": b"P3 48 31 255 " + b"7 " * 48 * 31 * 3,
-    "WebP": encoded("webp", lossless=True),
 }
 
 
@@ -127,31 +98,16 @@ def png_header(width: int, height: int, bits: int, colour: int) -> bytes:
 
 BAD = {
     "empty": (b"", "the file is empty"),
-    "a web page": (b"<html>not found</html>", "not a readable image"),
-    "a GIF": (encoded("gif", mode="P"), "not a readable image"),
+    "a web page": (b"<html>not found</html>", "not a JPEG or PNG"),
+    "a GIF": (encoded("gif", mode="P"), "not a JPEG or PNG"),
     "12 bits": (frame(bits=12), "cannot handle 12-bit layers"),
     "2 channels": (frame(channels=2), "cannot handle 2-layer images"),
-    "arithmetic JPEG": (frame(marker=0xC9), "process SOF9"),
     "no height": (frame(height=0), "its header cannot be read"),
     "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} per side"),
     "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels; above 89,478"),
-    "a huge PNG": (png_header(2**31 - 1, 1, 8, 2), f"expected 1 to {MAX_SIDE} per side"),
     "16 bits": (png_header(48, 31, 16, 2), "it has 16 bits a channel, expected at most 8"),
     "unknown colours": (png_header(48, 31, 8, 5), "its header cannot be read"),
     "a damaged header": (PNG[:17] + b"\xee" + PNG[18:], "bad header checksum"),
-    "deep grey": (encoded("tiff", mode="I;16"), "its pixels are I;16, expected 8 bits"),
-    # What only Pillow shows, or DALI otherwise (found by decoding each with both).
-    "16 bits in a TIFF": (tiff(16, 3, colours=2), "a TIFF of 16 bits"),
-    "4 bits in a TIFF": (tiff(4, 1), "a TIFF of 4 bits"),
-    "signed": (tiff(8, 1, number=2), "signed"),
-    "grey with alpha in a TIFF": (tiff(8, 2, extra=2), "alpha"),
-    "colours times alpha": (tiff(8, 4, colours=2, extra=1), "alpha"),
-    "no depth": (encoded("tiff", mode="1"), "a TIFF of unstated bits"),
-    "a PPM of 16 bits": (b"P6 48 31 65535\n" + bytes(48 * 31 * 6), "up to 65535, expected 255"),
-    "a dark PGM": (b"P5 48 31 100\n" + bytes(48 * 31), "up to 100, expected 255"),
-    "a text without an end": (b"P2 48 31 255" + b" 7" * 48 * 31, "without a line break"),
-    "a BMP of 16 bits": (BMP[:28] + b"\x10" + BMP[29:], "it is a BMP of 16 bits"),
-    "a BMP bomb": (BMP[:18] + struct.pack("<II", 30_000, 30_000) + BMP[26:], "decompression bomb"),
 }
 
 
@@ -159,10 +115,8 @@ BAD = {
     ("content", "reason"), [pytest.param(*each, id=name) for name, each in BAD.items()]
 )
 def test_a_bad_image_is_refused_with_the_reason(content: bytes, reason: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's of bombs, which the index silences for all
-        with pytest.raises(BadImageError) as caught:
-            measure_bytes(content)
+    with pytest.raises(BadImageError) as caught:
+        measure_bytes(content)
     assert reason in str(caught.value)
 
 
@@ -180,7 +134,7 @@ def test_real_jpegs_have_pillows_size(real_data: Path) -> None:
     assert number == 100
 
 
-FORMS = ("jpeg", "png", "bmp", "ppm", "tiff", "webp")
+FORMS = ("jpeg", "png")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Pillow's, of what it finds in damaged files
 
@@ -207,8 +161,7 @@ def changed(content: bytes, changes: list[tuple[int, int]], end: int | None) -> 
 @pytest.mark.parametrize("form", FORMS)
 @given(CHANGES, ENDS)
 @example([], 0)
-@example([(18, 255), (19, 255), (22, 255), (23, 255)], None)  # the sides of a BMP
-@example([(16, 127), (17, 255), (20, 127)], None)  # those of a PNG
+@example([(16, 127), (17, 255), (20, 127)], None)  # the sides of a PNG
 def test_any_bytes_are_measured_and_decoded_consistently_or_refused(
     form: str, changes: list[tuple[int, int]], end: int | None
 ) -> None:

@@ -1,6 +1,6 @@
 """Class folders in every form, ImageNet's archives, and a part of every class for validation."""
 
-import re
+import random
 import shutil
 import tarfile
 import zipfile
@@ -14,6 +14,7 @@ from importing import contents, imported, png
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import import_data
+from largebatch.data.index.folder import MISPLACED
 from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
@@ -32,41 +33,34 @@ def command(source: Path, out: Path, *options: str) -> int:
     return main(["data", "import", "imagefolder", str(source), "--out", str(out), *options])
 
 
-def zip_of(folder: Path, archive: Path) -> None:
-    with zipfile.ZipFile(archive, "w") as file:
-        for path in sorted(folder.rglob("*"), reverse=True):
-            file.write(path, path.relative_to(folder.parent))
-        file.writestr("__MACOSX/train/dog/._a.JPEG", b"left behind")
-        file.writestr(f"{folder.name}/readme.txt", b"not an image")
-
-
 def as_folder(root: Path, source: Path) -> Path:
     return root
 
 
 def as_zips(root: Path, source: Path) -> Path:
     for split in ("train", "val"):
-        zip_of(root / split, source / f"{split}.zip")
+        with zipfile.ZipFile(source / f"{split}.zip", "w") as file:
+            for path in sorted((root / split).rglob("*"), reverse=True):
+                file.write(path, path.relative_to(root))
+            file.writestr("__MACOSX/train/dog/._a.JPEG", b"left behind")
+            file.writestr(f"{split}/readme.txt", b"not an image")
     return source
 
 
 def as_bare_tars(root: Path, source: Path) -> Path:
-    """Without the split in the paths; one of them compressed."""
-    for split, mode in (("train", "w"), ("val", "w:gz")):
-        name = f"{split}.{mode.replace('w', 'tar').replace(':', '.')}"
-        with tarfile.open(source / name, mode) as tar:  # type: ignore[call-overload]
+    """Without the split in the paths."""
+    for split in ("train", "val"):
+        with tarfile.open(source / f"{split}.tar", "w") as tar:
             for path in (root / split).iterdir():
                 tar.add(path, arcname=path.name)
     return source
 
 
 def as_archive_around(root: Path, source: Path) -> Path:
-    """In two more folders, like Kaggle's ImageNet."""
-    (source / "ILSVRC/Data").mkdir(parents=True)
-    shutil.copytree(root, source / "ILSVRC/Data/CLS-LOC")
+    """In two more folders."""
     with zipfile.ZipFile(source / "all.zip", "w") as file:
-        for path in (source / "ILSVRC").rglob("*"):
-            file.write(path, path.relative_to(source))
+        for path in root.rglob("*"):
+            file.write(path, f"some/where/{path.relative_to(root)}")
     return source / "all.zip"
 
 
@@ -124,13 +118,12 @@ def test_broken_images_are_named_and_can_be_left_out(
     assert not (tmp_path / "out").exists()
     assert command(tmp_path / "root", tmp_path / "out", "--drop-bad") == DONE
     shown = capsys.readouterr().out
-    assert "2 of 9 images left out:" in shown
-    assert "root: train/dog/b.png: the file is empty" in shown
-    assert "root: val/cat/c.jpg: not a readable image" in shown
+    assert "root: train/dog/b.png: " in shown
+    assert "root: val/cat/c.jpg: " in shown
     assert "3 training and 4 validation images" in shown
     (tmp_path / "root/train/dog/a.JPEG").write_bytes(b"")  # the only other dog
     assert command(tmp_path / "root", tmp_path / "none", "--drop-bad") == USER
-    assert "1 of 3 classes have no image in train" in capsys.readouterr().err
+    assert "no image in train that can be used: dog" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "root"]
 
 
@@ -138,17 +131,19 @@ def test_broken_images_are_named_and_can_be_left_out(
     ("paths", "part"),
     [
         pytest.param(["train/0.png"], "train/0.png is not in a class folder", id="no class"),
-        pytest.param(["test/cat/0.png"], "test/cat/0.png is not in a class folder", id="no split"),
+        pytest.param(["test/cat/0.png"], "no images of train", id="no split"),
         pytest.param(
             ["old/train/cat/0.png", "train/cat/1.png"],
             "old/train/cat/0.png and train/cat/1.png",
             id="two folders of splits",
         ),
         pytest.param(["train/cat/0.png"], "no images of val", id="one split"),
+        pytest.param(["train/cat/0.png", "val/dog/0.png"], "only in val: dog", id="other classes"),
         pytest.param(["train/n01.txt"], "no images", id="no images"),
+        pytest.param(["train/c\nt/0.png", "val/c\nt/0.png"], r"'c\\nt'", id="a name of two lines"),
     ],
 )
-def test_an_image_whose_class_is_unclear_is_refused(
+def test_images_whose_classes_are_unclear_are_refused(
     tmp_path: Path, paths: list[str], part: str
 ) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
@@ -172,71 +167,65 @@ def test_real_imagenette_is_imported_with_its_bytes(real_data: Path, tmp_path: P
             with path.open("rb") as file:
                 file.seek(offset)
                 assert file.read(num_bytes) == archive.read(name)
-            assert name.split("/")[1] == val.classes[val.labels[sample]]
 
 
 def write_classes(root: Path, **numbers: int) -> Path:
-    """Write this number of images into each class folder, one of them in a subfolder."""
     for place, (name, number) in enumerate(numbers.items()):
+        (root / name).mkdir(parents=True)
         for image in range(number):
-            path = root / name / ("more/" if image == 1 else "") / f"{image:03d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png(1000 * place + image))
+            (root / name / f"{image:03d}.png").write_bytes(png(100 * place + image))
     return root
 
 
-@pytest.mark.parametrize("form", ["zip with a folder", "train.tar"])
-def test_class_folders_are_divided_equally_in_every_form(tmp_path: Path, form: str) -> None:
-    plain = write_classes(tmp_path / "plain", cat=20, dog=7, yak=2)
-    expected = with_options(plain, tmp_path / "expected", val_fraction=0.1)
-    source = tmp_path / "in"
-    if form == "train.tar":
-        shutil.make_archive(str(source / "train"), "tar", plain)
-    else:
-        source = tmp_path / "all.zip"
-        with zipfile.ZipFile(source, "w") as archive:
-            for path in plain.rglob("*.png"):
-                archive.write(path, f"plain/{path.relative_to(plain)}")
-    out = with_options(source, tmp_path / "out", val_fraction=0.1)
+@pytest.mark.parametrize("form", ["classes", "train", "zip"])
+def test_a_fraction_of_every_class_validates_whatever_the_form(tmp_path: Path, form: str) -> None:
+    """The choice follows the names and the seed: it is the same in every form of one data set."""
+    reference = write_classes(tmp_path / "reference", cat=10, dog=4, yak=2)
+    expected = with_options(reference, tmp_path / "expected", val_fraction=0.2)
+    assert [len(each) for each in contents(expected, "val").values()] == [2, 1, 1]
+    source = write_classes(
+        tmp_path / ("in/train" if form == "train" else "in"), cat=10, dog=4, yak=2
+    )
+    if form == "zip":
+        with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+            for path in source.rglob("*"):
+                file.write(path, path.relative_to(tmp_path))
+    chosen = tmp_path / ("in.zip" if form == "zip" else "in")
+    out = with_options(chosen, tmp_path / "out", val_fraction=0.2)
     for split in ("train", "val"):
         assert contents(out, split) == contents(expected, split)
+    other = with_options(chosen, tmp_path / "other", val_fraction=0.2, seed=1)
+    assert contents(other, "val") != contents(out, "val")
+    both = [contents(out, split)["cat"] for split in ("train", "val")]
+    assert sorted(both[0] + both[1]) == sorted(png(number) for number in range(10))
 
 
-def test_the_division_depends_only_on_names_and_seed_and_never_changes(tmp_path: Path) -> None:
-    source = write_classes(tmp_path / "in", cat=12)
-    first = contents(with_options(source, tmp_path / "a", val_fraction=0.25), "val")
-    chosen = [next(n for n in range(12) if png(n) == image) for image in first["cat"]]
-    assert chosen == [2, 8, 10]
-    assert first != contents(with_options(source, tmp_path / "b", val_fraction=0.25, seed=1), "val")
-    write_classes(source, dog=9, elk=3)  # other classes change no choice
-    again = contents(with_options(source, tmp_path / "c", val_fraction=0.25), "val")
-    assert again["cat"] == first["cat"]
-    assert {name: len(images) for name, images in again.items()} == {"cat": 3, "dog": 2, "elk": 1}
-
-
-@pytest.mark.parametrize("divided", [False, True])
-def test_images_that_are_equal_in_both_splits_are_counted_and_named(
-    tmp_path: Path, divided: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--val-fraction=0.5"], "class yak has 1 images"),
+        (["--val-name=train"], "--val-name train"),
+        (["--label=x"], "label"),
+        (["--val-fraction=1.5"], "val-fraction"),
+    ],
+)
+def test_options_that_would_give_no_split_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], part: str
 ) -> None:
-    """Copies under other names: validation would measure what was learnt by heart."""
-    source = tmp_path / "in"
-    for split, start in (("", 0),) if divided else (("train", 0), ("val", 100)):
-        write_classes(source / split, cat=4, dog=4)
-        for path in (source / split).rglob("*.png"):
-            path.write_bytes(png(start + int(path.stem) + 10 * (path.parts[-2] == "dog")))
-    if divided:
-        for number in range(3):  # every one of the four cats is the same
-            shutil.copy(source / "cat/003.png", source / f"cat/{number:03d}.png")
-        named = r"cat/00\d.png = .*cat/00\d.png"
-    else:
-        shutil.copy(source / "train/dog/002.png", source / "val/cat/000.png")
-        named = r"val/cat/000.png = .*train/dog/002.png"
-    assert command(source, tmp_path / "out", *(["--val-fraction=0.25"] if divided else [])) == DONE
-    lines = capsys.readouterr().out.splitlines()
-    (place,) = (n for n, line in enumerate(lines) if " equal to one of train" in line)
-    assert lines[place].startswith(f"1 of {2 if divided else 8} images of val ")
-    assert re.search(named, lines[place + 1])
-    assert "= " not in lines[place + 2]
+    source = write_classes(tmp_path / "in", cat=4, yak=1)
+    assert command(source, tmp_path / "out", *options) == USER
+    assert part in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_name_of_validation_is_taken_and_other_folders_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test", "extra"):
+        write_classes(tmp_path / "in" / split, cat=2, dog=1)
+    assert command(tmp_path / "in", tmp_path / "out", "--val-name", "test") == DONE
+    assert f"ignored files: 3 {MISPLACED}" in capsys.readouterr().out
+    assert [len(each) for each in contents(tmp_path / "out", "val").values()] == [2, 1]
 
 
 def test_imagenets_archives_are_imported_unchanged(tmp_path: Path) -> None:
@@ -259,42 +248,108 @@ def test_imagenets_archives_are_imported_unchanged(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"val_labels\.txt.*of the 3 images"):
             imported(tmp_path, tmp_path / "out")
     (tmp_path / "val_labels.txt").write_text("n01443537\nn01440764\nn01440764\n")
+    train = {"n01440764": [png(0), png(1), png(2)], "n01443537": [png(10), png(11)]}
+    validation = {"n01440764": [png(102), png(103)], "n01443537": [png(101)]}
     out = imported(tmp_path, tmp_path / "out")
-    assert contents(out) == {
-        "n01440764": [png(0), png(1), png(2)],
-        "n01443537": [png(10), png(11)],
+    assert (contents(out), contents(out, "val")) == (train, validation)
+    unpacked = tmp_path / "Kaggle's form"
+    for name, images in train.items():
+        for number, content in enumerate(images):
+            (unpacked / "train" / name).mkdir(parents=True, exist_ok=True)
+            (unpacked / f"train/{name}/{name}_{number}.JPEG").write_bytes(content)
+    (unpacked / "val").mkdir()
+    for number in (1, 2, 3):
+        (unpacked / f"val/ILSVRC2012_val_{number:08d}.JPEG").write_bytes(png(100 + number))
+    shutil.copy(tmp_path / "val_labels.txt", unpacked)
+    out = imported(unpacked, tmp_path / "again")
+    assert (contents(out), contents(out, "val")) == (train, validation)
+
+
+VAL = tars.member("val/cat/a.png", png(0)) + tars.member("val/dog/a.png", png(1))
+TRAIN = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(tars.symbolic("train/cat/x.png", "a.png"), id="a link"),
+        pytest.param(tars.sparse("train/cat/x.png", png(2)), id="sparse"),
+        pytest.param(tars.member("train/cat/x.png", kind=tarfile.FIFOTYPE), id="a device"),
+    ],
+)
+def test_a_special_file_in_a_tar_is_refused_by_name(tmp_path: Path, more: bytes) -> None:
+    source = tars.write(tmp_path / "all.tar", TRAIN, more, VAL)
+    with pytest.raises(DataError, match=r"train/cat/x\.png is a link or another special file"):
+        imported(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_paths_out_of_an_archive_stay_inside(tmp_path: Path) -> None:
+    images = {
+        f"{prefix}{split}/cat/a.png": png(3) for prefix, split in (("../", "train"), ("/", "val"))
     }
-    assert contents(out, "val") == {"n01440764": [png(102), png(103)], "n01443537": [png(101)]}
+    (tmp_path / "in").mkdir()
+    source = tars.write(tmp_path / "in/all.tar", *(tars.member(*each) for each in images.items()))
+    out = imported(source, tmp_path / "out")
+    assert contents(out) == {"cat": [png(3)]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def write_kaggle(root: Path) -> Path:
-    """Write ImageNet as Kaggle packs it; return the folder of its splits."""
-    folder = root / "ILSVRC/Data/CLS-LOC"
-    for place, name in enumerate(("n01440764", "n01443537")):
-        for number in range(2):
-            path = folder / f"train/{name}/{name}_{number}.JPEG"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png(10 * place + number))
-    rows = ["ImageId,PredictionString"]
-    for number in (2, 3, 1):  # not in the order of the names
-        for split in ("val", "test"):
-            path = folder / f"{split}/ILSVRC2012_{split}_{number:08d}.JPEG"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png(100 + number))
-        wnid = "n01443537" if number == 1 else "n01440764"
-        rows.append(f"ILSVRC2012_val_{number:08d},{wnid} 1 2 3 4 {wnid} 5 6 7 8")
-    (root / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
-    (root / "ILSVRC/Annotations").mkdir()
-    return folder
+def test_a_zip_that_unpacks_to_far_more_than_images_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from largebatch.data.datasets import archives
+
+    monkeypatch.setattr(archives, "_ALWAYS", 10**6)
+    with zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        for name in ("train/cat/a.png", "val/cat/a.png"):
+            file.writestr(name, png(5))
+        file.writestr("train/cat/b.png", bytes(10**7))
+    with pytest.raises(DataError, match="would unpack to 10,000,"):
+        imported(tmp_path / "all.zip", tmp_path / "out")
 
 
-@pytest.mark.parametrize("given", ["root", "list"])
-def test_imagenet_as_kaggle_packs_it_is_imported(given: str, tmp_path: Path) -> None:
-    root = tmp_path / "in"
-    folder = write_kaggle(root)
-    if given == "list":
-        (root / "LOC_val_solution.csv").unlink()
-        (folder / "val_labels.txt").write_text("n01443537\nn01440764\nn01440764\n")
-    out = imported(root if given == "root" else folder, tmp_path / "out")
-    assert contents(out) == {"n01440764": [png(0), png(1)], "n01443537": [png(10), png(11)]}
-    assert contents(out, "val") == {"n01440764": [png(102), png(103)], "n01443537": [png(101)]}
+def spoil_a_header(content: bytearray) -> None:
+    """Python's tarfile takes it for the end."""
+    content[content.index(b"train/dog/a.png") + 1] ^= 1
+
+
+def lose_the_end(content: bytearray) -> None:
+    del content[-len(tars.END) :]
+
+
+def cut_an_image(content: bytearray) -> None:
+    del content[-len(tars.END) - 300 :]
+
+
+@pytest.mark.parametrize("spoil", [spoil_a_header, lose_the_end, cut_an_image])
+def test_a_tar_that_is_not_whole_is_refused(
+    tmp_path: Path, spoil: Callable[[bytearray], None]
+) -> None:
+    content = bytearray(TRAIN + VAL + tars.END)
+    spoil(content)
+    (tmp_path / "all.tar").write_bytes(content)
+    with pytest.raises(DataError, match="all.tar: not a whole"):
+        imported(tmp_path / "all.tar", tmp_path / "out")
+
+
+def test_any_damage_of_a_zip_is_a_data_error_or_loses_nothing(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "source", "w", zipfile.ZIP_LZMA) as file:
+        for split in ("train", "val"):
+            for name in ("cat/0", "cat/1", "dog/0", "dog/1"):
+                file.writestr(f"{split}/{name}.png", png(len(name)))
+    whole, chance, refused = (tmp_path / "source").read_bytes(), random.Random(0), 0
+    for attempt in range(12):
+        content = bytearray(whole)
+        if chance.random() < 0.3:
+            del content[chance.randrange(len(content)) :]
+        else:
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        (tmp_path / "source").write_bytes(content)
+        try:
+            out = imported(tmp_path / "source", tmp_path / f"out{attempt}")
+        except DataError:
+            refused += 1
+        else:
+            assert sum(map(len, contents(out).values())) == 4
+    assert refused > 2

@@ -1,12 +1,9 @@
 import itertools
-import threading
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from largebatch.data import order
 from largebatch.data.order import Stream, random_words, sample_ids
 
 seeds = st.integers(0, 2**63)
@@ -48,17 +45,6 @@ def test_every_sample_is_equally_likely_at_every_position() -> None:
     ids = sample_ids(range(10_000), seed=0, num_samples=10).reshape(-1, 10)
     counts = np.stack([np.bincount(column, minlength=10) for column in ids.T])
     assert ((counts - 100) ** 2 / 100).sum() < 150
-
-
-def test_an_order_is_drawn_on_demand_if_the_thread_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A forked process does not have the thread."""
-    expected = sample_ids(range(10), seed=5, num_samples=10)
-    order._drawing.cache_clear()
-    monkeypatch.setattr(threading.Thread, "run", lambda _: None)
-    assert sample_ids(range(10), seed=5, num_samples=10).tolist() == expected.tolist()
-    order._drawing.cache_clear()
 
 
 def test_no_two_purposes_share_random_numbers() -> None:

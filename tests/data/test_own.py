@@ -170,5 +170,5 @@ def test_other_pixels_than_8_bits_a_channel_are_refused_as_in_folders(mode: str)
 
 
 def test_an_item_that_changes_is_named(place: Path) -> None:
-    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: it has .*, but had"):
+    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: .*, but were"):
         run(recipe(), dataset="own_folder:shrinking", out=place / "out")

@@ -94,7 +94,7 @@ def test_a_removed_or_changed_image_is_named(decode: Decode, folder: Index) -> N
         with pytest.raises(DataError, match=wrong):
             list(run(decode, folder, whole(folder)))
     path.write_bytes(content)
-    with pytest.raises(DataError, match=f"{path}: .*it was changed .*, it had been changed"):
+    with pytest.raises(DataError, match=f"{path}: .*modification time"):
         list(run(decode, folder, whole(folder)))
     path.unlink()
     with pytest.raises(DataError, match=f"{path}: cannot be read .*No such file"):

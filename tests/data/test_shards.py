@@ -89,9 +89,7 @@ def test_pythons_tarfile_reads_packed_shards(folder: Path, tmp_path: Path) -> No
             samples.setdefault(key, {})[extension] = file.read()
             assert list(samples)[-1] == key
     assert [sorted(sample) for sample in samples.values()] == [
-        ["cls", "webp"],
-        ["cls", "jpg"],
-        ["cls", "jpeg"],
+        *[["cls", "jpg"]] * 3,
         ["cls", "png"],
     ]
     assert [int(sample["cls"]) for sample in samples.values()] == [0, 1, 2, 2]
@@ -191,10 +189,10 @@ def lose_classes(root: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lose_the_end, "000000.tar: not a whole, uncompressed tar file (the zeros at its end are"),
-        (spoil_a_header, "not a whole, uncompressed tar file (there is no header at byte"),
+        (lose_the_end, "000000.tar: not a whole, uncompressed tar file"),
+        (spoil_a_header, "000000.tar: not a whole, uncompressed tar file"),
         (compress, "000000.tar: not a whole, uncompressed tar file"),
-        (mix, "both class folders (cat) and shards (000000.tar)"),
+        (mix, "only one of them; found 000000.tar, cat"),
         (lose_classes, "classes.txt: No such file or directory; shards need this file"),
     ],
 )
@@ -217,10 +215,10 @@ def test_an_index_of_changed_shards_is_refused(folder: Path, tmp_path: Path) -> 
         load_or_read(packed, "train")
     make(packed, "train")
     cut(packed)
-    with pytest.raises(DataError, match=r"train/000000.tar has [\d,]+ bytes, it had"):
+    with pytest.raises(DataError, match=r"train/000000.tar was changed"):
         load_or_read(packed, "train")
     (packed / "train/000000.tar").unlink()
-    with pytest.raises(DataError, match=r"train holds 3 shards, it held 4 \(new: .*gone: 000000"):
+    with pytest.raises(DataError, match=r"train/000000.tar is missing"):
         load_or_read(packed, "train")
 
 

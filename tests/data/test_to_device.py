@@ -22,8 +22,8 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.data.decoders import pixel_cache, torchvision
+from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
-from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -81,7 +81,8 @@ def test_decoders_return_the_same_values_in_the_models_memory_format(
     assert_reordered(lambda **changes: run(decode, folder, augmented(folder, 5, 4), **changes))
 
 
-def test_cached_pixels_are_returned_in_the_models_memory_format(folder: Index) -> None:
+def test_cached_pixels_are_returned_in_the_models_memory_format(tmp_path: Path) -> None:
+    folder = png_folder(tmp_path, one_size=True)
     requests = augmented(folder, 5, 4)
     there = pixel_cache.upload(open_cache(folder), CPU)
     assert_reordered(lambda **changes: run_cached(folder, requests, **changes))

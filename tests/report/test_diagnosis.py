@@ -1,7 +1,6 @@
 """The causes that are found in recorded runs, in columns made for one rule each, and in pairs."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,26 +16,18 @@ from benchmarks.studies.diagnosis.diagnosis import unpack
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
-from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.report.diagnosis import (
-    RULES,
-    Cause,
-    epochs_factor,
-    find_causes,
-    order,
-    repair,
-    verdict,
-)
-from largebatch.report.logs import read_record
+from largebatch.recipe.loading import parse_recipe
+from largebatch.report.diagnosis import Cause, epochs_factor, find_causes, order
 from largebatch.report.record import (
     RISE,
     Record,
-    read_edge,
+    read_record,
     record_of,
     running_median,
     smoothing_floor,
 )
 from largebatch.report.run import read_run
+from largebatch.report.verdict import verdict
 from largebatch.training.loss import cross_entropy
 
 
@@ -53,28 +44,30 @@ def test_the_first_cause_of_a_recorded_run_is_its_fault_and_healthy_ones_have_no
 ) -> None:
     small = read_record(recorded / case.small) if case.small else None
     record = read_record(recorded / case.name)
-    assert record.recipe is not None  # today's keys read it, so that all rules see it
     causes = find_causes(record, small)
     if case.cause:
         assert causes[0].kind == case.cause
     else:
         assert not [cause for cause in causes if cause.harms]
     run = read_run(recorded / case.name)
+    parse_recipe(run.recipe or "")  # today's keys read it, so that all rules see it
     alone = [cause for cause in find_causes(record_of(run)) if cause.harms]
     assert verdict(run).good == (run.finished and not alone)
 
 
 def course(*losses: float, updates: int = 400, **known: object) -> Record:
     """Return a record whose training loss goes through these values in straight lines."""
-    step = np.arange(1.0, updates + 1)
-    places = np.linspace(1, updates, len(losses))
+    step = np.arange(0.0, updates)
+    places = np.linspace(0, updates - 1, len(losses))
     made = Record(
         name="made",
         step=step,
-        epoch=step / 40,
+        epoch=(step + 1) / 40,
         loss=np.interp(step, places, losses),
-        lr=np.minimum(step / 40, 1.0),
+        lr=np.minimum((step + 1) / 40, 1.0),
         by_update=True,
+        updates=updates,
+        epochs=updates / 40,
         classes=10,
         warmup=40,
     )
@@ -96,19 +89,6 @@ def kinds(record: Record, small: Record | None = None) -> list[str]:
 def test_a_rise_by_a_quarter_of_guessing_is_beyond_the_edge(share: float, found: list[str]) -> None:
     high = 0.2 + share * RISE * math.log(10)
     assert kinds(course(2.3, 0.2, high, 0.2, 0.1)) == found
-
-
-def test_a_peak_above_the_bound_of_a_range_test_is_beyond_the_edge(tmp_path: Path) -> None:
-    (tmp_path / "range.json").write_text('{"upper": {"value": 0.8, "low": 0.7, "high": 0.9}}')
-    edge = read_edge(tmp_path)
-    assert kinds(course(2.3, 0.1, edge=edge)) == ["rate beyond the edge"]
-    assert kinds(course(2.3, 0.1, edge=1.25 * edge)) == []
-    (tmp_path / "range.json").write_text('{"upper": null}')
-    with pytest.raises(CheckpointError, match="range.json"):
-        read_edge(tmp_path)
-    (tmp_path / "range.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="range.json"):
-        read_edge(tmp_path)
 
 
 def test_a_rise_of_few_updates_is_no_spike() -> None:
@@ -152,23 +132,15 @@ def test_a_loss_that_ends_as_no_number_is_a_divergence_and_one_skipped_update_is
     assert kinds(skipped) == []
 
 
-def test_statistics_are_suspected_where_only_training_data_is_ever_fitted() -> None:
-    record = course(2.3, 0.2, 0.1)
-    off = validated(record, [2.2, 2.1, 1.9], [0.2, 0.3, 0.4])
-    assert kinds(off) == ["statistics off"]
-    recipe = load_recipe("digits_96", ["model={name: lenet5}", "batch.bn_span=null", "polish=null"])
-    assert kinds(replace(off, recipe=recipe)) == ["generalisation gap"]
-
-
 def test_a_network_that_learned_nothing_has_no_statistics_to_suspect() -> None:
     level = validated(course(2.28, 2.28), [2.31, 2.31], [0.1, 0.1])
-    assert kinds(level) == ["fewer updates"]
+    assert kinds(level) == ["underfit"]
 
 
 def test_classes_are_not_lost_in_a_run_that_is_underfit(tmp_path: Path) -> None:
     record = record_of(read_run(fake_runs.learned_nothing(tmp_path / "run")))
     lost = replace(record, loss=np.full_like(record.loss, 2.0), val_loss=record.val_loss * 0 + 2.0)
-    assert not {"class lost", "weak classes"} & set(kinds(lost))
+    assert "class lost" not in kinds(lost)
 
 
 def test_a_run_that_did_not_finish_is_not_said_to_need_more_updates(tmp_path: Path) -> None:
@@ -176,7 +148,7 @@ def test_a_run_that_did_not_finish_is_not_said_to_need_more_updates(tmp_path: Pa
     record = record_of(read_run(folder))
     level = replace(record, loss=np.full_like(record.loss, 2.2), val_loss=np.array([]))
     assert not record.is_complete
-    assert kinds(replace(level, run=None)) == ["fewer updates"]
+    assert kinds(replace(level, run=None)) == ["underfit"]
     assert kinds(level) == []
 
 
@@ -311,7 +283,7 @@ def test_a_training_loss_that_ends_above_half_of_guessing_is_underfit(
     finished(tmp_path / "run", wrong=evenly(20), training=factor)
     fake_runs.give_recipe(tmp_path / "run", f"loss.label_smoothing={smoothing}")
     found = verdict(read_run(tmp_path / "run")).causes
-    assert [cause.kind for cause in found] == ["fewer updates"] * (not good)
+    assert [cause.kind for cause in found] == ["underfit"] * (not good)
 
 
 @pytest.mark.parametrize(
@@ -319,11 +291,11 @@ def test_a_training_loss_that_ends_above_half_of_guessing_is_underfit(
     [
         pytest.param(of_class(3, 36), (1, 0, 36), id="one class"),
         pytest.param(of_class(3, 36) + of_class(7, 30), (2, 0, 36), id="two classes"),
-        pytest.param(of_class(3, 20), None, id="less than half, more than a third"),
+        pytest.param(of_class(3, 30), None, id="more often than by guessing"),
         pytest.param(evenly(240), None, id="all equal"),
     ],
 )
-def test_classes_with_less_than_a_third_of_the_accuracy_are_found(
+def test_a_class_that_is_right_no_more_often_than_by_guessing_is_lost(
     wrong: list[int], numbers: tuple[int, int, int] | None, tmp_path: Path
 ) -> None:
     found = finished(tmp_path / "run", wrong=sorted(wrong))
@@ -371,8 +343,8 @@ def test_a_run_with_as_many_updates_or_without_their_number_is_compared_by_its_l
     ends = [validated(small, [0.2], [0.9]), validated(run, [1.0], [0.6])]
     (cause,) = find_causes(ends[1], ends[0])
     assert cause.kind == "underfit"
-    assert cause.figure.startswith("after as many updates the training loss ends at 1")
-    unknown = [replace(it, step=np.full_like(it.step, math.nan)) for it in ends]
+    assert cause.figure.startswith("the training loss ends at 1")
+    unknown = [replace(it, updates=None) for it in ends]
     (cause,) = find_causes(unknown[1], unknown[0])
     assert cause.figure.startswith("the training loss ends at 1")
 
@@ -387,57 +359,13 @@ def test_the_epochs_of_a_large_batch_are_those_of_the_small_run_to_the_same_loss
     assert epochs_factor(run, in_first_epoch) == pytest.approx(SMALL.epochs / reached)
 
 
-def test_the_larger_batch_is_judged_in_either_order_and_other_data_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_the_larger_batch_is_judged_in_either_order_and_other_data_is_refused() -> None:
     run = large(2.3, 1.0, top1=0.7)
     assert order(run, SMALL) == order(SMALL, run) == (run, SMALL)
-    with pytest.raises(LargebatchError, match="10 classes; 12 classes"):
+    with pytest.raises(LargebatchError, match="classes is 10 and 12"):
         order(SMALL, replace(SMALL, name="other", classes=12))
-    records = []
-    for name, number in (("a", 360), ("b", 720)):
-        made = FakeRun(tmp_path / name, val_samples=number)
-        made.train(0, 600)
-        records.append(record_of(read_run(made.write())))
-    with pytest.raises(LargebatchError, match="a and b have other data"):
-        order(*records)
-
-
-def repaired(folder: Path, *changes: str, causes: list[Cause], lr: float = 1.0) -> dict[str, str]:
-    """Return the reasons of the changes; the repaired text is a recipe with them."""
-    run = record_of(read_run(fake_runs.give_recipe(fake_runs.diverged(folder), *changes)))
-    found = repair(replace(run, lr=np.full(len(run.lr), lr)), causes)
-    recipe = parse_recipe(found.text)
-    assert recipe.name == "digits-96-repaired"
-    for key, (value, reason) in found.changes.items():
-        top, _, below = key.partition(".")
-        section = recipe.model_dump(mode="json", exclude_defaults=True)[top]
-        assert (section[below] if below else section) == value
-        assert f"# {reason}" in found.text
-    return {key: reason for key, (_, reason) in found.changes.items()}
-
-
-def cause(kind: str) -> list[Cause]:
-    """Return a harmful cause of this kind that was found."""
-    rule = next(rule for rule in RULES if rule.kind == kind and rule.harms)
-    return [Cause(rule, defaultdict(float))]
-
-
-def test_a_diverged_run_gets_half_of_its_rate_and_a_warm_up(tmp_path: Path) -> None:
-    changed = repaired(tmp_path / "a", "schedule.warmup=null", causes=cause("diverged"), lr=0.4)
-    assert changed == {
-        "schedule.peak_lr": "was 0.5; half of the rate at which the loss rose",
-        "schedule.warmup": "there was none; Goyal et al. have 5 epochs, at most an eighth of the "
-        "run",
-    }
-
-
-def test_statistics_are_added_only_where_the_recipe_has_none(tmp_path: Path) -> None:
-    assert list(repaired(tmp_path / "a", "polish=null", causes=cause("statistics off"))) == [
-        "polish.statistics"
-    ]
-    with pytest.raises(LargebatchError, match="no cause found changes a key"):
-        repaired(tmp_path / "b", causes=cause("statistics off"))
+    with pytest.raises(LargebatchError, match="val_samples is 360 and 720"):
+        order(replace(SMALL, val_samples=360), replace(SMALL, name="other", val_samples=720))
 
 
 @pytest.mark.parametrize("size", [5, 6, 13])
@@ -447,3 +375,69 @@ def test_a_running_median_is_that_of_scipy(size: int) -> None:
     values[50] = np.inf
     expected = ndimage.median_filter(values, size=size, mode="nearest")
     np.testing.assert_array_equal(running_median(values, size), expected)
+
+
+LOGS = Path(__file__).parent / "logs"
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "val_loss", "cause"),
+    [
+        pytest.param("timm.csv", (5, NAN, 5, 0.3, 0.183596, 0.92), 0.326424, None),
+        pytest.param("lightning.csv", (15, 59, 6, 0.5, 0.0581404, 0.935), 0.195135, None),
+        pytest.param("keras.csv", (9, NAN, 9, NAN, 0.42938, 0.9125), 0.418264, None),
+        pytest.param("keras_diverged.csv", (5, NAN, 5, NAN, NAN, 0.1025), INF, "diverged"),
+    ],
+)
+def test_a_csv_of_another_tool_is_read_as_it_means_it(
+    name: str, numbers: tuple[float, ...], val_loss: float, cause: str | None
+) -> None:
+    """Rows, updates, epochs, the highest rate, the last training loss and the best top-1."""
+    record = read_record(LOGS / name, classes=10)
+    found = len(record.loss), record.updates or NAN, record.epochs, record.peak, record.loss[-1]
+    assert (*found, record.top1.max()) == pytest.approx(numbers, rel=1e-5, nan_ok=True)
+    assert record.val_loss[-1] == pytest.approx(val_loss, rel=1e-5)
+    assert [found.kind for found in find_causes(record)] == [cause] * bool(cause)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_cell_without_a_number_was_not_measured_and_nan_was(first: int, tmp_path: Path) -> None:
+    """Updates are named by the numbers of the log."""
+    rows = ["2.3,", "2.2,0.3", ",nan", "nan,NA", ""]
+    content = "\n".join(
+        ["step,loss,val_loss", *(f"{n},{row}" for n, row in enumerate(rows, first))]
+    )
+    (tmp_path / "log.csv").write_text(content)
+    record = read_record(tmp_path / "log.csv")
+    assert record.loss.tolist() == pytest.approx([2.3, 2.2, NAN], nan_ok=True)
+    assert record.val_loss.tolist() == [0.3, INF]
+    assert record.updates == 4
+    (cause,) = find_causes(record)
+    assert cause.figure.endswith(f"not finite at step {3 + first}")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("epoch,loss\n0,2\n1,1,0.5\n", "more cells"),
+        ("epoch,loss\n0,2\n1,1\n0,1.5\n", "go back"),
+        ("epoch,test_loss\n0,2\n", "epoch, test_loss"),
+        ("epoch;loss\n0;2\n", "epoch;loss"),
+        (b"\xff\xfe\x00binary", "log.csv"),
+    ],
+)
+def test_what_would_be_misread_is_refused(content: str | bytes, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CheckpointError, match=named):
+        read_record(path)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        read_record(tmp_path / "nowhere")
+
+
+def test_what_a_csv_lacks_is_not_checked_and_raises_no_cause(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("step,loss\n1,2.3\n2,1.0\n3,0.4\n")
+    record = read_record(tmp_path / "log.csv")
+    assert find_causes(record) == []
+    assert {"losses against guessing", "waits for samples"} <= {*record.unchecked}

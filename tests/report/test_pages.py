@@ -22,7 +22,6 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.style import DARK, LIGHT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -88,16 +87,11 @@ def test_a_page_has_its_tables_without_empty_columns_and_its_series_everywhere()
     assert not [tag for tag, _ in page.tags if tag == "img"]  # of the hostile name
 
 
-def test_charts_have_the_colours_of_both_schemes_and_a_drawing_for_a_phone() -> None:
-    html = made().html()
-    svgs = re.findall(r"<svg role.*?</svg>", html, flags=re.DOTALL)
-    assert [re.search('class="loss (.*?)"', svg)[1] for svg in svgs] == ["wide", "narrow"]  # type: ignore[index]
-    for svg in svgs:
-        assert "var(--train)" in svg
-        assert not [colour for colour in {*LIGHT.values(), *DARK.values()} if colour in svg]
-        ids = re.findall(r'\bid="(.*?)"', svg)
-        assert len(ids) == len(set(ids))
-    assert not {*re.findall(r'\bid="(.*?)"', svgs[0])} & {*re.findall(r'\bid="(.*?)"', svgs[1])}
+def test_charts_have_names_of_their_own() -> None:
+    svgs = re.findall(r"<svg role.*?</svg>", made().html(), flags=re.DOTALL)
+    assert [re.search('class="(.*?)"', svg)[1] for svg in svgs] == ["loss"]  # type: ignore[index]
+    ids = re.findall(r'\bid="(.*?)"', svgs[0])
+    assert len(ids) == len(set(ids))
 
 
 def test_a_page_loads_nothing_and_has_a_script_only_if_it_has_a_table_that_sorts() -> None:

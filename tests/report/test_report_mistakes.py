@@ -1,31 +1,17 @@
-"""What a model gets wrong, as its page shows it: classes, pairs and images; what is known."""
+"""What a model gets wrong, as its page shows it: classes and pairs."""
 
-import base64
-import io
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_runs import FakeRun
-from html_pages import Parsed
-from PIL import Image
 
-from largebatch.report.mistakes import (
-    WORST,
-    Pair,
-    by_class,
-    confusion,
-    pairs,
-    worst,
-    write_worst,
-)
+from largebatch.report.mistakes import Pair, by_class, pairs
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
 from largebatch.tracking.events import Mistakes
 
 EVIL = "<script>alert('&')</script>"
-COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255))
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +27,7 @@ def a_run(folder: Path, *, classes: int = 10, wrong: tuple[int, ...] = (3, 13, 1
     return run
 
 
-def with_images(run: FakeRun, samples: tuple[int, ...]) -> Path:
-    """Write the run folder and into it three images of one colour each, for these samples."""
-    folder = run.write()
-    tiles = [Image.new("RGB", (4, 4), colour) for colour in COLOURS]
-    write_worst(folder / WORST, tiles, samples)
-    return folder
-
-
-def test_the_matrix_and_its_largest_entries_are_what_the_images_say(tmp_path: Path) -> None:
+def test_what_is_mixed_up_most_comes_first() -> None:
     random = np.random.default_rng(0)
     labels, predicted = random.integers(0, 4, (2, 500))
     wrong = np.flatnonzero(labels != predicted)
@@ -57,10 +35,8 @@ def test_the_matrix_and_its_largest_entries_are_what_the_images_say(tmp_path: Pa
         stage="train", step=1, classes=("a", "b", "c", "d"),
         sizes=tuple(np.bincount(labels).tolist()), samples=tuple(wrong.tolist()),
         labels=tuple(labels[wrong].tolist()), predicted=tuple(predicted[wrong].tolist()),
-        worst=(), losses=(),
     )  # fmt: skip
     counted = [[int(((labels == i) & (predicted == j)).sum()) for j in range(4)] for i in range(4)]
-    assert confusion(found).tolist() == counted
     off = {(i, j): counted[i][j] for i in range(4) for j in range(4) if i != j}
     first = max(off, key=lambda pair: (off[pair], -pair[0], -pair[1]))
     assert pairs(found)[0] == Pair(
@@ -72,54 +48,16 @@ def test_the_matrix_and_its_largest_entries_are_what_the_images_say(tmp_path: Pa
 def test_the_classes_of_the_lowest_accuracy_come_first() -> None:
     found = Mistakes(
         stage="train", step=1, classes=("a", "b", "absent", "never"), sizes=(4, 10, 0, 2),
-        samples=(0, 4, 14, 15), labels=(0, 1, 3, 3), predicted=(1, 0, 0, 0), worst=(), losses=(),
+        samples=(0, 4, 14, 15), labels=(0, 1, 3, 3), predicted=(1, 0, 0, 0),
     )  # fmt: skip
     assert by_class(found) == [("never", 0, 2), ("a", 3, 4), ("b", 9, 10)]
-
-
-@pytest.mark.parametrize(("classes", "drawn"), [(40, 2), (41, 0)])
-def test_a_matrix_too_large_to_be_read_is_not_drawn_but_its_pairs_are_listed(
-    classes: int, drawn: int, tmp_path: Path
-) -> None:
-    page = make_page(read_run(a_run(tmp_path / "run", classes=classes).write()))
-    assert page.count("<Classes and what they are taken for>") == drawn
-    assert any(row[:2] == ["class 3", "class 4"] for row in Parsed(page).tables[""])
-
-
-def test_the_worst_images_stand_beside_what_they_are_and_were_taken_for(tmp_path: Path) -> None:
-    page = make_page(read_run(with_images(a_run(tmp_path / "run"), (3, 13, 14))))
-    shown = re.findall(
-        r'<img src="data:image/png;base64,([^"]+)".*?><b>class (\d)</b>'
-        r"<span>taken for class (\d)\nloss ([\d.]+)</span>",
-        page,
-        flags=re.DOTALL,
-    )
-    assert [found[1:] for found in shown] == [
-        ("3", "4", "9.5"),
-        ("3", "4", "9"),
-        ("4", "5", "8.5"),
-    ]
-    for (data, *_), colour in zip(shown, COLOURS, strict=True):
-        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
-            assert np.asarray(image).reshape(-1, 3).tolist() == [list(colour)] * 16
-    assert "img-src data:" in page
-
-
-def test_images_of_another_stage_or_that_are_damaged_are_not_shown(tmp_path: Path) -> None:
-    assert worst(read_run(with_images(a_run(tmp_path / "other"), (3, 13, 99)))) == []
-    folder = with_images(a_run(tmp_path / "run"), (3, 13, 14))
-    content = (folder / WORST).read_bytes()
-    for damaged in (b"", content[:80], content[:-40]):
-        (folder / WORST).write_bytes(damaged)
-        assert worst(read_run(folder)) == []
-    assert "<img" not in make_page(read_run(folder))
 
 
 def test_names_of_classes_are_shown_and_never_interpreted(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.classes = [f'{EVIL}" onerror="{number}' for number in range(3)]
     run.end("train", 600, 0.9, wrong=(3, 13, 14))
-    page = make_page(read_run(with_images(run, (3, 13, 14))))
+    page = make_page(read_run(run.write()))
     assert "&lt;script&gt;alert" in page
     assert "<script" not in page
     assert 'onerror="' not in page

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,29 +151,10 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_an_optional_worker_may_fail_if_the_run_goes_on_without_it(
-    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """One that is still suspended when all others have ended is ended."""
-    notes = SimpleNamespace(check=lambda keys: set(keys) <= {"1"})
-    monkeypatch.setattr("largebatch.runs.launch.PrefixStore", lambda *_: notes)
-    start_workers(["-S", "-c", BY_RANK, how, "1"], workers=3, optional=[1, 2])
-    killed = "largebatch: worker 1 exited without reporting: killed by SIGKILL; the others go on"
-    assert capfd.readouterr().err.count(killed) == (how == "SIGKILL")
-
-
-@pytest.mark.parametrize(
-    ("optional", "noted"), [([0, 2], True), ([1, 2], False)], ids=["not optional", "not noted"]
-)
-def test_a_lost_worker_ends_the_others_unless_they_go_on(
-    optional: list[int], *, noted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_worker_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
-    notes = SimpleNamespace(check=lambda _: noted)
-    monkeypatch.setattr("largebatch.runs.launch.PrefixStore", lambda *_: notes)
     with pytest.raises(WorkerFailedError, match="worker 1 exited .*: killed by SIGKILL"):
-        start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3, optional=optional)
+        start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3)
 
 
 def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

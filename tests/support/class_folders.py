@@ -17,7 +17,7 @@ def write_folder(root: Path, split: str = "train") -> Path:
     write_image(root / split / "dog/b.png", height=5, width=7)
     write_image(root / split / "dog/a.JPEG", height=9, width=3)
     write_image(root / split / "cat/x.jpg")
-    write_image(root / split / "Zebra/z.webp")
+    write_image(root / split / "Zebra/z.jpg")
     return root
 
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import Any
 
 import crown
 import torch
 from crown import GLOBAL_BATCH, SMOOTHING, SPAN, State, rate
-from torch.optim import SGD
 
 from largebatch.data.types import Batch
 from largebatch.distributed.connection import connect
@@ -37,10 +34,6 @@ ALL_CASES = tuple(product(crown.NETS, ("sgd", *crown.CONVENTIONS, "nesterov")))
 
 SOFTSYNC = Rule(learners=4, gradients=1, waits=False, by_staleness=True)
 """On 4 learners; the rate of every gradient is divided by its staleness."""
-
-LOCAL = Rule(learners=2, gradients=2, waits=True, local_steps=2)
-OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-"""Rounds of 2, 2 and 1 local steps, and DiLoCo's outer optimizer."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +73,14 @@ class Problem:
                 learners=rule.learners,
                 seed=0,
             )
-            local = partial(
-                gradients.of_local_steps,
-                end=updates.stop,
-                steps=rule.local_steps,
-                optimizer=optimizer,
-                schedule=rate,
-            )
-            is_local = rule.local_steps > 1
             record = exchange.run(
                 weights,
-                SGD(weights, **OUTER) if is_local else optimizer,
-                (lambda _: OUTER["lr"]) if is_local else rate,
+                optimizer,
+                rate,
                 rule,
                 MiniBatches(rule, updates),
                 clock=0,
-                gradient=local if is_local else gradients.of,
+                gradient=gradients.of,
             )
             average_statistics(model, exchange.backend, learners=rule.learners)
         return dict(model.state_dict()), record
@@ -116,7 +101,5 @@ def solve(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
             found[f"{name}, {net}, {optimizer}"] = problem.solve()
     four = exchanges["a server beside each of 4 learners"]
     found["softsync"] = Problem(four, "plain", "sgd", SOFTSYNC).solve()
-    beside = exchanges["a server beside each of 2 learners"]
-    found["local steps"] = Problem(beside, "plain", "sgd", LOCAL).solve()
     backend.close()
     return found

@@ -18,8 +18,8 @@ from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.pipeline import IdleDecoders, Pipeline
-from largebatch.data.types import Batches, Bytes, Request, Resources, View
+from largebatch.data.pipeline import Pipeline
+from largebatch.data.types import Batches, Request, Resources, View
 from largebatch.distributed.serial import Serial
 
 CPU = torch.device("cpu")
@@ -106,11 +106,11 @@ def with_decoder(
     return replace(
         pipeline,
         open_decoder=lambda index, _: nullcontext(partial(decode, index)),
-        idle=IdleDecoders(),
+        idle={},
     )
 
 
-def open_cache(index: Index) -> PixelCache[Bytes]:
+def open_cache(index: Index) -> PixelCache:
     return pixel_cache.open_cache(index, backend=Serial(CPU), threads=2)
 
 

@@ -106,7 +106,7 @@ class FakeRun:
         )
 
     def mistakes(self, stage: str, step: int, wrong: list[int]) -> None:
-        """Classify these images one class too high; the first have the largest loss."""
+        """Classify these images one class too high."""
         names = self.classes
         labels = [sample % len(names) for sample in wrong]
         self.add(
@@ -118,8 +118,6 @@ class FakeRun:
             samples=wrong,
             labels=labels,
             predicted=[(label + 1) % len(names) for label in labels],
-            worst=wrong[:16],
-            losses=[9.5 - 0.5 * place for place in range(len(wrong[:16]))],
         )
 
     def decide(self, stage: str, *, before: float, after: float) -> None:
@@ -132,21 +130,17 @@ class FakeRun:
         )
 
     def drift(self, names: list[str], *, stage: str = "statistics") -> None:
-        parts = [0.05, 0.25, 0.5, 0.75, 0.95]
         layers = []
         for depth, name in enumerate(names):
             sizes = np.array([[0.03], [0.08 + 0.1 * depth / len(names)]])
             changes = sizes * (self.random.normal(size=(2, 64)) + self.random.normal(size=(2, 1)))
             shift, ratio = np.sqrt(np.mean(changes**2, axis=1)).tolist()
-            shifts, ratios = np.quantile(changes, parts, axis=1).T.tolist()
             layers.append(
                 {
                     "name": name,
                     "channels": 64,
                     "mean_shift": shift,
                     "log_variance_ratio": ratio,
-                    "shift_quantiles": shifts,
-                    "ratio_quantiles": ratios,
                 }
             )
         self.add(
@@ -154,7 +148,6 @@ class FakeRun:
             stage=stage,
             step=self.plan["steps"],
             samples=1437,
-            quantiles=parts,
             layers=layers,
         )
 

@@ -269,11 +269,11 @@ MUTANTS = (
         "training/test_step_times.py",
     ),
     Mutant(
-        "a class without a correct sample has confidence 0",
-        "lab/studies/confidence.py",
-        "averages[right > 0].std()",
-        "np.nan_to_num(averages).std()",
-        "lab/studies/test_confidence.py::test_confidence_by_hand",
+        "confidence counts images that are wrong, too",
+        "lab/studies/trained.py",
+        "correct = five_best(scores)[:, 0] == labels",
+        "correct = labels == labels",
+        "lab/studies/test_trained.py::test_confidence_by_hand",
     ),
     Mutant(
         "a target is reached by more than it",

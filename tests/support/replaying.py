@@ -14,9 +14,9 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.lab.protocols.exchange import Exchange, Layout, Record
 from largebatch.lab.protocols.links import open_links
-from largebatch.lab.protocols.replay import Part, replay
+from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrivals, ParameterServer, divide
+from largebatch.lab.protocols.server import Arrivals, ParameterServer
 from largebatch.optim.lars import LARS
 
 SETTINGS: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-3}
@@ -43,24 +43,13 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 
 def replayed(
-    rule: Rule,
-    records: Sequence[Arrivals],
-    *,
-    optimizer: str = "sgd",
-    after: list[list[Tensor]] | None = None,
-) -> tuple[list[Tensor], list[int], int]:
-    """Return the final weights, the number of updates by server, and of gradients computed.
-
-    `after` receives the weights of the first server after each of its updates.
-    """
+    rule: Rule, record: Arrivals, *, optimizer: str = "sgd"
+) -> tuple[list[list[Tensor]], int]:
+    """Return the weights after each update, and the number of gradients computed."""
     model, calls = build(), 0
     weights = list(model.parameters())
-    parts = []
-    divided = divide([weight.nbytes for weight in weights], len(records))
-    for numbers, arrivals in zip(divided, records, strict=True):
-        own = [weights[number].detach().clone().requires_grad_() for number in numbers]
-        updates = OPTIMIZERS[optimizer](own, lr=1.0, **SETTINGS)
-        parts.append(Part(ParameterServer(own, updates, schedule, rule), numbers, arrivals))
+    own = [weight.detach().clone().requires_grad_() for weight in weights]
+    server = ParameterServer(own, OPTIMIZERS[optimizer](own, lr=1.0, **SETTINGS), schedule, rule)
 
     def gradient(_: int, number: int) -> tuple[Sequence[Tensor], float]:
         nonlocal calls
@@ -68,17 +57,11 @@ def replayed(
         loss = loss_of(model, number)
         return torch.autograd.grad(loss, weights), loss.item()
 
-    made = [0] * len(parts)
-    for server_number, applied in replay(parts, weights, gradient):
-        assert applied.update == made[server_number]
-        made[server_number] += 1
-        if server_number == 0 and after is not None:
-            after.append([weight.detach().clone() for weight in parts[0].server.weights])
-    final = [weight.detach() for weight in weights]
-    for part in parts:
-        for number, values in zip(part.numbers, part.server.weights, strict=True):
-            final[number] = values.detach()
-    return final, made, calls
+    after: list[list[Tensor]] = []
+    for applied in replay(server, record, weights, gradient):
+        assert applied.update == len(after)
+        after.append([weight.detach().clone() for weight in own])
+    return after, calls
 
 
 def run_for_real(

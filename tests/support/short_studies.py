@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from largebatch.lab.studies.runner import cells_of
+from largebatch.lab.studies.runner import Runs, kind_of
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import RATE, Cell, load_study
+from largebatch.lab.studies.study import Cell, Machine, load_study
 from largebatch.lab.studies.trained import CellResults, TrainedCell, results_of
 
 Json = dict[str, Any]
@@ -73,8 +73,7 @@ STALENESS: Json = {
     "staleness": {
         "machines": {"overhead": 0.01, "sample": 0.001, "link": {"bandwidth": 1e9}},
         "times": {
-            "usual": {"factor": {"kind": "lognormal", "median": 1.0, "sigma": 0.1}},
-            "slow": {"factor": {"kind": "constant", "seconds": 1.0}, "slow": {0: 5.0}},
+            "usual": {"kind": "lognormal", "median": 1.0, "sigma": 0.1},
         },
         "grids": [GRID],
     },
@@ -82,8 +81,7 @@ STALENESS: Json = {
 ON_HOSTS: Json = {
     "workers": [2],
     "mini_batch": 16,
-    "computed": 2,
-    "compute": {"overhead": 0.01, "sample": 0.001},
+    "compute": {"overhead": 0.01, "sample": 0.001, "computed": 2},
     "warm_up": 1,
     "updates": 4,
 }
@@ -96,32 +94,24 @@ SERVERS: Json = {
             "central": {"centralised": 1},
             "beside": "decentralised",
             "ring": "torch",
-            "ring-horovod": "horovod",
         },
     },
     "recipes": {
         "lenet5": {
             "recipe": "digits_96",
             "set": {**PLAIN, "duration": {"steps": 40}},
-            "on_hosts": {**ON_HOSTS, "paper": "faster"},
+            "on_hosts": ON_HOSTS,
         }
     },
 }
-STEPS = {"kind": "steps", "at": [{"steps": 5}], "gamma": 0.1}
 SCALING: Json = {
     "name": "tiny",
     "seeds": 1,
-    "scaling": {
-        "megabits": 1000, "workers": [2],
-        "inside": {"gigabytes_per_second": 1.0, "seconds": 0.001},
-    },
+    "scaling": {"megabits": 1000, "workers": [2]},
     "recipes": {
         "lenet5": {
             "recipe": "digits_96",
-            "set": {
-                **PLAIN, "duration": {"steps": 40},
-                "schedule": {"peak_lr": 0.02, "warmup": {"steps": 2}, "decay": STEPS},
-            },
+            "set": {**PLAIN, "duration": {"steps": 40}},
             "on_hosts": ON_HOSTS,
         }
     },
@@ -150,36 +140,35 @@ def write_study(folder: Path, study: Json = POLICIES, **changes: Any) -> Path:  
 
 def cells_in(folder: Path, study: Json = POLICIES, **changes: Any) -> list[Cell]:  # noqa: ANN401 -- any part of a study
     """Return the cells of a study with other parts."""
-    return cells_of(load_study(write_study(folder, study, **changes)), folder)
+    given = load_study(write_study(folder, study, **changes))
+    return list(kind_of(given).cells_of(given, folder))
 
 
-def a_record(
-    top1: float, *, seed: int, evaluations: Sequence[tuple[int, float]] = (), batch: int = 96
-) -> Json:
+def opened(folder: Path, study: Json = POLICIES, **changes: Any) -> Runs:  # noqa: ANN401 -- any part of a study
+    """Return the runs of a study with other parts, in the folder `out`."""
+    cells = cells_in(folder, study, **changes)
+    return Runs(cells=cells, store=Store(folder / "out"), machine=Machine())
+
+
+def a_record(top1: float, *, seed: int, evaluations: Sequence[tuple[int, float]] = ()) -> Json:
     """Return the record of a run of 12 updates of a second, evaluated after these updates."""
     return {
-        "values": {},
+        "rate": None,
         "top1": top1,
-        "top5": 1.0,
         "loss": 1 - top1,
         "seed": seed,
-        "updates": 12,
         "folder": f"/runs/seed-{seed}",
         "host": "node-7",
         "hardware": "x86_64",
         "evaluations": [
-            {
-                "step": step, "epoch": step / 15, "images": batch * step, "seconds": float(step),
-                "top1": found, "top5": 1.0, "loss": 1 - found,
-            }
-            for step, found in evaluations
+            {"step": step, "seconds": float(step), "top1": found} for step, found in evaluations
         ],
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is measured of a policy, in updates of a second and 96 images each."""
+    """What is measured of a policy, in updates of a second each."""
 
     reached: Sequence[int | None]
     """By seed from 1 on, after how many updates top-1 is 0.9; None: never."""
@@ -191,7 +180,7 @@ class Policy:
     """Accuracies of the search, by rate: the recipe's own, then 0.4 and 2.5 times it."""
 
     scaled: Mapping[float, float] = field(default_factory=dict)
-    """Top-1 of seed 1 at multiples of the rate."""
+    """Top-1 of seed 1 at multiples of the rate, all of SCALES or none."""
 
     diverged: Sequence[int] = ()
     """Seeds."""
@@ -204,14 +193,14 @@ def records_of(cell: TrainedCell, policy: Policy) -> dict[str, Json]:
     for slot in cell.slots:
         if slot.trial:
             rate = list(policy.trials)[slot.trial - 1]
-            record = {**a_record(policy.trials[rate], seed=100), "values": {RATE: rate}}
+            record = {**a_record(policy.trials[rate], seed=100), "rate": rate}
         else:
             top1, reached = policy.top1[slot.seed - 1], policy.reached[slot.seed - 1]
             if slot.scale != 1:
                 top1, reached = policy.scaled[slot.scale], None
             steps = [] if reached is None else [(reached - 1, 0.85), (reached, 0.9)]
             record = a_record(top1, seed=slot.seed, evaluations=steps)
-            record |= {"values": {RATE: best}, "scale": slot.scale}
+            record |= {"rate": best, "scale": slot.scale}
             if slot.seed in policy.diverged:
                 record["diverged"] = "the loss is infinite"
         records[slot.name] = record
@@ -228,16 +217,14 @@ def measured(
 ) -> list[CellResults]:
     """Return the results of policies of which this was measured; `recorded`: also in the folder."""
     seeds = max(len(one.top1) for one in policies.values())
-    scales = sorted({scale for one in policies.values() for scale in one.scaled})
     parts: Json = {
         "policies": {
             name: {"decay": {"kind": "constant"}, "warmup": {"steps": 1 + number}}
             for number, name in enumerate(policies)
         },
-        "search": {"trials": 3, "held_out": 300, "prune": False},
+        "search": {"trials": 3, "held_out": 300},
         "seeds": seeds,
-        "robustness_seeds": int(bool(scales)),
-        **({"robustness_scales": scales} if scales else {}),
+        "robustness_seeds": int(any(one.scaled for one in policies.values())),
         **changes,
     }
     cells = cells_in(folder, **parts)

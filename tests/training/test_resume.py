@@ -16,10 +16,10 @@ from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.stages import run_stages
 from largebatch.training.state import TrainState, Updater
 
-LOCAL_STEPS = "protocol={kind: local_steps, learners: 1, steps: 2, outer: {lr: 0.7, momentum: 0.9}}"
+SINGLE = "protocol={kind: asynchronous, learners: 1, modulation: n}"
 EVERYTHING = a_recipe(CLEAN, "ema: 0.5", AFFINE, STATISTICS, JUDGED)
 AVERAGED = a_recipe(CLEAN, "swa: {over: {steps: 3}, every: {steps: 1}}", STATISTICS)
-LOCALLY = a_recipe(changes=("polish=null", LOCAL_STEPS))
+ASYNCHRONOUS = a_recipe(changes=("polish=null", SINGLE))
 HALVES = a_recipe(CLEAN, "ema: 0.5", changes=HALF)
 
 
@@ -63,7 +63,7 @@ def contents(state: TrainState) -> dict[str, Any]:
         (EVERYTHING, 10, {"model", "updater", "average", "progress", "stages", "snapshot"}),
         (EVERYTHING, 99, {"model", "updater", "average", "progress", "stages"}),
         (AVERAGED, 7, {"model", "updater", "average", "progress", "stages"}),
-        (LOCALLY, 4, {"model", "updater", "progress", "extra"}),
+        (ASYNCHRONOUS, 4, {"model", "updater", "progress", "extra"}),
         (HALVES, 7, {"model", "updater", "scaler", "average", "progress", "stages"}),
     ],
 )

@@ -1,24 +1,27 @@
-"""Compare the planner with published runs that it was not fitted to.
+"""Fit the planner's constants to published runs, and compare it with runs that were left out.
 
     python -m benchmarks.studies.planner.planner [--rows benchmarks/studies/planner/rows.csv]
 
-Every system of MLPerf's ResNet-50 results is left out once and predicted from the others; beside it
-is a model of five constants, without data sheets or network, left out in its own way: a
-generation's runs with equal nodes and batch together. Then each generation of GPUs is left out
-whole and predicted from its data sheet and one run on a single node, for every such run, and from
-its data sheet alone. `--rows` predicts more runs, of which the planner knows nothing, in the
-columns of the installed file.
+The constants are fitted in logarithms, so that all stay positive and errors count as ratios, by
+least squares to `runs.csv` and to a prior, which a constant keeps if no run depends on it. Every
+system of MLPerf's ResNet-50 results is left out once and predicted from the others, and each
+generation of GPUs is left out whole and predicted from its data sheet. The interval is conformal
+(Lei et al. 2018, arXiv:1604.04173, section 5.2): the errors of left-out systems, in units of the
+error that the fit expects of each, give the factor for the next one. `--rows` predicts more runs.
 
-Frozen results: planner, of 5e5e2716; planner_here (this machine against `plan --calibrate`), of
+The constants are those of largebatch.lab.planner.model. Frozen results: planner, of 5e5e2716, which
+compared a model of five constants too; planner_here (this machine against `plan --calibrate`), of
 f0658091; planner_logs (starts and evaluations in MLPerf's logs), of 5e5e2716.
 """
 
 import argparse
+import csv
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,186 +29,259 @@ from scipy.optimize import least_squares
 
 from benchmarks.speed.measuring import write
 from largebatch.formatting import aligned
-from largebatch.lab.planner.calibration import (
-    IMAGES,
-    VALIDATION,
-    LeftOut,
-    Published,
-    fit,
-    installed_fit,
-    installed_left_out,
-    parse_runs,
-    published_runs,
-    quantile,
-)
-from largebatch.lab.planner.cluster import Generation
+from largebatch.lab.planner.cluster import Cluster, Generation, Software, load_cluster
+from largebatch.lab.planner.model import Constants, Load, evaluation_seconds, machine, step_seconds
+from largebatch.lab.planner.suggest import IMAGES, VALIDATION
 
-START = np.log([1500, 3200, 0.01, 0.002, 0.0007])
-SCALE = 0.05
-"""Ratio up to which an error counts by its square."""
+RUNS = Path(__file__).with_name("runs.csv")
+GENERATIONS: tuple[Generation, ...] = get_args(Generation)
+EVALUATE_EVERY = 4
+"""Epochs between two evaluations, by MLPerf's rules."""
 
-EVALUATION = VALIDATION / 3 / 4 / IMAGES
-"""Validation forward passes every four epochs, as a fraction of the training time."""
+COVERAGE = 0.9
+"""Probability that an interval holds the time."""
 
+NOISE = 0.05
+"""Expected deviation of a run from the model, as a ratio; it weights runs against priors."""
 
-def main() -> None:
-    """Leave out, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path, help="more runs, in the columns of the installed CSV")
-    args = parser.parse_args()
-    result = published()
-    if args.rows is not None:
-        result["more runs"] = more(args.rows)
-    print(write("planner", result))
+PRIOR: dict[str, tuple[float, float]] = {
+    "scale": (3.1, 1.0),
+    **{f"deviation {name}": (1.0, 0.15) for name in GENERATIONS},
+    "launch launched": (0.006, 0.7),
+    "launch graphs": (0.002, 0.7),
+    "level": (0.0003, 0.7),
+    "start launched": (4.2, 0.3),
+    "start graphs": (0.63, 0.2),
+    "evaluation": (0.039, 0.15),
+}
+"""The size of each constant, and the standard deviation of its logarithm.
 
+scale: PyTorch on one A100 makes 2,470 images a second (NVIDIA DeepLearningExamples), 3.1 in these
+units. launch: about 1,000 kernels at 6 microseconds from the CPU, at 2 in a graph. start and
+evaluation: geometric means in the logs of systems of 32 nodes or more, and their standard errors
+(benchmarks/results/planner_logs_*.json). The level is an assumption, chosen after looking at the
+runs, which determine it only with A100s among them.
+"""
 
-def published() -> dict[str, Any]:
-    """Leave out systems and generations, and print the errors."""
-    left_out = installed_left_out()
-    old = [one for one in left_out if one.run.generation != "hopper"]
-    before = dict(zip(old, baseline_errors([one.run for one in old]), strict=True))
-    inside = dict(zip(left_out, covered(left_out), strict=True))
-    rows = [_row(one, covered=inside[one], five=before.get(one)) for one in left_out]
-    print_rows(rows)
-    summaries = {
-        "ours, systems on V100 and A100": summary([one.error for one in old]),
-        "five constants": summary(list(before.values())),
-    }
-    generations = [_generation(each) for each in published_runs() if _is_single(each)]
-    largest = max(each["largest"] for each in generations)
-    summaries["a generation left out whole, worst of all single nodes"] = {"largest": largest}
-    for generation in ("volta", "ampere"):
-        alone = leave_generation_out(published_runs(), generation)
-        errors = summary([one.error for one in alone])
-        summaries[f"{generation} left out whole, with no node kept"] = errors
-    for name, found in summaries.items():
-        print(name, {key: f"{value:.1%}" for key, value in found.items()})
-    share = sum(inside.values()) / len(inside)
-    print(f"covered by 90 % intervals: {share:.1%}")
-    return {
-        "left out": rows,
-        "summaries": summaries,
-        "generations": generations,
-        "covered": share,
-        "quantile": quantile(left_out),
-        "constants": asdict(installed_fit().constants),
-    }
+Vector = NDArray[np.float64]
 
 
-def more(file: Path) -> dict[str, Any]:
-    """Predict the runs of a file, which the planner was not fitted to."""
-    factor, known = quantile(installed_left_out()), installed_fit()
-    runs = parse_runs(file.read_text(encoding="utf-8").splitlines())
-    rows = [_row(one, covered=one.score <= factor, five=None) for one in map(known.predict, runs)]
-    print_rows(rows)
-    return {"rows": rows, "summary": summary([row["error"] for row in rows])}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Result of one system, and the work of its steps."""
+
+    system: str
+    generation: Generation
+    cluster: Cluster
+    software: Software
+    epochs: float
+    seconds: float
+    global_batch: int
+    load: Load
+
+    def predicted(self, constants: Constants) -> float:
+        """Return the time of its start, whole steps of every epoch, and its evaluations.
+
+        The entries start each epoch with a new batch, so an epoch has ceil(images / batch) steps;
+        their learning-rate schedules, which count steps, confirm it.
+        """
+        on = machine(self.cluster, constants, software=self.software)
+        steps = self.epochs * math.ceil(IMAGES / self.global_batch)
+        one = evaluation_seconds(on, workers=self.load.workers, samples=VALIDATION)
+        evaluations = self.epochs / EVALUATE_EVERY * one
+        return on.start + steps * step_seconds(on, self.load).seconds + evaluations
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Print runs with the errors of both models."""
-    table = [["round", "system", "GPUs", "batch", "seconds", "ours", "in 90 %", "five constants"]]
-    table += [
-        [
-            row["round"], row["system"], f"{row['gpus']:,}", f"{row['batch']:,}",
-            f"{row['seconds']:,.1f}", f"{row['error']:+.1%}", "yes" if row["covered"] else "no",
-            "" if row["five constants"] is None else f"{row['five constants']:+.1%}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    print(aligned(table, right=range(2, 8)))
+def read_runs(file: Path) -> list[Published]:
+    """Return the runs of a CSV, each system once; a line that starts with # is a comment."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    runs = [_run(row) for row in csv.DictReader(line for line in lines if line[:1] != "#")]
+    return list({(run.system, run.seconds): run for run in runs}.values())
 
 
-def leave_generation_out(
-    runs: Sequence[Published], generation: Generation, *, keep: Sequence[Published] = ()
-) -> list[LeftOut]:
-    """Predict a generation of GPUs from all others, its data sheets and the runs in `keep`.
+def _run(row: dict[str, str]) -> Published:
+    workers, batch = int(row["accelerators"]), int(row["global_batch"])
+    cluster = load_cluster(row["cluster"])
+    assert cluster.gpu is not None
+    changes = {"gpus_per_node": workers // int(row["nodes"]), "sharp": row["sharp"] == "yes"}
+    return Published(
+        system=row["system"],
+        generation=cluster.gpu.generation,
+        cluster=cluster.model_copy(update=changes),
+        software="graphs" if float(row["round"].lstrip("v")) >= 1 else "launched",
+        epochs=(float(row["epochs_min"]) + float(row["epochs_max"])) / 2,
+        seconds=float(row["seconds"]),
+        global_batch=batch,
+        load=Load(
+            workers=workers,
+            device_batch=batch // workers,
+            overlap=row["overlap"] == "yes",
+            sync_workers=max(1, int(row["bn_span"]) // (batch // workers)),
+        ),
+    )
 
-    The runs in `keep` are not returned.
-    """
-    found = fit([run for run in runs if run.generation != generation] + list(keep))
-    left = [run for run in runs if run.generation == generation and run not in keep]
-    return [found.predict(run) for run in left]
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted constants, and the covariance of their logarithms."""
+
+    logs: Vector
+    covariance: Vector
+
+    @property
+    def constants(self) -> Constants:
+        """The constants themselves."""
+        return _constants(self.logs)
+
+    def predict(self, run: Published) -> "LeftOut":
+        """Predict a run that is not among those of the fit."""
+        seconds = run.predicted(self.constants)
+        return LeftOut(run, seconds, self.deviation(run.predicted))
+
+    def deviation(self, seconds: Callable[[Constants], float]) -> float:
+        """Return the standard deviation of the logarithm of a time."""
+        steps = 1e-4 * np.eye(len(self.logs))
+        slope = np.array([
+            math.log(seconds(_constants(self.logs + step)) / seconds(_constants(self.logs - step)))
+            for step in steps
+        ]) / 2e-4  # fmt: skip
+        return math.sqrt(NOISE**2 + float(slope @ self.covariance @ slope))
 
 
-def covered(left_out: Sequence[LeftOut]) -> list[bool]:
-    """Return, for each system, True if it lies in the interval from the errors of all others."""
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Prediction of a run from others."""
+
+    run: Published
+    predicted: float
+    deviation: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over published time, less one."""
+        return self.predicted / self.run.seconds - 1
+
+    @property
+    def score(self) -> float:
+        """Distance of the logarithms in expected deviations."""
+        return abs(math.log(self.predicted / self.run.seconds)) / self.deviation
+
+
+def fit(
+    runs: Sequence[Published],
+    *,
+    near: Fit | None = None,
+    prior: Mapping[str, tuple[float, float]] = PRIOR,
+) -> Fit:
+    """Return the constants that fit the runs best; the search starts at another fit's."""
+    centre, width = np.array([(math.log(size), width) for size, width in prior.values()]).T
+
+    def residuals(logs: Vector) -> Vector:
+        constants = _constants(logs)
+        ratios = [run.predicted(constants) / run.seconds for run in runs]
+        return np.concatenate([np.log(ratios) / NOISE, (logs - centre) / width])
+
+    start = centre if near is None else near.logs
+    found = least_squares(residuals, start, method="lm", ftol=1e-6, xtol=1e-6)
+    return Fit(found.x, np.linalg.inv(found.jac.T @ found.jac))
+
+
+@cache
+def fitted() -> Fit:
+    """Return the fit to all runs."""
+    return fit(read_runs(RUNS))
+
+
+@cache
+def left_out() -> tuple[LeftOut, ...]:
+    """Return the prediction of each run from those of other systems."""
+    runs, near = read_runs(RUNS), fitted()
+    return tuple(
+        fit([one for one in runs if one.system != run.system], near=near).predict(run)
+        for run in runs
+    )
+
+
+def leave_generation_out(generation: Generation) -> list[LeftOut]:
+    """Predict a generation of GPUs from all others and its data sheets."""
+    runs = read_runs(RUNS)
+    found = fit([run for run in runs if run.generation != generation])
+    return [found.predict(run) for run in runs if run.generation == generation]
+
+
+def quantile(predictions: Sequence[LeftOut]) -> float:
+    """Return the expected deviations that hold the next run with probability COVERAGE."""
+    scores = sorted(one.score for one in predictions)
+    rank = math.ceil(COVERAGE * (len(scores) + 1))
+    return scores[min(rank, len(scores)) - 1]
+
+
+def covered(predictions: Sequence[LeftOut]) -> list[bool]:
+    """Return, for each system, True if it is in the interval from the errors of all others."""
     return [
-        one.score <= quantile([other for other in left_out if other is not one]) for one in left_out
+        one.score <= quantile([other for other in predictions if other is not one])
+        for one in predictions
     ]
 
 
-def summary(errors: Sequence[float]) -> dict[str, float]:
+def summary(predictions: Sequence[LeftOut]) -> dict[str, float]:
     """Return the median, the 90th percentile and the largest of absolute errors."""
-    sizes = np.abs(errors)
-    return {
-        "median": float(np.median(sizes)),
-        "90th percentile": float(np.quantile(sizes, 0.9)),
-        "largest": float(sizes.max()),
-    }
+    sizes = np.abs([one.error for one in predictions])
+    found = [np.median(sizes), np.quantile(sizes, 0.9), sizes.max()]
+    return dict(zip(("median", "90th percentile", "largest"), map(float, found), strict=True))
 
 
-def _row(one: LeftOut, *, covered: bool, five: float | None) -> dict[str, Any]:
-    return {
-        "round": one.run.round,
-        "system": one.run.system,
-        "gpus": one.run.workers,
-        "batch": one.run.global_batch,
-        "seconds": one.run.seconds,
-        "predicted": one.predicted,
-        "error": one.error,
-        "covered": covered,
-        "five constants": five,
-    }
-
-
-def _is_single(run: Published) -> bool:
-    return run.workers == run.cluster.gpus_per_node and run.generation != "hopper"
-
-
-def _generation(single: Published) -> dict[str, Any]:
-    left_out = leave_generation_out(published_runs(), single.generation, keep=[single])
-    errors = [one.error for one in left_out]
-    return {"single node": f"{single.round} {single.system}", "n": len(errors), **summary(errors)}
-
-
-def baseline(runs: Sequence[Published]) -> NDArray[np.float64]:
-    """Fit the five constants: rates of V100 and A100, their launch times, and that of a level.
-
-    A step takes b (1 + evaluation) / rate + launch + level log2(nodes), with b images on a GPU.
-    Returns logarithms, fitted with the soft L1 loss, so that single runs do not bend them.
-    """
-    found = least_squares(
-        lambda logs: [math.log(baseline_seconds(run, logs) / run.seconds) for run in runs],
-        START,
-        loss="soft_l1",
-        f_scale=SCALE,
+def _constants(logs: Vector) -> Constants:
+    values = dict(zip(PRIOR, map(math.exp, logs), strict=True))
+    return Constants(
+        scale=values["scale"],
+        deviations={name: values[f"deviation {name}"] for name in GENERATIONS},
+        launch={"launched": values["launch launched"], "graphs": values["launch graphs"]},
+        level=values["level"],
+        start={"launched": values["start launched"], "graphs": values["start graphs"]},
+        evaluation=values["evaluation"],
     )
-    return np.asarray(found.x)
 
 
-def baseline_seconds(run: Published, logs: NDArray[np.float64]) -> float:
-    """Return the time of a run on V100 or A100."""
-    first = run.generation == "volta"
-    rate, launch, level = np.exp(logs[[0, 2, 4] if first else [1, 3, 4]])
-    step = run.device_batch * (1 + EVALUATION) / rate + launch + level * math.log2(_nodes(run))
-    return float(step * run.epochs * IMAGES / run.global_batch)
+def main() -> None:
+    """Fit, leave out, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, help="more runs, in the columns of runs.csv")
+    args = parser.parse_args()
+    predictions = left_out()
+    result: dict[str, Any] = {
+        "constants": asdict(fitted().constants),
+        "quantile": quantile(predictions),
+        "left out": _rows(predictions, covered(predictions)),
+        "summaries": {
+            "systems on V100 and A100": summary(
+                [one for one in predictions if one.run.generation != "hopper"]
+            ),
+            "volta left out whole": summary(leave_generation_out("volta")),
+            "ampere left out whole": summary(leave_generation_out("ampere")),
+        },
+    }
+    if args.rows is not None:
+        more = [fitted().predict(run) for run in read_runs(args.rows)]
+        inside = [one.score <= result["quantile"] for one in more]
+        result["more runs"] = _rows(more, inside)
+    print(write("planner", result))
 
 
-def baseline_errors(runs: Sequence[Published]) -> list[float]:
-    """Return the error at each run from a fit without its generation, nodes and batch."""
-    errors = []
-    for left in runs:
-        found = baseline([run for run in runs if _like(run) != _like(left)])
-        errors.append(baseline_seconds(left, found) / left.seconds - 1)
-    return errors
-
-
-def _nodes(run: Published) -> int:
-    return run.workers // run.cluster.gpus_per_node
-
-
-def _like(run: Published) -> tuple[str, int, int]:
-    return run.generation, _nodes(run), run.global_batch
+def _rows(predictions: Sequence[LeftOut], within: Sequence[bool]) -> list[dict[str, Any]]:
+    rows = [
+        {
+            "system": one.run.system,
+            "GPUs": one.run.load.workers,
+            "batch": one.run.global_batch,
+            "seconds": one.run.seconds,
+            "error": round(one.error, 4),
+            "in 90 %": inside,
+        }
+        for one, inside in zip(predictions, within, strict=True)
+    ]
+    print(aligned([list(rows[0]), *([str(each) for each in row.values()] for row in rows)]))
+    return rows
 
 
 if __name__ == "__main__":

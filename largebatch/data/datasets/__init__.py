@@ -28,11 +28,12 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     """Write the data set `name` from `source`, an archive or its folder, to `out` as shards.
 
     `options` are the keyword arguments of its opener. Returns lines to print: the ignored files,
-    the division, with `drop_bad` the images that cannot be used, and images of val that are equal
-    to one of train. Raises DataError if files are missing; the message says which are expected.
+    the division, and with `drop_bad` the images that cannot be used. Raises DataError if files are
+    missing; the message says which are expected.
     """
     from largebatch.data.datasets import arrays, image_folder, parquet
     from largebatch.data.datasets.packing import write_shards
+    from largebatch.errors import shorten
     from largebatch.storage import require_new
 
     official = ("cifar10", "cifar100", "mnist", "fashion-mnist")
@@ -43,9 +44,10 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     }
     if name not in openers:
         raise ValueError(f"expected one of {', '.join(openers)}, got {name!r}")
-    require_new(out)  # before an archive is unpacked, which may take an hour
-    with openers[name](source, scratch=out.parent, **(options or {})) as data_set:
-        remarks = write_shards(
+    require_new(out)
+    with openers[name](source, **(options or {})) as data_set:
+        bad = write_shards(
             data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
         )
-    return [*data_set.remarks, *remarks]
+    left_out = [f"{len(bad)} images left out:\n  " + shorten(bad, between="\n  ")] if bad else []
+    return [*data_set.remarks, *left_out]

@@ -5,10 +5,7 @@ unpacked, because CIFAR's archives contain pickles, which can run any program wh
 Nothing is downloaded.
 """
 
-import gzip
-import hashlib
 import io
-import tarfile
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +18,6 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from largebatch.data.datasets.archives import DAMAGED, fault, unpacking
 from largebatch.data.datasets.packing import SPLITS, TRAIN, DataSet, Sample, in_parts
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
@@ -39,76 +35,54 @@ def data_set(classes: Sequence[str], splits: Mapping[str, Split]) -> DataSet:
 
     def samples(split: str) -> Iterator[Sample]:
         pixels, labels = splits[split]
-        return in_parts(lambda row: Sample(png(pixels[row]), "png", int(labels[row])), len(labels))
+
+        def encode(row: int) -> Sample:
+            buffer = io.BytesIO()
+            Image.fromarray(pixels[row]).save(buffer, format="png")
+            return Sample(buffer.getvalue(), "png", int(labels[row]))
+
+        return in_parts(encode, len(labels))
 
     return DataSet(classes, {split: len(labels) for split, (_, labels) in splits.items()}, samples)
 
 
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Return an image, H x W or H x W x 3, as the content of a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="png")
-    return buffer.getvalue()
-
-
 @contextmanager
-def open_official(source: Path, *, name: str, scratch: Path) -> Iterator[DataSet]:
-    """Read the official archives of `name` in the folder `source`; unpack them in `scratch`.
+def open_official(source: Path, *, name: str) -> Iterator[DataSet]:
+    """Read the official archives of `name` in the folder `source`.
 
     CIFAR's one archive may also be `source` itself.
     """
     require_torchvision()
     from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST
+    from torchvision.datasets.utils import check_integrity, extract_archive
 
-    kinds: dict[str, Any] = {
+    kind: Any = {
         "cifar10": CIFAR10,
         "cifar100": CIFAR100,
         "mnist": MNIST,
         "fashion-mnist": FashionMNIST,
-    }
-    kind = kinds[name]
+    }[name]
     if issubclass(kind, CIFAR10):
         archive = source if source.is_file() else source / kind.filename
         archives, url = {archive: kind.tgz_md5}, kind.url.removesuffix(kind.filename)
     else:
         archives, url = {source / file: md5 for file, md5 in kind.resources}, kind.mirrors[0]
-    _require_official(archives, url)
-    with unpacking(source, scratch), warnings.catch_warnings():
+    for archive, md5 in archives.items():
+        if not check_integrity(archive, md5):
+            raise DataError(
+                f"{archive}: expected the official archive, with the MD5 {md5}, as of "
+                f"{url}{archive.name}; its folder must hold {', '.join(p.name for p in archives)}"
+            )
+    with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of NumPy, about types in old pickles
-        scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=scratch) as root:
-            for path in archives:
-                if issubclass(kind, CIFAR10):
-                    with tarfile.open(path) as tar:
-                        tar.extractall(root, filter="data")
-                else:
-                    raw = Path(root) / kind.__name__ / "raw"
-                    raw.mkdir(parents=True, exist_ok=True)
-                    (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
-            read = {split: kind(root, train=split == TRAIN) for split in SPLITS}
+        raw = Path(root) / kind.__name__ / "raw"
+        raw.mkdir(parents=True)
+        for archive in archives:
+            extract_archive(archive, root if issubclass(kind, CIFAR10) else raw)
+        read = {split: kind(root, train=split == TRAIN) for split in SPLITS}
     splits = {
         split: Split(*(torch.as_tensor(array).numpy() for array in (each.data, each.targets)))
         for split, each in read.items()
     }
     classes = tuple(map(str, range(10))) if kind is MNIST else read[TRAIN].classes
     yield data_set(classes, splits)
-
-
-def _require_official(archives: Mapping[Path, str], url: str) -> None:
-    missing = [archive for archive in archives if not archive.is_file()]
-    if missing:
-        raise DataError(
-            f"{missing[0].parent}: {len(missing)} of {len(archives)} archives are missing; "
-            f"download into this folder: {', '.join(url + archive.name for archive in missing)}"
-        )
-    for archive, expected in archives.items():
-        try:
-            with archive.open("rb") as file:
-                actual = hashlib.file_digest(file, "md5").hexdigest()
-        except DAMAGED as error:
-            raise fault(archive, error, expected="archive") from error
-        if actual != expected:
-            raise DataError(
-                f"{archive}: its MD5 is {actual}, the official archive's is {expected}; download "
-                f"it again from {url}"
-            )

@@ -6,7 +6,6 @@ Repository, doi 10.24432/C50P49, CC BY 4.0), which scikit-learn's `load_digits` 
 are written once into the user's cache folder and read like any other image folder.
 """
 
-import shutil
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -34,20 +33,18 @@ def write_digits() -> Path:
         return root
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix="digits-", dir=cache))
+        with tempfile.TemporaryDirectory(prefix="digits-", dir=cache) as partial:
+            _write_images(Path(partial, "digits"))
+            try:
+                Path(partial, "digits").rename(root)
+            except OSError:
+                if not root.is_dir():  # otherwise another process was first, with the same images
+                    raise
     except OSError as error:
         raise DataError(
             f"{cache}: the digits cannot be written there ({error.strerror}); set XDG_CACHE_HOME "
-            f"to a writable folder"
+            "to a writable folder"
         ) from None
-    try:
-        _write_images(partial)
-        partial.rename(root)
-    except OSError:
-        if not root.is_dir():  # otherwise another process was first, with the same images
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return root
 
 

@@ -30,7 +30,7 @@ from PIL import Image
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, show
 from largebatch.data.index.headers import BadImageError, require_mode
-from largebatch.data.index.index import Index, Paths, pack, unpack
+from largebatch.data.index.index import Index, pack, unpack
 from largebatch.data.types import Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
@@ -102,7 +102,7 @@ def open_own(name: str) -> tuple[Items, Items]:
     result = call()
     needed = ("__len__", "__getitem__")
     is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or not all(hasattr(split, name) for split in result for name in needed):
+    if not is_pair or not all(hasattr(split, each) for split in result for each in needed):
         raise DataError(
             f"{name}: expected it to return two data sets with a length and items, (train, val)"
         )
@@ -117,7 +117,10 @@ def index_items(items: Items, *, classes: int, backend: Backend) -> Index:
     """
     content = None
     if backend.rank == 0:
-        content = pack({"classes": _class_names(items, classes)}, _measure(items, classes))
+        names = getattr(items.dataset, "classes", None)
+        if not isinstance(names, (list, tuple)) or len(names) != classes:
+            names = [f"class {number}" for number in range(classes)]
+        content = pack({"classes": list(map(str, names))}, _measure(items, classes))
     header, arrays = unpack(broadcast_bytes(content, backend))
     digest = hashlib.sha256(items.name.partition(" ")[0].encode("ascii"))
     for name in sorted(arrays):
@@ -125,19 +128,12 @@ def index_items(items: Items, *, classes: int, backend: Backend) -> Index:
     return Index(
         root=Path(items.name),
         classes=tuple(header["classes"]),
-        paths=Paths([items.name], np.broadcast_to(np.int64(0), len(arrays["labels"]))),
+        paths=[items.name] * len(arrays["labels"]),
         labels=arrays["labels"],
         heights=arrays["heights"],
         widths=arrays["widths"],
         digest=digest.hexdigest(),
     )
-
-
-def _class_names(items: Items, classes: int) -> list[str]:
-    names = getattr(items.dataset, "classes", None)
-    if isinstance(names, (list, tuple)) and len(names) == classes:
-        return [str(name) for name in names]
-    return [f"class {number}" for number in range(classes)]
 
 
 def _measure(items: Items, classes: int) -> dict[str, IntArray]:
@@ -175,20 +171,16 @@ def _fill(
     samples = request.samples[rows].tolist()
     images = zip(samples, request.boxes[rows], request.flips[rows], pixels, strict=True)
     for sample, box, flip, out in images:
-        show(_read_same(items, index, sample), view, box, flip, out)
-
-
-def _read_same(items: Items, index: Index, sample: int) -> Image.Image:
-    image, label = items.read(sample)
-    indexed = index.heights[sample], index.widths[sample], index.labels[sample]
-    if indexed != (image.height, image.width, label):
-        raise DataError(
-            f"{items.name}, item {sample}: it has {image.height} x {image.width} pixels and class "
-            f"{label}, but had {indexed[0]} x {indexed[1]} and class {indexed[2]} when the run "
-            "started; items must not change: random crops and flips belong into the recipe's data "
-            "section"
-        )
-    return image
+        image, label = items.read(sample)
+        found = image.height, image.width, label
+        indexed = index.heights[sample], index.widths[sample], index.labels[sample]
+        if indexed != found:
+            raise DataError(
+                f"{items.name}, item {sample}: its height, width and class are {found}, but were "
+                f"{tuple(map(int, indexed))} when the run started; items must not change: random "
+                "crops and flips belong into the recipe's data section"
+            )
+        show(image, view, box, flip, out)
 
 
 def _to_pillow(image: object) -> Image.Image:

@@ -18,17 +18,14 @@ import torch
 from torch.utils import dlpack
 
 from largebatch.data.decoders.orientation import as_stored, turn_resized
-from largebatch.data.decoders.reader import Reader, Reading, name_of, open_reader, read_ahead
+from largebatch.data.decoders.prefetch import Transfer
+from largebatch.data.decoders.reader import Reader, Reading, open_reader, read_ahead
+from largebatch.data.decoders.torchvision import encoded_images, to_pillow
 from largebatch.data.index.index import Index
-from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Decode, Request, Resources, View
-from largebatch.errors import DataError
 from largebatch.optional import require_dali
 
 AHEAD = 2  # number of batches finished or in progress when one is requested
-WEBP_WITH_FLAGS, WEBP_FLAGS, WEBP_EXIF = b"WEBPVP8X", 20, np.uint8(8)
-"""Bytes 8 to 15 of a WebP with flags, the position of the flags, and that of EXIF, which is cleared
-because DALI fails to find EXIF behind a chunk of odd length; the index holds the orientation."""
 
 _Numbers = npt.NDArray[np.int32]
 _Inputs = tuple[Any, _Numbers, _Numbers, _Numbers]
@@ -56,15 +53,12 @@ class _Graph:
     view: View
     device: torch.device
 
-    def build(self, source: "_Source", *, batch_size: int, threads: int, ahead: int) -> Any:  # noqa: ANN401 -- DALI is optional
-        at_once = ahead > 1
+    def build(self, source: "_Source", resources: Resources) -> Any:  # noqa: ANN401 -- DALI is optional
         pipeline = self.dali.Pipeline(
-            batch_size=batch_size,
-            num_threads=threads,
+            batch_size=resources.batch_size,
+            num_threads=resources.threads,
             device_id=self.device.index if self.device.type == "cuda" else None,
-            prefetch_queue_depth=ahead,
-            exec_pipelined=at_once,
-            exec_async=at_once,
+            prefetch_queue_depth=AHEAD,
         )
         with pipeline:
             pipeline.set_outputs(self._images(source))
@@ -107,33 +101,24 @@ class _Graph:
 
 
 class _Source:
+    """The inputs of the current pass.
+
+    They are dropped after it, else index and buffers live until Python collects DALI's graphs,
+    which are cyclic.
+    """
+
     def __init__(self) -> None:
-        self._inputs: Iterator[_Inputs] = iter(())
-
-    @contextmanager
-    def giving(self, inputs: Generator[_Inputs, None, None]) -> Iterator[None]:
-        """Use these inputs in the block and drop them after it.
-
-        Otherwise index and buffers live until Python collects DALI's graphs, which are cyclic.
-        """
-        self._inputs = inputs
-        try:
-            with closing(inputs):
-                yield
-        finally:
-            self._inputs = iter(())
+        self.inputs: Iterator[_Inputs] = iter(())
 
     def next(self) -> _Inputs:
-        return next(self._inputs)
+        return next(self.inputs)
 
 
 @contextmanager
 def _open(graph: _Graph, resources: Resources) -> Iterator[Decode]:
     source = _Source()
     with open_reader(graph.index, resources.reads) as reader:
-        pipeline = graph.build(
-            source, batch_size=resources.batch_size, threads=resources.threads, ahead=AHEAD
-        )
+        pipeline = graph.build(source, resources)
         yield partial(_run, graph, pipeline, source, reader)
 
 
@@ -148,24 +133,31 @@ def _run(
     index, device = graph.index, graph.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     transfer, under_way = Transfer(device), deque[_UnderWay]()
-    with source.giving(_inputs(graph, read_ahead(requests, reader), under_way)):
-        while True:
-            try:
-                (images,) = pipeline.run(stream)
-            except StopIteration:
-                pipeline.reset()  # for the next pass
-                return
-            except RuntimeError:
-                _name_culprit(graph, under_way)
-                raise
-            reading, _ = under_way.popleft()
-            reader.release(reading)
-            samples = reading.request.samples
-            pixels = dlpack.from_dlpack(images.as_tensor())
-            if graph.view.channels_last:
-                pixels = pixels.permute(0, 3, 1, 2)
-            turn_resized(pixels, index, reading.request)
-            yield Batch(pixels, *transfer.send(torch.from_numpy(index.labels[samples])))
+    with closing(_inputs(graph, read_ahead(requests, reader), under_way)) as inputs:
+        source.inputs = inputs
+        try:
+            while True:
+                try:
+                    (images,) = pipeline.run(stream)
+                except StopIteration:
+                    pipeline.reset()  # for the next pass
+                    return
+                except RuntimeError:
+                    # DALI does not report which image it was. Pillow raises an error with its path.
+                    for reading, _ in under_way:
+                        for encoded in encoded_images(reading):
+                            to_pillow(encoded)
+                    raise
+                reading, _ = under_way.popleft()
+                reader.release(reading)
+                samples = reading.request.samples
+                pixels = dlpack.from_dlpack(images.as_tensor())
+                if graph.view.channels_last:
+                    pixels = pixels.permute(0, 3, 1, 2)
+                turn_resized(pixels, index, reading.request)
+                yield Batch(pixels, *transfer.send(torch.from_numpy(index.labels[samples])))
+        finally:
+            source.inputs = iter(())
 
 
 def _inputs(
@@ -178,9 +170,6 @@ def _inputs(
     """
     tensors = graph.dali.tensors
     for reading in readings:
-        for image in reading.contents:
-            if bytes(image[8:16]) == WEBP_WITH_FLAGS:
-                image[WEBP_FLAGS] &= ~WEBP_EXIF
         boxes, flips = as_stored(graph.index, reading.request)
         inputs = (
             tensors.TensorListCPU([tensors.TensorCPU(image, "") for image in reading.contents]),
@@ -190,33 +179,3 @@ def _inputs(
         )
         under_way.append((reading, inputs))
         yield inputs
-
-
-def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
-    """Raise DataError with the path of the image that made a pipeline fail.
-
-    DALI does not report which image it was, so those in progress are decoded again one by one.
-    Returns if all of them can be decoded: the fault is then elsewhere.
-    """
-    singles = [
-        (sample, (reading.contents[row], corners[row], shapes[row], flips[row]))
-        for reading, (_, corners, shapes, flips) in under_way
-        for k, sample in enumerate(reading.request.samples.tolist())
-        for row in [slice(k, k + 1)]
-    ]
-    source = _Source()
-    pipeline = graph.build(source, batch_size=1, threads=1, ahead=1)
-    with source.giving(single for _, single in singles):
-        for sample, _ in singles:
-            try:
-                pipeline.run()
-            except RuntimeError as error:
-                name = name_of(graph.index.locate(sample))
-                raise DataError(
-                    f"{name}: DALI cannot decode this image ({_gist(error)}); replace or remove it"
-                ) from error
-
-
-def _gist(error: RuntimeError) -> str:
-    line = str(error).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
-    return line.replace("sample #0 :", "it").strip()

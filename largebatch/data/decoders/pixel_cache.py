@@ -4,9 +4,7 @@ All workers of a machine map the file, so the pixels are in memory once for any 
 and the next run starts at once. A file in the user's cache holds the pixels of all images, then a
 checksum of them and of the file's name, which contains the index's digest, FORMAT and the version
 of Pillow. A run reads the whole file once before it uses it, because it would not notice pixels
-damaged by the disk (at 2.5 GB/s on one core, if the disk is that fast: 0.1 s for CIFAR-10, 7 s for
-the 16 GB of LIMIT). A damaged file is written again. Files that no run has used for UNUSED_DAYS are
-removed when another is written.
+damaged by the disk. A damaged file is written again.
 
 On a CPU, threads crop and resize one image after the other (`open_decoder`). On a GPU the bytes
 stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`):
@@ -15,16 +13,14 @@ the batched products need many times the arithmetic of resizing single images, a
 for small ones.
 """
 
-import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import PIL
@@ -33,12 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from largebatch.data.augment import clean_request
-from largebatch.data.decoders.prefetch import Part, open_prefetcher
+from largebatch.data.decoders.prefetch import Part, Transfer, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.decoders.torchvision import Encoded, encoded_images, to_pillow
 from largebatch.data.index.index import Index
-from largebatch.data.transfer import Transfer
 from largebatch.data.types import (
     Batch,
     Batches,
@@ -52,10 +47,8 @@ from largebatch.data.types import (
 )
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.recipe.data import Interpolation
 from largebatch.storage import (
     CHECKSUM_BYTES,
-    Mapped,
     Progress,
     checksum,
     is_undamaged,
@@ -64,11 +57,8 @@ from largebatch.storage import (
     whole_file,
 )
 
-Pixels = TypeVar("Pixels", Bytes, Tensor)
-
 LIMIT = 16 * 2**30  # maximum number of bytes of pixels of one split
 FORMAT = 1  # version of the files and of the decoding; files of another version are not used
-UNUSED_DAYS = 30  # days without use after which a file is removed
 EACH = 128  # number of images in one thread's task
 READS = 8  # maximum number of images read at the same time
 SMALL = 40
@@ -80,45 +70,40 @@ AT_ONCE = 2**25
 
 
 @dataclass(frozen=True, slots=True)
-class PixelCache(Generic[Pixels]):
+class PixelCache:
     """Pixels of all images of an index: H x W x 3 bytes each, concatenated."""
 
     index: Index
-    pixels: Pixels
+    pixels: Bytes
     starts: IntArray  # position of the first byte of each image
-    alike: Pixels | None  # the same bytes as N x H x W x 3; None if images differ in size
-    mapped: Mapped | None = None
-    """File that the pixels are mapped from; None if they are on a device."""
 
-    def require_whole(self) -> None:
-        """Raise DataError if the file that the pixels are mapped from was truncated."""
-        if self.mapped is not None:
-            self.mapped.require_whole()
+    @property
+    def one_size(self) -> Bytes | None:
+        """The same bytes as N x H x W x 3; None if images differ in size."""
+        heights, widths = self.index.heights, self.index.widths
+        if (heights != heights[0]).any() or (widths != widths[0]).any():
+            return None
+        return self.pixels.reshape(-1, int(heights[0]), int(widths[0]), 3)
 
-    def part(self, sample: int, box: list[int]) -> Pixels:
+    def part(self, sample: int, box: list[int]) -> Bytes:
         """Return a view of the box of an image, H x W x 3."""
         top, left, height, width = box
-        if self.alike is not None:
-            return self.alike[sample, top : top + height, left : left + width]
         high, wide = int(self.index.heights[sample]), int(self.index.widths[sample])
         start = int(self.starts[sample])
         whole = self.pixels[start : start + high * wide * 3].reshape(high, wide, 3)
         return whole[top : top + height, left : left + width]
 
 
-def make_cache(
-    index: Index, pixels: Pixels, starts: IntArray, *, mapped: Mapped | None = None
-) -> PixelCache[Pixels]:
-    """Return the cache of these pixels."""
-    high, wide = int(index.heights[0]), int(index.widths[0])
-    one_size = bool((index.heights == high).all() and (index.widths == wide).all())
-    alike = pixels.reshape(-1, high, wide, 3) if one_size else None
-    return PixelCache(index, pixels, starts, alike, mapped)
+class Uploaded(NamedTuple):
+    """Labels of an index, and the pixels of its images on a device, N x H x W x 3."""
+
+    labels: IntArray
+    pixels: Tensor
 
 
 def open_cache(
     index: Index, *, backend: Backend, threads: int, progress: Progress = silent
-) -> PixelCache[Bytes]:
+) -> PixelCache:
     """Map the decoded pixels of an index; decode every image if there is no such file yet.
 
     Worker 0 writes the file first, then the first worker of each machine that does not find it: in
@@ -137,39 +122,26 @@ def open_cache(
     path = _place(index)
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
         if writes and not _is_whole(path, total):
-            _remove_unused(path.parent)
             _write(path, index, threads, progress)
         backend.barrier()
-    try:
-        mapped = Mapped.of(path)
-        # Mapped as private, because torch warns about read-only arrays; nothing writes to it.
-        pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
-    except (OSError, ValueError) as error:  # removed or truncated
-        raise DataError(
-            f"{path}: {total:,} bytes of decoded images cannot be mapped from it ({error}); "
-            "restart, and the file is written again"
-        ) from None
-    return make_cache(index, pixels, starts, mapped=mapped)
+    # Mapped as private, because torch warns about read-only arrays; nothing writes to it.
+    pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
+    return PixelCache(index, pixels, starts)
 
 
 def _place(index: Index) -> Path:
-    """Return the path of an index's pixels; it depends on the format and the version of Pillow."""
     assert index.digest, "a stored index has a digest"
     name = f"{index.digest}.{FORMAT}.pillow-{PIL.__version__}.pixels"
     return user_cache() / "pixels" / name
 
 
 def _is_whole(path: Path, total: int) -> bool:
-    """Return True if a file holds `total` bytes and their checksum; update its time of use."""
+    """Return True if a file holds `total` bytes and their checksum."""
     try:
-        if path.stat().st_size != total + CHECKSUM_BYTES:
-            return False
-        whole = is_undamaged(path, begin=os.fsencode(path.name))
+        length = path.stat().st_size
+        return length == total + CHECKSUM_BYTES and is_undamaged(path, begin=os.fsencode(path.name))
     except OSError:
         return False
-    with contextlib.suppress(OSError):  # a read-only cache is never cleared
-        os.utime(path)
-    return whole
 
 
 def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
@@ -193,15 +165,6 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
         ) from None
 
 
-def _remove_unused(folder: Path) -> None:
-    """Remove the files that no run has used for UNUSED_DAYS, to limit the size of the folder."""
-    oldest = time.time() - UNUSED_DAYS * 24 * 3600
-    for path in folder.glob("*"):
-        with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if path.stat().st_mtime < oldest:
-                path.unlink()
-
-
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
     """Yield the pixels of every image in order; a few hundred are in progress at a time."""
 
@@ -217,105 +180,71 @@ def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
 
 
 @contextmanager
-def open_decoder(cache: PixelCache[Bytes], view: View, resources: Resources) -> Iterator[Decode]:
+def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterator[Decode]:
     """Yield a decoder whose threads end with the block."""
+    one_size = cache.one_size
+    if one_size is not None and max(*one_size.shape[1:3], view.image_size) > SMALL:
+        one_size = None
+
+    def fill(request: Request, rows: slice, pixels: Bytes | Floats) -> None:
+        samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
+        size, mode = pixels.shape[1:3], view.interpolation
+        if one_size is not None:
+            whole = one_size[samples]
+            pixels[:] = resample_small(
+                whole, boxes, flips, size=size[0], interpolation=mode
+            ).transpose(0, 2, 3, 1)
+            return
+        images = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
+        for sample, box, flip, out in images:
+            # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
+            part = torch.from_numpy(cache.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
+            resized = F.interpolate(part, size=size, mode=mode, antialias=True)
+            whole = resized.permute(0, 2, 3, 1).numpy()[0]
+            out[:] = whole[:, ::-1] if flip else whole
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
-        cache.require_whole()
         rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
-        parts = [Part(r, partial(_fill, cache, request, r, view.interpolation)) for r in rows]
+        parts = [Part(part, partial(fill, request, part)) for part in rows]
         return cache.index.labels[request.samples], parts
 
     with open_prefetcher(view, resources) as prefetcher:
         yield lambda requests: prefetcher.batches(requests, divide)
 
 
-def _fill(
-    cache: PixelCache[Bytes],
-    request: Request,
-    rows: slice,
-    interpolation: Interpolation,
-    pixels: Bytes | Floats,
-) -> None:
-    samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
-    size = pixels.shape[1:3]
-    if cache.alike is not None and max(*cache.alike.shape[1:3], *size) <= SMALL:
-        whole = cache.alike[samples]
-        pixels[:] = resample_small(
-            whole, boxes, flips, size=size[0], interpolation=interpolation
-        ).transpose(0, 2, 3, 1)
-        return
-    images = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
-    for sample, box, flip, out in images:
-        # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
-        part = torch.from_numpy(cache.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
-        resized = F.interpolate(part, size=size, mode=interpolation, antialias=True)
-        whole = resized.permute(0, 2, 3, 1).numpy()[0]
-        out[:] = whole[:, ::-1] if flip else whole
-
-
-def upload(on_host: PixelCache[Bytes], device: torch.device) -> PixelCache[Tensor]:
-    """Copy the pixels to a device; raise DataError if they do not fit."""
-    on_host.require_whole()
+def upload(cache: PixelCache, device: torch.device) -> Uploaded:
+    """Copy the pixels to a device; raise DataError if they do not fit or differ in size."""
+    pixels, root = cache.one_size, cache.index.root
+    if pixels is None:
+        raise DataError(f"{root}: its images differ in size; use execution.cache: memory")
     try:
-        pixels = torch.from_numpy(on_host.pixels).to(device)
+        return Uploaded(cache.index.labels, torch.from_numpy(pixels).to(device))
     except torch.OutOfMemoryError:
         raise DataError(
-            f"{on_host.index.root}: {len(on_host.pixels) / 1e9:.1f} GB of decoded images do not "
-            f"fit on {device}; use execution.cache: memory"
+            f"{root}: {pixels.size / 1e9:.1f} GB of decoded images do not fit on {device}; use "
+            "execution.cache: memory"
         ) from None
-    return make_cache(on_host.index, pixels, on_host.starts)
 
 
-def decode_on_device(cache: PixelCache[Tensor], view: View, requests: Iterable[Request]) -> Batches:
-    """Return one batch for each request, in order."""
-    device = cache.pixels.device
+def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]) -> Batches:
+    """Return one batch for each request, in order, resized from AT_ONCE pixels at a time."""
+    pixels, device, size = uploaded.pixels, uploaded.pixels.device, view.image_size
     transfer = Transfer(device)
     center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)
     spread = torch.tensor(view.std, device=device).mul_(255).view(3, 1, 1)
+    order = torch.channels_last if view.channels_last else torch.contiguous_format
+    step = max(1, AT_ONCE // (pixels[0].numel() // 3))
     for request in requests:
-        labels = cache.index.labels[request.samples]
+        labels = uploaded.labels[request.samples]
         rows = request.samples, *request.boxes.T, request.flips, labels
         numbers = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
         (numbers,) = transfer.send(numbers)
-        images = _resized(cache, request, numbers, view)
+        samples, boxes, flips = numbers[0], numbers[1:5].T, numbers[5] > 0
+        shape = len(samples), 3, size, size
+        images = torch.empty(shape, device=device, memory_format=order)
+        for part in (slice(first, first + step) for first in range(0, len(samples), step)):
+            whole, places, mirrored = pixels[samples[part]], boxes[part], flips[part]
+            images[part] = resample(
+                whole, places, mirrored, size=size, interpolation=view.interpolation
+            )
         yield Batch(images.sub_(center).div_(spread), numbers[-1])
-
-
-def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view: View) -> Tensor:
-    """Return N x 3 x H x W values 0 .. 255, computed from AT_ONCE pixels at a time.
-
-    The rows of `numbers` are the request's samples, boxes (four rows) and flips.
-    """
-    size = view.image_size
-    if cache.alike is not None:
-        pixels = cache.alike[0].numel() // 3
-    else:
-        pixels = int(request.boxes[:, 2:].max(axis=0).prod())
-    number = max(1, AT_ONCE // pixels)
-    samples, boxes, flips = numbers[0], numbers[1:5].T, numbers[5] > 0
-    order = torch.channels_last if view.channels_last else torch.contiguous_format
-    shape = len(samples), 3, size, size
-    images = torch.empty(shape, device=numbers.device, memory_format=order)
-    for first in range(0, len(images), number):
-        part = slice(first, first + number)
-        if cache.alike is not None:
-            parts, places = cache.alike[samples[part]], boxes[part]
-        else:
-            parts = _cut_out(cache, request.samples[part], request.boxes[part])
-            places = boxes[part].clone()
-            places[:, :2] = 0
-        images[part] = resample(
-            parts, places, flips[part], size=size, interpolation=view.interpolation
-        )
-    return images
-
-
-def _cut_out(cache: PixelCache[Tensor], samples: IntArray, boxes: IntArray) -> Tensor:
-    """Return N x H x W x 3 bytes, each with its box in the upper left corner."""
-    height, width = boxes[:, 2:].max(axis=0).tolist()
-    shape = len(samples), height, width, 3
-    parts = torch.zeros(shape, dtype=torch.uint8, device=cache.pixels.device)
-    for part, sample, box in zip(parts, samples.tolist(), boxes.tolist(), strict=True):
-        part[: box[2], : box[3]] = cache.part(sample, box)
-    return parts

@@ -1,6 +1,9 @@
-"""Batches that threads fill in ahead of their use, part by part.
+"""Batches that threads fill in ahead of their use, part by part, and their copies to the device.
 
-A GPU receives bytes, a quarter of the floats' size, and normalises them itself.
+A GPU receives bytes, a quarter of the floats' size, and normalises them itself. A copy from
+pageable memory blocks the host until the device's queue is empty, and a copy in the model's stream
+waits for the model. So copies are made from pinned memory on a separate stream, where they overlap
+with computation.
 """
 
 from collections import deque
@@ -13,13 +16,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.data.transfer import Transfer
+from largebatch import accelerator
 from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, Resources, View
 
 Order = TypeVar("Order")  # description of a batch: a request, alone or with the bytes read for it
 
-
 AHEAD = 2  # number of batches filled in while one is used
+
+
+class Transfer:
+    """Copies tensors to one device; on a CPU it returns them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = accelerator.stream(device)
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the device has its own memory."""
+        return accelerator.is_remote(self.device)
+
+    def room(self, *shape: int) -> Tensor:
+        """Return an empty uint8 tensor whose copy does not block the host (pinned memory)."""
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def send(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the tensors on the device, for use in its current stream."""
+        if self._stream is None:
+            return [tensor.to(self.device) for tensor in tensors]
+        current = torch.accelerator.current_stream(self.device)
+        with accelerator.on(self._stream):
+            pinned = (tensor.pin_memory() for tensor in tensors)  # no copy if already pinned
+            sent = [tensor.to(self.device, non_blocking=True) for tensor in pinned]
+        current.wait_stream(self._stream)
+        for tensor in sent:
+            tensor.record_stream(current)  # else its memory could be reused too early
+        return sent
 
 
 class Part(NamedTuple):
@@ -42,13 +74,6 @@ def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
     return (slice(first, min(first + each, number)) for first in range(0, number, each))
 
 
-class _Scale(NamedTuple):
-    """Mean and standard deviation for bytes, 3 x 1 x 1."""
-
-    center: Tensor
-    spread: Tensor
-
-
 class _Pending(NamedTuple):
     jobs: list[Future[None]]
     images: Tensor
@@ -65,9 +90,9 @@ class Prefetcher:
         self.pool = ThreadPoolExecutor(resources.threads, thread_name_prefix="decode")
         self._view = view
         self._transfer = Transfer(resources.device)
-        scale = (torch.tensor(values).mul_(255).view(3, 1, 1) for values in (view.mean, view.std))
-        self._scale = _Scale(*scale)
-        self._scale_there = _Scale(*self._transfer.send(*self._scale))
+        scale = [torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)]
+        self._scale = scale
+        self._scale_there = self._transfer.send(*scale)
 
     def batches(
         self,
@@ -88,17 +113,14 @@ class Prefetcher:
                 job.cancel()
 
     def _start(self, labels: IntArray, parts: Sequence[Part]) -> _Pending:
-        pending = _Pending([], self._room(len(labels)), labels)
-        jobs = (self.pool.submit(_make, part, pending, self._scale) for part in parts)
-        pending.jobs.extend(jobs)
-        return pending
-
-    def _room(self, number: int) -> Tensor:
-        size = self._view.image_size
+        number, size = len(labels), self._view.image_size
         if self._transfer.is_remote:
-            return self._transfer.room(number, size, size, 3).permute(0, 3, 1, 2)
-        order = torch.channels_last if self._view.channels_last else torch.contiguous_format
-        return torch.empty((number, 3, size, size), memory_format=order)
+            images = self._transfer.room(number, size, size, 3).permute(0, 3, 1, 2)
+        else:
+            order = torch.channels_last if self._view.channels_last else torch.contiguous_format
+            images = torch.empty((number, 3, size, size), memory_format=order)
+        jobs = [self.pool.submit(_make, part, images, self._scale) for part in parts]
+        return _Pending(jobs, images, labels)
 
     def _finish(self, batch: _Pending) -> Batch:
         """Wait for a batch; on a GPU, queue its copy and normalisation without waiting for them."""
@@ -106,7 +128,8 @@ class Prefetcher:
             job.result()
         images, labels = self._transfer.send(batch.images, torch.from_numpy(batch.labels))
         if images.dtype == torch.uint8:
-            images = images.sub(self._scale_there.center).div_(self._scale_there.spread)
+            center, spread = self._scale_there
+            images = images.sub(center).div_(spread)
             images = images if self._view.channels_last else images.contiguous()
         return Batch(images, labels)
 
@@ -119,10 +142,11 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[Prefetcher]:
         yield prefetcher
 
 
-def _make(part: Part, pending: _Pending, scale: _Scale) -> None:
+def _make(part: Part, batch: Tensor, scale: Sequence[Tensor]) -> None:
     """Fill in rows, with NumPy, whose operations start no threads."""
-    images = pending.images.numpy()[part.rows]
+    images = batch.numpy()[part.rows]
     part.fill(images.transpose(0, 2, 3, 1))
     if images.dtype == np.float32:
-        images -= scale.center.numpy()
-        images /= scale.spread.numpy()
+        center, spread = scale
+        images -= center.numpy()
+        images /= spread.numpy()

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from largebatch.data.index.index import Index, Location, changed
+from largebatch.data.index.index import Index, Location
 from largebatch.data.types import Bytes, IntArray, Request
 from largebatch.errors import DataError
 from largebatch.storage import read_again
@@ -48,19 +48,19 @@ def name_of(location: Location) -> str:
 def read(location: Location) -> bytes:
     """Return the bytes of one image; raise DataError with its path if all attempts fail."""
     content = np.empty(location.num_bytes, dtype=np.uint8)
+
+    def attempt() -> None:
+        if location.offset == 0:  # not a shard, which begins with a header
+            _read_file(content, str(location.path), location.mtime)
+        else:
+            file = _OpenFile(str(location.path))
+            _fill(content, file.number, location.offset)
+
     try:
-        _read_into(content, location)
+        attempt()
     except OSError as error:
-        read_again(lambda: _read_into(content, location), error, name=name_of(location))
+        read_again(attempt, error, name=name_of(location))
     return content.tobytes()
-
-
-def _read_into(content: Bytes, location: Location) -> None:
-    if location.offset == 0:  # not a shard, which begins with a header
-        _read_file(content, str(location.path), location.mtime)
-    else:
-        file = _OpenFile(str(location.path))
-        _fill(content, file.number, location.offset)
 
 
 def _read_file(content: Bytes, path: str, mtime: int | None) -> None:
@@ -68,9 +68,10 @@ def _read_file(content: Bytes, path: str, mtime: int | None) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(file)
-        indexed = len(content), status.st_mtime_ns if mtime is None else mtime
-        if indexed != (status.st_size, status.st_mtime_ns):
-            raise OSError(changed("it", indexed, (status.st_size, status.st_mtime_ns)))
+        if status.st_size != len(content):
+            raise OSError(f"it has {status.st_size:,} bytes, it had {len(content):,}")
+        if mtime not in {None, status.st_mtime_ns}:
+            raise OSError("its modification time has changed since it was indexed")
         _fill(content, file, 0)
     finally:
         os.close(file)
@@ -96,21 +97,15 @@ class _OpenFile:
 class Reading:
     """The images of a request, read into one buffer."""
 
-    def __init__(self, index: Index, request: Request, buffer: Bytes) -> None:
+    def __init__(self, index: Index, request: Request, buffer: Bytes, lengths: IntArray) -> None:
         self.index = index
         self.request = request
         self.buffer = buffer
-        ends = np.cumsum(sizes_of(index, request)).tolist()
-        self.contents = [buffer[a:b] for a, b in pairwise([0, *ends])]
+        ends = [0, *np.cumsum(lengths).tolist()]
+        self.contents = [buffer[a:b] for a, b in pairwise(ends)]
         """Encoded images; valid after `Reader.finish`."""
 
         self.jobs: list[Future[float]] = []
-
-
-def sizes_of(index: Index, request: Request) -> IntArray:
-    """Return the lengths of the encoded images of a request in bytes."""
-    assert index.num_bytes is not None, "synthetic images are not read"
-    return index.num_bytes[request.samples]
 
 
 class Reader:
@@ -122,18 +117,20 @@ class Reader:
         self._pool = ThreadPoolExecutor(reads, thread_name_prefix="read")
         self._free: list[Bytes] = []
         self._sharing = min(reads, FIRST_READS)
+        # Shards stay open, so that reading an image is one system call.
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = None if limit == resource.RLIM_INFINITY else limit // KEPT_OPEN
-        # Shards stay open, so that reading an image is one system call.
         self._open = functools.lru_cache(maxsize=most)(_OpenFile)
 
     def start(self, request: Request) -> Reading:
         """Start reading the images of a request; `finish` waits for them."""
-        num_bytes = int(sizes_of(self._index, request).sum())
+        assert self._index.num_bytes is not None, "synthetic images are not read"
+        lengths = self._index.num_bytes[request.samples]
+        num_bytes = int(lengths.sum())
         room = self._free.pop() if self._free else np.empty(0, dtype=np.uint8)
         if len(room) < num_bytes:  # over-allocated by 25 %, because batches differ in length
             room = np.empty(num_bytes + num_bytes // 4, dtype=np.uint8)
-        reading = Reading(self._index, request, room)
+        reading = Reading(self._index, request, room, lengths)
         threads = self._sharing
         rows = (slice(first, None, threads) for first in range(threads))
         reading.jobs = [self._pool.submit(self._read, reading, part) for part in rows]

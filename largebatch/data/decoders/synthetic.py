@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from largebatch.data.index.index import Index, Paths
+from largebatch.data.decoders.prefetch import Transfer
+from largebatch.data.index.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
-from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
 
 SIDE = 8  # side of the grid of colours that an image is interpolated from
@@ -32,7 +32,7 @@ def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:
     return Index(
         root=Path("synthetic"),
         classes=tuple(f"class {label}" for label in range(classes)),
-        paths=Paths(["synthetic"], np.broadcast_to(np.int64(0), num_samples)),
+        paths=["synthetic"] * num_samples,
         labels=np.arange(num_samples, dtype=np.int64) % classes,
         heights=sizes,
         widths=sizes,

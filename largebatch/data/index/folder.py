@@ -4,50 +4,29 @@ A split is in `root/split`: either class folders, `<class>/*`, or shards, `*.tar
 the classes in `root/classes.txt`. The content of the folder decides which.
 
 Images of other formats or in other places must not be lost silently: `data index` and `data import`
-print the counts of ignored files, by kind and with the first names of each, and a run logs them at
-its start. Hidden files belong to the system or to this package and are not counted, except in
-folders of the system. Nor are other members of a sample in a shard; a sample without an image is a
-bad one.
+print the counts of ignored files, and a run logs them at its start. Hidden files and the folders of
+SYSTEM are not counted.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from largebatch.errors import DataError, shorten
 
-JPEG = (".jfif", ".jpe", ".jpeg", ".jpg")
-EXTENSIONS = (".bmp", *JPEG, ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Suffixes that both decoders read. Other files are ignored and counted; hidden files are
-skipped."""
+EXTENSIONS = (".jpeg", ".jpg", ".png")
+"""Suffixes of the images that are read, in lower case."""
 
-SYSTEM = frozenset(
-    (
-        *("@eadir", "@recently-snapshot", "@recycle", "@sharebin", "@synoresource", "@tmp"),
-        *("#recycle", "#snapshot", "~snapshot", "$recycle.bin", "recycler", "lost+found"),
-        *("__macosx", "network trash folder", "system volume information", "temporary items"),
-    )
-)
-"""Folders, in lower case, in which systems and their storage keep thumbnails, deleted files and
-older copies of a user's. They are counted."""
+SYSTEM = frozenset({"@eadir", "#recycle", "$recycle.bin", "lost+found", "__macosx"})
+"""Folders, in lower case, of thumbnails and deleted files; they are skipped like hidden ones."""
 
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
 
-EXAMPLES = 3  # number of example names per kind of ignored files
-LOOSE = "beside the class folders or shards"
-NESTED = "in subfolders of a class (`largebatch data import imagefolder` reads those)"
-SYSTEMS = "in folders of the system, such as @eaDir and #recycle"
-
-
-class Ignored(NamedTuple):
-    """Files of one kind that are not read."""
-
-    kind: str  # suffix such as `.gif`, or the location
-    number: int
-    examples: list[str]
+MISPLACED = "images in other places"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +42,12 @@ class ClassFolder:
     mtimes: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One tar file."""
+class Shard(NamedTuple):
+    """One tar file: its name, length and modification time."""
 
     name: str
     size: int
     mtime: int
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Content of `root/split`: class folders or shards."""
-
-    root: Path
-    split: str
-    classes: tuple[str, ...]
-    folders: tuple[ClassFolder, ...] = ()
-    shards: tuple[Shard, ...] = ()
-
-
-def scan(root: Path, split: str) -> Source:
-    """List class folders or shards; raise DataError if there are neither."""
-    names, shards = layout(root, split)
-    if shards:
-        return Source(root, split, classes=read_classes(root), shards=shards)
-    folder = root / split
-    folders = tuple(scan_class(folder, name) for name in names)
-    empty = [scanned.name for scanned in folders if not scanned.names]
-    if empty:
-        raise DataError(
-            f"{folder}: {len(empty)} of {len(names)} class folders hold no images "
-            f"({' '.join(EXTENSIONS)}): {shorten(empty)}; add images, remove the folders, or "
-            "import images of subfolders: largebatch data import imagefolder"
-        )
-    return Source(root, split, classes=names, folders=folders)
 
 
 def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
@@ -119,16 +69,10 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     names = tuple(entry.name for entry in entries if entry.is_dir())
     tars = [entry for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
     shards = tuple(Shard(e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in tars)
-    if names and shards:
+    if bool(names) == bool(shards):
         raise DataError(
-            f"{folder}: there are both class folders ({shorten(names)}) and shards "
-            f"({shorten([shard.name for shard in shards])}); keep only one kind"
-        )
-    if not names and not shards:
-        raise DataError(
-            f"{folder}: there are no class folders and no shards; {expected}; found "
-            f"{_found(folder)}. For images with a list of classes, such as ImageNet's val: "
-            "largebatch data import imagefolder"
+            f"{folder}: {expected}, and only one of them; found {_found(folder)}. For images with "
+            "a list of classes, such as ImageNet's val: largebatch data import imagefolder"
         )
     return names, shards
 
@@ -191,99 +135,40 @@ def visible(name: str) -> bool:
     return not name.startswith(".") and name.lower() not in SYSTEM
 
 
-def is_system(path: str) -> bool:
-    """Return True if a path leads through a folder of SYSTEM.
-
-    >>> [is_system(path) for path in ("cat/@eaDir/a.jpg/S.jpg", "cat/lost+found.jpg")]
-    [True, False]
-    """
-    return not SYSTEM.isdisjoint(path.lower().split("/"))
-
-
 def _found(folder: Path) -> str:
-    return shorten(sorted(path.name for path in folder.iterdir()))
+    return shorten(sorted(path.name for path in folder.iterdir() if visible(path.name)))
 
 
-def list_ignored(root: Path, split: str) -> list[Ignored]:
-    """Count the files that the index of `root/split` leaves out."""
-    return by_kind(_in_split(root, split))
+def list_ignored(root: Path, split: str) -> dict[str, int]:
+    """Count the files that the index of `root/split` leaves out, by their suffix."""
+
+    def left_out() -> Iterator[str]:
+        for place, folders, names in os.walk(root / split):
+            folders[:] = filter(visible, folders)
+            depth = len(Path(place).relative_to(root).parts)  # 1: the split, 2: a class
+            for name in filter(visible, names):
+                if not (is_image(name) if depth == 2 else depth == 1 and name.endswith(".tar")):
+                    yield name
+
+    return by_suffix(left_out())
 
 
-def by_kind(found: Iterable[tuple[str, str]]) -> list[Ignored]:
-    """Group (kind, path) pairs by kind, the most frequent first."""
-    groups: dict[str, list[str]] = {}
-    for kind, path in found:
-        groups.setdefault(kind, []).append(path)
-    counted = [Ignored(k, len(paths), sorted(paths)[:EXAMPLES]) for k, paths in groups.items()]
-    return sorted(counted, key=lambda ignored: (-ignored.number, ignored.kind))
+def by_suffix(paths: Iterable[str]) -> dict[str, int]:
+    """Count ignored files by their suffix, the most frequent first.
 
-
-def kind_of(path: str) -> str:
-    """Return the kind of an ignored file: its place, its suffix, or a phrase if it has none.
-
-    >>> [kind_of(path) for path in ("a.GIF", "cat/a.b.heic", "cat.d/README")]
-    ['.gif', '.heic', 'without a suffix']
+    >>> by_suffix(["a.GIF", "cat/b.gif", "cat/README"])
+    {'.gif': 2, 'without a suffix': 1}
     """
-    if is_system(path):
-        return SYSTEMS
-    return os.path.splitext(path)[1].lower() or "without a suffix"  # noqa: PTH122 -- a string
+    suffixes = (PurePath(path).suffix.lower() or "without a suffix" for path in paths)
+    kinds = Counter(MISPLACED if suffix in EXTENSIONS else suffix for suffix in suffixes)
+    return dict(kinds.most_common())
 
 
-def describe(ignored: Sequence[Ignored], *, where: str) -> list[str]:
-    """Return a line with the total and one line per kind; an empty list if there are none.
+def describe(ignored: Mapping[str, int], *, where: str) -> str:
+    """Return a line with the numbers of ignored files; empty if there are none.
 
-    >>> describe([Ignored(".gif", 4, ["a.gif", "b.gif", "c.gif"])], where="train")[1]
-    '  4 .gif: a.gif, b.gif, c.gif, ...'
+    >>> describe({".gif": 4}, where="train")
+    'train: ignored files: 4 .gif (read are .jpeg .jpg .png)'
     """
-    if not ignored:
-        return []
-    lines = [f"{where}: {number_of(ignored)} files ignored (read are {' '.join(EXTENSIONS)}):"]
-    for kind, number, examples in ignored:
-        more = ", ..." if number > len(examples) else ""
-        lines.append(f"  {number} {kind}: {', '.join(examples)}{more}")
-    return lines
-
-
-def number_of(ignored: Iterable[Ignored]) -> int:
-    """Return the number of files of all kinds."""
-    return sum(kind.number for kind in ignored)
-
-
-def _in_split(root: Path, split: str) -> Iterator[tuple[str, str]]:
-    with os.scandir(root / split) as entries:
-        for entry in filter(_counts, entries):
-            path = f"{split}/{entry.name}"
-            if entry.is_dir():
-                yield from (files_below if is_system(entry.name) else _in_class)(root, path)
-            elif not entry.name.endswith(".tar"):
-                yield LOOSE, path
-
-
-def _in_class(root: Path, folder: str) -> Iterator[tuple[str, str]]:
-    with os.scandir(root / folder) as entries:
-        for entry in filter(_counts, entries):
-            path = f"{folder}/{entry.name}"
-            if entry.is_dir():
-                yield from files_below(root, path)
-            elif not is_image(entry.name):
-                yield kind_of(path), path
-
-
-def files_below(root: Path, folder: str) -> Iterator[tuple[str, str]]:
-    """Yield kind and path of the files in a folder and its subfolders, as far as they are readable.
-
-    Links to folders are not followed, hidden files are left out except in folders of the system.
-    """
-    for place, folders, names in os.walk(root / folder):
-        inside = Path(place).relative_to(root).as_posix()
-        system = is_system(inside)
-        folders[:] = [name for name in folders if system or visible(name) or is_system(name)]
-        yield from (
-            (SYSTEMS if system else NESTED, f"{inside}/{name}")
-            for name in names
-            if system or visible(name)
-        )
-
-
-def _counts(entry: os.DirEntry[str]) -> bool:
-    return visible(entry.name) or is_system(entry.name)
+    kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
+    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})" if kinds else ""

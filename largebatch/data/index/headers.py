@@ -1,20 +1,17 @@
-"""The size of an encoded image by its header, and the reasons why an image cannot be used.
+"""The size of an encoded JPEG or PNG by its header, and the reasons why an image cannot be used.
 
 An image is checked by its header, which Pillow reads, and by its end marker: size, format and
-completeness. The pixels of JPEG and PNG, the formats of large data sets, are not decoded; the
-decoder detects data that is damaged in the middle. An image that the decoders would show
-differently is refused.
+completeness. The pixels are not decoded; the decoder detects data that is damaged in the middle.
+Other formats, and pixels that the decoders show differently, are refused.
 """
 
 import contextlib
 import io
 import os
-import re
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
@@ -25,25 +22,18 @@ Read = Callable[[int, int], bytes]
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 """Pillow's names of the pixel types that both decoders convert to the same RGB."""
 
-OTHER_FORMATS = ("BMP", "PPM", "TIFF", "WEBP")
-"""Pillow's names of the formats, besides JPEG and PNG, that both decoders read."""
-
 MAX_SIDE = 32_768  # maximum side in pixels: hardware decoders have limits of this order
-MAX_BYTES = 2**29
-"""Maximum length of an encoded image: twice the bytes of Pillow's maximum number of pixels."""
+MAX_BYTES = 2**29  # twice the bytes of Pillow's maximum number of pixels
 
 HEAD, TAIL = 4096, 64  # bytes read from either end; MAX_HEADER bytes if the header is longer
-MAX_HEADER = 2**23  # bytes of a JPEG's or PNG's header: Pillow takes seconds for the worst content
+MAX_HEADER = 2**23  # bytes of a header: Pillow takes seconds for the worst content
 
 JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 PNG_DEPTH = 24  # position of the byte of a PNG that holds the bits per channel
 
 ORIENTATION, MOST_ORIENTATION = 274, 8  # EXIF's tag of orientation, and its largest value
-
 TRANSPOSED = (5, 6, 7, 8)  # orientations that exchange height and width
-OTHER_FRAMES = re.compile(rb"\xff([\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf])..\x08(....)", re.DOTALL)
-"""Frame headers of lossless, hierarchical and arithmetic JPEGs: marker, height and width."""
 
 
 class BadImageError(Exception):
@@ -57,12 +47,6 @@ class Size(NamedTuple):
     width: int
     orientation: int = 1  # EXIF orientation of the stored image; 1 is upright
 
-    @property
-    def stored(self) -> tuple[int, int]:
-        """Height and width of the pixels in the file."""
-        is_transposed = self.orientation in TRANSPOSED
-        return (self.width, self.height) if is_transposed else (self.height, self.width)
-
 
 def measure(read: Read, num_bytes: int) -> Size:
     """Return the size of an encoded image of this length, or raise BadImageError."""
@@ -73,19 +57,15 @@ def measure(read: Read, num_bytes: int) -> Size:
     start = read(0, len(PNG))
     if start.startswith(JPEG):
         size, header = _header(read, JpegImageFile)
-        for frame in OTHER_FRAMES.finditer(header):  # Pillow does not report which header it read
-            if frame[2] == struct.pack(">HH", *size.stored):
-                process = frame[1][0] - 0xC0
-                raise BadImageError(f"a JPEG of process SOF{process}, not baseline or progressive")
         _require_end(read, num_bytes, JPEG_END, after=len(header))
-        return size
-    if start == PNG:
+    elif start == PNG:
         size, header = _header(read, PngImageFile)
         if header[PNG_DEPTH] > 8:
             raise BadImageError(f"it has {header[PNG_DEPTH]} bits a channel, expected at most 8")
         _require_end(read, num_bytes, PNG_END, after=len(header))
-        return size
-    return _other(read(0, num_bytes))
+    else:
+        raise BadImageError("not a JPEG or PNG image")
+    return size
 
 
 def measure_part(file: int, offset: int, num_bytes: int) -> Size:
@@ -115,57 +95,7 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
                 return _displayed(image), content[: file.tell()]
         if file.read(1):
             raise BadImageError(f"its header cannot be read: {problem}")
-    longer = f", or the header is longer than {MAX_HEADER:,} bytes"
-    raise BadImageError(f"it is truncated in the header{longer * (len(content) == MAX_HEADER)}")
-
-
-def _other(content: bytes) -> Size:
-    """Open with Pillow; decode formats without an end marker, which are rare in large data sets."""
-    try:
-        with Image.open(io.BytesIO(content), formats=OTHER_FORMATS) as image:
-            require_mode(image.mode)
-            problem = _unshared(image, content)
-            if problem:
-                raise BadImageError(
-                    f"it is a {image.format} of {problem}, which the decoders show differently; "
-                    "store it as a PNG of 8 bits per channel"
-                )
-            size = _displayed(image)
-            if image.format != "WEBP":  # opening a WebP checks that it is complete
-                image.load()
-            return size
-    except BadImageError:
-        raise
-    except UnidentifiedImageError:
-        raise BadImageError("not a readable image") from None
-    except Exception as error:  # Pillow raises many types for a damaged file
-        raise BadImageError(str(error) or type(error).__name__) from None
-
-
-def _unshared(image: ImageFile, content: bytes) -> str | None:
-    """Return what DALI shows unlike Pillow, or not at all, in an image of OTHER_FORMATS."""
-    if image.format == "TIFF":
-        tags = image.getexif()
-        found = (tags.get(tag, ()) for tag in (258, 339, 338))
-        depths, numbers, extra = (set(tag if isinstance(tag, tuple) else [tag]) for tag in found)
-        usual = {"1": {1}, "P": {1, 2, 4, 8}}.get(image.mode, {8})
-        is_colour = image.mode in {"RGB", "RGBA"}
-        faults = {
-            f"{max(depths, default='unstated')} bits per channel": not depths or depths - usual,
-            "signed numbers or fractions": numbers - {1},
-            "alpha beside grey, or multiplied into the colours": 1 in extra
-            or (extra and not is_colour),
-        }
-    else:
-        stored = image.tile[0].args if image.tile else ()
-        most = stored[-1] if image.format == "PPM" and isinstance(stored, tuple) else 255
-        is_text = image.format == "PPM" and content[1:2] in b"123"
-        faults = {
-            f"values up to {most}, expected 255": most != 255,
-            "text without a line break at its end": is_text and not content[-1:].isspace(),
-            "16 bits per pixel": image.format == "BMP" and str(stored).startswith("('BGR;1"),
-        }
-    return next((name for name, found in faults.items() if found), None)
+    raise BadImageError("it is truncated in the header")
 
 
 def require_mode(mode: str) -> None:
@@ -194,22 +124,12 @@ def _displayed(image: Image.Image) -> Size:
         raise BadImageError(
             f"it has {height} x {width} pixels; above {limit:,} Pillow suspects an attack"
         )
-    if image.format == "TIFF":  # Pillow applies the orientation, DALI does not
-        if _orientation(image.getexif()) != 1:
-            raise BadImageError(
-                "it is a TIFF that is stored rotated or mirrored (EXIF orientation), which the "
-                "decoders show differently; store it upright, or as a JPEG or PNG"
-            )
-        return Size(height, width)
-    exif = Image.Exif()
+    exif, orientation = Image.Exif(), 1
     with contextlib.suppress(Exception):  # Pillow raises many types for damaged EXIF
         exif.load(image.info.get("exif", b""))
-    stored = Size(height, width, _orientation(exif))
-    return Size(*stored.stored, stored.orientation)
-
-
-def _orientation(exif: Image.Exif) -> int:
-    value = 1  # also where it is missing or invalid
-    with contextlib.suppress(Exception):  # as above
-        value = int(exif.get(ORIENTATION, 1))
-    return value if 1 <= value <= MOST_ORIENTATION else 1
+        orientation = int(exif.get(ORIENTATION, 1))
+    if not 1 <= orientation <= MOST_ORIENTATION:
+        orientation = 1
+    if orientation in TRANSPOSED:
+        height, width = width, height
+    return Size(height, width, orientation)

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from largebatch.data.index.folder import EXTENSIONS, is_system, visible
+from largebatch.data.index.folder import EXTENSIONS, visible
 from largebatch.errors import DataError
 
 LABEL = "cls"
@@ -22,7 +22,6 @@ BLOCK = 512  # block size of a tar file: headers are one block, contents are pad
 END = 2 * BLOCK  # minimum number of zeros at the end of a tar file
 CHUNK = 2**20  # number of bytes read at a time
 LABEL_BYTES = 32  # maximum number of bytes of a label
-REPACK = "create the tar with: tar --dereference --hard-dereference, without --sparse"
 
 
 class Member(NamedTuple):
@@ -47,22 +46,16 @@ class Unusable(NamedTuple):
 def members(file: IO[bytes], end: int) -> Iterator[tarfile.TarInfo]:
     """Yield the members of the tar between the current position of `file` and `end`.
 
-    Raises tarfile.ReadError if the tar is not whole. Python's reader treats a damaged or missing
-    header as the end, and loops forever on negative lengths.
+    Raises tarfile.ReadError if the tar is not whole: Python's reader treats a damaged or missing
+    header as the end.
     """
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # or every member stays in memory
-            if member.size < 0 or tar.offset <= member.offset:
-                raise tarfile.ReadError(f"the length of {member.name} is negative")
             if tar.offset > end:
                 raise tarfile.ReadError(f"it is truncated in {member.name}")
             yield member
-        _require_end(file, tar.offset, end)
-
-
-def _require_end(file: IO[bytes], start: int, end: int) -> None:
-    """Raise ReadError unless the last member is followed by zeros only, and by enough of them."""
+        start = tar.offset
     if end - start < END:
         raise tarfile.ReadError("the zeros at its end are missing")
     file.seek(start)
@@ -75,13 +68,6 @@ def _require_end(file: IO[bytes], start: int, end: int) -> None:
 def has_bytes(member: tarfile.TarInfo) -> bool:
     """Return True if a member is a file whose bytes are contiguous in the tar."""
     return member.isfile() and not member.issparse()
-
-
-def kind_of(member: tarfile.TarInfo) -> str:
-    """Return the type of a member without bytes, in words."""
-    if member.issym() or member.islnk():
-        return f"a link to {member.linkname}"
-    return "a sparse file" if member.isfile() else "a special file"
 
 
 def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
@@ -114,10 +100,7 @@ def _sample(
     labels = [part for part, extension in extensions if extension == LABEL]
     for part in (*images, *labels):
         if not has_bytes(part):
-            reason = f"it is {kind_of(part)}, expected a whole file; {REPACK}"
-            return Unusable(part.name, reason)
-    if is_system(key):
-        return Unusable(key, "it is in a folder of the system: a thumbnail or a deleted file")
+            return Unusable(part.name, "it is a link or a sparse file, expected a whole file")
     if len(images) != 1:
         return Unusable(key, f"it has {len(images)} images, expected 1")
     (image,) = images

@@ -11,43 +11,27 @@ same time.
 """
 
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
 
-from largebatch import accelerator
 from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.formatting import aligned, duration, plural, signed, three_digits
 from largebatch.lab.measure.calibrate import ROUNDS, cluster_of, measure
-from largebatch.lab.measure.critical_batch import at_constant_rate
-from largebatch.lab.measure.estimate import Estimate, estimate
-from largebatch.lab.measure.lr_range import (
-    RangeTest,
-    choose_range,
-    range_recipe,
-    read_range,
-    train_in,
-    train_range,
-)
+from largebatch.lab.measure.estimate import estimate
+from largebatch.lab.measure.lr_range import RangeTest, derived, plan_range, train_in, train_range
 from largebatch.lab.planner.cluster import Cluster
-from largebatch.lab.planner.forecast import name_times
-from largebatch.lab.planner.prediction import FIXED_BYTES, predict
+from largebatch.lab.planner.prediction import predict, workload
 from largebatch.lab.planner.suggest import EpochLaw
+from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
 from largebatch.recipe.writing import dump_commented
 from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over, samples
 from largebatch.report.run import read_run
-from largebatch.report.style import COLOURS, INK, MUTED, name_axes, save_png, write_title
 from largebatch.runs.options import Options
 from largebatch.tracking.noise_scale import NoiseScale
-
-if TYPE_CHECKING:
-    from largebatch.report.style import Axes, Figure
 
 CLOSE = 1.05
 """Ratio of two times from which another batch is worth its epochs."""
@@ -119,10 +103,20 @@ class Measuring:
         later = sum(SHARES[name] for name in names[names.index(part) :])
         return max(0.0, self.end - monotonic()) * SHARES[part] / later
 
-    def cluster(self, step: Estimate) -> Cluster:
+    def require(self, part: str, needed: float, what: str) -> None:
+        """Raise LargebatchError if a part needs more than its share, in seconds."""
+        available = self.share(part)
+        if needed > available:
+            enough = self.question.minutes + (needed - available) / SHARES[part] / 60
+            raise LargebatchError(
+                f"--minutes {self.question.minutes:g}: {what} takes {duration(needed)} and has "
+                f"{duration(available)}; give --minutes {math.ceil(enough)} or more"
+            )
+
+    def cluster(self, step_seconds: float) -> Cluster:
         """Measure this machine; raise LargebatchError where its share of the time is too short."""
         question, recipe = self.question, self.question.recipe
-        update = step.step_seconds * question.here / make_plan(recipe, workers=1).accumulation
+        update = step_seconds * question.here / make_plan(recipe, workers=1).accumulation
         passes = 1.75 * (ROUNDS + 1)  # of a quarter, a half and all of a device batch
         self.require("times", passes * update, "the time of a step by device batch")
         options = question.options
@@ -131,60 +125,41 @@ class Measuring:
         )
         return cluster_of(found, name="this machine")
 
-    def require(self, part: str, needed: float, what: str) -> None:
-        """Raise LargebatchError if a part needs more than its share, in seconds."""
-        available = self.share(part)
-        if needed > available:
-            raise LargebatchError(
-                f"--minutes {self.question.minutes:g}: {what} takes {duration(needed)} and has "
-                f"{duration(available)}; give --minutes {self.enough(part, needed)} or more"
-            )
-
-    def enough(self, part: str, needed: float) -> int:
-        """Return the minutes in which a part would have the seconds that it needs."""
-        missing = (needed - self.share(part)) / SHARES[part]
-        return math.ceil(self.question.minutes + missing / 60)
-
     def noise(self) -> NoiseScale:
         """Train at a constant rate and measure the noise scale."""
-        recipe = self.question.recipe
+        recipe, folder = self.question.recipe, self.question.options.out / "noise"
         self.require("noise", LEAST * self.seconds, f"the noise scale of {LEAST} updates")
         end = monotonic() + self.share("noise")
         planned = make_plan(recipe, workers=self.question.here).steps
         most = max(planned, LEAST)
         number = min(most, int(self.share("noise") / self.seconds))
-        batch, rate = recipe.batch.global_batch, recipe.schedule.peak_lr
-        epochs = number * batch / recipe.train_samples
-        short = at_constant_rate(recipe, batch, rate, epochs=epochs)
-        first = max(LEAST, int(FIRST * number))
-        self.train(short, first, made=0)
-        others = min(most - first, int((end - monotonic()) / self.seconds))
+        short = at_constant_rate(recipe, updates=number)
+        made = max(LEAST, int(FIRST * number))
+        self.train(short, made, before=0)
+        others = min(most - made, int((end - monotonic()) / self.seconds))
         if others > 0:
-            self.train(short, first + others, made=first)
-        record = read_run(self.question.options.out / "noise")
+            self.train(short, made + others, before=made)
+        record = read_run(folder)
         return self.judge(over(record, measured(record)), planned=planned)
 
-    def train(self, recipe: Recipe, steps: int, *, made: int) -> None:
-        """Train until a number of updates in all, of which some are made, and time the new ones."""
+    def train(self, recipe: Recipe, steps: int, *, before: int) -> None:
+        """Train until a number of updates in all, and time those that were not made before."""
         options, began = self.question.options, monotonic()
-        workers = self.question.here
-        train_in(options.out / "noise", recipe, options, workers=workers, max_steps=steps)
-        self.seconds = (monotonic() - began) / (steps - made)
+        folder, workers = options.out / "noise", self.question.here
+        train_in(folder, recipe, options, workers=workers, max_steps=steps)
+        self.seconds = (monotonic() - began) / (steps - before)
 
     def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
         """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""
         updates, more = plural(noise.updates, "update"), math.ceil(4 * self.question.minutes)
-        if noise.value == 0 and math.isfinite(noise.high):
-            raise LargebatchError(
-                f"over {updates} the noise of the gradient is too small to be seen: the noise "
-                f"scale is at most {samples(noise.high)}; give a smaller batch, --set "
-                f"batch.global_batch=B, or --minutes {more}"
-            )
         if not noise.value > 0:
-            raise LargebatchError(
-                f"over {updates} the gradient does not exceed its noise, so no batch can be "
-                f"chosen; give --minutes {more}"
-            )
+            found = "the gradient does not exceed its noise, so no batch can be chosen"
+            if noise.value == 0 and math.isfinite(noise.high):
+                found = (
+                    f"the noise of the gradient is too small to be seen: the noise scale is at "
+                    f"most {samples(noise.high)}; give a smaller batch.global_batch"
+                )
+            raise LargebatchError(f"over {updates} {found}; give --minutes {more}")
         wide = noise.high / noise.low if noise.low else math.inf
         if wide > THEORY and noise.updates < planned:
             self.remarks.append(
@@ -200,40 +175,57 @@ class Measuring:
         return noise
 
     def edges(self, batches: tuple[int, int]) -> Edges:
-        """Run range tests at two batches, seed by seed; none where they take too long.
-
-        A remark names the seeds that are missing.
-        """
-        recipe = self.question.recipe
-        rates = choose_range(recipe, low=None, high=None, steps=None, seeds=1)
+        """Run range tests at two batches, seed by seed; none where they take too long."""
+        question, recipe = self.question, self.question.recipe
         try:
-            range_recipe(recipe, rates, seed=recipe.seed)
+            steps = plan_range(recipe).steps
         except LargebatchError as error:
             self.remarks.append(f"no edges of the learning rate: {error}")
             return ()
-        needed = rates.steps * sum(batches) / recipe.batch.global_batch * self.seconds
+        needed = steps * sum(batches) / recipe.batch.global_batch * self.seconds
         seeds = 0
         found: Edges = ()
         while seeds < SEEDS and needed <= self.share("edges"):
-            start, seeds = monotonic(), seeds + 1
-            found = tuple((size, self.test(at_batch(recipe, size), seeds)) for size in batches)
-            needed = monotonic() - start
+            begin, seeds, tests = monotonic(), seeds + 1, []
+            for size in batches:  # earlier seeds are kept
+                rates = plan_range(at_batch(recipe, size), seeds=seeds)
+                options = replace(question.options, out=question.options.out / f"range-{size}")
+                test = train_range(rates, options, workers=question.here)
+                assert test is not None
+                tests.append((size, test))
+            found, needed = tuple(tests), monotonic() - begin
         if seeds < SEEDS:
-            enough = self.enough("edges", needed)
             self.remarks.append(
                 f"{plural(seeds, 'seed')} of each range test, at batches of {batches[0]:,} and "
-                f"{batches[1]:,}: --minutes {enough} would have {seeds + 1}, and a surer rate"
+                f"{batches[1]:,}: more --minutes have {SEEDS}, and a surer rate"
             )
         return found
 
-    def test(self, recipe: Recipe, seeds: int) -> RangeTest:
-        """Run the range test of a recipe in a folder of its own, where earlier seeds are kept."""
-        question = self.question
-        rates = choose_range(recipe, low=None, high=None, steps=None, seeds=seeds)
-        folder = question.options.out / f"range-{recipe.batch.global_batch}"
-        options = replace(question.options, out=folder)
-        train_range(recipe, options, rates, workers=question.here, report=False)
-        return read_range(recipe, folder, rates)
+
+def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
+    """Return the recipe at a constant rate, monitored and without polishing.
+
+    The warm-up is at most a quarter of `updates`, and the end is never reached in these.
+    """
+    warmup, per_epoch = recipe.schedule.warmup, recipe.train_samples / recipe.batch.global_batch
+    steps = 0.0
+    if warmup is not None:
+        steps = (warmup.epochs or 0) * per_epoch + (warmup.steps or 0)
+    ramp = round(min(steps, updates / 4))
+    changes = {
+        "duration": {"steps": 8 * updates + 2},
+        "data": without_resolution(recipe.data),
+        "schedule": {
+            **recipe.schedule.model_dump(),
+            "warmup": {"steps": ramp} if ramp else None,
+            "start_lr": 0.0,
+            "decay": {"kind": "constant"},
+        },
+        "polish": None,
+        "evaluation": {},
+        "monitor": ("noise_scale",),
+    }
+    return derived(recipe, changes, purpose="its noise scale cannot be measured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,18 +245,9 @@ class Advice:
     """Result: batches in samples, times in seconds."""
 
     recipe: Recipe
-    cluster: Cluster
-    workers: int
     noise: NoiseScale
     rows: tuple[Row, ...]
     chosen: Row
-    bounds: tuple[int, int]
-    """Batches that would be chosen at the lower and the upper end of the noise scale."""
-
-    most: int | None
-    """Largest device batch that memory holds, by the activations of a few samples; None if the
-    memory is unknown."""
-
     edges: Edges
     """Range tests by batch; none where they were left out."""
 
@@ -295,23 +278,12 @@ class Advice:
         return own if self.keeps else float(f"{own * ratio**self.exponent:.3g}")
 
     @property
-    def all_above(self) -> bool:
-        """True if every batch of the table is above the critical batch."""
-        return self.rows[0].batch > self.critical[0]
-
-    @property
-    def step_seconds(self) -> dict[int, float]:
-        """Seconds of a step of one worker by device batch; empty if none was measured.
-
-        They are on the line through the times that were measured.
-        """
-        found = self.cluster.measured
-        if found is None:
-            return {}
-        whole = make_plan(self.recipe, workers=1).device_batch
-        fixed = found.seconds_per_pass + found.seconds_per_update
-        sizes = sorted({max(1, whole // part) for part in (4, 2, 1)})
-        return {size: fixed + size * found.seconds_per_image for size in sizes}
+    def advised(self) -> Recipe:
+        """The recipe in the chosen batch, with its epochs and its learning rate."""
+        chosen, recipe = self.chosen, self.recipe
+        if not self.keeps:
+            recipe = at_batch(recipe, chosen.batch, epochs=chosen.epochs, rate=self.rate)
+        return recipe.model_copy(update={"name": f"{recipe.name[:80]}-{chosen.batch}"})
 
 
 def exponent(edges: Sequence[tuple[int, float | None]]) -> float:
@@ -339,30 +311,25 @@ def advise(question: Question) -> Advice:
     recipe, batch = question.recipe, question.recipe.batch.global_batch
     _require_fitting(question)
     measuring = Measuring(question)
-    monitored = at_constant_rate(recipe, batch, recipe.schedule.peak_lr, epochs=1)
-    plan = make_plan(monitored, workers=question.here)
-    once, again = (estimate(recipe, plan) for _ in range(2))  # other programs slow one of them
-    step = min(once, again, key=lambda found: found.step_seconds)
+    plan = make_plan(at_constant_rate(recipe, updates=LEAST), workers=question.here)
+    # Twice, because other programs slow one of them.
+    step = min(estimate(recipe, plan).step_seconds for _ in range(2))
     cluster = question.cluster or measuring.cluster(step)
-    predict(recipe, cluster, workers=question.workers)  # before minutes have gone by
-    measuring.seconds = step.step_seconds
+    predict(workload(recipe, workers=question.workers), cluster)  # before minutes have gone by
+    measuring.seconds = step
     noise = measuring.noise()
-    rows, refused = compare(question, cluster, noise)
+    rows = compare(question, cluster, noise)
     chosen = recommend(rows, most=MORE_STEPS * noise.value, own=batch)
     others = [row.batch for row in rows if row.batch > batch] or [rows[0].batch]
     other = chosen.batch if chosen.batch != batch else others[0]
     edges = measuring.edges((batch, other)) if other != batch else ()
     return Advice(
         recipe=recipe,
-        cluster=cluster,
-        workers=question.workers,
         noise=noise,
         rows=rows,
         chosen=chosen,
-        bounds=_bounds(question, cluster, noise),
-        most=largest_device_batch(step, plan.device_batch, question),
         edges=edges,
-        remarks=(*_left_out(rows, refused), *measuring.remarks),
+        remarks=tuple(measuring.remarks),
     )
 
 
@@ -381,7 +348,7 @@ def _require_fitting(question: Question) -> None:
             f"{key}={value}"
         )
     if question.cluster is not None:  # an installed one has the times of one network
-        predict(recipe, question.cluster, workers=question.workers)
+        predict(workload(recipe, workers=question.workers), question.cluster)
     out = question.options.out
     try:
         out.mkdir(parents=True)
@@ -390,15 +357,12 @@ def _require_fitting(question: Question) -> None:
         raise LargebatchError(f"--out {out}: cannot be made: {error.strerror}") from None
 
 
-def compare(
-    question: Question, cluster: Cluster, noise: NoiseScale
-) -> tuple[tuple[Row, ...], dict[int, str]]:
-    """Return the recipe's batch, its halves and its doublings, and why others cannot be run.
+def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Row, ...]:
+    """Return the recipe's batch, and those of its halves and its doublings that can be run.
 
     The recipe's own epochs are taken to be right for its batch.
     """
     rows: list[Row] = []
-    refused: dict[int, str] = {}
     recipe, batch = question.recipe, question.recipe.batch.global_batch
     length = make_plan(recipe, workers=question.workers)
     epochs = length.epoch(length.steps)
@@ -406,30 +370,17 @@ def compare(
     def by(scale: float, size: int) -> float:
         return epochs * EpochLaw(1.0, scale)(size) / EpochLaw(1.0, scale)(batch)
 
-    sizes = [int(batch * 2.0**power) for power in range(-SMALLER, LARGER + 1)]
-    for size in sizes:
+    for size in (int(batch * 2.0**power) for power in range(-SMALLER, LARGER + 1)):
         if not 1 < size <= min(recipe.train_samples, max(batch, FAR * noise.value)):
             continue
-        ends = sorted(by(max(1e-9, scale), size) for scale in _ends(noise))
+        low, high = sorted(by(max(1e-9, scale), size) for scale in _ends(noise))
         try:
             there = at_batch(recipe, size, epochs=by(noise.value, size))
-            found = predict(there, cluster, workers=question.workers)
-        except (RecipeError, PlanError) as error:
-            refused[size] = str(error).splitlines()[-1].strip()  # without the heading
+            found = predict(workload(there, workers=question.workers), cluster)
+        except (RecipeError, PlanError):
             continue
-        row = Row(size, by(noise.value, size), ends[0], ends[1], found.seconds, found.cost)
-        rows.append(row)
-    return tuple(rows), refused
-
-
-def _left_out(rows: Sequence[Row], refused: Mapping[int, str]) -> Iterator[str]:
-    smallest = rows[0].batch
-    below = max((size for size in refused if size < smallest), default=None)
-    above = min((size for size in refused if size > smallest), default=None)
-    if below is not None:
-        yield f"no batches below {smallest:,}: {refused[below]}"
-    if above is not None:
-        yield f"no batch of {above:,}: {refused[above]}"
+        rows.append(Row(size, by(noise.value, size), low, high, found.seconds, found.cost))
+    return tuple(rows)
 
 
 def _ends(noise: NoiseScale) -> tuple[float, float]:
@@ -448,41 +399,10 @@ def recommend(rows: Sequence[Row], *, most: float, own: int) -> Row:
     return next(row for row in [*kept, *within] if row.seconds <= longest)
 
 
-def _bounds(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[int, int]:
-    low, high = (
-        recommend(
-            compare(question, cluster, replace(noise, value=max(1e-9, end)))[0],
-            most=MORE_STEPS * end,
-            own=question.recipe.batch.global_batch,
-        )
-        for end in _ends(noise)
-    )
-    return low.batch, high.batch
-
-
-def largest_device_batch(step: Estimate, device_batch: int, question: Question) -> int | None:
-    """Return the largest device batch that memory holds; 0 if not even one sample fits.
-
-    None for a calibrated cluster, whose file does not contain its memory.
-    """
-    if question.cluster is not None:
-        gpu = question.cluster.gpu
-        if gpu is None:
-            return None
-        available = gpu.memory_gigabytes * 1e9 - FIXED_BYTES
-    elif accelerator.count():
-        available = accelerator.memory_bytes() - FIXED_BYTES
-    else:
-        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        available = host / question.here
-    fixed = step.memory_bytes - step.bytes_per_sample * device_batch
-    return max(0, int((available - fixed) / max(1, step.bytes_per_sample)))
-
-
 def describe(advice: Advice) -> Iterator[str]:
-    """Yield the critical batch, the table of batches, memory, the rate, and remarks."""
+    """Yield the critical batch, the table of batches, the rate, and remarks."""
     value, low, high = advice.critical
-    noise, chosen, ends = advice.noise, advice.chosen, advice.bounds
+    noise, chosen = advice.noise, advice.chosen
     yield (
         f"critical batch: {samples(value)} ({samples(low)} to {samples(high)}), which takes "
         f"{MORE_STEPS:.0%} more epochs than small batches; the interval includes a factor of "
@@ -493,23 +413,15 @@ def describe(advice: Advice) -> Iterator[str]:
         f"{samples(noise.high)}), of {plural(noise.updates, 'update')}"
     )
     yield from _table(advice).split("\n")
-    steps = [f"{1000 * each:.3g} ms for {size:,}" for size, each in advice.step_seconds.items()]
-    if steps:
-        yield f"step of one worker on {advice.cluster.name} by device batch: {', '.join(steps)}"
-    if advice.most is not None:
-        yield f"memory: a device batch of up to {advice.most:,} samples a worker, an estimate"
     edges = [f"{three_digits(t.upper.value)} at {size:,}" for size, t in advice.edges if t.upper]
     known = f"upper edges of range tests: {', '.join(edges) or 'none'}"
     rule = "" if advice.keeps or len(edges) > 1 else "; the square-root rule"
     yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}; {known}{rule}"
     yield from advice.remarks
-    above = ", above the critical batch as all of this table" if advice.all_above else ""
     yield (
         f"recommended: {chosen.batch:,}, within {CLOSE - 1:.0%} of the shortest time up to the "
-        f"critical batch{above}, for {chosen.epochs:.3g} epochs"
+        f"critical batch, for {chosen.epochs:.3g} epochs"
     )
-    if set(ends) != {chosen.batch}:
-        yield f"at the ends of the interval {ends[0]:,} and {ends[1]:,} would be recommended"
 
 
 def _table(advice: Advice) -> str:
@@ -517,20 +429,15 @@ def _table(advice: Advice) -> str:
     rows = [["batch", "epochs", "interval", "time", *priced, "doubling", "", ""]]
     for before, row in zip([None, *advice.rows[:-1]], advice.rows, strict=True):
         cost = [] if row.cost is None else [three_digits(row.cost)]
-        changes = ["", ""] if before is None else _changes(before, row)
+        changes = ["", ""]
+        if before is not None:
+            grown = {"epochs": row.epochs / before.epochs, "time": row.seconds / before.seconds}
+            changes = [f"{signed(100 * (x - 1), '.0f')} % {name}" for name, x in grown.items()]
         ends = f"{three_digits(row.low)} to {three_digits(row.high)}"
         mark = "<- recommended" if row == advice.chosen else ""
         numbers = (f"{row.batch:,}", f"{row.epochs:.3g}", ends, duration(row.seconds))
         rows.append([*numbers, *cost, *changes, mark])
     return aligned(rows, right=range(len(rows[0]) - 1))
-
-
-def _changes(before: Row, row: Row) -> list[str]:
-    """Return what a doubling changes: epochs, and time, which the cost is proportional to."""
-    pairs = {"epochs": (before.epochs, row.epochs), "time": (before.seconds, row.seconds)}
-    return [
-        f"{signed(100 * (new / old - 1), '.0f')} % {name}" for name, (old, new) in pairs.items()
-    ]
 
 
 def _rate_rule(advice: Advice) -> str:
@@ -541,69 +448,9 @@ def _rate_rule(advice: Advice) -> str:
     return f"the recipe's {recipe.schedule.peak_lr:g} x {ratio}^{advice.exponent:.2g}"
 
 
-def write_advice(path: Path, advice: Advice) -> None:
-    """Draw time and epochs by batch into a PNG file, with the recommended batch marked."""
-
-    def draw(figure: "Figure") -> None:
-        where = f"{advice.cluster.name}, {plural(advice.workers, 'worker')}"
-        write_title(figure, f"{advice.recipe.name} on {where}")
-        by_time, by_epochs = figure.subplots(1, 2)
-        _draw_time(by_time, advice)
-        _draw_epochs(by_epochs, advice)
-
-    save_png(path, draw, size=(960, 400), pixels=1920)
-
-
-def _draw_time(axes: "Axes", advice: Advice) -> None:
-    times = [row.seconds for row in advice.rows]
-    axes.plot(
-        [row.batch for row in advice.rows], times, color=COLOURS["train"], marker="o", ms=5
-    )  # fmt: skip
-    axes.set_yscale("log")
-    _mark(axes, advice, advice.chosen.seconds)
-    name_axes(axes, y="Time of the run", x="Batch")
-    name_times(axes, times)
-    axes.set_ylim(bottom=min(times) / 1.6)
-
-
-def _draw_epochs(axes: "Axes", advice: Advice) -> None:
-    batches, epochs = [row.batch for row in advice.rows], [row.epochs for row in advice.rows]
-    colour = COLOURS["clean"]
-    axes.fill_between(
-        batches, [row.low for row in advice.rows], [row.high for row in advice.rows],
-        color=colour, alpha=0.15, lw=0,
-    )  # fmt: skip
-    axes.plot(batches, epochs, color=colour, marker="o", ms=5)
-    axes.set_ylim(0, 1.08 * max(epochs))  # the band may be cut, the points may not
-    axes.axvline(advice.critical[0], color=MUTED, lw=0.8, ls=(0, (4, 3)))
-    _mark(axes, advice, advice.chosen.epochs)
-    name_axes(axes, y="Epochs to the same loss; dashed: critical batch", x="Batch")
-
-
-def _mark(axes: "Axes", advice: Advice, height: float) -> None:
-    axes.set_xscale("log", base=2)
-    shown = [row.batch for row in advice.rows][:: 1 + len(advice.rows) // 8]
-    axes.set_xticks(shown, [f"{size:,}" for size in shown])
-    axes.minorticks_off()
-    axes.plot(advice.chosen.batch, height, color=INK, marker="D", ms=8, zorder=3)
-    axes.annotate(
-        f"recommended: {advice.chosen.batch:,}", (advice.chosen.batch, height), (0, -14),
-        textcoords="offset points", color=INK, weight="bold", va="top",
-        ha="left" if advice.chosen == advice.rows[0] else "center",
-    )  # fmt: skip
-
-
-def advised(advice: Advice) -> Recipe:
-    """Return the recipe in the recommended batch, with its epochs and its learning rate."""
-    chosen, recipe = advice.chosen, advice.recipe
-    if not advice.keeps:
-        recipe = at_batch(recipe, chosen.batch, epochs=chosen.epochs, rate=advice.rate)
-    return recipe.model_copy(update={"name": f"{recipe.name[:80]}-{chosen.batch}"})
-
-
 def draft(advice: Advice) -> str:
     """Return the text of the recommended recipe, with the source next to each changed number."""
-    recipe, before = advised(advice), advice.recipe
+    recipe, before = advice.advised, advice.recipe
     value, low, high = advice.critical
     interval = f"{samples(low)} to {samples(high)}"
     comments = {

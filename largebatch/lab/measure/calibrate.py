@@ -21,27 +21,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from largebatch import accelerator
-from largebatch.data.pipeline import open_images
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
+from largebatch.lab.measure.estimate import random_batch
 from largebatch.lab.planner.cluster import Cluster, Measured
-from largebatch.lab.planner.prediction import settings
+from largebatch.lab.planner.prediction import workload
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.of_recipe import build_model
-from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import grouping_of, kept_exact
-from largebatch.training.loss import cross_entropy
+from largebatch.runs.state import build_criterion
 
 ROUNDS = 7
 SIZES = (2**12, 2**16, 2**20, 2**24)
@@ -54,8 +54,11 @@ READ_SECONDS = 1.0
 def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[str]:
     """Write a cluster file of this machine and return a description of the measurements.
 
-    Raises LargebatchError if the file exists, cannot be written, or is not named *.yaml.
+    Raises LargebatchError if the file exists, cannot be written, or is not named *.yaml, and for
+    Muon, whose workers share an update.
     """
+    if recipe.optimizer.kind == "muon":
+        raise LargebatchError("optimizer.kind: muon: --calibrate measures an update of one worker")
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
     try:  # before minutes of measurement
@@ -109,36 +112,55 @@ def measure(
     `workers` is the largest number that is to be predicted: for one the link is not measured.
     """
     threads = torch.get_num_threads()
-    backend, plan = Serial(), make_plan(recipe, workers=1)
-    if backend.device.type == "cpu":
+    backend, work = Serial(), workload(recipe, workers=1)
+    plan = work.plan
+    device = backend.device
+    clock = time.perf_counter if device.type != "cpu" else time.process_time  # of this process
+    if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        model = build_model(recipe, backend.device)
-        passes, update = _computing(recipe, plan, model, backend)
-        read = _reading(recipe, plan, backend, data, dataset)
-        sizes = _group_bytes(recipe, model)
+        model = build_model(recipe, device)
+        optimizer, criterion = build_optimizer(recipe, model, backend), build_criterion(recipe)
+
+        def forward_and_backward(images: torch.Tensor, labels: torch.Tensor) -> None:
+            criterion(model(images), labels).backward()
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        side, classes = recipe.data.image_size, recipe.data.classes
+        rivals: dict[int, Callable[[], object]] = {}
+        for size in _device_batches(plan):
+            batch = random_batch(size, side, classes=classes, device=device)
+            rivals[size] = partial(forward_and_backward, *batch)
+        found = _take_turns({**rivals, 0: update}, backend, clock)
+        passes = {size: median(times) for size, times in found.items()}
+        seconds_per_update = passes.pop(0)
+        # With a worker on every device, this one has its share of the CPU cores.
+        shared = Serial(device)
+        shared.local_size = _places(device.type)
+        pipeline = open_images(recipe, plan, shared, folder=data, dataset=dataset)
+        read = _images_per_second(pipeline, clock)
+        exact, width = kept_exact(recipe, model), 4 if recipe.reduction.dtype == "fp32" else 2
+        grouping = grouping_of(recipe.execution.groups)
+        groups = list(divide(model.named_parameters(), grouping=grouping, exact=exact))
     finally:
         torch.set_num_threads(threads)
     image, each = fit_line(passes)
     per_byte: float | None = None
     latency = 0.0
-    if workers != 1 and (backend.device.type == "cpu" or _places(backend.device.type) > 1):
+    if workers != 1 and (device.type == "cpu" or _places(device.type) > 1):
         per_byte, latency = fit_line(_exchanging())
+    weights = [weight for group in groups for _, weight in group]
     return Measured(
-        model=recipe.model.name,
-        arguments=recipe.model.arguments,
-        classes=recipe.data.classes,
-        image_size=recipe.data.image_size,
-        precision=recipe.precision,
-        settings=settings(recipe),
-        device=backend.device.type,
+        settings=work.settings,
+        device=device.type,
         seconds_per_image=image,
         seconds_per_pass=each,
-        seconds_per_update=update,
-        gradient_bytes=float(sum(sizes)),
-        reduction=recipe.reduction.dtype,
-        groups=recipe.execution.groups.model_dump(mode="json"),
-        messages=len(sizes) + 1,  # the loss of the step is one more
+        seconds_per_update=seconds_per_update,
+        gradient_bytes=float(sum(w.numel() * (4 if w in exact else width) for w in weights)),
+        messages=len(groups) + 1,  # the loss of the step is one more
         norm_layers=sum(isinstance(layer, SpanBatchNorm) for layer in model.modules()),
         exchange_seconds=latency,
         exchange_gigabytes_per_second=None if per_byte is None else 1e-9 / per_byte,
@@ -170,47 +192,8 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
     return float(slope), float(start)
 
 
-def _group_bytes(recipe: Recipe, model: nn.Module) -> list[int]:
-    exact, width = kept_exact(recipe, model), 4 if recipe.reduction.dtype == "fp32" else 2
-    grouping = grouping_of(recipe.execution.groups)
-    groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
-    return [
-        sum(weight.numel() * (4 if weight in exact else width) for _, weight in group)
-        for group in groups
-    ]
-
-
 def _places(device: str) -> int:
     return available_cores() if device == "cpu" else accelerator.count()
-
-
-def _computing(
-    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
-) -> tuple[dict[int, float], float]:
-    optimizer = build_optimizer(recipe, model, backend)
-    criterion = cross_entropy(
-        smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
-    )
-    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision)
-    side = recipe.data.image_size
-
-    def forward_and_backward(images: torch.Tensor, labels: torch.Tensor) -> None:
-        with torch.autocast(backend.device.type, dtype=half, enabled=half is not None):
-            loss = criterion(model(images), labels)
-        loss.backward()
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    rivals: dict[int, Callable[[], object]] = {}
-    for size in _device_batches(plan):
-        images = torch.randn(size, 3, side, side, device=backend.device)
-        labels = torch.randint(recipe.data.classes, (size,), device=backend.device)
-        rivals[size] = partial(forward_and_backward, images, labels)
-    found = _take_turns({**rivals, 0: step}, backend, _clock(backend))
-    times = {size: median(each) for size, each in found.items()}
-    return {size: times[size] for size in rivals}, times[0]
 
 
 def _device_batches(plan: Plan) -> list[int]:
@@ -241,34 +224,13 @@ def _take_turns(
     return {name: each[1:] for name, each in times.items()}
 
 
-def _clock(backend: Backend) -> Callable[[], float]:
-    """Return the clock for a worker alone: on a CPU, the process's processor time."""
-    return time.process_time if backend.device.type == "cpu" else time.perf_counter
+def _images_per_second(pipeline: Pipeline, clock: Callable[[], float]) -> float:
+    """Return the rate of an input pipeline whose worker does nothing else.
 
-
-class _Shared(Serial):
-    """A worker that leaves their share of the CPU cores to other workers of its machine."""
-
-    def __init__(self, device: torch.device, local_size: int) -> None:
-        super().__init__(device)
-        self.local_size = local_size
-
-
-def _reading(
-    recipe: Recipe, plan: Plan, backend: Backend, data: Path | None, dataset: str | None = None
-) -> float:
-    """Return the images per second of the input pipeline for one worker that does nothing else.
-
-    The worker has its share of the CPU cores with a worker on every device. Raises
-    LargebatchError if the run is too short to be timed.
+    Raises LargebatchError if the run is too short to be timed.
     """
-    shared = _Shared(backend.device, _places(backend.device.type))
-    pipeline, seen, clock = (
-        open_images(recipe, plan, shared, folder=data, dataset=dataset),
-        0,
-        _clock(backend),
-    )
-    with closing(pipeline.training(range(plan.train_steps), clean=False)) as batches:
+    seen, steps = 0, pipeline.plan.train_steps
+    with closing(pipeline.training(range(steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass
         start = clock()
@@ -279,8 +241,8 @@ def _reading(
         seconds = clock() - start
     if not seen or seconds <= 0:
         raise LargebatchError(
-            f"--calibrate: {plan.train_steps:,} updates are too few to time reading; give a "
-            "longer duration, such as --set duration='{steps: 100}'"
+            f"--calibrate: {steps:,} updates are too few to time reading; give a longer duration, "
+            "such as --set duration='{steps: 100}'"
         )
     return seen / seconds
 

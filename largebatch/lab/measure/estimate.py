@@ -42,9 +42,6 @@ class Estimate(NamedTuple):
     memory_bytes: int
     """Bytes of weights, gradients, optimizer state, averages and activations."""
 
-    bytes_per_sample: int
-    """Bytes of the activations of one sample, which are part of memory_bytes."""
-
 
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     """Train on 2, 4, 8 ... random samples, up to a device batch, until a pass is long enough.
@@ -60,9 +57,10 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     optimizer = build_optimizer(recipe, model, backend)
     criterion = build_criterion(recipe)
     most, span = max(2, plan.device_batch), plan.bn_span or 1
-    num, seconds, kept, side = 2, 0.0, 0, largest_side(recipe, plan)
+    usual = recipe.data.image_size
+    num, seconds, kept, side = 2, 0.0, 0, largest_side(plan, usual=usual)
     for attempt in count():
-        images, labels = random_batch(recipe, num, side, backend.device)
+        images, labels = random_batch(num, side, classes=recipe.data.classes, device=backend.device)
         with saved_bytes(model) as activations:
             start = time.perf_counter()
             criterion(model(images), labels).backward()
@@ -79,7 +77,13 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     polish = recipe.polish or Polish.model_construct()
     copies = 2 + (polish.ema is not None or polish.swa is not None)
     per_sample = seconds / num
-    passes = _passes(recipe, plan, side=side)
+    parts = plan.sized(range(plan.train_steps), otherwise=usual)
+    parts.append((range(plan.train_steps, plan.updates), usual))
+    passes = sum(
+        len(steps) * number * (size / side) ** 2
+        for part, size in parts
+        for steps, _, number in plan.within(part)
+    )
     return Estimate(
         device=backend.device.type,
         precision=recipe.precision,
@@ -87,7 +91,6 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
         run_seconds=per_sample * plan.device_batch * passes + update * plan.updates,
         memory_bytes=copies * weights + kept_by_optimizer + kept * plan.device_batch // num,
-        bytes_per_sample=kept // num,
     )
 
 
@@ -106,31 +109,19 @@ def state_bytes(optimizer: Optimizer) -> int:
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def largest_side(recipe: Recipe, plan: Plan) -> int:
-    """Return the largest image size in training."""
+def largest_side(plan: Plan, *, usual: int) -> int:
+    """Return the largest image size in training, where it is `usual` without a schedule."""
     sizes = [piece.image_size for piece in plan.sizes]
     if not sizes or plan.updates > plan.train_steps:
-        sizes.append(recipe.data.image_size)
+        sizes.append(usual)
     return max(sizes)
 
 
-def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
-    """Return the number of device batches of this image size that cost as much as the run."""
-    usual = recipe.data.image_size
-    parts = plan.sized(range(plan.train_steps), otherwise=usual)
-    parts.append((range(plan.train_steps, plan.updates), usual))
-    return sum(
-        len(steps) * number * (size / side) ** 2
-        for part, size in parts
-        for steps, _, number in plan.within(part)
-    )
-
-
 def random_batch(
-    recipe: Recipe, num: int, side: int, device: torch.device
+    num: int, side: int, *, classes: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return random samples and labels in the recipe's shapes."""
-    labels = torch.randint(recipe.data.classes, (num,), device=device)
+    """Return random samples of this size, and labels."""
+    labels = torch.randint(classes, (num,), device=device)
     return torch.randn(num, 3, side, side, device=device), labels
 
 

@@ -1,10 +1,9 @@
-"""A first recipe for a folder of images: a survey of the folder, settings, and the time of a run.
+"""A first recipe for a folder of images: a survey of the folder, and settings.
 
 Every number is measured from the images or follows from one by a rule, which the recipe has next to
 it. The recipe is a start and not a result: a file to edit.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,6 @@ from largebatch.data.decoders import torchvision
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
-from largebatch.lab.measure.estimate import estimate
-from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Triple
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
@@ -41,9 +38,6 @@ SMALL, MEDIUM, LARGE = 64, 146, 320
 LARGEST_CACHE = 2 * 2**30
 """Bytes of decoded pixels up to which they are cached by default."""
 
-STAGES = 3
-"""Stages of the recipe: training, clean epochs and statistics, each evaluated."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
@@ -55,16 +49,6 @@ class Survey:
     eval_resize: int | None
     mean: Triple
     std: Triple
-    decoded_per_second: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeEstimate:
-    """Estimated time of a run on this machine, on one worker."""
-
-    seconds: float
-    trained_per_second: float
-    device: str
 
 
 def survey(train: Index, val: Index) -> Survey:
@@ -74,7 +58,6 @@ def survey(train: Index, val: Index) -> Survey:
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
     requests = (clean_request(train, part, image_size=image_size, resize=resize) for part in parts)
     view = View(image_size=image_size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
-    start = time.perf_counter()
     sums, squares, number = torch.zeros(3), torch.zeros(3), 0
     resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
     with torchvision.open_decoder(train, view, resources) as decode:
@@ -92,7 +75,6 @@ def survey(train: Index, val: Index) -> Survey:
         eval_resize=resize,
         mean=_triple(mean),
         std=_triple(std),
-        decoded_per_second=len(samples) / (time.perf_counter() - start),
     )
 
 
@@ -194,18 +176,3 @@ def global_batch_for(number: int) -> int:
 
 def _decoded_bytes(found: Survey) -> int:
     return sum(int((3 * one.heights * one.widths).sum()) for one in (found.train, found.val))
-
-
-def estimate_time(recipe: Recipe, plan: Plan, found: Survey) -> TimeEstimate:
-    """Estimate the time of a run from a measured step; reading overlaps with a GPU's work."""
-    step = estimate(recipe, plan)
-    trained = plan.global_batch / step.step_seconds
-    # A forward pass alone takes a third of a step.
-    passes = STAGES + len(plan.evaluate_after)
-    images = plan.position(plan.steps)
-    forward = passes * plan.val_samples + plan.train_samples
-    computing = (images + forward / 3) / trained
-    decoded = len(found.train) + len(found.val) if recipe.execution.cache else images + forward
-    reading = decoded / found.decoded_per_second
-    seconds = max(computing, reading) if step.device != "cpu" else computing + reading
-    return TimeEstimate(seconds=seconds, trained_per_second=trained, device=step.device)

@@ -16,7 +16,7 @@ smoothing, less. So the limit is between the rate where the loss turns and that 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -26,23 +26,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
-from largebatch.distributed.environment import worker_rank
+from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
 from largebatch.formatting import aligned, plural
 from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.optimizers import LAMB, LARS, SGD, AdamW, Muon, ScheduleFree
+from largebatch.recipe.optimizers import SGD
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Section
 from largebatch.report.run import FloatArray, Run, read_run
-from largebatch.report.style import COLOURS, INK, MUTED, name_axes, name_line, save_png, write_title
+from largebatch.report.style import COLOURS, INK, name_axes, name_line, save_png, write_title
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options, Resume
 from largebatch.runs.run import start
 from largebatch.tracking.events import LOG, write_json
 
 if TYPE_CHECKING:
-    from largebatch.report.style import Axes, Figure
+    from largebatch.report.style import Figure
 
 CHART, RESULT = "range.png", "range.json"
 
@@ -102,15 +103,6 @@ class Curve:
     @cached_property
     def smooth(self) -> FloatArray:
         """Smoothed loss."""
-        return self._fits[0]
-
-    @cached_property
-    def slope(self) -> FloatArray:
-        """Slope of the smoothed loss per step."""
-        return self._fits[1]
-
-    @cached_property
-    def _fits(self) -> tuple[FloatArray, FloatArray]:
         losses, reach = self._cut, self._edge
         away = np.arange(-reach, reach + 1)
         near = np.arange(len(losses))[:, np.newaxis] + away
@@ -119,8 +111,8 @@ class Curve:
         values = losses[near.clip(0, len(losses) - 1)]
         w, wx, wxx = (np.sum(weights * away**power, axis=1) for power in (0, 1, 2))
         wy, wxy = (np.sum(weights * away**power * values, axis=1) for power in (0, 1))
-        spread = w * wxx - wx**2
-        return (wxx * wy - wx * wxy) / spread, (w * wxy - wx * wy) / spread
+        smooth: FloatArray = (wxx * wy - wx * wxy) / (w * wxx - wx**2)
+        return smooth
 
     @property
     def _whole(self) -> slice:
@@ -163,11 +155,6 @@ class Curve:
         return max(CLEAR * self.fall, NOISE * self.error)
 
     @property
-    def falls_at_once(self) -> bool:
-        """True if the loss falls already at the start."""
-        return self.falls and float(self.smooth[0]) - self.start > self.clear
-
-    @property
     def rises(self) -> bool:
         """True if the loss rises again, as clearly as it fell."""
         return bool(self.smooth[self.place :].max() > self.smooth[self.place] + self.clear)
@@ -181,13 +168,6 @@ class Curve:
         return float(self.rates[above[-1] + 1 if above.size else 0])
 
     @property
-    def steepest(self) -> float | None:
-        """Rate at which the loss falls fastest; None if it never falls."""
-        if not self.falls:
-            return None
-        return float(self.rates[int(np.argmin(self.slope[: self.place + 1]))])
-
-    @property
     def turn(self) -> float | None:
         """Rate of the lowest smoothed loss; None if it never falls or does not rise again."""
         return float(self.rates[self.place]) if self.falls and self.rises else None
@@ -198,10 +178,11 @@ def _tricube(reach: int) -> FloatArray:
     return np.asarray((1 - away**3) ** 3, dtype=np.float64)
 
 
-def momentum_of(recipe: Recipe) -> float:
-    """Return the momentum of a recipe's optimizer; for LAMB and AdamW, beta1."""
-    optimizer = recipe.optimizer
-    return optimizer.beta1 if isinstance(optimizer, LAMB | AdamW) else optimizer.momentum
+def momentum_of(optimizer: Section) -> float:
+    """Return the momentum of an optimizer; for LAMB and AdamW, beta1."""
+    momentum = getattr(optimizer, "beta1", None) or getattr(optimizer, "momentum", 0.0)
+    assert isinstance(momentum, float)
+    return momentum
 
 
 def overshoot(momentum: float, *, nesterov: bool = False) -> float:
@@ -267,7 +248,7 @@ class RangeTest:
         """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
         optimizer = self.recipe.optimizer
         nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
-        return overshoot(momentum_of(self.recipe), nesterov=nesterov)
+        return overshoot(momentum_of(optimizer), nesterov=nesterov)
 
     @property
     def low(self) -> float:
@@ -283,11 +264,6 @@ class RangeTest:
     def lower(self) -> Bound | None:
         """Rate at which the loss starts to fall."""
         return bound([curve.lower for curve in self.curves])
-
-    @property
-    def steepest(self) -> Bound | None:
-        """Rate at which the loss falls fastest."""
-        return bound([curve.steepest for curve in self.curves])
 
     @property
     def turn(self) -> Bound | None:
@@ -312,23 +288,30 @@ class RangeTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Rates of a range test."""
+    """The runs of a range test of one recipe."""
 
+    recipe: Recipe
     low: float
     high: float
     steps: int
     """Number of updates in which the rate rises from `low` to `high`."""
 
-    seeds: int
-    """Number of runs, each with its own weights and order: the recipe's seed and those after it."""
+    runs: tuple[Recipe, ...]
+    """One for each seed, with its own weights and order: the recipe's and those after it."""
 
 
-def choose_range(
-    recipe: Recipe, *, low: float | None, high: float | None, steps: int | None, seeds: int
+def plan_range(
+    recipe: Recipe,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    steps: int | None = None,
+    seeds: int = 1,
 ) -> Range:
-    """Return the range of a test; None chooses by the recipe's peak rate and momentum.
+    """Return the runs of a test; None chooses by the recipe's peak rate and momentum.
 
-    Raises LargebatchError for an invalid range or too few steps.
+    Each is the recipe with a rate that rises from low to high, without other stages. Raises
+    LargebatchError for an invalid range, too few steps, and an optimizer that allows no such rate.
     """
     peak = recipe.schedule.peak_lr
     low, high = low or LOW * peak, high or HIGH * peak
@@ -337,31 +320,27 @@ def choose_range(
             f"the rates rise from --low to --high, got {low:g} and {high:g}: give a higher --high; "
             f"without both they are {LOW * peak:g} and {HIGH * peak:g}"
         )
-    decades, momentum = math.log10(high / low), momentum_of(recipe)
+    decades, momentum = math.log10(high / low), momentum_of(recipe.optimizer)
     least = max(LEAST_STEPS, math.ceil(MEMORIES * decades / (1 - momentum) - 1e-6))
-    chosen = steps or max(STEPS, least)
-    if chosen < least:
+    steps = steps or max(STEPS, least)
+    if steps < least:
         raise LargebatchError(
-            f"--steps {chosen} are too few for the rates from {low:g} to {high:g} with momentum "
+            f"--steps {steps} are too few for the rates from {low:g} to {high:g} with momentum "
             f"{momentum:g}: at least {least}, so that the loss follows the rate; or give a "
             "narrower range"
         )
-    return Range(low=low, high=high, steps=chosen, seeds=seeds)
-
-
-def range_recipe(recipe: Recipe, rates: Range, *, seed: int) -> Recipe:
-    """Return the recipe with a rate that rises from low to high, without other stages.
-
-    Raises LargebatchError if the optimizer allows no such rate.
-    """
-    gamma = (rates.low / rates.high) ** (1 / (rates.steps - 1))
+    if recipe.optimizer.kind == "schedule-free":
+        raise LargebatchError(
+            "optimizer.kind: schedule-free takes a constant rate, which it averages over: a range "
+            "test would average over weights of all rates; give optimizer.kind: sgd"
+        )
+    gamma = (low / high) ** (1 / (steps - 1))
     changes = {
-        "seed": seed,
-        "duration": {"steps": rates.steps},
+        "duration": {"steps": steps},
         "batch": {**recipe.batch.model_dump(), "schedule": ()},
         "data": without_resolution(recipe.data),
         "schedule": {
-            "peak_lr": rates.high,
+            "peak_lr": high,
             "warmup": None,
             "decay": {"kind": "exp", "gamma": gamma, "begin": "low"},
         },
@@ -369,60 +348,73 @@ def range_recipe(recipe: Recipe, rates: Range, *, seed: int) -> Recipe:
         "evaluation": {},
         "nonfinite": {},
     }
-    if isinstance(recipe.optimizer, ScheduleFree):
-        raise LargebatchError(
-            "optimizer.kind: schedule-free takes a constant rate, which it averages over: a range "
-            "test would average over weights of all rates; give optimizer.kind: sgd"
-        )
+    runs = tuple(
+        derived(recipe, {**changes, "seed": seed}, purpose="has no range test")
+        for seed in range(recipe.seed, recipe.seed + seeds)
+    )
+    return Range(recipe=recipe, low=low, high=high, steps=steps, runs=runs)
+
+
+def derived(recipe: Recipe, changes: Mapping[str, object], *, purpose: str) -> Recipe:
+    """Return a recipe with other sections; raise LargebatchError where they do not fit."""
     try:
-        return Recipe.model_validate(recipe.model_dump() | changes)
+        return Recipe.model_validate(recipe.model_dump() | dict(changes))
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise LargebatchError(f"{recipe.name}: has no range test: {reason}") from None
+        raise LargebatchError(f"{recipe.name}: {purpose}: {reason}") from None
 
 
-def train_range(
-    recipe: Recipe, options: Options, rates: Range, *, workers: int = 1, report: bool = True
-) -> None:
+def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTest | None:
     """Run the test with every seed in folders of `options.out`, resuming existing runs.
 
-    A run may end by diverging; `report` writes a page of each. Raises LargebatchError before any
-    run if the recipe cannot be tested; InterruptedStudyError if a run is asked to stop.
+    Worker 0 writes its chart and range.json, and returns the result, all others None. A run may end
+    by diverging. Raises
+    LargebatchError before any run if the recipe cannot be tested; InterruptedStudyError if a run
+    is asked to stop.
     """
     if (options.out / LOG).exists():
         raise LargebatchError(f"{options.out}: holds a run; give another --out")
-    recipes = _recipes(recipe, rates)
     try:
-        make_plan(recipes[0], workers=workers)
+        make_plan(rates.runs[0], workers=workers)
     except PlanError as error:
-        raise LargebatchError(f"{recipe.name}: has no range test: {error}") from None
-    for run_recipe in recipes:
-        _train(run_recipe, _folder(options.out, run_recipe), options, workers, report=report)
-
-
-def read_range(recipe: Recipe, out: Path, rates: Range) -> RangeTest:
-    """Read the runs of a test, write its chart and range.json, and return the result."""
-    curves = tuple(_curve(each, _folder(out, each), rates) for each in _recipes(recipe, rates))
-    test = RangeTest(recipe, curves)
-    write_json(out / RESULT, content(test))
-    write_range(out / CHART, test)
+        raise LargebatchError(f"{rates.recipe.name}: has no range test: {error}") from None
+    curves = []
+    for run in rates.runs:
+        folder, expected = options.out / f"seed-{run.seed}", run.mathematics.model_dump()
+        begun = worker_rank() is None and (folder / LOG).exists()  # with a launcher all begin
+        if not begun or not _is_done(_read(folder, expected), rates.steps):
+            with suppress(DivergedError):  # which the record has
+                train_in(folder, run, options, workers=workers)
+        if own_rank() == 0:
+            curves.append(_curve(_read(folder, expected), run.seed, rates))
+    if own_rank():
+        return None
+    test = RangeTest(rates.recipe, tuple(curves))
+    write_json(options.out / RESULT, content(test))
+    write_range(options.out / CHART, test)
     return test
 
 
-def _recipes(recipe: Recipe, rates: Range) -> list[Recipe]:
-    seeds = range(recipe.seed, recipe.seed + rates.seeds)
-    return [range_recipe(recipe, rates, seed=seed) for seed in seeds]
+def _is_done(record: Run, steps: int) -> bool:
+    return record.diverged or len(record.steps) == steps
 
 
-def _folder(out: Path, recipe: Recipe) -> Path:
-    return out / f"seed-{recipe.seed}"
+def _curve(record: Run, seed: int, rates: Range) -> Curve:
+    losses = np.full(rates.steps, math.nan)
+    for step in record.steps:
+        losses[step.step] = step.loss
+    if not math.isfinite(losses[0]):
+        raise LargebatchError(f"{record.path}: the first loss is not a number")
+    return Curve(seed, np.geomspace(rates.low, rates.high, rates.steps), losses)
 
 
-def _train(recipe: Recipe, folder: Path, options: Options, workers: int, *, report: bool) -> None:
-    if worker_rank() is None and _is_done(folder, recipe):  # with a launcher all have to begin
-        return
-    with suppress(DivergedError):  # which the record has
-        train_in(folder, recipe, options, workers=workers, report=report)
+def _read(folder: Path, expected: Mapping[str, object]) -> Run:
+    """Return the run in a folder; raise LargebatchError if it is of another recipe."""
+    record = read_run(folder)
+    assert record.recipe is not None
+    if parse_recipe(record.recipe, source=str(folder)).mathematics.model_dump() != expected:
+        raise LargebatchError(f"{folder}: a run of another recipe or rates; give another --out")
+    return record
 
 
 def train_in(
@@ -432,96 +424,59 @@ def train_in(
     *,
     workers: int,
     max_steps: int | None = None,
-    report: bool = False,
 ) -> None:
     """Start a run in a folder, or resume the one there; InterruptedStudyError if told to stop."""
     resume: Resume = "auto" if (folder / LOG).exists() else False
     own = replace(options.without_changes(), workers=workers, out=folder, resume=resume)
-    if start(recipe, replace(own, max_steps=max_steps, report=report)).status == "interrupted":
+    if start(recipe, replace(own, max_steps=max_steps, report=False)).status == "interrupted":
         raise InterruptedStudyError(f"saved in {options.out}")
-
-
-def _is_done(folder: Path, recipe: Recipe) -> bool:
-    if not (folder / LOG).exists():
-        return False
-    record = read_run(folder)
-    require_same(record, recipe)
-    return record.diverged or len(record.steps) == recipe.duration.steps
-
-
-def require_same(record: Run, recipe: Recipe) -> None:
-    """Raise LargebatchError if a run that exists has another recipe."""
-    assert record.recipe is not None
-    if parse_recipe(record.recipe, source=str(record.path)).mathematics != recipe.mathematics:
-        raise LargebatchError(
-            f"{record.path}: a run of another recipe, rates or --epochs; give another --out"
-        )
-
-
-def _curve(recipe: Recipe, folder: Path, rates: Range) -> Curve:
-    record = read_run(folder)
-    require_same(record, recipe)
-    losses = np.full(rates.steps, math.nan)
-    for step in record.steps:
-        losses[step.step] = step.loss
-    if not math.isfinite(losses[0]):
-        raise LargebatchError(f"{folder}: the first loss is not a number")
-    return Curve(recipe.seed, np.geomspace(rates.low, rates.high, rates.steps), losses)
 
 
 def describe(test: RangeTest) -> list[str]:
     """Return a table of the bounds, and remarks on what is uncertain and on the optimizer."""
-    bounds = {
-        "lower": (test.lower, "the loss begins to fall"),
-        "steepest": (test.steepest, "it falls fastest"),
-        "turn": (test.turn, "it turns"),
-        "upper": (test.upper, f"mean of turn and turn / {test.overshoot:.2g}, by the momentum"),
+    meanings = {
+        "lower": "the loss begins to fall",
+        "turn": "it turns",
+        "upper": f"mean of turn and turn / {test.overshoot:.2g}, by the momentum",
     }
-    rows = [
-        (name, rate(found.value), f"{rate(found.low)} to {rate(found.high)}", meaning)
-        for name, (found, meaning) in bounds.items()
-        if found is not None
-    ]
-    table = [("bound", "rate", "seeds", "meaning"), *rows]
-    return [*(aligned(table, right=[1]).split("\n") if rows else []), *_remarks(test)]
+    table = [("bound", "rate", "seeds", "meaning")]
+    for name, meaning in meanings.items():
+        found: Bound | None = getattr(test, name)
+        if found is not None:
+            seeds = f"{rate(found.low)} to {rate(found.high)}"
+            table.append((name, rate(found.value), seeds, meaning))
+    rows = aligned(table, right=[1]).split("\n") if len(table) > 1 else []
+    return [*rows, *_remarks(test)]
 
 
 def _remarks(test: RangeTest) -> Iterator[str]:
-    curves, lower, upper = test.curves, test.lower, test.upper
+    curves, upper = test.curves, test.upper
     still = [curve for curve in curves if not curve.falls]
     flat = sum(not curve.rises for curve in curves)
     if still:
         only_rises = all(curve.rises or curve.diverged is not None for curve in still)
+        give = "lower --low" if only_rises else "higher --high"
         yield (
             f"{len(still)} of {plural(len(curves), 'seed')}: no fall beyond the noise between "
-            f"{rate(test.low)} and {rate(test.high)}; give a "
-            f"{'lower --low' if only_rises else 'higher --high'}, or more --steps"
+            f"{rate(test.low)} and {rate(test.high)}; give a {give}, or more --steps"
         )
     elif flat:
         yield (
             f"{flat} of {plural(len(curves), 'seed')}: no rise up to {rate(test.high)}, so no "
             "upper bound; give a higher --high"
         )
-    if not still and any(curve.falls_at_once for curve in curves):
-        yield "the loss falls from the lowest rate on: give a lower --low"
-    if lower is not None and upper is not None and upper.value <= lower.value:
-        yield "no range between the bounds: give more --steps"
-    for name, limit in {"lower": lower, "upper": upper}.items():
+    for name, limit in {"lower": test.lower, "upper": upper}.items():
         if limit is not None and not limit.certain:
             yield f"{name}: seeds differ by a factor of {limit.high / limit.low:.1f}; more --steps"
-    if len(curves) == 1 and not still:
-        yield "one seed shows no uncertainty: give --seeds 3"
-    recipe, optimizer = test.recipe, test.recipe.optimizer
     if test.peak_is is not None:
-        yield f"peak_lr {rate(recipe.schedule.peak_lr)} of the recipe is {test.peak_is} the bounds"
-    if isinstance(optimizer, LARS):
-        step = "" if upper is None else f", {upper.value * optimizer.eta:.2g} at the upper bound"
-        yield f"LARS: rate x eta is the length of a step relative to the weights{step}"
-        if optimizer.convention == "fujitsu":
-            yield f"convention fujitsu: weight decay is scaled by the peak rate, here {test.high:g}"
-    if isinstance(optimizer, LAMB | AdamW | Muon):
-        yield f"{type(optimizer).__name__}: the rate is the length of a step"
-    yield f"initial weights: {recipe.model.weights or 'random; with a warm-up the edge is higher'}"
+        peak = rate(test.recipe.schedule.peak_lr)
+        yield f"peak_lr {peak} of the recipe is {test.peak_is} the bounds"
+    optimizer = test.recipe.optimizer
+    if optimizer.kind == "lars" and upper is not None:
+        yield (
+            f"LARS: rate x eta is the length of a step relative to the weights, "
+            f"{upper.value * optimizer.eta:.2g} at the upper bound"
+        )
 
 
 def rate(value: float) -> str:
@@ -535,27 +490,23 @@ def rate(value: float) -> str:
 
 def content(test: RangeTest) -> dict[str, Any]:
     """Return the result for JSON; losses after a divergence are null."""
-    bounds = {name: getattr(test, name) for name in ("lower", "steepest", "turn", "upper")}
+    bounds = {name: getattr(test, name) for name in ("lower", "turn", "upper")}
     return {
         "recipe": test.recipe.name,
-        "optimizer": test.recipe.optimizer.kind,
-        "low": test.low,
-        "high": test.high,
-        "steps": len(test.curves[0].rates),
         **{name: limit and asdict(limit) for name, limit in bounds.items()},
         "overshoot": test.overshoot,
         "peak_lr": test.recipe.schedule.peak_lr,
         "peak_is": test.peak_is,
-        "reason": describe(test),
-        "curves": [_columns(curve) for curve in test.curves],
-    }
-
-
-def _columns(curve: Curve) -> dict[str, Any]:
-    names = ("seed", "falls", "rises", "lower", "steepest", "turn", "diverged")
-    columns = ("rates", "losses", "smooth")
-    return {name: getattr(curve, name) for name in names} | {
-        name: getattr(curve, name).tolist() for name in columns
+        "curves": [
+            {
+                "seed": curve.seed,
+                "diverged": curve.diverged,
+                "rates": curve.rates.tolist(),
+                "losses": curve.losses.tolist(),
+                "smooth": curve.smooth.tolist(),
+            }
+            for curve in test.curves
+        ],
     }
 
 
@@ -571,44 +522,26 @@ def _draw(figure: "Figure", test: RangeTest) -> None:
     write_title(figure, test.recipe.name)
     axes = figure.subplots()
     axes.set_xscale("log")
-    colour = COLOURS["train"]
+    colour, shade = COLOURS["train"], COLOURS["statistics"]
     starts = [curve.start for curve in test.curves]
     lows = [float(np.nanmin(curve.losses)) for curve in test.curves]
-    top = WALL * max(starts)
     for curve in test.curves:
         axes.plot(curve.rates, curve.losses, color=colour, lw=0.8, alpha=0.3)
-        shown = curve.smooth < top
+        shown = curve.smooth < WALL * max(starts)
         axes.plot(curve.rates[shown], curve.smooth[shown], color=colour)
     span = max(starts) - min(lows)
-    axes.set_ylim(min(lows) - 0.4 * span, max(starts) + 0.35 * span)  # the marks are below
+    axes.set_ylim(min(lows) - 0.2 * span, max(starts) + 0.35 * span)
     axes.set_xlim(test.low, test.high)
     axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:g}")
     title = name_axes(axes, y="Training loss", x="Learning rate")
     title = name_line(axes, f"{len(test.curves)} seeds, smoothed", colour, after=title)
-    _draw_bounds(axes, test)
+    lower, upper = test.lower, test.upper
+    if lower is not None and upper is not None and lower.value < upper.value:
+        axes.axvspan(lower.value, upper.value, color=shade, alpha=0.1, lw=0)
+        bounds = f"between the bounds: {rate(lower.value)} to {rate(upper.value)}"
+        title = name_line(axes, bounds, shade, after=title)
     peak = test.recipe.schedule.peak_lr
     if test.low <= peak <= test.high:
         axes.axvline(peak, color=INK, lw=0.8, ls=(0, (5, 4)))
         name_line(axes, f"dashed: peak_lr {rate(peak)}", INK, after=title)
-
-
-def _draw_bounds(axes: "Axes", test: RangeTest) -> None:
-    lower, upper, colour = test.lower, test.upper, COLOURS["statistics"]
-    if lower is not None and upper is not None and lower.value < upper.value:
-        axes.axvspan(lower.value, upper.value, color=colour, alpha=0.1, lw=0)
-    marks = {"lower": lower, "steepest": test.steepest, "upper": upper, "turn": test.turn}
-    for place, (name, found) in enumerate(marks.items()):
-        if found is None:
-            continue
-        height = 0.05 + 0.06 * place  # one above the other: intervals may overlap
-        transform = axes.get_xaxis_transform()
-        shade = MUTED if name == "turn" else colour
-        axes.plot([found.low, found.high], [height] * 2, color=shade, lw=1, transform=transform)
-        axes.plot([found.value], [height], color=shade, marker="o", ms=6, transform=transform)
-        left = found.low > 10 * test.low  # else there is no room
-        axes.annotate(
-            f"{name} {rate(found.value)}", (found.low if left else found.high, height),
-            (-8 if left else 8, 0), xycoords=transform, textcoords="offset points",
-            ha="right" if left else "left", va="center", color=shade, size=10,
-        )  # fmt: skip

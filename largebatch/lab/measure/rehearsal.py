@@ -5,8 +5,9 @@ the training loop makes one update. The backend represents all other workers and
 messages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,10 @@ from largebatch.data.pipeline import divide_samples
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Work, own_part
 from largebatch.distributed.serial import Done
-from largebatch.errors import LargebatchError, PlanError
+from largebatch.errors import LargebatchError
 from largebatch.lab.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
-from largebatch.lab.planner.prediction import FIXED_BYTES, require_cacheable
+from largebatch.lab.planner.prediction import FIXED_BYTES, workload
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import (
     in_precision,
@@ -31,12 +32,13 @@ from largebatch.models.of_recipe import (
     require_accepted,
     require_trainable,
 )
-from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import kept_exact
 from largebatch.runs.state import build_criterion, build_state, build_step_log
-from largebatch.training.loop import step_seeds, train
+from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.loss import Criterion
 from largebatch.training.state import TrainState
 
 _CPU = torch.device("cpu")
@@ -114,11 +116,6 @@ class Memory:
         kept = self.parameters + self.buffers + self.gradients
         return kept + self.optimizer + self.average + self.activations
 
-    @property
-    def checkpoint(self) -> int:
-        """Bytes of a checkpoint."""
-        return self.parameters + self.buffers + self.optimizer + self.average
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
@@ -156,100 +153,107 @@ def rehearse(
     """
     if not 0 <= rank < workers:
         raise LargebatchError(f"--rank {rank}: workers are numbered 0 to {workers - 1:,}")
-    if recipe.protocol is not None:
-        raise PlanError(
-            "protocol: only the synchronous core can be rehearsed; leave protocol out: --set "
-            "protocol=null"
-        )
     if cluster is not None:
         require_workers(cluster, workers)
-    if recipe.execution.cache is not None:
-        require_cacheable(recipe)
-    plan = make_plan(recipe, workers=workers)
+    plan = workload(recipe, workers=workers).plan
     each = None if cluster is None else min(cluster.gpus_per_node, workers)
-    gpu = None if cluster is None else cluster.gpu
     backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
     require_accepted(recipe, {piece.image_size for piece in plan.sizes})
-    memory = _update(recipe, plan, backend)
-    memory = replace(memory, optimizer=_optimizer_bytes(recipe, backend))
+    criterion = build_criterion(recipe)
+    side = largest_side(plan, usual=recipe.data.image_size)
+    images = partial(random_batch, side=side, classes=recipe.data.classes, device=_CPU)
+    # Two micro-batches are computed, which are equal, or Adasum's parts.
+    passes = max(min(plan.accumulation, 2), plan.parts // plan.workers)
+    short = replace(plan, accumulation=passes, batch_changes=(), swa_steps=0)
+    with FakeTensorMode():
+        model = in_precision(new_model(recipe), recipe, _CPU)
+        require_trainable(model, recipe)
+        # An average of the weights would copy them, which fake tensors do not allow.
+        plain = recipe.model_copy(update={"polish": None})
+        state = build_state(plain, short, model, backend)
+        activations = activation_bytes(model, criterion, *images(plan.device_batch))
+        # Of the monitors, only the noise scale sends more in an update.
+        monitor = tuple(name for name in recipe.monitor if name == "noise_scale")
+        of_log = recipe.model_copy(update={"monitor": monitor})
+        log = build_step_log(of_log, short, backend, state, emit=lambda _: None)
+        backend.messages.clear()
+        samples = min(plan.device_batch, plan.bn_span or 1)
+        update = _make_update(short, state, backend, criterion, partial(images, samples))
+        backend.all_reduce(log.values_to_sum(update.made))
+        backend.messages += update.of_micro_batch * (plan.accumulation - passes)
+        weights = list(model.parameters())
+        parameters = sum(weight.nbytes for weight in weights)
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        exact = kept_exact(recipe, model)
+        shorter = sum(weight.numel() for weight in weights if weight not in exact)
+        gradients = sum(weight.nbytes for weight in weights if weight.requires_grad)
+    averages = recipe.polish is not None and (recipe.polish.ema or plan.swa_steps)
     trained, _, _ = divide_samples(recipe, recipe.data.train_samples, recipe.data.val_samples)
-    positions = plan.positions(0, 0, rank)
-    num_samples = recipe.data.train_samples
-    samples = samples_at(positions, seed=recipe.seed, num_samples=num_samples, trained=trained)
+    first = samples_at(
+        plan.positions(0, 0, rank),
+        seed=recipe.seed,
+        num_samples=recipe.data.train_samples,
+        trained=trained,
+    )
+    # After a step on zero gradients; its messages, which only Muon has, are recorded.
+    real = new_model(recipe)
+    for weight in real.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer = build_optimizer(recipe, real, backend)
+    optimizer.step()
+    gpu = None if cluster is None else cluster.gpu
     return Rehearsal(
         plan=plan,
         rank=rank,
         node=None if each is None else rank // each,
         local_rank=None if each is None else rank % each,
-        memory=memory,
+        memory=Memory(
+            parameters=parameters,
+            buffers=buffers,
+            gradients=gradients + (0 if recipe.reduction.dtype == "fp32" else 2 * shorter),
+            optimizer=state_bytes(optimizer),
+            average=parameters + buffers if averages else 0,
+            activations=activations,
+        ),
         available=None if gpu is None else gpu.memory_gigabytes * 1e9,
         messages=tuple(backend.messages),
-        first_samples=tuple(samples.tolist()),
+        first_samples=tuple(first.tolist()),
     )
 
 
-def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
-    """Make one update on fake tensors; return its memory without the optimizer's state."""
-    with FakeTensorMode():
-        model = in_precision(new_model(recipe), recipe, _CPU)
-        require_trainable(model, recipe)
-        short = replace(plan, accumulation=_passes(plan), batch_changes=(), swa_steps=0)
-        # An average of the weights would copy them, which fake tensors do not allow.
-        state = build_state(recipe.model_copy(update={"polish": None}), short, model, backend)
-        activations = activation_bytes(recipe, plan, model)
-        backend.messages.clear()
-        _make_update(recipe, short, state, backend, passes=plan.accumulation)
-        weights = list(model.parameters())
-        parameters = sum(weight.nbytes for weight in weights)
-        buffers = sum(buffer.nbytes for buffer in model.buffers())
-        averages = recipe.polish is not None and (recipe.polish.ema or plan.swa_steps)
-        exact = kept_exact(recipe, model)
-        shorter = [weight for weight in weights if weight not in exact]
-        sent = 0 if recipe.reduction.dtype == "fp32" else 2 * sum(w.numel() for w in shorter)
-        return Memory(
-            parameters=parameters,
-            buffers=buffers,
-            gradients=sum(weight.nbytes for weight in weights if weight.requires_grad) + sent,
-            optimizer=0,
-            average=parameters + buffers if averages else 0,
-            activations=activations,
-        )
-
-
-def _passes(plan: Plan) -> int:
-    """Return the number of micro-batches to compute: two, which are equal, or Adasum's parts."""
-    return max(min(plan.accumulation, 2), plan.parts // plan.workers)
-
-
-def activation_bytes(recipe: Recipe, plan: Plan, model: nn.Module) -> int:
-    """Return the bytes of activations for a device batch of the largest images."""
-    images, labels = random_batch(recipe, plan.device_batch, largest_side(recipe, plan), _CPU)
+def activation_bytes(model: nn.Module, criterion: Criterion, images: Tensor, labels: Tensor) -> int:
+    """Return the bytes of activations for a device batch."""
     with saved_bytes(model) as kept:
-        loss = build_criterion(recipe)(model(images), labels)
+        loss = criterion(model(images), labels)
         total = sum(kept.values())
     del loss  # it keeps the activations alive until here
     return total
 
 
-def _make_update(
-    recipe: Recipe, plan: Plan, state: TrainState, backend: Rehearsed, *, passes: int
-) -> None:
-    """Make an update of `passes` micro-batches and scale its messages to the plan's.
+class _Made(NamedTuple):
+    made: Update
+    of_micro_batch: list[Message]
+    """Messages of the first micro-batch, which all others repeat."""
 
-    Further micro-batches repeat the messages of the first, and further BatchNorm spans those of
-    one. The step is plain SGD: LARS reads numbers on a CPU, and fake tensors have none.
+
+def _make_update(
+    plan: Plan,
+    state: TrainState,
+    backend: Rehearsed,
+    criterion: Criterion,
+    images: Callable[[], tuple[Tensor, Tensor]],
+) -> _Made:
+    """Make an update; further BatchNorm spans repeat the messages of one.
+
+    The step is plain SGD: LARS reads numbers on a CPU, and fake tensors have none.
     """
-    monitor = tuple(name for name in recipe.monitor if name == "noise_scale")
-    recipe = recipe.model_copy(update={"monitor": monitor})
-    side, firsts = largest_side(recipe, plan), list[int]()
-    samples = min(plan.device_batch, plan.bn_span or 1)
+    firsts = list[int]()
 
     def batches() -> Iterator[Batch]:
         while True:
             firsts.append(len(backend.messages))
-            yield Batch(*random_batch(recipe, samples, side, _CPU))
+            yield Batch(*images())
 
-    log = build_step_log(recipe, plan, backend, state, emit=lambda _: None)
     reducer = state.updater.reducer
     # On a CPU it reads numbers, which fake gradients do not have.
     reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
@@ -258,28 +262,14 @@ def _make_update(
         SGD(state.model.parameters(), lr=0.0),
         batches(),
         lambda _: 0.0,
-        build_criterion(recipe),
+        criterion,
         reducer,
         Spans(state.model, backend, sync_workers=plan.sync_workers),
         GradScaler(_CPU.type, enabled=False),
         steps=range(1),
         accumulation=plan.accumulation,
         global_batch=plan.global_batch,
-        seed=step_seeds(recipe.seed, backend.rank),
+        seed=step_seeds(0, backend.rank),
     )
-    backend.all_reduce(log.values_to_sum(next(updates)))
-    of_first = backend.messages[: firsts[1]] if len(firsts) > 1 else []
-    backend.messages += of_first * (passes - plan.accumulation)
-
-
-def _optimizer_bytes(recipe: Recipe, backend: Rehearsed) -> int:
-    """Return the bytes of the optimizer's state, after a step on zero gradients.
-
-    Messages of the optimizer, which only Muon has, are recorded.
-    """
-    model = new_model(recipe)
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer = build_optimizer(recipe, model, backend)
-    optimizer.step()
-    return state_bytes(optimizer)
+    made = next(updates)
+    return _Made(made, backend.messages[: firsts[1]] if len(firsts) > 1 else [])

@@ -54,7 +54,7 @@ class MLPerf(Clock):
     def __init__(self, folder: Path, recipe: Recipe, *, began: float) -> None:
         self._package = require_mlperf("mllog.mllog", "tracking: [mlperf]")
         self._path, self._recipe, self._began = folder / MLPERF_LOG, recipe, began
-        self._submission = _submission(recipe)
+        self._submission = _submission(closed=not rules.broken_rules(recipe))
         self._file = _File(self._path, encoding="utf-8", delay=True)
         self._log: Any = None
         self._plan: Plan | None = None
@@ -185,7 +185,9 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
         "opt_name": section.kind,
         f"{opt}_base_learning_rate": schedule.peak_lr,
         f"{opt}_weight_decay": section.weight_decay,
-        f"{warmup}_learning_rate_warmup_epochs": rules.warmup_epochs(recipe),
+        f"{warmup}_learning_rate_warmup_epochs": rules.warmup_epochs(
+            schedule.warmup, updates_per_epoch=recipe.train_samples / plan.global_batch
+        ),
     }
     if not isinstance(section, LAMB | AdamW):
         parameters[f"{opt}_momentum"] = section.momentum
@@ -198,14 +200,14 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
     return parameters
 
 
-def _submission(recipe: Recipe) -> dict[str, str]:
+def _submission(*, closed: bool) -> dict[str, str]:
     """Return the log's lines on the submission, from MLPERF_SUBMISSION_ORG and the like.
 
-    The default division is closed if the recipe keeps all of its rules, else open.
+    The default division is closed where the recipe keeps all of its rules.
     """
     defaults = {
         "benchmark": rules.BENCHMARK,
-        "division": "open" if rules.broken_rules(recipe) else "closed",
+        "division": "closed" if closed else "open",
         "org": f"{UNNAMED}: MLPERF_SUBMISSION_ORG",
         "platform": f"{UNNAMED}: MLPERF_SUBMISSION_PLATFORM",
         "status": "research",

@@ -8,7 +8,7 @@ both directions, in bits or in bytes.
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationError, model_validator
 
@@ -18,11 +18,7 @@ from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.section import Section
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
-GENERATIONS: tuple[Generation, ...] = get_args(Generation)
 Software = Literal["launched", "graphs"]
-
-LARGEST_FILE = 2**16
-"""Bytes of a cluster file."""
 
 
 class ClusterError(LargebatchError):
@@ -58,22 +54,12 @@ class Gpu(Section):
     link_gigabytes_per_second: Bandwidth
     """Bandwidth to the other GPUs of its node, in one direction."""
 
-    decoded_images_per_second: PositiveFloat | None = None
-    """JPEG files of ImageNet that DALI decodes; null: unknown, and assumed to be no limit."""
-
 
 class Measured(Section):
-    """Measurement of a machine by `largebatch plan --calibrate`, for one model."""
+    """Measurement of a machine by `largebatch plan --calibrate`, for one recipe."""
 
-    model: str
-    arguments: dict[str, JsonValue]
-    """Arguments of the model."""
-
-    classes: PositiveInt
-    image_size: PositiveInt
-    precision: str
     settings: dict[str, JsonValue]
-    """Other settings that decide the times, by their keys (planner.prediction.SETTINGS)."""
+    """Settings that decide the times, by their keys (planner.prediction.SETTINGS)."""
 
     device: str
     seconds_per_image: PositiveFloat
@@ -85,12 +71,6 @@ class Measured(Section):
     seconds_per_update: Annotated[float, Field(ge=0)]
     gradient_bytes: PositiveFloat
     """Bytes that each worker sends in an update."""
-
-    reduction: str
-    """Type that gradients are sent in."""
-
-    groups: dict[str, JsonValue]
-    """How gradients are put into groups, as execution.groups."""
 
     messages: PositiveInt
     """All-reduces of an update: the groups of gradients, and the loss."""
@@ -133,30 +113,22 @@ class Cluster(Section):
     software: Software = "graphs"
     """launched: the CPU starts every kernel, as until MLPerf v0.7. graphs: CUDA graphs."""
 
-    node_watts: Annotated[float, Field(ge=1, le=1_000_000)] | None = None
     price_per_gpu_hour: PositiveFloat | None = None
     """Price in any currency."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if (self.gpu is None) == (self.measured is None):
+    def _check_origin(self) -> Self:
+        found = self.measured
+        if (self.gpu is None) == (found is None):
             raise ValueError("give either gpu (from a data sheet) or measured (by --calibrate)")
         if self.nodes > 1 and self.network_gigabytes_per_second is None:
             raise ValueError("network_gigabytes_per_second: missing, and there are several nodes")
-        if self.measured is not None:
-            self._check_measured(self.measured)
+        if found is not None and found.device == "cpu" and self.nodes > 1:
+            raise ValueError(f"nodes: {self.nodes}: measured on CPUs, which predict one; give 1")
+        alone = found is not None and found.exchange_gigabytes_per_second is None
+        if alone and self.gpus_per_node > 1:
+            raise ValueError(f"gpus_per_node: {self.gpus_per_node}: measured with one; give 1")
         return self
-
-    def _check_measured(self, found: Measured) -> None:
-        if found.device == "cpu" and self.nodes > 1:
-            raise ValueError(
-                f"nodes: {self.nodes}: measured on CPUs, which does not predict other nodes; give 1"
-            )
-        if found.exchange_gigabytes_per_second is None and self.gpus_per_node > 1:
-            raise ValueError(
-                f"gpus_per_node: {self.gpus_per_node}: measured with one, so "
-                "measured.exchange_gigabytes_per_second is null; give 1, or measure again"
-            )
 
     @property
     def workers(self) -> int:
@@ -184,8 +156,6 @@ def load_cluster(name: str) -> Cluster:
     path = Path(name)
     if path.suffix in {".yaml", ".yml"} or path.is_file():
         try:
-            if path.stat().st_size > LARGEST_FILE:
-                raise ClusterError(f"{name}: longer than a cluster file, {LARGEST_FILE:,} bytes")
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ClusterError(f"{name}: cannot read this cluster file: {error}") from None

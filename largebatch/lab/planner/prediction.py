@@ -1,47 +1,32 @@
-"""A recipe on a cluster: the time of each part, limit, memory, energy, cost, and the best batch.
-
-The law of epochs behind the best batch is that of ResNet-50 on ImageNet with LARS to 75.9 % top-1:
-epochs(B) = shortest (1 + B / critical), through MLPerf's reference points (`suggest`). Time is
-epochs x steps of an epoch x time of a step, so every number of GPUs has a best batch.
-"""
+"""A recipe on a cluster: the time of each part, limit, memory, and cost."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
 
 from pydantic import JsonValue
 
 from largebatch.errors import PlanError
 from largebatch.formatting import duration, three_digits
-from largebatch.lab.planner.calibration import (
-    COVERAGE,
-    EVALUATE_EVERY,
-    IMAGES,
-    VALIDATION,
-    Published,
-    installed_fit,
-    installed_left_out,
-    published_runs,
-    quantile,
-)
-from largebatch.lab.planner.cluster import Cluster, ClusterError, Gpu, Measured, require_workers
+from largebatch.lab.planner.cluster import Cluster, ClusterError, Generation, require_workers
 from largebatch.lab.planner.model import (
     GRADIENTS,
-    Constants,
+    SPREAD,
     Load,
     Machine,
     evaluation_seconds,
     machine,
     step_seconds,
 )
-from largebatch.lab.planner.suggest import LARGEST, EpochLaw, fit_epochs, reference_points
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
+
+SIZE = 224
+"""Image size of the published runs."""
 
 CLASSES, HEAD_INPUTS = 1000, 2049
 """Outputs and inputs of ResNet-50's classifier, with its bias."""
@@ -53,14 +38,26 @@ IMAGES_PER_CORE = 300.0
 """Images a second that torchvision decodes and augments (measured, full-size ImageNet JPEGs)."""
 
 KEPT_BYTES = 43e6
-"""Bytes that autograd saves of a 224 x 224 image for ResNet-50, in half precision; 86 MB in fp32
-(measured)."""
+"""Bytes that autograd saves of a 224 x 224 image for ResNet-50, in half precision (measured)."""
 
 FIXED_BYTES = 2e9
 """Bytes of libraries, kernels' workspaces and communication buffers on a GPU. An assumption."""
 
-TENSORS, NORM_DEPTH = 161, 49
-"""Gradients of ResNet-50, and BatchNorm layers on its longest path."""
+CACHED_BYTES = 2**34
+"""Largest split in execution.cache, in bytes, as data.decoders.pixel_cache.LIMIT."""
+
+COSTLESS_ARGUMENTS = {"zero_init_last", "zero_init_residual"}
+"""Arguments of ResNet-50 that change no shape, in timm and in torchvision."""
+
+TENSORS = 161
+"""Gradients of ResNet-50."""
+
+PUBLISHED: dict[Generation, tuple[int, int, int]] = {
+    "volta": (3072, 28, 208),
+    "ampere": (4320, 15, 408),
+    "hopper": (8, 400, 400),
+}
+"""Most GPUs, and smallest and largest device batch, of the runs that the model was fitted to."""
 
 HELP = {
     "memory": "a smaller execution.device_batch, or GPUs with more memory",
@@ -72,6 +69,113 @@ HELP = {
     "start": "a longer run: it is a second of each",
 }
 """Ways to shorten each part of a run's time, except computing."""
+
+SETTINGS = (
+    *("model.name", "model.arguments", "data.classes", "data.image_size", "precision"),
+    *("reduction.dtype", "execution.groups", "optimizer.kind", "data.source"),
+    *("execution.decoder", "execution.cache", "execution.memory_format", "execution.kernels"),
+)
+"""Keys of a recipe that decide the times of reading, a pass, an update and its messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a recipe computes, reads and sends on a number of workers."""
+
+    name: str
+    plan: Plan
+    settings: dict[str, JsonValue]
+    """Values of SETTINGS."""
+
+    sizes: tuple[tuple[range, int], ...]
+    """Updates, and their image size."""
+
+    forward: tuple[tuple[int, int], ...]
+    """Samples, and how often they pass forward alone: evaluations and statistics."""
+
+    evaluations: int
+    gradient_bytes: float
+    """Bytes that a worker sends of ResNet-50's gradients in an update."""
+
+    at_once: bool
+    """True if one group holds all gradients of ResNet-50, which backward cannot hide."""
+
+    averages: bool
+    """True if there is an average of the weights, which is another copy."""
+
+    cached_bytes: int
+    """Least bytes of the decoded training images: those at the model's image size."""
+
+    adasum: bool
+
+    @property
+    def decodes(self) -> bool:
+        """True if image files are read and decoded throughout the run."""
+        cached = self.settings["execution.cache"] is not None
+        return self.settings["data.source"] == "folder" and not cached
+
+
+def workload(recipe: Recipe, *, workers: int) -> Workload:
+    """Return the work of a recipe on a number of workers.
+
+    Raises PlanError where the batch cannot be divided over them, for a protocol, and where the
+    images cannot fit execution.cache, however small they are.
+    """
+    if recipe.protocol is not None:
+        raise PlanError("protocol: only updates that wait for all are predicted; leave it out")
+    data, cache = recipe.data, recipe.execution.cache
+    cached = 3 * data.train_samples * data.image_size**2
+    if cache is not None and cached > CACHED_BYTES:
+        raise PlanError(
+            f"execution.cache: {cache}: {data.train_samples:,} images of {data.image_size} x "
+            f"{data.image_size} take {cached / 1e9:.0f} GB or more, and a cache holds "
+            f"{CACHED_BYTES / 1e9:.0f} GB; --set execution.cache=null --set execution.decoder=dali"
+        )
+    plan = make_plan(recipe, workers=workers)
+    sizes = plan.sized(range(plan.train_steps), otherwise=data.image_size)
+    sizes.append((range(plan.train_steps, plan.updates), data.image_size))
+    polish = recipe.polish or Polish.model_construct()
+    # A stage of statistics is left out where those before it are kept.
+    judged = polish.keep == "better" and polish.swa is not None
+    last = polish.statistics is not None and not (judged and polish.affine is None)
+    optional = (plan.clean_steps, polish.ema, polish.swa, plan.affine_steps)
+    stages = 1 + sum(map(bool, optional)) + last
+    # An evaluation that is due at the end of a stage counts once.
+    evaluations = len(set(plan.evaluate_after) - {0, plan.train_steps, plan.steps}) + stages
+    views = recipe.evaluation.views
+    forward = [(plan.val_samples, views * evaluations)]
+    if polish.statistics is not None:
+        forward.append((polish.statistics.samples, last + judged))
+    if polish.held_out is not None:
+        forward.append((polish.held_out, views * stages))
+    if "generalization_gap" in recipe.monitor:
+        forward.append((recipe.train_samples, views * stages))
+    settings = {key: attrgetter(key)(recipe) for key in SETTINGS}
+    settings |= {"execution.groups": recipe.execution.groups.model_dump(mode="json")}
+    numbers = GRADIENTS + (data.classes - CLASSES) * HEAD_INPUTS
+    return Workload(
+        name=recipe.name,
+        plan=plan,
+        settings=settings,
+        sizes=tuple(sizes),
+        forward=tuple(forward),
+        evaluations=evaluations,
+        gradient_bytes=numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0),
+        at_once=_is_one_group(recipe.execution.groups),
+        averages=bool(polish.ema or polish.swa),
+        cached_bytes=cached if cache == "device" else 0,
+        adasum=recipe.reduction.kind == "adasum",
+    )
+
+
+def _is_one_group(groups: Groups) -> bool:
+    match groups:
+        case ConstantGroups():
+            return groups.tensors >= TENSORS
+        case GroupsByBytes():
+            return groups.megabytes * 1e6 >= 4 * GRADIENTS
+        case _:
+            return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +198,8 @@ class Prediction:
     seconds: float
     low: float
     high: float
-    """The interval that holds COVERAGE of such runs."""
+    """The interval that holds 90 % of such runs."""
 
-    coverage: float
     images_per_second: float
     efficiency: float
     """Share of the time in which GPUs compute at the rate of a large device batch."""
@@ -116,228 +219,156 @@ class Prediction:
     cores_available: float
     memory_bytes: float | None
     memory_available: float | None
-    kilowatt_hours: float | None
-    """Upper bound of the energy: of whole nodes, or of the GPUs if `node_watts` is unknown."""
-
-    energy_of: Literal["nodes", "GPUs"]
     cost: float | None
+    """Price of whole nodes."""
+
     extrapolates: tuple[str, ...]
+    """Settings in which the run exceeds the published ones."""
 
 
-def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
-    """Predict the run of a recipe on a number of workers of a cluster.
+def predict(work: Workload, cluster: Cluster) -> Prediction:
+    """Predict a run on a cluster.
 
-    Raises ClusterError where the cluster has fewer workers or the model is unknown, PlanError where
-    the batch cannot be divided over the workers.
+    Raises ClusterError where the cluster has fewer workers or the times of the model are unknown.
     """
+    plan, workers = work.plan, work.plan.workers
     if cluster.measured is None or cluster.measured.device != "cpu":
         require_workers(cluster, workers)
-    if recipe.protocol is not None:
-        raise PlanError(
-            "protocol: times are predicted of the synchronous core alone; leave protocol out"
-        )
-    require_known(recipe, cluster)
-    plan = make_plan(recipe, workers=workers)
-    found = installed_fit()
-
-    def total(constants: Constants) -> float:
-        return sum(_parts(recipe, plan, cluster, constants).values())
-
-    parts = _parts(recipe, plan, cluster, found.constants)
-    seconds, spread = sum(parts.values()), _spread(cluster, total)
+    require_known(work, cluster)
+    on = machine_for(work, cluster)
+    parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
+    for part, size in work.sizes:
+        for steps, _, accumulation in plan.within(part):
+            step = step_seconds(on, _load(work, cluster, accumulation, size=size))
+            for name in parts:
+                parts[name] += len(steps) * getattr(step, name)
+    usual = _pixels(work, cluster, work.sizes[-1][1])
+    parts["evaluation"] = sum(
+        times * evaluation_seconds(on, workers=workers, samples=samples, pixels=usual)
+        for samples, times in work.forward
+    )
+    parts["start"] = on.start
+    seconds = sum(parts.values())
+    if cluster.gpu is not None:
+        spread = SPREAD[cluster.gpu.generation]
+    else:
+        assert cluster.measured is not None
+        spread = 1 + cluster.measured.error
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
-    on = machine_for(recipe, cluster, found.constants)
-    step = step_seconds(on, _load(recipe, plan, cluster, plan.accumulation))
     wanted = samples / (seconds - parts["input"])
-    memory = _memory(recipe, plan, cluster)
-    available = cluster.gpu.memory_gigabytes * 1e9 if cluster.gpu else None
-    fits = memory is None or available is None or memory <= available
+    memory, available = None, None
+    if cluster.gpu is not None:
+        available = cluster.gpu.memory_gigabytes * 1e9
+        memory = (3 + work.averages) * 4 * GRADIENTS + work.cached_bytes + FIXED_BYTES
+        memory += plan.device_batch * KEPT_BYTES * usual
+    wait = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
+    limit = max(parts, key=lambda name: parts[name])
+    remedy = f"against {wait}, {parts[wait] / seconds:.0%}: {HELP[wait]}"
+    if memory is not None and available is not None and memory > available:
+        limit, remedy = "memory", f"against memory: {HELP['memory']}"
+    price, nodes = cluster.price_per_gpu_hour, math.ceil(workers / cluster.gpus_per_node)
     return Prediction(
-        recipe=recipe.name,
+        recipe=work.name,
         cluster=cluster.name,
         workers=workers,
         global_batch=plan.global_batch,
         device_batch=plan.device_batch,
         accumulation=plan.accumulation,
         steps=plan.updates,
-        step=asdict(step),
+        step=asdict(step_seconds(on, _load(work, cluster, plan.accumulation))),
         parts=parts,
         seconds=seconds,
         low=seconds / spread,
         high=seconds * spread,
-        coverage=COVERAGE,
         images_per_second=samples / seconds,
         efficiency=parts["compute"] / seconds,
-        **_limit(parts, fits=fits),
-        read_bytes_per_second=wanted * JPEG_BYTES if decodes(recipe) else 0.0,
-        cores_per_worker=wanted / workers / IMAGES_PER_CORE if decodes(recipe) else 0.0,
+        limit=limit,
+        help=remedy,
+        read_bytes_per_second=wanted * JPEG_BYTES if work.decodes else 0.0,
+        cores_per_worker=wanted / workers / IMAGES_PER_CORE if work.decodes else 0.0,
         cores_available=cluster.cpu_cores / cluster.gpus_per_node,
         memory_bytes=memory,
         memory_available=available,
-        **_bill(cluster, workers=workers, seconds=seconds),
-        extrapolates=name_beyond(recipe, plan, cluster, needed=wanted / workers),
+        cost=price and price * nodes * cluster.gpus_per_node * seconds / 3600,
+        extrapolates=tuple(_beyond(work, cluster)),
     )
 
 
-def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -> dict[str, float]:
-    on = machine_for(recipe, cluster, constants)
-    parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
-    usual = recipe.data.image_size
-    sized = plan.sized(range(plan.train_steps), otherwise=usual)
-    sized.append((range(plan.train_steps, plan.updates), usual))
-    for part, size in sized:
-        for steps, _, accumulation in plan.within(part):
-            step = step_seconds(on, _load(recipe, plan, cluster, accumulation, size=size))
-            for name in parts:
-                parts[name] += len(steps) * getattr(step, name)
-    parts["evaluation"] = _forward_seconds(recipe, plan, cluster, on)
-    parts["start"] = on.start
-    return parts
-
-
-def count_evaluations(recipe: Recipe, plan: Plan) -> int:
-    """Return the number of evaluations: during the run, and at the end of each stage.
-
-    An evaluation that is due at the end of a stage counts once.
-    """
-    on_the_way = set(plan.evaluate_after) - {0, plan.train_steps, plan.steps}
-    return len(on_the_way) + _count_stages(recipe, plan)
-
-
-def _count_stages(recipe: Recipe, plan: Plan) -> int:
-    polish = recipe.polish
-    if polish is None:
-        return 1
-    optional = (plan.clean_steps, polish.ema, polish.swa, plan.affine_steps)
-    return 1 + sum(map(bool, optional)) + _measures_last(polish)
-
-
-def _measures_last(polish: Polish) -> bool:
-    """Return True if there is a stage of statistics, if the stages before it are kept."""
-    measured = polish.keep == "better" and polish.swa is not None and polish.affine is None
-    return polish.statistics is not None and not measured
-
-
-def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) -> float:
-    pixels = _pixels(cluster, recipe.data.image_size)
-    polish, views = recipe.polish, recipe.evaluation.views
-    passes = [(plan.val_samples, views * count_evaluations(recipe, plan))]
-    if polish is not None and polish.statistics is not None:
-        judged = polish.keep == "better" and polish.swa is not None
-        times = _measures_last(polish) + judged
-        passes.append((polish.statistics.samples, times * _statistics_passes(polish, cluster)))
-    if polish is not None and polish.held_out is not None:
-        passes.append((polish.held_out, views * _count_stages(recipe, plan)))
-    if "generalization_gap" in recipe.monitor:
-        passes.append((recipe.train_samples, views * _count_stages(recipe, plan)))
-    return sum(
-        number * evaluation_seconds(on, workers=plan.workers, samples=samples, pixels=pixels)
-        for samples, number in passes
-    )
-
-
-def _statistics_passes(polish: Polish, cluster: Cluster) -> int:
-    """Return the passes over its images of a stage of statistics.
-
-    Sequential: one for each BatchNorm layer on the longest path, which for a measured model are at
-    most all of its layers, and one more to find that nothing changes.
-    """
-    if polish.statistics is None or not polish.statistics.sequential:
-        return 1
-    return 1 + (cluster.measured.norm_layers if cluster.measured else NORM_DEPTH)
-
-
-def machine_for(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
+def machine_for(work: Workload, cluster: Cluster) -> Machine:
     """Describe a cluster for a recipe, whose decoder decides the rate of images."""
-    on = machine(cluster, constants)
-    if cluster.gpu is None or not decodes(recipe):
+    on = machine(cluster)
+    if cluster.gpu is None or not work.decodes or work.settings["execution.decoder"] == "dali":
         return on
-    if recipe.execution.decoder == "dali":
-        return replace(on, read=cluster.gpu.decoded_images_per_second or math.inf)
     return replace(on, read=IMAGES_PER_CORE * cluster.cpu_cores / cluster.gpus_per_node)
 
 
-def _load(
-    recipe: Recipe, plan: Plan, cluster: Cluster, accumulation: int, *, size: int | None = None
-) -> Load:
+def _load(work: Workload, cluster: Cluster, accumulation: int, *, size: int | None = None) -> Load:
     measured = cluster.measured
     return Load(
-        workers=plan.workers,
-        device_batch=plan.device_batch,
+        workers=work.plan.workers,
+        device_batch=work.plan.device_batch,
         accumulation=accumulation,
-        gradient_bytes=measured.gradient_bytes if measured else gradient_bytes(recipe),
-        overlap=not sends_at_once(recipe.execution.groups),
-        sync_workers=plan.sync_workers,
-        pixels=_pixels(cluster, size or recipe.data.image_size),
+        gradient_bytes=measured.gradient_bytes if measured else work.gradient_bytes,
+        overlap=not work.at_once,
+        sync_workers=work.plan.sync_workers,
+        pixels=_pixels(work, cluster, size or work.sizes[-1][1]),
     )
 
 
-def gradient_bytes(recipe: Recipe) -> float:
-    """Return the bytes that a worker sends of ResNet-50's gradients in an update."""
-    numbers = GRADIENTS + (recipe.data.classes - CLASSES) * HEAD_INPUTS
-    return numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0)
+def _pixels(work: Workload, cluster: Cluster, size: int) -> float:
+    """Return the pixels of an image, relative to those of the published or measured runs."""
+    return (size / (SIZE if cluster.measured is None else work.sizes[-1][1])) ** 2
 
 
-def sends_at_once(groups: Groups) -> bool:
-    """Return True if one group holds all gradients of ResNet-50, which backward cannot hide."""
-    match groups:
-        case ConstantGroups():
-            return groups.tensors >= TENSORS
-        case GroupsByBytes():
-            return groups.megabytes * 1e6 >= 4 * GRADIENTS
-        case _:
-            return False
-
-
-def _pixels(cluster: Cluster, size: int) -> float:
-    usual = cluster.measured.image_size if cluster.measured else PUBLISHED_SIZE
-    return (size / usual) ** 2
-
-
-def _spread(cluster: Cluster, total: Callable[[Constants], float]) -> float:
-    """Return the factor from the predicted time to either end of its interval."""
-    if cluster.measured is not None:
-        return 1 + cluster.measured.error
-    left_out = installed_left_out()
-    return math.exp(quantile(left_out) * installed_fit().deviation(total))
-
-
-def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
-    """Return the bytes on a GPU: weights, gradients and momentum in fp32, and saved activations.
-
-    An average of the weights is another copy of them; with execution.cache: device all training
-    images are on the GPU too.
-    """
+def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
     if cluster.gpu is None:
-        return None
-    averaged = recipe.polish is not None and bool(recipe.polish.ema or recipe.polish.swa)
-    kept = plan.device_batch * KEPT_BYTES * _pixels(cluster, recipe.data.image_size)
-    cached = cached_bytes(recipe) if recipe.execution.cache == "device" else 0
-    return (3 + averaged) * 4 * GRADIENTS + kept + cached + FIXED_BYTES
+        return
+    plan, kind, generation = work.plan, work.settings["optimizer.kind"], cluster.gpu.generation
+    if generation in PUBLISHED:
+        most, smallest, largest = PUBLISHED[generation]
+        if plan.workers > most:
+            yield f"published runs on {generation} GPUs have at most {most:,}"
+        if not smallest <= plan.device_batch <= largest:
+            yield f"device batches are {smallest} to {largest} there"
+    else:
+        yield f"no published run on {generation} GPUs: its data sheet alone"
+    if plan.accumulation > 1 or plan.batch_changes:
+        yield "published runs have one micro-batch"
+    if work.settings["precision"] != "fp16":
+        yield "published runs compute in fp16"
+    if {size for _, size in work.sizes} != {SIZE}:
+        yield f"published runs have images of {SIZE} x {SIZE}"
+    if kind not in {"lars", "sgd"}:
+        yield f"the additional time of an update of {kind} is unknown"
+    if work.adasum:
+        yield "additional messages of adasum are not counted"
 
 
-def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
-    if not fits:
-        return {"limit": "memory", "help": f"against memory: {HELP['memory']}"}
-    largest = sorted(parts, key=lambda name: -parts[name])
-    wait = next(name for name in largest if name != "compute")
-    share = parts[wait] / sum(parts.values())
-    return {"limit": largest[0], "help": f"against {wait}, {share:.0%}: {HELP[wait]}"}
-
-
-def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
-    nodes, hours = math.ceil(workers / cluster.gpus_per_node), seconds / 3600
-    watts = None
-    if cluster.node_watts is not None:
-        watts = nodes * cluster.node_watts
-    elif cluster.gpu is not None:
-        watts = workers * cluster.gpu.watts
-    price = cluster.price_per_gpu_hour
-    return {
-        "energy_of": "GPUs" if cluster.node_watts is None else "nodes",
-        "kilowatt_hours": None if watts is None else watts * hours / 1000,
-        "cost": None if price is None else price * nodes * cluster.gpus_per_node * hours,
-    }
+def require_known(work: Workload, cluster: Cluster) -> None:
+    """Raise ClusterError where the times of the model on this cluster are unknown."""
+    found, own = cluster.measured, work.settings
+    if found is not None:
+        for key, value in own.items():
+            if value != found.settings.get(key):
+                raise ClusterError(
+                    f"{key}: {value}: {cluster.name} was measured with {found.settings.get(key)}; "
+                    "measure this recipe with `largebatch plan --calibrate`"
+                )
+        return
+    name, arguments = own["model.name"], own["model.arguments"]
+    assert isinstance(arguments, dict)
+    changed = sorted(arguments.keys() - COSTLESS_ARGUMENTS)
+    if name not in RESNET50 or changed:
+        key = f"model.arguments: {', '.join(changed)}" if changed else f"model.name: {name}"
+        raise ClusterError(
+            f"{key}: {cluster.name} is calibrated with published runs of {RESNET50[0]} as it is; "
+            "measure others with `largebatch plan --calibrate`"
+        )
+    if own["precision"] not in {"fp16", "bf16"}:
+        raise ClusterError(
+            f"precision: {own['precision']}: the published runs compute in fp16; plan this with "
+            "--set precision=fp16"
+        )
 
 
 def describe(prediction: Prediction) -> dict[str, str]:
@@ -348,27 +379,29 @@ def describe(prediction: Prediction) -> dict[str, str]:
         "cluster": f"{prediction.cluster}, {prediction.workers:,} workers",
         "global batch": f"{prediction.global_batch:,} = {prediction.workers:,} workers x "
         f"{prediction.accumulation} micro-batches x {prediction.device_batch}",
-        "time": f"{duration(prediction.seconds)}, {prediction.coverage:.0%} of such runs within "
+        "time": f"{duration(prediction.seconds)}, 90% of such runs within "
         f"{duration(prediction.low)} to {duration(prediction.high)}",
         "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "
         f"{_shares(prediction.step, step)}",
         "the run": _shares(prediction.parts, prediction.seconds),
-        "included": "getting up to speed, updates, waits for input, evaluations, statistics",
         "not included": "the job's own start (a minute or two), queues, checkpoints, the report, "
         "slower software",
         "throughput": f"{prediction.images_per_second:,.0f} images/s, "
         f"{prediction.images_per_second / prediction.workers:,.0f} a worker, efficiency "
         f"{prediction.efficiency:.0%}",
-        "input": _input(prediction),
+        "input": "no image files are decoded on the way",
     }
+    if prediction.read_bytes_per_second:
+        rows["input"] = (
+            f"{three_digits(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; "
+            f"decoding on CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
+            f"{prediction.cores_available:g}"
+        )
     if prediction.memory_bytes is not None and prediction.memory_available is not None:
         rows["memory"] = (
             f"{prediction.memory_bytes / 1e9:.0f} of {prediction.memory_available / 1e9:.0f} "
             "GB a GPU"
         )
-    if prediction.kilowatt_hours is not None:
-        alone = ", GPUs alone" if prediction.energy_of == "GPUs" else ""
-        rows["energy"] = f"at most {three_digits(prediction.kilowatt_hours)} kWh{alone}"
     if prediction.cost is not None:
         rows["cost"] = f"{prediction.cost:,.2f}"
     unfit = ": a device batch does not fit, so there is no such run"
@@ -379,245 +412,7 @@ def describe(prediction: Prediction) -> dict[str, str]:
     return rows
 
 
-def _input(prediction: Prediction) -> str:
-    if not prediction.read_bytes_per_second:
-        return "no image files are decoded on the way"
-    return (
-        f"{three_digits(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; "
-        f"decoding on CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
-        f"{prediction.cores_available:g}"
-    )
-
-
 def _shares(parts: dict[str, float], whole: float) -> str:
     """Format the parts of a time as percentages, largest first."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)
-
-
-PUBLISHED_SIZE = 224
-COSTLESS_ARGUMENTS = {"zero_init_last", "zero_init_residual"}
-"""Arguments of ResNet-50 that change no shape, in timm and in torchvision."""
-
-SETTINGS = (
-    "optimizer.kind",
-    "data.source",
-    "execution.decoder",
-    "execution.cache",
-    "execution.memory_format",
-    "execution.kernels",
-)
-"""Keys of a recipe that, with its model, decide the times of reading, a pass and an update."""
-
-CACHED_BYTES = 2**34
-"""Largest split in execution.cache, in bytes, as data.decoders.pixel_cache.LIMIT."""
-
-
-def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) -> tuple[str, ...]:
-    """Name the settings in which a run exceeds the published ones.
-
-    `needed` are the images a second that each GPU needs.
-    """
-    gpu = cluster.gpu
-    if gpu is None:
-        return ()
-    own = [run for run in published_runs() if run.generation == gpu.generation]
-    kind, sizes = recipe.optimizer.kind, {recipe.data.image_size}
-    sizes |= {piece.image_size for piece in plan.sizes}
-    dali = decodes(recipe) and recipe.execution.decoder == "dali"
-    fed = max((run.epochs * IMAGES / run.seconds / run.workers for run in own), default=0.0)
-    beyond = {
-        **_beyond_generation(plan, gpu, own),
-        "published runs have one micro-batch": plan.accumulation > 1 or bool(plan.batch_changes),
-        "published runs compute in fp16": recipe.precision != "fp16",
-        f"published runs have images of {PUBLISHED_SIZE} x {PUBLISHED_SIZE}": (
-            sizes != {PUBLISHED_SIZE}
-        ),
-        f"the additional time of an update of {kind} is unknown": (kind not in {"lars", "sgd"}),
-        "additional messages of adasum are not counted": recipe.reduction.kind == "adasum",
-        f"how fast DALI decodes on {gpu.name} is not known, {needed:,.0f} images/s are needed": (
-            dali and gpu.decoded_images_per_second is None and needed > fed
-        ),
-    }
-    return tuple(text for text, holds in beyond.items() if holds)
-
-
-def _beyond_generation(plan: Plan, gpu: Gpu, own: Sequence[Published]) -> dict[str, bool]:
-    if not own:
-        return {f"no published run on {gpu.generation} GPUs: its data sheet alone": True}
-    most, batches = max(run.workers for run in own), [run.device_batch for run in own]
-    names = {run.cluster.gpu.name for run in own if run.cluster.gpu}
-    return {
-        f"published runs on {gpu.generation} GPUs have at most {most:,}": plan.workers > most,
-        f"device batches are at least {min(batches)} there": plan.device_batch < min(batches),
-        f"device batches are at most {max(batches)} there": plan.device_batch > max(batches),
-        f"no published run is on {gpu.name}": gpu.name not in names,
-    }
-
-
-def require_known(recipe: Recipe, cluster: Cluster) -> None:
-    """Raise ClusterError where the times of the recipe's model on this cluster are unknown."""
-    require_cacheable(recipe)
-    found = cluster.measured
-    if found is None:
-        if recipe.model.name not in RESNET50:
-            raise ClusterError(
-                f"model.name: {recipe.model.name}: {cluster.name} is calibrated with published "
-                f"runs of {RESNET50[0]}; measure others with `largebatch plan --calibrate`"
-            )
-        changed = sorted(recipe.model.arguments.keys() - COSTLESS_ARGUMENTS)
-        if changed:
-            raise ClusterError(
-                f"model.arguments: {', '.join(changed)}: {cluster.name} is calibrated with "
-                f"published runs of {RESNET50[0]} as it is; measure others with `largebatch "
-                "plan --calibrate`"
-            )
-        if recipe.precision not in {"fp16", "bf16"}:
-            raise ClusterError(
-                f"precision: {recipe.precision}: the published runs compute in fp16; plan this "
-                "with --set precision=fp16"
-            )
-        return
-    for key, (value, measured) in _compared(recipe, found).items():
-        if value != measured:
-            raise ClusterError(
-                f"{key}: {value}: {cluster.name} was measured with {measured}; measure this "
-                "recipe with `largebatch plan --calibrate`"
-            )
-
-
-def decodes(recipe: Recipe) -> bool:
-    """Return True if image files are read and decoded throughout the run."""
-    return recipe.data.source == "folder" and recipe.execution.cache is None
-
-
-def cached_bytes(recipe: Recipe) -> int:
-    """Return the least bytes of the decoded training images: those at the model's image size."""
-    return 3 * recipe.data.train_samples * recipe.data.image_size**2
-
-
-def require_cacheable(recipe: Recipe) -> None:
-    """Raise PlanError where the images cannot fit execution.cache, however small they are."""
-    cache, least = recipe.execution.cache, cached_bytes(recipe)
-    if cache is not None and least > CACHED_BYTES:
-        side = recipe.data.image_size
-        raise PlanError(
-            f"execution.cache: {cache}: {recipe.data.train_samples:,} images of {side} x {side} "
-            f"take {least / 1e9:.0f} GB or more, and a cache holds {CACHED_BYTES / 1e9:.0f} GB; "
-            "--set execution.cache=null --set execution.decoder=dali"
-        )
-
-
-def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object]]:
-    return {
-        "model.name": (recipe.model.name, found.model),
-        "model.arguments": (recipe.model.arguments, found.arguments),
-        "data.classes": (recipe.data.classes, found.classes),
-        "data.image_size": (recipe.data.image_size, found.image_size),
-        "precision": (recipe.precision, found.precision),
-        "reduction.dtype": (recipe.reduction.dtype, found.reduction),
-        "execution.groups": (recipe.execution.groups.model_dump(mode="json"), found.groups),
-        **{key: (value, found.settings.get(key)) for key, value in settings(recipe).items()},
-    }
-
-
-def settings(recipe: Recipe) -> dict[str, JsonValue]:
-    """Return the values of SETTINGS in a recipe."""
-    return {key: attrgetter(key)(recipe) for key in SETTINGS}
-
-
-SMALLEST_DEVICE_BATCH = 8
-RATIO = 2 ** (1 / 8)
-"""Ratio of two consecutive batches that are tried."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A run to 75.9 % top-1."""
-
-    workers: int
-    global_batch: int
-    accumulation: int
-    epochs: float
-    seconds: float
-
-
-def has_epoch_law(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return True if the law holds for the recipe's data and the cluster's model."""
-    return cluster.gpu is not None and recipe.data.classes == CLASSES
-
-
-def best_batches(recipe: Recipe, cluster: Cluster) -> list[Point]:
-    """Return the best batch for one GPU, two, four ... and all of a cluster."""
-    return [
-        min(batches(recipe, cluster, workers=workers), key=lambda point: point.seconds)
-        for workers in _numbers(cluster)
-    ]
-
-
-def batches(recipe: Recipe, cluster: Cluster, *, workers: int) -> list[Point]:
-    """Return the time with each batch between the smallest reference point and the largest run.
-
-    Raises ClusterError where an image does not fit a GPU's memory.
-    """
-    assert cluster.gpu is not None
-    law = fit_epochs(reference_points())
-    on = machine_for(recipe, cluster, installed_fit().constants)
-    fits = (cluster.gpu.memory_gigabytes * 1e9 - FIXED_BYTES) / KEPT_BYTES
-    if fits < 1:
-        raise ClusterError(
-            f"{cluster.name}: gpu.memory_gigabytes: {cluster.gpu.memory_gigabytes:g}: libraries "
-            f"take {FIXED_BYTES / 1e9:g} GB and an image {KEPT_BYTES / 1e9:g}; give the GPU's own"
-        )
-    return [
-        _point(on, law, _load_of_batch(recipe, workers, batch, most=math.floor(fits)), batch=batch)
-        for batch in _batches(workers)
-    ]
-
-
-def _load_of_batch(recipe: Recipe, workers: int, batch: int, *, most: int) -> Load:
-    share = batch // workers
-    accumulation = math.ceil(share / most)
-    return Load(
-        workers=workers,
-        device_batch=math.ceil(share / accumulation),
-        accumulation=accumulation,
-        gradient_bytes=gradient_bytes(recipe),
-        overlap=not sends_at_once(recipe.execution.groups),
-    )
-
-
-def _point(on: Machine, law: EpochLaw, load: Load, *, batch: int) -> Point:
-    epochs = law(batch)
-    one = evaluation_seconds(on, workers=load.workers, samples=VALIDATION)
-    steps = epochs * IMAGES / batch
-    return Point(
-        workers=load.workers,
-        global_batch=batch,
-        accumulation=load.accumulation,
-        epochs=epochs,
-        seconds=on.start + steps * step_seconds(on, load).seconds + epochs / EVALUATE_EVERY * one,
-    )
-
-
-def _batches(workers: int) -> list[int]:
-    """Return multiples of the workers, from the smallest reference point to the largest run."""
-    smallest = reference_points()[0].batch
-    number = math.ceil(math.log(LARGEST / smallest, RATIO))
-    shares = (smallest * RATIO**place / workers for place in range(number + 1))
-    found = {max(SMALLEST_DEVICE_BATCH, math.ceil(share)) * workers for share in shares}
-    within = {batch for batch in found if batch <= LARGEST}
-    return sorted(within or {SMALLEST_DEVICE_BATCH * workers})
-
-
-def _numbers(cluster: Cluster) -> Iterator[int]:
-    """Yield powers of two of GPUs in a node, then of nodes, and the whole cluster."""
-    workers = 1
-    while workers < cluster.gpus_per_node:
-        yield workers
-        workers *= 2
-    workers = cluster.gpus_per_node
-    while workers < cluster.workers:
-        yield workers
-        workers *= 2
-    yield cluster.workers

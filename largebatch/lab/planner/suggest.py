@@ -17,11 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
+from typing import Any
 
 from largebatch.errors import RecipeError
+from largebatch.formatting import aligned
 from largebatch.recipe.installed import installed, read_installed
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import parse_recipe, validate_tree
 from largebatch.recipe.optimizers import LARS
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_commented
+from largebatch.rules import Numbers, Rule, find
+
+IMAGES, VALIDATION = 1_281_167, 50_000
+"""Images of ImageNet."""
 
 LARGEST = 86_016
 """The largest batch with a run to 75.9 % that is known here: Fujitsu's, MLPerf v0.6."""
@@ -159,17 +167,17 @@ def margin(points: Sequence[Point]) -> float:
     return median(point.schedule_epochs / point.mean_epochs for point in points)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSet:
-    """Number and size of the images of a data set."""
+ETA = 1e-3
+"""Trust coefficient of MLPerf's reference points."""
 
-    samples: int
-    val_samples: int
-    classes: int
-    image_size: int
+FEW = 0.5
+"""Share of the fewest updates of a reference point below which a run is warned of."""
 
+LONGER = 1.5
+"""Factor to the length of a step of the recipe that is kept from which one is warned of."""
 
-IMAGENET = DataSet(samples=1_281_167, val_samples=50_000, classes=1_000, image_size=224)
+KEPT = ("seed", "data", "model", "loss", "precision", "reduction", "execution", "evaluation")
+"""Sections that a suggestion keeps: what a batch does not decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +185,9 @@ class Suggestion:
     """Settings for a batch, and their sources."""
 
     batch: int
-    data: DataSet
-    model: str
+    base: Recipe
+    """The recipe whose images and network are kept: the point below, if none is given."""
+
     equivalent: float
     """The batch with as many updates in an epoch of ImageNet; `batch` itself on ImageNet."""
 
@@ -187,7 +196,9 @@ class Suggestion:
     peak_lr: float
     momentum: float
     weight_decay: float
-    bn_span: int
+    bn_span: int | None
+    """None if the recipe has no BatchNorm."""
+
     law_epochs: float
     """Epochs until 75.9 %, by the law at `equivalent`."""
 
@@ -196,86 +207,72 @@ class Suggestion:
 
     warmup_epochs: float
     clean_epochs: float
-    given_epochs: bool
-    """True if `epochs` was given and does not follow from the law."""
+    is_given: bool
+    """True if the recipe is given, and is not a point."""
 
     @property
-    def extrapolated(self) -> bool:
-        """True if the batch is larger than that of all points."""
-        return self.equivalent > self.upper.batch
+    def samples(self) -> int:
+        """Number of training images."""
+        return self.base.data.train_split
 
     @property
-    def elsewhere(self) -> bool:
-        """True if the images are not ImageNet's."""
-        return self.data != IMAGENET
-
-    @property
-    def a_point(self) -> bool:
-        """True if the batch is that of a reference point."""
-        return self.lower.batch == self.equivalent
+    def name(self) -> str:
+        """Name of the suggested recipe, and of its file."""
+        kept = self.base.name if self.is_given else self.base.model.name
+        return f"{kept[:60]}-{self.batch}-suggested"
 
 
-def suggest(
-    batch: int, *, data: DataSet = IMAGENET, model: str = "resnet50", epochs: float | None = None
-) -> Suggestion:
-    """Choose settings for a batch.
+def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = None) -> Suggestion:
+    """Choose settings for a batch, with the images and the network of a recipe or of ImageNet.
 
     Raises RecipeError where no published run has such a batch, and where it cannot be divided into
     BatchNorm spans.
     """
     points = reference_points()
-    equivalent = batch * IMAGENET.samples / data.samples
-    _require_in_range(batch, equivalent, points, data)
+    samples = IMAGES if base is None else base.data.train_split
+    equivalent = batch * IMAGES / samples
+    _require_in_range(batch, equivalent, smallest=points[0].batch, share=samples / IMAGES)
     lower, upper = neighbours(equivalent, points)
     alone = lower is upper
     values = {name: interpolate(equivalent, points, value) for name, value in SETTINGS.items()}
     law_epochs = fit_epochs(points)(equivalent)
-    own = (
-        lower.schedule_epochs
-        if lower.batch == equivalent
-        else math.ceil(law_epochs * margin(points))
-    )
-    total = own if epochs is None else epochs
+    if epochs is None:
+        by_law = math.ceil(law_epochs * margin(points))
+        epochs = lower.schedule_epochs if lower.batch == equivalent else by_law
+    has_spans = base is None or base.batch.bn_span is not None
     return Suggestion(
         batch=batch,
-        data=data,
-        model=model,
+        base=base or parse_recipe(read_installed(lower.name)),
         equivalent=equivalent,
         lower=lower,
         upper=upper,
         peak_lr=lower.peak_lr if alone else _digits(values["learning rate"], 4),
         momentum=lower.momentum if alone else round(1 - values["1 - momentum"], 4),
         weight_decay=lower.weight_decay if alone else _digits(values["weight decay"], 3),
-        bn_span=_span(batch, values["BatchNorm span"]),
+        bn_span=_span(batch, values["BatchNorm span"]) if has_spans else None,
         law_epochs=law_epochs,
-        epochs=total,
-        warmup_epochs=_digits(values["warm-up, share of the run"] * total, 3),
-        clean_epochs=_digits(clean_share() * total, 3),
-        given_epochs=epochs is not None,
+        epochs=epochs,
+        warmup_epochs=_digits(values["warm-up, share of the run"] * epochs, 3),
+        clean_epochs=_digits(clean_share() * epochs, 3),
+        is_given=base is not None,
     )
 
 
-def _require_in_range(
-    batch: int, equivalent: float, points: Sequence[Point], data: DataSet
-) -> None:
-    smallest, share = points[0].batch, data.samples / IMAGENET.samples
-    like = "" if data == IMAGENET else f", as {equivalent:,.0f} on ImageNet by updates in an epoch"
-    if equivalent > LARGEST:
-        most = math.floor(LARGEST * share)
-        advice = f"give at most {most:,}"
-        if most < SPANS[0]:
-            advice = "these images are too few for any; `largebatch init` writes a recipe with SGD"
-        raise RecipeError(
-            f"a batch of {batch:,}{like}: the largest batch with a run to 75.9 % that is known "
-            f"here is {LARGEST:,} (Fujitsu's, MLPerf v0.6), {IMAGENET.samples / LARGEST:.1f} "
-            f"updates an epoch, so settings for more would be made up; {advice}"
-        )
+def _require_in_range(batch: int, equivalent: float, *, smallest: int, share: float) -> None:
+    if smallest <= equivalent <= LARGEST:
+        return
+    least, most = math.ceil(smallest * share), math.floor(LARGEST * share)
     if equivalent < smallest:
         raise RecipeError(
-            f"a batch of {batch:,}{like}: the smallest reference point is {smallest:,}; give at "
-            f"least {math.ceil(smallest * share):,}. Smaller ones do without LARS: SGD with a "
-            "learning rate of 0.1 for every 256 (arXiv:1706.02677), as in resnet50_8192_goyal"
+            f"--batch {batch:,}: suggestions are made from {least:,} to {most:,}, where runs with "
+            f"LARS are known. A batch below {least:,} does without LARS: keep SGD, with a learning "
+            f"rate of 0.1 for every 256 images (arXiv:1706.02677), here {0.1 * batch / 256:.2g}"
         )
+    advice = f"give at most {most:,}" if most >= SPANS[0] else "these images are too few for any"
+    raise RecipeError(
+        f"--batch {batch:,}: {equivalent:,.0f} on ImageNet by updates in an epoch; the largest "
+        f"batch with a run to 75.9 % is {LARGEST:,} (Fujitsu's, MLPerf v0.6); {advice}"
+    )
 
 
 def _span(batch: int, wanted: float) -> int:
@@ -313,3 +310,152 @@ def _digits(value: float, number: int) -> float:
     (13.17, 0.000123)
     """
     return float(f"{value:.{number}g}")
+
+
+def words(found: Suggestion) -> list[str]:
+    """Return the sources of a suggestion, their errors, and what no point covers, line by line."""
+    return [line for each in find(RULES, found) for line in each.figure.split("\n")]
+
+
+def _few_updates(it: Suggestion) -> Numbers | None:
+    updates = it.epochs * it.samples / it.batch
+    fewest = min(point.schedule_epochs * IMAGES / point.batch for point in reference_points())
+    if updates >= FEW * fewest:
+        return None
+    return {
+        "updates": updates, "fewest": fewest, "batch": it.batch * updates / (FEW * fewest),
+        "epochs": FEW * fewest * it.batch / it.samples,
+    }  # fmt: skip
+
+
+def _longer_steps(it: Suggestion) -> Numbers | None:
+    optimizer = it.base.optimizer
+    if not it.is_given or optimizer.kind != "lars":
+        return None
+    own = it.base.schedule.peak_lr * optimizer.eta / (1 - optimizer.momentum)
+    factor = it.peak_lr * ETA / (1 - it.momentum) / own
+    return {"factor": factor, "base": it.base.name} if factor > LONGER else None
+
+
+def _source(it: Suggestion) -> Numbers:
+    lower, upper = it.lower.name, it.upper.name
+    text = f"settings between {lower} and {upper}, as power laws of the batch"
+    if it.lower.batch == it.equivalent:
+        text = f"it is a reference point: {lower}"
+    elif it.equivalent > it.upper.batch:
+        text = (
+            f"extrapolates: {it.equivalent:,.0f} is {it.equivalent / it.upper.batch:.2f} times the "
+            f"largest point, {upper}, whose settings it keeps"
+        )
+    return {"source": text}
+
+
+def _settings(it: Suggestion) -> Numbers:
+    here = {
+        "learning rate": it.peak_lr,
+        "warm-up, share of the run": it.warmup_epochs / it.epochs,
+        "1 - momentum": 1 - it.momentum,
+        "weight decay": it.weight_decay,
+        "BatchNorm span": it.bn_span,
+    }
+    rows = [["", "here", "neighbours", "error of each point, from its own neighbours"]]
+    for name, value in here.items():
+        if value is not None:
+            errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
+            near = dict.fromkeys(f"{SETTINGS[name](point):.4g}" for point in (it.lower, it.upper))
+            missed = f"{median(errors):.0%} in the median, at most {errors[-1]:.0%}"
+            rows.append([name, f"{value:.4g}", ", ".join(near), missed])
+    return {"table": aligned(rows, right=[1])}
+
+
+def _law(it: Suggestion) -> Numbers:
+    points = reference_points()
+    worst = max(map(abs, epoch_errors(points)))
+    return {
+        "epochs": it.law_epochs, "low": it.law_epochs * (1 - worst),
+        "high": it.law_epochs * (1 + worst), "law": fit_epochs(points),
+        "schedule": it.epochs, "ratio": it.epochs / it.law_epochs, "points": margin(points),
+    }  # fmt: skip
+
+
+# fmt: off
+RULES: tuple[Rule[Suggestion], ...] = (
+    Rule(kind="warning", holds=_few_updates,
+         text="warning: {updates:,.0f} updates in all, and the reference points make {fewest:,.0f} "
+         "or more: expect the network not to be trained to its end; with these epochs a batch of "
+         "{batch:,.0f} makes half as many as they do, with this batch {epochs:,.0f} epochs"),
+    Rule(kind="warning", holds=_longer_steps,
+         text="warning: rate x eta / (1 - momentum) is {factor:.2g} times that of {base}, and "
+         "training may diverge: look for the edge with `largebatch lab range` first"),
+    Rule(kind="batch", holds=lambda it: {"it": it} if it.is_given else None,
+         text="{it.samples:,} images in batches of {it.batch:,} make as many updates an epoch as "
+         "ImageNet in batches of {it.equivalent:,.0f}, which is looked up; learning rate, momentum "
+         "and weight decay are from there, and for LARS on ResNet-50"),
+    Rule(kind="points", holds=_source, text="{source}"),
+    Rule(kind="settings", holds=_settings, text="{table}"),
+    Rule(kind="epochs", holds=_law,
+         text="epochs to 75.9 % top-1 on ImageNet: {epochs:.1f} ({low:.1f} to {high:.1f}), from "
+         "epochs(B) = {law.shortest:.1f} (1 + B / {law.critical:,.0f}), fitted to the ten points; "
+         "the schedule has {schedule:g}, {ratio:.2f} times as many (theirs {points:.2f})"),
+)
+"""The sources of a suggestion, in the order in which they are printed."""
+# fmt: on
+
+
+def draft(found: Suggestion) -> str:
+    """Return the text of the suggested recipe, with the rule of each number."""
+    own = found.base.model_dump(mode="json", exclude_unset=True)
+    kept = {key: own[key] for key in KEPT if key in own}
+    if "execution" in kept:
+        kept["execution"] = {k: v for k, v in kept["execution"].items() if k != "device_batch"}
+    statistics = {"samples": min(VALIDATION, found.samples)}
+    polish = {"clean": {"epochs": found.clean_epochs}, "statistics": statistics}
+    tree: dict[str, Any] = {
+        "name": found.name,
+        "duration": {"epochs": found.epochs},
+        **kept,
+        "batch": {"global_batch": found.batch, "bn_span": found.bn_span},
+        "optimizer": {
+            "kind": "lars",
+            "convention": "reference",
+            "momentum": found.momentum,
+            "weight_decay": found.weight_decay,
+            "eta": ETA,
+            "eps": 0.0,
+        },
+        "schedule": {
+            "peak_lr": found.peak_lr,
+            "warmup": {"epochs": found.warmup_epochs},
+            "decay": {"kind": "polynomial", "power": 2.0, "end_lr": 1e-4},
+            "first_step": 1,
+        },
+        "polish": None if found.bn_span is None else polish,
+    }
+    share = found.warmup_epochs / found.epochs
+    comments = {
+        "duration": f"{found.law_epochs:.1f} to 75.9 % on ImageNet, by the law",
+        "data": f"as in {found.base.name}, with network, loss and execution",
+        "batch.bn_span": f"the nearest divisor; {_points_have(found, 'bn_span')}",
+        "optimizer.momentum": f"for LARS; {_points_have(found, 'momentum')}",
+        "optimizer.weight_decay": f"for LARS; {_points_have(found, 'weight_decay')}",
+        "optimizer.eta": "MLPerf's, as eps, power and end_lr",
+        "schedule.peak_lr": f"for LARS; {_points_have(found, 'peak_lr')}",
+        "schedule.warmup": f"for LARS; {share:.0%} of the run",
+        "polish": "no reference point has it",
+        "polish.clean": "the share of Fujitsu's entry",
+    }
+    if found.bn_span is None:
+        comments = {key: comments[key] for key in comments if key[:6] not in {"batch.", "polish"}}
+    header = (
+        f"{found.name}: written by `largebatch lab suggest`.",
+        f"After: {_source(found)['source']}.",
+        "Where to begin, not a result. Measured here: not yet.",
+    )
+    return dump_commented(validate_tree(Recipe, tree, source=found.name), comments, header=header)
+
+
+def _points_have(found: Suggestion, key: str) -> str:
+    lower, upper = getattr(found.lower, key), getattr(found.upper, key)
+    if found.lower is found.upper:
+        return f"the point has {lower:g}"
+    return f"the points have {lower:g} and {upper:g}"

@@ -1,19 +1,16 @@
-"""The work of a learner between a pull and a push: a gradient, or local steps."""
+"""The work of a learner between a pull and a push: a gradient."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
-from largebatch.optim.rates import set_rates
-from largebatch.schedules.functions import Schedule
 from largebatch.training.loop import step_seeds
 from largebatch.training.loss import Criterion
 
@@ -38,32 +35,6 @@ class Gradients:
 
     def of(self, mini_batch: int) -> tuple[list[Tensor], float]:
         """Return the mean gradient over a mini-batch at the current weights, and its loss."""
-        loss = self._compute(mini_batch)
-        found = []
-        for weight in self.weights:
-            assert weight.grad is not None  # else the reducer has raised
-            found.append(weight.grad)
-        return found, loss
-
-    def of_local_steps(
-        self, mini_batch: int, *, end: int, steps: int, optimizer: Optimizer, schedule: Schedule
-    ) -> tuple[list[Tensor], float]:
-        """Make local updates; return the weights before minus those after, and the mean loss.
-
-        Makes at most `steps` updates, and none from update `end` on.
-        """
-        before = [weight.detach().clone() for weight in self.weights]
-        update, learner = divmod(mini_batch, self.learners)
-        losses = []
-        for step in range(update, min(end, update + steps)):
-            losses.append(self._compute(step * self.learners + learner))
-            set_rates(optimizer, schedule(step), step=step)
-            optimizer.step()
-        with torch.no_grad():
-            pairs = zip(before, self.weights, strict=True)
-            return [start - weight for start, weight in pairs], sum(losses) / len(losses)
-
-    def _compute(self, mini_batch: int) -> float:
         self.model.train()
         update, learner = divmod(mini_batch, self.learners)
         accelerator.seed(step_seeds(self.seed, learner)(update), self.reducer.device)
@@ -75,7 +46,11 @@ class Gradients:
         loss.backward()
         self.reducer.wait()
         self.spans.update()
-        return loss.item()  # sync: the gradient is about to leave the device
+        found = []
+        for weight in self.weights:
+            assert weight.grad is not None  # else the reducer has raised
+            found.append(weight.grad)
+        return found, loss.item()  # sync: the gradient is about to leave the device
 
 
 def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> None:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Self, assert_never
 
-from largebatch.recipe.protocols import Asynchronous, Hardsync, LocalSteps, Protocol, Softsync
+from largebatch.recipe.protocols import Asynchronous, Hardsync, Protocol, Softsync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,6 @@ class Rule:
     by_staleness: bool = False
     """True if the learning rate of each gradient is divided by its staleness."""
 
-    local_steps: int = 1
-    """Number of local updates of a learner before a push."""
-
     @classmethod
     def hardsync(cls, learners: int) -> Self:
         """Return the synchronous rule, at the learning rate of the schedule."""
@@ -55,8 +52,6 @@ class Rule:
                 pass
             case Asynchronous(modulation=modulation):
                 n = learners
-            case LocalSteps(steps=steps):
-                return cls(learners=learners, gradients=gradients, waits=True, local_steps=steps)
             case _:
                 assert_never(protocol)
         return cls(
@@ -79,9 +74,8 @@ class MiniBatches:
     """Hands out the mini-batches of some updates to the learners, each of them once.
 
     Mini-batch m has the positions m mu to (m + 1) mu - 1 of the sample order. If learners wait,
-    learner i gets the i-th part of the global batch of every update (with local steps: of every
-    update in which it pulls). Otherwise any learner gets the next one, and after update k all
-    mini-batches before (k + 1) c have been used, in any order, if all of them have been pushed.
+    learner i gets the i-th part of the global batch of every update. Otherwise any learner gets the
+    next one, and after update k all mini-batches before (k + 1) c have been used, in any order.
 
     >>> them = MiniBatches(Rule(learners=3, gradients=2, waits=False), range(4, 6))
     >>> [them.next(learner) for learner in (2, 0, 2, 1, 0)]
@@ -89,21 +83,11 @@ class MiniBatches:
     >>> them = MiniBatches(Rule.hardsync(2), range(4, 6))
     >>> [them.next(learner) for learner in (1, 0, 0, 1, 0)]
     [9, 8, 10, 11, None]
-
-    A mini-batch that was handed out and never pushed can be taken back and handed out again.
-
-    >>> them = MiniBatches(Rule(learners=2, gradients=1, waits=False), range(2))
-    >>> [them.next(learner) for learner in (0, 1, 0)]
-    [0, 1, None]
-    >>> (them.under_way, them.take_back(1), them.next(0), them.next(0), them.under_way)
-    (True, 1, 1, None, False)
     """
 
     def __init__(self, rule: Rule, updates: range) -> None:
         self._rule, self._stop = rule, updates.stop
         self._next = updates.start * rule.gradients
-        self._given: dict[int, int] = {}
-        self._back: list[int] = []
         self._updates = dict.fromkeys(range(rule.learners), updates.start)
 
     @property
@@ -115,29 +99,12 @@ class MiniBatches:
         """Return the next mini-batch of a learner; None if none is left."""
         if self._rule.waits:
             update = self._updates[learner]
-            self._updates[learner] = min(self._stop, update + self._rule.local_steps)
+            self._updates[learner] = min(self._stop, update + 1)
             return update * self._rule.learners + learner if update < self._stop else None
-        self._given.pop(learner, None)
-        if self._back:
-            number = self._back.pop()
-        elif self._next < self._stop * self._rule.gradients:
-            number, self._next = self._next, self._next + 1
-        else:
+        if self._next == self._stop * self._rule.gradients:
             return None
-        self._given[learner] = number
-        return number
-
-    def take_back(self, learner: int) -> int | None:
-        """Take back the last mini-batch of a learner, unless it has requested the next one."""
-        number = self._given.pop(learner, None)
-        if number is not None:
-            self._back.append(number)
-        return number
-
-    @property
-    def under_way(self) -> bool:
-        """True if learners that do not wait have mini-batches that could be taken back."""
-        return bool(self._given)
+        self._next += 1
+        return self._next - 1
 
     def stop_early(self) -> None:
         """Restrict the mini-batches to those that complete started updates."""

@@ -163,6 +163,16 @@ def divide(sizes: Sequence[int], servers: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
+def server_bytes(weights: Sequence[Tensor], servers: int) -> list[int]:
+    """Return the bytes of the weights on each server.
+
+    >>> server_bytes([torch.zeros(10, 3), torch.zeros(4)], 2)
+    [120, 16]
+    """
+    sizes = [weight.nbytes for weight in weights]
+    return [sum(sizes[number] for number in own) for own in divide(sizes, servers)]
+
+
 ARRIVALS = "arrivals.jsonl"
 """Name of the file of a run folder with the arrivals of all servers."""
 

@@ -7,41 +7,21 @@ makes their operations on the server atomic; its order is the order of arrival.
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from largebatch.errors import PeerLostError, PeerSilentError
+from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.links import Link
 from largebatch.lab.protocols.rule import MiniBatches
 from largebatch.lab.protocols.server import Applied, ParameterServer
 
-PATIENCE = 1.0
-"""Seconds after which a learner without a mini-batch gets an answer and repeats its request."""
-
 _PULL, _PUSH, _LEAVE = 0.0, 1.0, 2.0
-_NONE, _LOST, _LATER = -1.0, -2.0, -3.0
+_NONE, _LOST = -1.0, -2.0
 """Codes in the protocol: no mini-batch (sent in its place); update cannot be completed (in place of
-a clock); perhaps a mini-batch later (in its place)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostLearner:
-    """A learner that failed and without which the run continues."""
-
-    learner: int
-    update: int
-    """Number of updates made until then, by the server that noted the loss."""
-
-    mini_batch: int | None
-    """Number of its last mini-batch, which was handed out again. None if it had none, and from all
-    servers but the first."""
-
-    silent: bool
-    """True if it did nothing for the whole of --timeout; else its process was gone."""
+a clock)."""
 
 
 class Pulled(NamedTuple):
@@ -52,9 +32,6 @@ class Pulled(NamedTuple):
 
     mini_batch: int | None
     """Number of the next mini-batch; None if none is left, and from all servers but the first."""
-
-    later: bool = False
-    """True if another learner's mini-batch may come back, so that the learner should ask again."""
 
 
 class Pushed(NamedTuple):
@@ -70,31 +47,14 @@ class Pushed(NamedTuple):
 
 
 class Service:
-    """A server of this process, for all learners.
+    """A server of this process, for all learners; `mini_batches` only of the first server."""
 
-    Each of the `optional` learners may be lost: the others continue, its mini-batch is handed out
-    again, and `on_loss` is called from the thread that served it. This server ignores a gradient
-    that it already has, because only another server may have missed it.
-    """
-
-    def __init__(
-        self,
-        server: ParameterServer,
-        mini_batches: MiniBatches | None,
-        *,
-        optional: Collection[int] = (),
-        on_loss: Callable[[LostLearner], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, server: ParameterServer, mini_batches: MiniBatches | None) -> None:
         self.server = server
-        self.losses: list[LostLearner] = []
         self.updates: list[tuple[Applied, float]] = []
         """Updates made, each with the seconds since the previous one."""
 
         self._mini_batches = mini_batches
-        """Mini-batches that the first server hands out."""
-
-        self._optional, self._on_loss = optional, on_loss
-        self._taken: set[int] = set()
         self._sizes = [weight.numel() for weight in server.weights]
         self._changed = threading.Condition()
         self.failure: Exception | None = None
@@ -104,31 +64,12 @@ class Service:
     def pull(self, learner: int, into: Tensor) -> Pulled:
         """Copy the weights after the last update into a flat tensor."""
         with self._changed:
-            found, later = self._next(learner)
+            self._require_whole()
+            batches = self._mini_batches
+            found = None if batches is None else batches.next(learner)
             clock, weights = self.server.pull()
             torch.cat([weight.flatten() for weight in weights], out=into)
-        return Pulled(clock, found, later)
-
-    def _next(self, learner: int) -> tuple[int | None, bool]:
-        """Return the next mini-batch of a learner, and True if there is none but may be one later.
-
-        Waits up to PATIENCE while other learners may be lost and leave theirs.
-        """
-        self._require_whole()
-        batches = self._mini_batches
-        if batches is None:
-            return None, False
-        found = batches.next(learner)
-        if found is not None or not self._optional:
-            return found, False
-        self._changed.notify_all()  # this one has pushed all that it was given
-        known = len(self.losses)
-        self._changed.wait_for(
-            lambda: len(self.losses) > known or self.failure or not batches.under_way, PATIENCE
-        )
-        self._require_whole()
-        found = batches.next(learner)
-        return found, found is None and batches.under_way
+        return Pulled(clock, found)
 
     def push(self, learner: int, pushed: Pushed, gradient: Tensor) -> None:
         """Add the gradient, which must not change any more, and make the update it completes."""
@@ -138,10 +79,6 @@ class Service:
         ]
         with self._changed:
             self._require_whole()
-            if self._optional:
-                if pushed.mini_batch in self._taken:
-                    return
-                self._taken.add(pushed.mini_batch)
             if self._mini_batches and (pushed.stop or not math.isfinite(pushed.loss)):
                 self._mini_batches.stop_early()
             self._pending[learner] = self.server.clock
@@ -169,22 +106,6 @@ class Service:
         try:
             self._answer(learner, link)
         except Exception as error:  # it ends all that wait, in whatever thread
-            if learner in self._optional and isinstance(error, PeerLostError) and not self.failure:
-                self._continue_without(learner, silent=isinstance(error, PeerSilentError))
-            else:
-                self.fail(error)
-
-    def _continue_without(self, learner: int, *, silent: bool) -> None:
-        with self._changed:
-            back = self._mini_batches.take_back(learner) if self._mini_batches else None
-            loss = LostLearner(
-                learner=learner, update=self.server.clock, mini_batch=back, silent=silent
-            )
-            self.losses.append(loss)
-            self._changed.notify_all()
-        try:
-            self._on_loss(loss)
-        except PeerLostError as error:  # none that can be reached knows of it
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
@@ -217,13 +138,13 @@ class Service:
                 else:
                     found = self.pull(learner, weights)
                     number = _NONE if found.mini_batch is None else float(found.mini_batch)
-                    answer = [float(found.clock), _LATER if found.later else number]
+                    answer = [float(found.clock), number]
             except Exception as error:
-                self.fail(error)  # before the learner can be lost, which would be no failure
+                self.fail(error)
                 link.send(torch.tensor([_LOST, _NONE], dtype=torch.float64))
                 raise
             link.send(torch.tensor(answer, dtype=torch.float64))
-            if kind == _PULL and answer[1] != _LATER:
+            if kind == _PULL:
                 link.send(weights)
 
 
@@ -266,13 +187,8 @@ class RemoteServer:
         self._ask([_PULL, 0, 0, 0, 0])
 
     def finish_pull(self, into: Tensor) -> Pulled:
-        """Write the weights of the server's tensors, one after the other, into a flat tensor.
-
-        The tensor may stay unchanged if there is nothing to compute yet.
-        """
+        """Write the weights of the server's tensors, one after the other, into a flat tensor."""
         clock, number = self._answer()
-        if number == _LATER:
-            return Pulled(int(clock), None, later=True)
         self._link.receive(into)
         return Pulled(int(clock), None if number == _NONE else int(number))
 
@@ -334,9 +250,7 @@ def learn(
         for shard in shards
     ]
     while True:
-        clocks, (_, number, later) = _pull(shards, flat)
-        if later:
-            continue
+        clocks, number = _pull(shards, flat)
         if number is None:
             break
         for shard, values in zip(shards, flat, strict=True):
@@ -352,21 +266,18 @@ def learn(
         shard.server.leave()
 
 
-def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], Pulled]:
-    """Read from all servers, first from the one that hands out mini-batches.
-
-    The others are read even if there is none yet, because they take silence for a loss.
-    """
-    clocks: list[int] = []
+def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], int | None]:
+    """Read from all servers, first from the one that hands out mini-batches."""
     shards[0].server.begin_pull()
     first = shards[0].server.finish_pull(flat[0])
-    if first.mini_batch is None and not first.later:
-        return clocks, first
+    clocks = [first.clock]
+    if first.mini_batch is None:
+        return clocks, None
     for shard in shards[1:]:
         shard.server.begin_pull()
     for shard, values in zip(shards[1:], flat[1:], strict=True):
         clocks.append(shard.server.finish_pull(values).clock)
-    return [first.clock, *clocks], first
+    return clocks, first.mini_batch
 
 
 @torch.no_grad()

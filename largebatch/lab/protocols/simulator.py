@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,28 +55,18 @@ def simulate(
     servers: int | None,
     updates: int,
     seed: int,
-    restarts: bool = False,
 ) -> Simulation:
     """Simulate a number of updates of a cluster, in which each server makes its part of every one.
 
     `servers` is the number of hosts with shares of the weights, equal ones unless the cluster has
-    others; None: every learner's host holds a share, which that learner reaches without a link. An
-    update of local steps is an average. With `restarts` an update cancels the computations under
-    way, and their learners start again with the new weights: with fewer gradients than learners
-    that is K-sync (arXiv:1803.01113), or backup workers (arXiv:1604.00981).
+    others; None: every learner's host holds a share, which that learner reaches without a link.
 
-    Raises ValueError if rule and cluster have different numbers of learners, for shares of another
-    number of servers, and for `restarts` with more than one server, since servers could cancel
-    different computations, or with servers that take time, since they could cancel what a server
-    has begun.
+    Raises ValueError if rule and cluster have different numbers of learners, and for shares of
+    another number of servers.
     """
     if rule.learners != cluster.learners:
         raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
-    if restarts and (servers != 1 or cluster.sharing == "fair"):
-        raise ValueError(f"restarts needs one server, got {servers}, and messages in a queue")
-    if restarts and cluster.serving is not None:
-        raise ValueError("restarts needs servers that take no time; leave `serving` out")
-    engine = _Engine(rule, cluster, servers=servers, seed=seed, restarts=restarts)
+    engine = _Engine(rule, cluster, servers=servers, seed=seed)
     engine.run(updates)
     takes = rule.gradients
     ends = [np.frombuffer(server.seconds)[takes - 1 :: takes] for server in engine.servers]
@@ -165,7 +154,7 @@ class _Learner:
 
     __slots__ = (
         *("_asked", "_engine", "_missing", "_seconds", "connections", "mini_batch", "number"),
-        *("ready_at", "round"),
+        "ready_at",
     )
 
     def __init__(self, number: int, engine: "_Engine", seconds: Iterator[float]) -> None:
@@ -175,9 +164,6 @@ class _Learner:
 
         self.mini_batch = -1
         """Number of the current mini-batch, from the first server."""
-
-        self.round = 0
-        """Number of restarts; events of earlier rounds are ignored."""
 
     def pull(self, begin: float) -> None:
         self._asked = 1
@@ -195,9 +181,7 @@ class _Learner:
             self._asked = len(self.connections)
             self._ask(self.connections[1:], self.ready_at)
             return
-        engine = self._engine
-        seconds = sum(islice(self._seconds, engine.rule.local_steps))
-        engine.at(self.ready_at + seconds, self, self.push)
+        self._engine.at(self.ready_at + next(self._seconds), self.push)
 
     def acknowledge(self, at: float) -> None:
         if self._was_last(at):
@@ -206,7 +190,7 @@ class _Learner:
     def _ask(self, connections: Sequence["_Connection"], begin: float) -> None:
         self._expect(len(connections))
         for connection in connections:
-            self._engine.at(begin + connection.latency, self, connection.read)
+            self._engine.at(begin + connection.latency, connection.read)
 
     def _expect(self, answers: int) -> None:
         self._missing, self.ready_at = answers, 0.0
@@ -230,7 +214,7 @@ class _Connection:
     def read(self) -> None:
         engine = self._engine
         end = self.server.serve(engine.env.now, engine.pull_seconds * self.server.share)
-        engine.at(end, self.learner, self._answer)
+        engine.at(end, self._answer)
 
     def _answer(self) -> None:
         engine, learner = self._engine, self.learner
@@ -246,7 +230,7 @@ class _Connection:
         self._send(self._host, self.server.host, self._arrive)
 
     def _arrive(self, at: float) -> None:
-        self._engine.at(at, self.learner, self._receive)
+        self._engine.at(at, self._receive)
 
     def _receive(self) -> None:
         engine, server = self._engine, self.server
@@ -254,7 +238,7 @@ class _Connection:
         completes = server.arrived % engine.rule.gradients == 0
         seconds = engine.update_seconds * server.share if completes else 0.0
         end = server.serve(engine.env.now, seconds)
-        engine.at(end, self.learner, partial(engine.take, self))
+        engine.at(end, partial(engine.take, self))
 
     def _send(self, source: _Host, target: _Host, arrive: Callable[[float], None]) -> None:
         """Send one server's share of the weights; call `arrive` with the time of arrival."""
@@ -274,17 +258,14 @@ class _Connection:
             received = target.inward.send(engine.env.now, share)
             arrive(max(sent, received) + self.latency)
 
-        engine.at(begin, self.learner, receive)
+        engine.at(begin, receive)
 
 
 class _Engine:
     """The learners, the servers and the events between them."""
 
-    def __init__(
-        self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int, restarts: bool
-    ) -> None:
+    def __init__(self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int) -> None:
         self.rule, self.env = rule, require_simpy().Environment()
-        self._restarts = restarts
         hosts = [_Host(cluster.link) for _ in range(cluster.learners)]
         link = cluster.server_link or cluster.link
         own = hosts if servers is None else [_Host(link) for _ in range(servers)]
@@ -307,24 +288,18 @@ class _Engine:
             self.learners.append(learner)
 
     def run(self, updates: int) -> None:
-        self.mini_batches = MiniBatches(self.rule, range(updates * self.rule.local_steps))
+        self.mini_batches = MiniBatches(self.rule, range(updates))
         for learner in self.learners:
             learner.pull(0.0)
         self.env.run()
 
-    def at(self, seconds: float, learner: _Learner, call: Callable[[], None]) -> None:
-        """Call at a time, now if it is past, unless the learner restarts before."""
+    def at(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call at a time; now if it is past."""
         delay = seconds - self.env.now
         if delay <= 0:
             call()
-            return
-        began = learner.round
-
-        def fire(_: object) -> None:
-            if learner.round == began:
-                call()
-
-        self.env.timeout(delay).callbacks.append(fire)
+        else:
+            self.env.timeout(delay).callbacks.append(lambda _: call())
 
     def take(self, connection: _Connection) -> None:
         server = connection.server
@@ -335,16 +310,8 @@ class _Engine:
             free = server.pushed if self.rule.waits else free
             server.pushed = []
             server.clock += 1
-            if self._restarts:
-                self._restart({each.learner for each in free})
         for each in free:
             each.learner.acknowledge(self.env.now + each.latency)
-
-    def _restart(self, in_time: set[_Learner]) -> None:
-        for learner in self.learners:
-            if learner not in in_time:
-                learner.round += 1
-                learner.pull(self.env.now + learner.connections[0].latency)
 
 
 Arrive = Callable[[float], object]

@@ -1,11 +1,8 @@
-"""Starts of workers on hosts: how they are placed and started, what is measured, and its rows.
+"""Starts of workers on hosts: how they are started, what is measured, and its rows.
 
     python -m largebatch.lab.studies.hosts JOB FOLDER
 
-is one worker. It makes the updates of `largebatch train`, by the same stage, in three stretches:
-the warm-up, a few updates, and as many plus the timed ones. All workers are idle at both ends of
-each stretch. The last two stretches send the same while idle, so the difference of their counters
-is the traffic of the timed updates alone.
+is one worker. It makes the updates of `largebatch train`, by the same stage.
 """
 
 import json
@@ -14,34 +11,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
-from largebatch.lab.protocols.split import server_bytes
 from largebatch.lab.studies.metrics import Interval, interval, ratio
-from largebatch.lab.studies.namespaces import (
-    CARD,
-    Command,
-    Counters,
-    addresses,
-    read_counters,
-    run_on_hosts,
-)
-from largebatch.lab.studies.study import Cell, Compute, OnHosts, Task
+from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
+from largebatch.lab.studies.study import Cell, OnHosts, Task
 from largebatch.lab.studies.trained import circumstances
-from largebatch.recipe.protocols import Protocol
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
+from largebatch.report.pages import Column, columns_over
 from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
@@ -51,9 +39,6 @@ from largebatch.training.stages import STAGES
 
 USER = 2
 """Exit code of an error that the user can fix."""
-
-_UNTIMED = 1
-"""Number of untimed updates at the start of a stretch."""
 
 _PORT = 29_500
 _SHOWN_LINES = 20
@@ -95,44 +80,14 @@ class PacedCriterion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Placement of workers on hosts, and their links."""
-
-    workers_per_host: Sequence[int]
-    megabits: float | None
-    """Rate of each host's link in each direction, in Mbit/s; None for no limit."""
-
-    backend: Literal["torch", "horovod"] = "torch"
-
-    @property
-    def hosts(self) -> list[str]:
-        """Host of every worker, by rank."""
-        names = addresses(len(self.workers_per_host))
-        pairs = zip(names, self.workers_per_host, strict=True)
-        return [name for name, number in pairs for _ in range(number)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Job of a start, the same for all workers."""
 
     recipe: Recipe
     options: Options
-    compute: Compute | None
-    """Distribution of gradient times; None for the real times."""
-
-    samples: float = 0.0
-    """Nominal mini-batch of a worker, for `compute`."""
-
-    warm_up: int
-    updates: int
-    """Number of timed updates, after the warm-up updates."""
-
-    @property
-    def stretches(self) -> tuple[int, int, int]:
-        """Numbers of updates at the ends of the stretches; the last two start with untimed ones."""
-        first = self.warm_up
-        return first, first + _UNTIMED, first + 2 * _UNTIMED + self.updates
+    on_hosts: OnHosts
+    samples: int
+    """Nominal mini-batch of a worker, whose gradient takes the set time."""
 
 
 JOB = TypeAdapter(Job)
@@ -145,18 +100,8 @@ class Start:
     seconds: list[float]
     """Seconds of each timed update, on the first worker or server."""
 
-    sent: dict[str, float]
-    received: dict[str, float]
-    """Payload in bytes of an update, by host."""
-
-    shards: list[int]
-    """Bytes of the weights on each parameter server, or of all weights."""
-
-    late: float
+    late: float = 0.0
     """Fraction of gradients that took longer than their set time."""
-
-    rates: list[list[str]]
-    """Learning rate of every update on every worker, in hexadecimal."""
 
 
 _START = TypeAdapter(Start)
@@ -172,52 +117,69 @@ class HostsCell(Cell):
     samples: int
     """Samples of each worker in an update."""
 
-    placement: Placement
-    on_hosts: OnHosts
+    workers_per_host: tuple[int, ...]
+    megabits: float
+    """Rate of each host's link in each direction, in Mbit/s."""
 
-    @property
-    def compute(self) -> Compute | None:
-        """Set time of gradients."""
-        return self.on_hosts.compute
+    on_hosts: OnHosts
 
     @property
     def definition(self) -> Json:
         """Recipe, times and placement."""
+        on_hosts = self.on_hosts.model_dump(mode="json", exclude={"workers", "megabits"})
         return {
             "recipe": self.recipe.model_dump(mode="json"),
-            "compute": self.compute and self.compute.model_dump(mode="json"),
+            "on_hosts": on_hosts,
             "samples": self.samples,
-            "warm_up": self.on_hosts.warm_up,
-            "updates": self.on_hosts.updates,
-            "placement": asdict(self.placement),
+            "workers_per_host": self.workers_per_host,
+            "megabits": self.megabits,
         }
-
-    def job(self, seed: int, options: Options) -> Job:
-        """Return the job of one start."""
-        return Job(
-            recipe=self.recipe.model_copy(update={"seed": seed}),
-            options=options,
-            compute=self.compute,
-            samples=self.samples,
-            warm_up=self.on_hosts.warm_up,
-            updates=self.on_hosts.updates,
-        )
 
     def carry_out(self, task: Task) -> Json:
         """Start the workers once, and record what they measure."""
-        backend = self.placement.backend if self.workers > 1 else "auto"
-        own = {**task.options, "backend": backend}
-        workers = measure_on_hosts(
-            self.job(task.slot.seed, Options(out=Path(), report=False, **own)), self.placement
+        own = {**task.options, "backend": "torch" if self.workers > 1 else "auto"}
+        job = Job(
+            recipe=self.recipe.model_copy(update={"seed": task.slot.seed}),
+            options=Options(out=Path(), report=False, **own),
+            on_hosts=self.on_hosts,
+            samples=self.samples,
         )
-        result = put_together(workers, self.placement, updates=self.on_hosts.updates)
-        return {"seed": task.slot.seed, "start": asdict(result), **circumstances()}
+        start = measure_on_hosts(job, self.workers_per_host, megabits=self.megabits)
+        return {"seed": task.slot.seed, "start": asdict(start), **circumstances()}
 
     def describe(self, record: Json) -> str:
         """Describe the time of an update."""
         start = record["start"]
         late = f", {start['late']:.0%} of gradients late" if start["late"] else ""
         return f"{fmean(start['seconds']):.4g} s an update{late}"
+
+
+def recipe_on_hosts(
+    base: Recipe, on_hosts: OnHosts, *, workers: int, samples: int, protocol: Json | None = None
+) -> Recipe:
+    """Return the recipe of workers with `samples` samples each in an update, set or computed.
+
+    Raises RecipeError if it does not fit, or is shorter than what is measured.
+    """
+    if on_hosts.compute is not None:
+        samples = samples * on_hosts.compute.computed // on_hosts.mini_batch
+    tree = base.model_dump(mode="json")
+    tree["batch"]["global_batch"] = workers * samples
+    tree["polish"], tree["evaluation"], tree["protocol"] = None, {}, protocol
+    recipe = validate_tree(Recipe, tree, source=base.name)
+    plan = make_plan(recipe, workers=recipe.protocol.workers if recipe.protocol else workers)
+    needed = on_hosts.warm_up + on_hosts.updates
+    if plan.steps <= needed:
+        raise LargebatchError(
+            f"the recipe ends after {plan.steps} updates, and {needed} are made; give it a longer "
+            "duration, or less to measure"
+        )
+    if plan.accumulation > 1:
+        raise LargebatchError(
+            f"{samples} samples that are really computed make {plan.accumulation} micro-batches, "
+            "and a gradient is slept for once; give a smaller `computed`"
+        )
+    return recipe
 
 
 @dataclass(slots=True)
@@ -232,78 +194,44 @@ class StepTimes:
             self.seconds.append(event.step_seconds)
 
 
-@contextmanager
-def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
-    """Yield the learning rate of every update of this worker, as it makes it.
-
-    Rates are hexadecimal (float.hex), which is exact. They are read from the parameter groups at
-    the optimizer's step: the applied rate, not the schedule's.
-    """
-    rates: list[str] = []
-
-    def read(stepping: Optimizer, *_: object) -> None:
-        rates.append(" ".join(dict.fromkeys(float(g["lr"]).hex() for g in stepping.param_groups)))
-
-    handle = optimizer.register_step_pre_hook(read)
-    try:
-        yield rates
-    finally:
-        handle.remove()
-
-
 def measure(job: Job) -> Json:
     """Train, and return the result of this worker."""
+    on_hosts = job.on_hosts
     with open_session(job.recipe, job.options, {"command": "study"}) as opened:
         session, paced, training = opened, None, opened.training
-        if job.compute is not None:
-            seed, rank = job.recipe.seed, training.backend.rank
-            times = job.compute.times(job.samples, seed=seed, worker=rank)
+        rank = training.backend.rank
+        if on_hosts.compute is not None:
+            times = on_hosts.compute.times(job.samples, seed=job.recipe.seed, worker=rank)
             paced = PacedCriterion(training.criterion, training.state.model, times)
             session = replace(opened, training=replace(training, criterion=paced))
         steps = StepTimes()
         session.log.trackers.append(steps)
-        marks = []
-        with applied_rates(session.state.updater.optimizer) as rates:
-            for until in job.stretches:
-                STAGES[0].run(session, range(training.plan.train_steps), until)
-                session.saver.finish()
-                marks.append(_idle_counters(training.backend))
+        until = on_hosts.warm_up + on_hosts.updates
+        STAGES[0].run(session, range(training.plan.train_steps), until)
+        session.saver.finish()
+        training.backend.barrier()  # nobody leaves while others need its server
         return {
-            "rank": training.backend.rank,
-            "counters": marks,
-            "seconds": steps.seconds[-job.updates :],
-            "rates": rates,
+            "rank": rank,
+            "seconds": steps.seconds[-on_hosts.updates :],
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
-            "shards": _shards(session.state.updater.optimizer, job.recipe.protocol),
         }
 
 
-def _idle_counters(backend: Backend) -> Counters:
-    """Read the counters while no worker sends anything."""
-    backend.barrier()
-    counters = read_counters(Path("/proc/net/dev").read_text())
-    backend.barrier()
-    return counters
-
-
-def _shards(optimizer: Optimizer, protocol: Protocol | None) -> list[int]:
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    servers = 1 if protocol is None else protocol.num_servers
-    return server_bytes(weights, servers, split=protocol is not None and protocol.split)
-
-
-def measure_on_hosts(job: Job, placement: Placement) -> list[Json]:
-    """Run a job on hosts made for it; return the result of each worker, by rank.
+def measure_on_hosts(job: Job, workers_per_host: Sequence[int], *, megabits: float) -> Start:
+    """Run a job on hosts made for it, and combine the results of its workers.
 
     Raises StudyError with a worker's message if the user can fix it, WorkerFailedError if a
     worker was lost, BackendError if this machine cannot make hosts.
     """
-    hosts = placement.hosts
+    names = addresses(len(workers_per_host))
+    hosts = [
+        name for name, number in zip(names, workers_per_host, strict=True) for _ in range(number)
+    ]
     with tempfile.TemporaryDirectory(prefix="largebatch-") as name:
         folder = Path(name)
-        own = replace(job, options=replace(job.options, out=folder / "run"))
         (folder / "run").mkdir()
+        own = replace(job, options=replace(job.options, out=folder / "run"))
         (folder / "job.json").write_bytes(JOB.dump_json(own))
         words = [sys.executable, "-m", "largebatch.lab.studies.hosts"]
         words += [str(folder / "job.json"), str(folder)]
@@ -311,16 +239,16 @@ def measure_on_hosts(job: Job, placement: Placement) -> list[Json]:
             Command(host, words, environment(rank, hosts), folder / f"output-{rank}")
             for rank, host in enumerate(hosts)
         ]
-        codes = run_on_hosts(
-            commands,
-            hosts=addresses(len(placement.workers_per_host)),
-            megabits=placement.megabits,
-            horovod=placement.backend == "horovod",
-        )
+        codes = run_on_hosts(commands, hosts=names, megabits=megabits)
         if any(codes):
             raise_cause(codes, folder)
         files = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
-        return [json.loads(path.read_bytes()) for path in files]
+        workers = [json.loads(path.read_bytes()) for path in files]
+    gradients = sum(worker["gradients"] for worker in workers)
+    return Start(
+        seconds=workers[0]["seconds"],
+        late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
+    )
 
 
 def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
@@ -337,53 +265,19 @@ def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
 
 
 def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
-    """Return the variables that torchrun and horovodrun would set, and the network interface."""
-    here = hosts[rank]
-    local, each = hosts[:rank].count(here), hosts.count(here)
-    names = list(dict.fromkeys(hosts))
+    """Return the variables that torchrun would set, and the network interface."""
+    here, names = hosts[rank], addresses(len(set(hosts)))
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(local),
+        "LOCAL_RANK": str(hosts[:rank].count(here)),
         "WORLD_SIZE": str(len(hosts)),
-        "LOCAL_WORLD_SIZE": str(each),
-        "MASTER_ADDR": addresses(len(names))[names[0]],
+        "LOCAL_WORLD_SIZE": str(hosts.count(here)),
+        "MASTER_ADDR": names[hosts[0]],
         "MASTER_PORT": str(_PORT),
         "GLOO_SOCKET_IFNAME": CARD,
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(len(hosts)),
-        "HOROVOD_LOCAL_RANK": str(local),
-        "HOROVOD_LOCAL_SIZE": str(each),
-        "HOROVOD_CROSS_RANK": str(names.index(here)),
-        "HOROVOD_CROSS_SIZE": str(len(names)),
-        "HOROVOD_HOSTNAME": here,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-
-
-def put_together(workers: Sequence[Json], placement: Placement, *, updates: int) -> Start:
-    """Combine the results of the workers of a start, given by rank.
-
-    Counters belong to hosts, so only those of the first worker on each host are used.
-    """
-    first = {host: rank for rank, host in reversed(list(enumerate(placement.hosts)))}
-    received, sent = {}, {}
-    for host in sorted(first, key=lambda host: first[host]):
-        begin, middle, end = workers[first[host]]["counters"]
-        pairs = [
-            (last - between) - (between - early)
-            for early, between, last in zip(begin, middle, end, strict=True)
-        ]
-        received[host], sent[host] = (total / updates for total in pairs)
-    gradients = sum(worker["gradients"] for worker in workers)
-    return Start(
-        seconds=workers[0]["seconds"],
-        sent=sent,
-        received=received,
-        shards=workers[0]["shards"],
-        late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
-        rates=[worker["rates"] for worker in workers if worker["rates"] or worker["gradients"]],
-    )
 
 
 def starts_of(cell: HostsCell, records: Mapping[str, Json]) -> dict[int, Start]:
@@ -399,36 +293,39 @@ def starts_of(cell: HostsCell, records: Mapping[str, Json]) -> dict[int, Start]:
 
 @dataclass(frozen=True)
 class HostsRow:
-    """A cell with its starts by seed, and those of one worker alone."""
+    """A cell with its starts by seed, and those of one worker alone; work is counted in samples."""
 
     cell: HostsCell
     starts: Mapping[int, Start]
     alone: Mapping[int, Start]
-    work: float
-    """Work of an update on all workers, in the unit of the throughput."""
+    samples_alone: int
+    """Samples of an update on one worker alone."""
 
-    work_alone: float
-    """Work of an update on one worker alone."""
+    @property
+    def seconds(self) -> Interval:
+        """Seconds of an update."""
+        return interval(fmean(start.seconds) for start in self.starts.values())
 
     @property
     def throughputs(self) -> dict[int, float]:
-        """Work per second, by seed."""
-        return {seed: self.work / fmean(one.seconds) for seed, one in self.starts.items()}
+        """Samples per second of all workers, by seed."""
+        samples = self.cell.workers * self.cell.samples
+        return {seed: samples / fmean(one.seconds) for seed, one in self.starts.items()}
 
     @property
     def throughputs_alone(self) -> dict[int, float]:
-        """Work per second of one worker alone, by seed."""
-        return {seed: self.work_alone / fmean(one.seconds) for seed, one in self.alone.items()}
+        """Samples per second of one worker alone, by seed."""
+        return {seed: self.samples_alone / fmean(one.seconds) for seed, one in self.alone.items()}
 
     @property
     def throughput(self) -> Interval:
-        """Mean work per second."""
+        """Mean samples per second."""
         return interval(self.throughputs.values())
 
     @property
     def speed_up(self) -> Interval | None:
         """Throughput over that of one worker alone, by pairs of a seed; None without one."""
-        return ratio(self.throughputs, self.throughputs_alone).interval
+        return ratio(self.throughputs, self.throughputs_alone)
 
     @property
     def efficiency(self) -> Interval | None:
@@ -437,19 +334,25 @@ class HostsRow:
         return found and found.scaled(100 / self.cell.workers)
 
     @property
-    def seconds(self) -> Interval:
-        """Seconds of an update."""
-        return interval(fmean(start.seconds) for start in self.starts.values())
+    def late(self) -> float:
+        """Fraction of gradients that took longer than set."""
+        return fmean([one.late for one in self.starts.values()])
 
-    @property
-    def first(self) -> Start:
-        """The first start."""
-        return next(iter(self.starts.values()))
 
-    @property
-    def model_bytes(self) -> int:
-        """Size of all weights."""
-        return sum(self.first.shards)
+def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
+    """Return the columns of a table that show how fast each row is."""
+    column = columns_over(rows)
+    return [
+        column("Workers", lambda row: row.cell.workers, "d"),
+        column("Samples each", lambda row: row.cell.samples, "d"),
+        column("Samples/s", lambda row: row.throughput.mean, ",.1f"),
+        column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
+        column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
+        column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
+        column("An update, s", lambda row: row.seconds.mean, ",.4f"),
+        column("Late gradients, %", lambda row: 100 * row.late, ".1f"),
+        column("Starts", lambda row: len(row.starts), "d"),
+    ]
 
 
 def main(job: str, folder: str) -> int:

@@ -19,9 +19,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from largebatch.distributed.environment import GRACE_SECONDS
 from largebatch.errors import BackendError, WorkerFailedError
@@ -52,11 +51,9 @@ _SHORTEST_BURST, _BURST_SECONDS = 16_384, 0.001
 _QUEUE = 2**26
 """Length of a queue in bytes: more than the windows of all connections to a host."""
 
-HEADERS = 66
-"""Bytes of headers per payload: Ethernet (14), IPv4 (20), and TCP with timestamps (32)."""
-
-FRAME = 1514
-"""Bytes of a full frame, with headers."""
+_FRAME, _HEADERS = 1514, 66
+"""Bytes of a full frame with headers, and of its headers: Ethernet (14), IPv4 (20), and TCP with
+timestamps (32)."""
 
 
 def addresses(number: int) -> dict[str, str]:
@@ -150,28 +147,7 @@ def payload_bandwidth(megabits: float) -> float:
     >>> round(payload_bandwidth(1000) / 1e6, 2)
     119.55
     """
-    return megabits * 1e6 / 8 * (FRAME - HEADERS) / FRAME
-
-
-class Counters(NamedTuple):
-    """Payload in bytes that passed the link of a host."""
-
-    received: int
-    sent: int
-
-
-def read_counters(table: str) -> Counters:
-    """Parse /proc/net/dev of a host, without headers and acknowledgements.
-
-    A segment that the link cuts into frames counts as one packet with one header.
-
-    >>> read_counters("  eth0: 1066 2 0 0 0 0 0 0 132 2 0 0 0 0 0 0")
-    Counters(received=934, sent=0)
-    """
-    (line,) = (line for line in table.splitlines() if line.strip().startswith(f"{CARD}:"))
-    numbers = [int(word) for word in line.partition(":")[2].split()]
-    received, sent = (numbers[0] - HEADERS * numbers[1], numbers[8] - HEADERS * numbers[9])
-    return Counters(received, sent)
+    return megabits * 1e6 / 8 * (_FRAME - _HEADERS) / _FRAME
 
 
 class Command(NamedTuple):
@@ -185,28 +161,16 @@ class Command(NamedTuple):
 
 
 def run_on_hosts(
-    commands: Sequence[Command],
-    *,
-    hosts: Mapping[str, str],
-    megabits: float | None,
-    horovod: bool = False,
+    commands: Sequence[Command], *, hosts: Mapping[str, str], megabits: float | None
 ) -> list[int | None]:
     """Run commands side by side on hosts that are made for them; return their exit codes.
 
     If one fails, the others have GRACE_SECONDS; the code of one that is killed then is None.
-    With `horovod`, a server on the switch lets the workers of Horovod connect, one for each
-    command. Raises BackendError if this machine cannot make hosts.
+    Raises BackendError if this machine cannot make hosts.
     """
     require_hosts()
-    job = {
-        "hosts": dict(hosts),
-        "megabits": megabits,
-        "horovod": horovod,
-        "commands": [
-            [command.host, list(command.words), dict(command.environment), str(command.output)]
-            for command in commands
-        ],
-    }
+    own = [[each.host, list(each.words), dict(each.environment), str(each.output)]
+           for each in commands]  # fmt: skip
     program = subprocess.Popen(  # noqa: S603 -- the words are ours
         [*OWN_NAMESPACES, sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
@@ -216,7 +180,7 @@ def run_on_hosts(
         start_new_session=True,  # Ctrl-C is for this process, which ends the others
     )
     try:
-        answer, _ = program.communicate(json.dumps(job))
+        answer, _ = program.communicate(json.dumps([dict(hosts), megabits, own]))
     finally:
         program.kill()
         program.wait()
@@ -228,28 +192,25 @@ def run_on_hosts(
     return codes
 
 
-def _carry_out(job: Mapping[str, Any]) -> list[int | None]:
-    make_hosts(job["hosts"], megabits=job["megabits"])
-    places = [host for host, *_ in job["commands"]]
-    with _server(places, horovod=job["horovod"]) as shared:
-        return _wait([_start(*command, shared=shared) for command in job["commands"]])
+def _main() -> list[int | None]:
+    """Make the hosts of the job on standard input, run its commands; return their exit codes.
 
-
-def _start(
-    host: str, words: Sequence[str], own: Mapping[str, str], output: str, *, shared: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    with Path(output).open("wb") as file:
-        return subprocess.Popen(  # noqa: S603 -- the words are ours
-            on_host(host, *words),
-            env={**os.environ, **shared, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Return the codes when all have ended, or some time after one has failed."""
+    Waits until all have ended, or some time after one has failed.
+    """
+    hosts, megabits, commands = json.load(sys.stdin)
+    make_hosts(hosts, megabits=megabits)
+    running = []
+    for host, words, own, output in commands:
+        with Path(output).open("wb") as file:
+            running.append(
+                subprocess.Popen(  # noqa: S603 -- the words are ours
+                    on_host(host, *words),
+                    env={**os.environ, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
     until = float("inf")
     while time.monotonic() < until:
         codes = [process.poll() for process in running]
@@ -261,21 +222,11 @@ def _wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
     return [process.poll() for process in running]
 
 
-def _server(places: Sequence[str], *, horovod: bool) -> AbstractContextManager[dict[str, str]]:
-    """Start the rendezvous server of Horovod, if its workers are started."""
-    if not horovod:
-        return nullcontext({})
-    from largebatch.runs.launch import horovods_server
-
-    hosts = ",".join(f"{host}:{places.count(host)}" for host in dict.fromkeys(places))
-    return horovods_server(hosts, workers=len(places), address=SWITCH, interface=CARD)
-
-
 def _call(command: str) -> None:
     subprocess.run(command.split(), check=True)  # noqa: S603 -- the words are ours
 
 
 if __name__ == "__main__":
-    json.dump(_carry_out(json.load(sys.stdin)), sys.stdout)
+    json.dump(_main(), sys.stdout)
     sys.stdout.flush()
     os._exit(0)  # and with it all that still runs here

@@ -1,23 +1,37 @@
-"""The page of a study of policies: accuracy, cost, confidence and robustness of each.
+"""A study of policies: their ranking, and a page of accuracy, cost, confidence and robustness.
 
-A cost to a target is the mean of the seeds that reached it. A cell in which not all of them did is
-on no Pareto front: the cost of the others is only known to be higher than what was run.
+Policies are compared within one recipe, where all else is the same, and by seed. Differences within
+the noise of seeds are reported as such. A cost to a target is the mean of the seeds that reached
+it; the cost of the others is only known to be higher than what was run.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+import statistics
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from largebatch.formatting import plural
-from largebatch.lab.studies.lines import interval_line
-from largebatch.lab.studies.metrics import ENOUGH_SEEDS, Cost, Costs, Interval, costs
-from largebatch.lab.studies.recommend import rank, sentences
-from largebatch.lab.studies.trained import CellResults, Result
+from largebatch.lab.studies.metrics import (
+    ENOUGH_SEEDS,
+    Interval,
+    Measurement,
+    difference,
+    interval_line,
+    ratio,
+)
+from largebatch.lab.studies.runner import Records
+from largebatch.lab.studies.study import Slot, Study
+from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
 from largebatch.recipe.arithmetic.plan import plan_updates
+from largebatch.recipe.writing import dump_yaml
 from largebatch.report.pages import (
     Chart,
+    Code,
     Column,
     Line,
     Page,
@@ -31,11 +45,7 @@ from largebatch.report.pages import (
 )
 from largebatch.schedules.build import follow
 
-Unit = Literal["updates", "images", "seconds"]
-UNITS: tuple[Unit, ...] = ("updates", "images", "seconds")
-
-_TARGETS = (*range(10, 90, 5), *range(90, 99), 99, 99.5, 99.7, 99.9)
-"""In percent; candidates if a study has no targets."""
+__all__ = ["cells_of", "make_page"]
 
 _POINTS = 300
 """Points of the line of a schedule."""
@@ -46,119 +56,206 @@ _NOTE = (
     "counts as chance."
 )
 _TABLE = (
-    "The values are those that the search chose by held-out images; all else is of the validation "
+    "peak_lr is that which the search chose by held-out images; all else is of the validation "
     "images. A cost is that at the first evaluation at or above the target, of the seeds that "
     "reached it; seconds are those of updates and evaluations. AC is the average confidence of "
     "correct images, CD its deviation over these images, and CDAC that of the averages of the "
     "classes, as in LRBench (arXiv:1908.06477). The worst drop is how far top-1 falls at the worst "
-    "of the other multiples of the rate. A policy is on a Pareto front if no other of its recipe "
-    "has the accuracy for less, or more for as much."
+    "of the other multiples of the rate."
 )
 
 
-class Axis(NamedTuple):
-    """A cost: to a target, or of the whole run."""
+Criterion = Literal["cost", "accuracy", "robustness"]
+"""cost: updates to the target. accuracy: top-1 at the rate found. robustness: top-1 over multiples
+of the rate found, as metrics.Robustness.areas has it."""
 
-    unit: Unit
-    target: float | None
-    """A fraction; None: the whole run."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """One policy, and how it compares with the first one."""
+
+    results: CellResults
+    scores: Mapping[int, float | None]
+    """By seed, of the criterion; None: the target was not reached."""
+
+    against: Interval | None = None
+    """Its cost over that of the first policy, or the accuracy of that one minus its own."""
+
+    is_level: bool = False
+    """True if it is within the noise of seeds of the first policy."""
 
     @property
-    def title(self) -> str:
-        """Title of the axis.
+    def policy(self) -> str:
+        """Its name."""
+        return self.results.cell.variant
 
-        >>> Axis("updates", 0.95).title, Axis("seconds", None).title
-        ('Updates to 95 %', 'Seconds of the run')
-        """
-        to = "of the run" if self.target is None else f"to {100 * self.target:g} %"
-        return f"{self.unit.capitalize()} {to}"
-
-
-def spent(cell: CellResults, target: float | None) -> Costs:
-    """Return the costs over seeds; without a target, those of the runs that did not diverge."""
-    return costs([_whole(run) if target is None else run.cost(target) for run in cell.seeds])
+    @property
+    def known(self) -> dict[int, float]:
+        """Its scores."""
+        return {seed: score for seed, score in self.scores.items() if score is not None}
 
 
-def _whole(run: Result) -> Cost | None:
-    if run.diverged is not None or not run.evaluations:
-        return None
-    last = run.evaluations[-1]
-    return Cost(
-        updates=last.step, updates_before=last.step, images=last.images, seconds=last.seconds
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The policies of one recipe of a study, the best first; those without a score last."""
+
+    by: Criterion
+    target: float | None
+    ranked: tuple[Ranked, ...]
+
+    @property
+    def first(self) -> Ranked | None:
+        """The best policy; None if none has a score, or none reached the target."""
+        return self.ranked[0] if self.ranked[0].known else None
+
+    @property
+    def level(self) -> tuple[Ranked, ...]:
+        """The others within its noise."""
+        return tuple(one for one in self.ranked[1:] if one.is_level)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is missing, and what speaks against the best policy."""
+        cells, first, found = [one.results for one in self.ranked], self.first, []
+        unfinished = [cell.cell.variant for cell in cells if not cell.finished]
+        if unfinished:
+            found.append(f"not finished: {', '.join(unfinished)}")
+        if len(cells) == 1:
+            found.append("only one policy was measured")
+        if first is None:
+            what = f"reached {self.target:.2%}" if self.by == "cost" else f"has {self.by}"
+            return [*found, f"no policy {what}"]
+        if len(first.known) < ENOUGH_SEEDS:
+            found.append(
+                f"{plural(len(first.known), 'seed')}: the noise of seeds is hardly known; "
+                f"{ENOUGH_SEEDS} or more are needed"
+            )
+        cell = first.results
+        if cell.diverged:
+            found.append(f"{cell.diverged} of {len(cell.seeds)} seeds of {first.policy} diverged")
+        if cell.edge:
+            found.append(
+                f"{first.policy}: peak_lr {cell.rate:g} is the {cell.edge} tried: a better one may "
+                "be beyond"
+            )
+        if self.level:
+            names = ", ".join(one.policy for one in (first, *self.level))
+            found.append(f"within the noise of each other, so in no order: {names}")
+        return found
+
+    @property
+    def recommended(self) -> Ranked | None:
+        """The best policy, if nothing speaks against it."""
+        return None if self.doubts else self.first
 
 
-def cost_of(cell: CellResults, axis: Axis) -> float:
-    """Return the mean cost; NaN if it is unknown."""
-    found: Interval | None = getattr(spent(cell, axis.target), axis.unit)
-    return math.nan if found is None else found.mean
+def rank(cells: Sequence[CellResults], *, by: Criterion, target: float | None = None) -> Ranking:
+    """Rank the policies of one recipe; `target` is a fraction, whose cost may be the criterion.
 
-
-def competes(cell: CellResults, axis: Axis) -> bool:
-    """Return True if every seed has this cost, so that means compare."""
-    found = spent(cell, axis.target)
-    return found.reached == found.runs > 0 and math.isfinite(cost_of(cell, axis))
-
-
-def pareto_front(cost: Sequence[float], values: Sequence[float]) -> list[int]:
-    """Return the places that no other one dominates: as good at less, or better at as much.
-
-    Those that are equal in both are all on it.
-
-    >>> pareto_front([1.0, 2.0, 2.0, 3.0], [0.8, 0.9, 0.9, 0.9])
-    [0, 1, 2]
+    The order is by divergence, then by the number of seeds that reached the target, then by the
+    mean. Raises ValueError for the cost without a target.
     """
-    front: list[int] = []
-    for place in sorted(range(len(cost)), key=lambda one: (cost[one], -values[one])):
-        last = front[-1] if front else place
-        equal = (cost[place], values[place]) == (cost[last], values[last])
-        if equal or values[place] > values[last]:
-            front.append(place)
-    return front
+
+    def scored(cell: CellResults) -> Ranked:
+        scores: Mapping[int, float | None]
+        if by == "cost":
+            if target is None:
+                raise ValueError("the cost is that of a target: give one")
+            reached = {one.seed: one.cost(target) for one in cell.seeds}
+            scores = {seed: one.step if one else None for seed, one in reached.items()}
+        elif by == "accuracy":
+            scores = {one.seed: one.top1 for one in cell.seeds}
+        else:
+            scores = cell.robustness.areas if cell.robustness else {}
+        return Ranked(results=cell, scores=scores)
+
+    def order(one: Ranked) -> tuple[bool, bool, float, float]:
+        known = one.known.values()
+        mean = statistics.fmean(known) if known else 0.0
+        share = len(known) / len(one.scores) if known else 0.0
+        return not known, one.results.diverged > 0, -share, mean if by == "cost" else -mean
+
+    first, *others = sorted(map(scored, cells), key=order)
+    compared = [_compared(one, first, by=by, together=len(others)) for one in others]
+    return Ranking(by=by, target=target, ranked=(first, *compared))
 
 
-def choose_targets(cells: Iterable[CellResults]) -> tuple[float, ...]:
-    """Return round accuracies that all seeds of half of the cells, and of the best one, reached."""
-    lowest = sorted(
-        min(max((each.top1 for each in run.evaluations), default=0.0) for run in cell.seeds)
-        for cell in cells
-        if cell.seeds
-    )
-    if not lowest:
-        return ()
-    reached = (lowest[len(lowest) // 2], lowest[-1])
-    below = [[target / 100 for target in _TARGETS if target <= 100 * one] for one in reached]
-    return tuple(sorted({max(found) for found in below if found}))
+def _compared(one: Ranked, first: Ranked, *, by: Criterion, together: int) -> Ranked:
+    """Compare a policy with the first one, over the seeds in which both have a score.
+
+    It is one of `together` comparisons, whose intervals hold jointly (Bonferroni). Without a score,
+    or if only it diverged, it is worse; else it is level unless the interval excludes equality.
+    """
+    if by == "cost":
+        against, equal = ratio(one.known, first.known, together=together), 1.0
+    else:
+        against, equal = difference(first.known, one.known, together=together), 0.0
+    is_sure = against is not None and against.low > equal
+    only_it_diverged = one.results.diverged > 0 and not first.results.diverged
+    is_level = bool(one.known) and not only_it_diverged and not is_sure
+    return replace(one, against=against, is_level=is_level)
 
 
-def make_page(name: str, cells: Sequence[CellResults], *, targets: Iterable[float] = ()) -> Page:
-    """Return the page of the cells; `targets` are fractions, by default chosen by the results."""
-    names = list(dict.fromkeys(cell.configuration for cell in cells))
-    order = {cell.variant: place for place, cell in reversed(list(enumerate(cells)))}
-    cells = sorted(
-        cells,
-        key=lambda one: (
-            names.index(one.configuration),
-            -one.top1.mean if one.top1 else math.inf,
-        ),
-    )
-    variants = sorted({cell.variant for cell in cells}, key=lambda one: order[one])
+def sentences(found: Ranking) -> Iterator[str]:
+    """Yield the best policy with its rate, and what is missing."""
+    first = found.first
+    if first is not None:
+        head = "recommended" if found.recommended else "tentative"
+        to = "" if found.target is None or found.by != "cost" else f" to {found.target:.2%}"
+        rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
+        yield f"{head} by {found.by}{to}: {first.policy}{rate}"
+    yield from (f"insufficient data: {missing}" for missing in found.doubts)
+
+
+def spent(cell: CellResults, target: float | None, value: Callable[[Measurement], float]) -> float:
+    """Return the mean cost over the seeds that reached a target, or of whole runs without one.
+
+    NaN if there is none.
+    """
+    reached = [
+        (run.evaluations[-1] if run.evaluations and not run.diverged else None)
+        if target is None
+        else run.cost(target)
+        for run in cell.seeds
+    ]
+    known = [value(one) for one in reached if one is not None]
+    return statistics.fmean(known) if known else math.nan
+
+
+def make_page(study: Study, folder: Path, records: Records) -> Page:
+    """Return the page of a study whose file is in `folder`, from its records."""
+    found = [
+        results_of(cell, records[cell.name])
+        for cell in cells_of(study, folder)
+        if cell.name in records
+    ]
+    return draw(study.name, found, targets=study.targets)
+
+
+def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = ()) -> Page:
+    """Return the page of the cells; `targets` are fractions."""
+    names = list(dict.fromkeys(cell.cell.configuration for cell in cells))
+    variants = list(dict.fromkeys(cell.cell.variant for cell in cells))
     looks = {variant: series(place, variant) for place, variant in enumerate(variants)}
-    chosen = sorted(set(targets) or choose_targets(cells), reverse=True)
-    inside = [[cell for cell in cells if cell.configuration == each] for each in names]
-    counts = [len(cell.seeds) for cell in cells]
+    inside = [[cell for cell in cells if cell.cell.configuration == each] for each in names]
+    ranked = [one for some in inside for one in rank(some, by="accuracy").ranked]
     return Page(
         title=name,
         subtitle=", ".join(names),
-        findings=[text for some in inside for text in _findings(some, chosen)],
-        is_sound=min(counts) >= ENOUGH_SEEDS and all(cell.finished for cell in cells),
+        findings=[text for some in inside for text in _findings(some, targets)],
+        is_sound=all(cell.finished and len(cell.seeds) >= ENOUGH_SEEDS for cell in cells),
         note=_NOTE,
         legend=("Policies", list(looks.values())),
         sections=[
-            Section(title="Policies", parts=[_table(inside, chosen, looks)], notes=[_TABLE]),
+            Section(
+                title="Policies",
+                parts=[_table(ranked, targets, looks)],
+                notes=[_TABLE],
+            ),
             *(
                 Section(
-                    title=f"Charts: {some[0].configuration}", parts=_charts(some, chosen, looks)
+                    title=some[0].cell.configuration,
+                    parts=[*_charts(some, targets, looks), _schedule(some, targets)],
                 )
                 for some in inside
             ),
@@ -169,10 +266,10 @@ def make_page(name: str, cells: Sequence[CellResults], *, targets: Iterable[floa
 
 def _findings(cells: Sequence[CellResults], targets: Sequence[float]) -> Iterator[str]:
     """Yield the rankings of one recipe by accuracy, cost and robustness."""
-    name = cells[0].configuration
+    name = cells[0].cell.configuration
     rankings = [rank(cells, by="accuracy")]
-    rankings += [rank(cells, by="cost", target=target) for target in targets[:1]]
-    if any(cell.by_scale for cell in cells):
+    rankings += [rank(cells, by="cost", target=target) for target in targets]
+    if any(cell.robustness for cell in cells):
         rankings.append(rank(cells, by="robustness"))
     for ranking in rankings:
         yield f"{name}: {'; '.join(sentences(ranking))}."
@@ -181,123 +278,90 @@ def _findings(cells: Sequence[CellResults], targets: Sequence[float]) -> Iterato
     yield f"{name}: {plural(len(runs), 'run')}{' on ' * bool(hosts)}{', '.join(hosts)}."
 
 
-def _table(
-    groups: Sequence[Sequence[CellResults]], targets: Sequence[float], looks: dict[str, Series]
-) -> Table:
-    cells = [cell for some in groups for cell in some]
+def _schedule(cells: Sequence[CellResults], targets: Sequence[float]) -> Code:
+    """Return the schedule of the best policy by the first target, as a section of a recipe."""
+    by: Criterion = "cost" if targets else "accuracy"
+    best = rank(cells, by=by, target=max(targets, default=None)).ranked[0]
+    recipe = best.results.cell.recipe_of(Slot(name="seed-1", seed=1), best.results.rate)
+    text = "schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
+    return Code(name=f"schedule of {best.policy}", text=text)
+
+
+def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, Series]) -> Table:
+    cells = [one.results for one in ranked]
     column = columns_over(cells)
-    keys = list(dict.fromkeys(key for cell in cells for key in cell.values))
-    axes = [Axis(unit, target) for target in (*targets, None) for unit in UNITS]
-    fronts = {cell.cell.name: list[str]() for cell in cells}
-    for axis in axes:
-        for some in groups:
-            on = [cell for cell in some if competes(cell, axis) and cell.top1 is not None]
-            tops = [cell.top1.mean for cell in on if cell.top1 is not None]
-            for place in pareto_front([cost_of(cell, axis) for cell in on], tops):
-                fronts[on[place].cell.name].append(axis.title)
 
     def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
         return column(title, lambda cell: (it := cell.mean(value)) and it.mean, form)
 
-    def cost(axis: Axis) -> Column:
-        form = ",.1f" if axis.unit == "seconds" else ",.0f"
-        return column(axis.title, lambda cell: cost_of(cell, axis), form)
+    def costs(target: float | None) -> Iterator[Column]:
+        of = "of the run" if target is None else f"to {100 * target:g} %"
+        yield column(f"Updates {of}", lambda cell: spent(cell, target, lambda e: e.step), ",.0f")
+        yield column(f"Seconds {of}", lambda cell: spent(cell, target, lambda e: e.seconds), ",.1f")
+        if target is not None:
+            yield column(
+                f"reached {100 * target:g} %",
+                lambda cell: (
+                    f"{sum(run.cost(target) is not None for run in cell.seeds)} of "
+                    f"{len(cell.seeds)}"
+                ),
+                None,
+            )
 
-    def reached(target: float) -> Column:
-        def text(cell: CellResults) -> str:
-            found = spent(cell, target)
-            return f"{found.reached} of {found.runs}"
-
-        return column(f"reached {100 * target:g} %", text, None)
-
-    def value(key: str) -> Column:
-        title = key.rpartition(".")[2]
-        return column(title, lambda cell: cell.values.get(key), ",.8g")
-
+    below = [one.against and one.against.scaled(100).with_ends(".2f") for one in ranked]
     columns = [
-        column("Policy", lambda cell: cell.variant, None),
+        column("Policy", lambda cell: cell.cell.variant, None),
+        column("Recipe", lambda cell: cell.cell.configuration, None),
         mean("Top-1, %", lambda run: 100 * run.top1, ".2f"),
         column("±", lambda cell: cell.top1 and cell.top1.scaled(100).reach, ".2f"),
-        *(value(key) for key in keys),
-        *(cost(axis) for axis in axes[:1]),
-        *(reached(target) for target in targets),
-        mean("Top-5, %", lambda run: 100 * run.top5, ".2f"),
-        column("Pareto front", lambda cell: "; ".join(fronts[cell.cell.name]) or None, None),
-        column(
-            "At the end of the range",
-            lambda cell: ", ".join(f"{key.rpartition('.')[2]} {end}" for key, end in
-                                   cell.edges.items()) or None,
-            None,
-        ),
-        *(cost(axis) for axis in axes[1:]),
+        Column("Points below the best", below),
+        column("peak_lr", lambda cell: cell.rate, ",.8g"),
+        column("At the end of the range", lambda cell: cell.edge, None),
+        *(one for target in (*targets, None) for one in costs(target)),
         mean("AC", lambda run: run.average_confidence, ".4f"),
         mean("CD", lambda run: run.confidence_deviation, ".4f"),
         mean("CDAC", lambda run: run.class_confidence_deviation, ".4f"),
         mean("Loss: validation − training", lambda run: run.loss_difference, ".4f"),
-        mean("Classes never correct", lambda run: run.classes_never_correct, ".1f"),
         column(
             "Worst drop, points",
             lambda cell: (it := cell.robustness) and 100 * it.worst_drop, ".2f",
         ),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
-        column("Recipe", lambda cell: cell.configuration, None),
         column("Status", lambda cell: None if cell.finished else "unfinished", None),
     ]  # fmt: skip
-    printed = {one.title for one in columns[: 4 + len(keys)]}
-    printed |= {"At the end of the range", "Worst drop, points", "Seeds", "Diverged", "Recipe"}
-    printed |= {one.title for one in columns if one.title.startswith("reached")}
-    rows = [looks[cell.variant] for cell in cells]
-    return Table(name="policies", columns=columns, series=rows, printed=printed)
+    rows = [looks[cell.cell.variant] for cell in cells]
+    return Table(name="policies", columns=columns, series=rows)
 
 
 def _charts(
     cells: Sequence[CellResults], targets: Sequence[float], looks: dict[str, Series]
 ) -> list[Chart]:
     """Return accuracy against cost, schedules, the search, and robustness of one recipe."""
-    some = [cell for cell in cells if cell.top1 is not None]
-    name = cells[0].configuration
-    charts: list[Chart] = []
-    for axis in (Axis("updates", target) for target in (*targets[:1], None)):
-        lines = [interval_line(looks[cell.variant], [cost_of(cell, axis)], [cell.top1.scaled(100)])
-                 for cell in some if cell.top1 and math.isfinite(cost_of(cell, axis))]  # fmt: skip
-        caption = "Mean of each policy with its interval of 95 %."
-        panel = Panel(lines=lines, x=axis.title, y="Top-1, %")
-        charts.append(line_chart(f"cost-{name}-{len(charts)}", panel, caption=caption))
-    rates = []
+    name, target = cells[0].cell.configuration, max(targets, default=None)
+    of = "of the run" if target is None else f"to {100 * target:g} %"
+    costs, rates, trials, scales = list[Line](), list[Line](), list[Line](), list[Line]()
     for cell in cells:
-        recipe = cell.cell.seed_recipe(cell.values, seed=1)
+        look, found = looks[cell.cell.variant], cell.robustness
+        updates = spent(cell, target, lambda one: one.step)
+        if cell.top1 and math.isfinite(updates):
+            costs.append(interval_line(look, [updates], [cell.top1.scaled(100)]))
+        recipe = cell.cell.recipe_of(Slot(name="seed-1", seed=1), cell.rate)
         course = follow(recipe.schedule, plan_updates(recipe))
         steps = np.unique(np.linspace(0, len(course.rates) - 1, _POINTS).astype(int)).tolist()
         epochs, values = [course.epoch(n) for n in steps], [course.rates[n] for n in steps]
-        rates.append(Line(series=looks[cell.variant], x=epochs, y=values, points=False))
-    charts.append(line_chart(f"rates-{name}", Panel(lines=rates, x="Epoch", y="Learning rate")))
-    for key in dict.fromkeys(key for cell in cells for key in cell.values):
-        lines = [_trials_line(looks[cell.variant], cell, key) for cell in cells]
-        panel = Panel(lines=lines, x=key, y="Accuracy on held-out images, %", log="x")
-        caption = "Trials of the search; hollow: stopped early."
-        charts.append(line_chart(f"search-{name}-{key}", panel, caption=caption))
-    scales = [
-        interval_line(
-            looks[cell.variant],
-            list(it.by_scale),
-            [mean.scaled(100) for mean in it.by_scale.values()],
-        )
-        for cell in cells
-        if (it := cell.robustness) is not None
-    ]
-    if scales:
-        panel = Panel(lines=scales, x="Times the rate found", y="Top-1, %", log="x")
-        charts.append(line_chart(f"scales-{name}", panel))
-    return charts
-
-
-def _trials_line(look: Series, cell: CellResults, key: str) -> Line:
-    trials = [one for one in cell.trials if key in one.values and one.diverged is None]
-    trials.sort(key=lambda one: one.values[key])
-    assert cell.cell.search is not None
-    return Line(
-        series=look, x=[one.values[key] for one in trials],
-        y=[100 * cell.cell.search.value_of(one) for one in trials], line=False,
-        hollow=[one.pruned_after is not None for one in trials],
-    )  # fmt: skip
+        rates.append(Line(series=look, x=epochs, y=values, points=False))
+        tried = [(one.rate, 100 * one.top1) for one in cell.trials if not one.diverged]
+        if tried:
+            x, y = zip(*sorted(tried), strict=True)
+            trials.append(Line(series=look, x=x, y=y, line=False))
+        if found is not None:
+            means = [mean.scaled(100) for mean in found.by_scale.values()]
+            scales.append(interval_line(look, list(found.by_scale), means))
+    panels = {
+        "cost": Panel(lines=costs, x=f"Updates {of}", y="Top-1, %"),
+        "rates": Panel(lines=rates, x="Epoch", y="Learning rate"),
+        "search": Panel(lines=trials, x="peak_lr", y="Held-out accuracy of trials, %", log="x"),
+        "scales": Panel(lines=scales, x="Times the rate found", y="Top-1, %", log="x"),
+    }
+    return [line_chart(f"{key}-{name}", panel) for key, panel in panels.items() if panel.lines]

@@ -19,11 +19,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Protocol
 
 from largebatch.distributed.environment import available_cores, worker_rank
-from largebatch.errors import BackendError, LargebatchError, WorkerFailedError
+from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
+from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
-from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Task, load_study
+from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, Task, load_study
+from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 
 BEAT_SECONDS = 15.0
@@ -32,6 +35,9 @@ POLL_SECONDS = 1.0
 
 Report = Callable[[str], None]
 """Called with a line after every run."""
+
+Records = Mapping[str, Mapping[str, Json]]
+"""Records by the names of cells and runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,44 +79,43 @@ class Runs:
     def _task(self, cell: Cell, slot: Slot) -> Task:
         found = [self.store.read(cell, each) for each in cell.slots if each.trial]
         trials = [record for record in found if record is not None]
-        values = self.store.values(cell, slot, lambda: cell.values(trials, slot))
-        folder = self.store.path(cell, slot).with_suffix("")
         return Task(
-            cell=cell, slot=slot, values=values, trials=trials, folder=folder, machine=self.machine
+            cell=cell,
+            slot=slot,
+            rate=self.store.rate(cell, slot, lambda: cell.rate(trials, slot)),
+            folder=self.store.path(cell, slot).with_suffix(""),
+            machine=self.machine,
         )
 
 
-def open_runs(study: Study, folder: Path, *, out: Path, machine: Machine) -> Runs:
-    """Return the runs of a study whose file is in `folder`, checked.
+class Kind(Protocol):
+    """The module of a kind of study."""
 
-    Raises LargebatchError if a cell is wrong, if its data is not given, or if `out` holds records
-    of other settings.
-    """
-    if worker_rank() is not None:
-        raise BackendError(
-            "a study starts the workers of its runs itself; start it by itself on every machine, "
-            "with --jobs, and not by torchrun, horovodrun or srun with several tasks"
-        )
-    cells = cells_of(study, folder)
-    return Runs(cells=cells, store=Store(out), machine=machine)
+    def cells_of(self, study: Study, folder: Path) -> Sequence[Cell]:
+        """Return the cells of a study whose file is in `folder`, checked.
+
+        Raises LargebatchError naming the cell whose recipe and variant do not fit each other.
+        """
+
+    def make_page(self, study: Study, folder: Path, records: Records) -> Page:
+        """Return the page; raise StudyError if a record is damaged."""
 
 
-def cells_of(study: Study, folder: Path) -> list[Cell]:
-    """Return the cells of a study whose file is in `folder`, checked.
-
-    Raises LargebatchError naming the cell whose recipe and variant do not fit each other.
-    """
-    from largebatch.lab.studies import scaling, servers, staleness, trained
+def kind_of(study: Study) -> Kind:
+    """Return the module of the kind of a study."""
+    from largebatch.lab.studies import policies, scaling, servers, settings, staleness
 
     match study.kind:
-        case "policies" | "settings":
-            return [*trained.cells_of(study, folder)]
+        case "policies":
+            return policies
+        case "settings":
+            return settings
         case "staleness":
-            return [*staleness.cells_of(study, folder)]
+            return staleness
         case "servers":
-            return [*servers.cells_of(study, folder)]
+            return servers
         case "scaling":
-            return [*scaling.cells_of(study, folder)]
+            return scaling
 
 
 def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
@@ -120,49 +125,44 @@ def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
     process failed; the others stop and can be resumed.
     """
     runs.store.define(runs.cells)
+    pool = _Pool(jobs, in_processes=jobs > 1 or any(cell.own_process for cell in runs.cells))
+    begun, done = time.monotonic(), 0
     try:
-        return _carry_out(runs, jobs=jobs, report=report)
+        with _beating(runs.store), pool.stopping():
+            while True:
+                left = runs.left
+                while not pool.is_full and (task := runs.claim(left)) is not None:
+                    pool.start(task)
+                for task, record in pool.finished(POLL_SECONDS if left else 0.0):
+                    if record is None:
+                        runs.store.release(task.cell, task.slot)
+                        continue
+                    runs.store.write(task.cell, task.slot, record)
+                    done += 1
+                    number = len(runs.left)
+                    seconds = round((time.monotonic() - begun) / done * number)
+                    report(
+                        f"{runs.number - number}/{runs.number}  {task.cell.name} {task.slot.name}: "
+                        f"{task.cell.describe(record)}; {timedelta(seconds=seconds)} left"
+                    )
+                if pool.is_running:
+                    continue
+                if pool.error is not None:
+                    raise pool.error
+                if pool.is_stopping or not runs.left:
+                    return not pool.is_stopping
     except KeyboardInterrupt:
         return False
     finally:
         runs.store.release_all()
 
 
-def _carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
-    pool = _Pool(jobs, always=any(cell.own_process for cell in runs.cells))
-    begun, done = time.monotonic(), 0
-    with _beating(runs.store), pool.stopping():
-        while True:
-            left = runs.left
-            while not pool.is_full and (task := runs.claim(left)) is not None:
-                pool.start(task)
-            finished = pool.finished(POLL_SECONDS if left else 0.0)
-            for task, record in finished:
-                if record is None:
-                    runs.store.release(task.cell, task.slot)
-                    continue
-                runs.store.write(task.cell, task.slot, record)
-                done += 1
-                number = len(runs.left)
-                pace = (time.monotonic() - begun) / done
-                report(
-                    f"{runs.number - number}/{runs.number}  {task.cell.name} {task.slot.name}: "
-                    f"{task.cell.describe(record)}; {timedelta(seconds=round(pace * number))} left"
-                )
-            if pool.error is not None and not pool.is_running:
-                raise pool.error
-            if pool.is_stopping and not pool.is_running:
-                return False
-            if not runs.left and not pool.is_running:
-                return True
-
-
 class _Pool:
     """Runs under way, and requests to stop."""
 
-    def __init__(self, jobs: int, *, always: bool) -> None:
+    def __init__(self, jobs: int, *, in_processes: bool) -> None:
         self._jobs = jobs
-        self._in_processes = always or jobs > 1
+        self._in_processes = in_processes
         self._processes: dict[Connection, tuple[SpawnProcess, Task, int]] = {}
         self._done: list[tuple[Task, Json | None]] = []
         self._requests = Requests()
@@ -314,27 +314,13 @@ def device_shares(jobs: int) -> list[dict[str, str]]:
     from largebatch import accelerator  # torch takes a second to import
 
     threads = str(max(1, available_cores() // jobs))
-    shares = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}] * jobs
+    shares = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)} for _ in range(jobs)]
     own = ",".join(map(str, range(accelerator.count())))
     variable = accelerator.visible_devices_variable()
     devices = list(filter(None, os.environ.get(variable, own).split(",")))
-    if not devices:
-        return shares
-    return [
-        {**share, variable: visible}
-        for share, visible in zip(shares, share_out(devices, jobs), strict=True)
-    ]
-
-
-def share_out(devices: Sequence[str], jobs: int) -> list[str]:
-    """Return the devices of each job: several, or one shared with other jobs.
-
-    >>> share_out(["0", "1", "2"], 2), share_out(["0", "1"], 3)
-    (['0,2', '1'], ['0', '1', '0'])
-    """
-    return [
-        ",".join(devices[place::jobs]) or devices[place % len(devices)] for place in range(jobs)
-    ]
+    for place, share in enumerate(shares if devices else ()):  # several devices, or one shared
+        share[variable] = ",".join(devices[place::jobs]) or devices[place % len(devices)]
+    return shares
 
 
 def study(  # noqa: PLR0913 -- the options of the command
@@ -352,21 +338,24 @@ def study(  # noqa: PLR0913 -- the options of the command
     A finished study is only drawn. `page` starts nothing and draws what is recorded, and what is
     simulated. `report` gets every line. Returns False after a request to stop.
     """
-    given = load_study(file)
-    runs = open_runs(
-        given, Path(file).parent, out=out or Path("runs") / given.name, machine=machine
-    )
+    if worker_rank() is not None:
+        raise BackendError(
+            "a study starts the workers of its runs itself; start it by itself on every machine, "
+            "with --jobs, and not by torchrun, horovodrun or srun with several tasks"
+        )
+    given, folder = load_study(file), Path(file).parent
+    kind = kind_of(given)
+    store = Store(out or Path("runs") / given.name)
+    runs = Runs(cells=kind.cells_of(given, folder), store=store, machine=machine)
     left = [cell for cell, _ in runs.left]
     if dry_run:
         for cell, slot in runs.left:
             report(f"{cell.name} {slot.name}")
         report(f"{len(left)} of {runs.number} runs are left")
         return True
-    if not page and left:
-        machine.require_data(list(runs.cells), left=left)
+    if left and not page:
+        machine.require_data(runs.cells, left=left)
         if given.kind in {"servers", "scaling"}:
-            from largebatch.lab.studies.namespaces import require_hosts
-
             require_hosts()
             if jobs > 1:
                 raise BackendError("--jobs: starts on hosts are measured one after the other")
@@ -374,9 +363,11 @@ def study(  # noqa: PLR0913 -- the options of the command
             done = runs.number - len(runs.left)
             report(f"{done} of {runs.number} runs are done; to resume: the same command")
             return False
-    elif runs.store.folder.exists():
-        runs.store.define(runs.cells)
-    from largebatch.lab.studies.page import write_page
-
-    report(write_page(given, Path(file).parent, runs))
+    elif store.folder.exists():
+        store.define(runs.cells)  # records of other settings are refused
+    records = {cell.name: found for cell in runs.cells if (found := runs.records(cell))}
+    if not records and not (given.servers and given.servers.simulated):
+        raise StudyError(f"{store.folder}: no run of the study has finished")
+    drawn = kind.make_page(given, folder, records)
+    report(f"{drawn.text()}\npage: {drawn.write(store.folder / PAGE)}")
     return True

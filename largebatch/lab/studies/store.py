@@ -4,7 +4,7 @@ Any number of processes, on one machine or many, may fill one folder at once. A 
 creating a file exclusively: NAME.claim-000001, or the next number if the owner of the newest claim
 is gone. So two processes never take over the same run, also if both see that its owner is gone.
 
-    FOLDER/RECIPE/VARIANT/cell.json       the definition of the cell, and its runs
+    FOLDER/RECIPE/VARIANT/cell.json       the definition of the cell
     FOLDER/RECIPE/VARIANT/seed-1.json     the record of a run
     FOLDER/RECIPE/VARIANT/seed-1/         its run folder, if it trains with checkpoints
 """
@@ -13,12 +13,11 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from largebatch.errors import LONGEST_NAME, StudyError, clip
 from largebatch.lab.studies.study import Cell, Slot
@@ -26,8 +25,8 @@ from largebatch.recipe.loading import differences
 from largebatch.storage import write_whole
 
 CELL = "cell.json"
-DRAWN = ".values"
-"""Suffix of the file with the values of a trial that were drawn before it started."""
+DRAWN = ".drawn"
+"""Suffix of the file with the rate of a trial, which is drawn before it starts."""
 
 GRACE_SECONDS = 180.0
 """Seconds without a heartbeat after which the owner of a claim is gone."""
@@ -56,21 +55,18 @@ class Store:
 
         Raises StudyError for records of another definition before it writes one.
         """
-        contents = {self.folder / cell.name / CELL: _cell_file(cell) for cell in cells}
+        contents = {self.folder / cell.name / CELL: _as_read(cell.definition) for cell in cells}
         for path, content in contents.items():
             there = _read(path)
-            if there is not None and there["definition"] != content["definition"]:
-                key, old, new = next(differences(there["definition"], content["definition"]))
+            if there is not None and there != content:
+                key, old, new = next(differences(there, content))
                 raise StudyError(
                     f"{path.parent}: was recorded with other settings than the study has now: "
                     f"{key} is {clip(json.dumps(old), LONGEST_NAME)} there and "
                     f"{clip(json.dumps(new), LONGEST_NAME)} here; give another --out, or remove it"
                 )
         for path, content in contents.items():
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StudyError(f"{path.parent}: cannot be created: {error.strerror}") from None
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(content).encode())
 
     def read(self, cell: Cell, slot: Slot) -> Json | None:
@@ -96,7 +92,7 @@ class Store:
         own = path.with_name(f"{path.stem}.claim-{number:06}")
         try:
             with own.open("x", encoding="utf-8") as file:
-                json.dump(_own_name(), file)
+                json.dump({"machine": _machine(), "process": os.getpid()}, file)
         except FileExistsError:
             return False
         self._held[path] = own
@@ -122,15 +118,14 @@ class Store:
             with suppress(OSError):
                 os.utime(claim)
 
-    def values(self, cell: Cell, slot: Slot, draw: Callable[[], dict[str, float]]) -> Json:
-        """Return the values of a claimed run; they are drawn once, also if it is resumed."""
+    def rate(self, cell: Cell, slot: Slot, draw: Callable[[], float | None]) -> float | None:
+        """Return the searched rate of a claimed run; it is drawn once, also if it is resumed."""
         path = self.path(cell, slot).with_suffix(DRAWN)
-        there = _read(path)
-        if there is None:
-            there = draw()
-            if slot.trial:
-                write_whole(path, json.dumps(there).encode())
-        return there
+        there = _read(path) or {"rate": draw()}
+        if slot.trial:
+            write_whole(path, json.dumps(there).encode())
+        rate: float | None = there["rate"]
+        return rate
 
     def _is_gone(self, claim: Path) -> bool:
         """Return True if the owner of a claim has ended, or gave no heartbeat for too long.
@@ -144,7 +139,7 @@ class Store:
             return False
         except ValueError:
             owner = None
-        is_here = isinstance(owner, dict) and owner.get("machine") == _own_name()["machine"]
+        is_here = isinstance(owner, dict) and owner.get("machine") == _machine()
         if is_here and (owner["process"] == os.getpid() or not _exists(owner["process"])):
             return True
         now = self._clock()
@@ -155,41 +150,8 @@ class Store:
         return now - since > GRACE_SECONDS
 
 
-class CellRecords(NamedTuple):
-    """A cell that a folder holds: its definition and its records by the names of runs."""
-
-    path: Path
-    about: Json
-    """Content of cell.json without the definition."""
-
-    definition: Json
-    slots: dict[str, Slot]
-    records: dict[str, Json]
-
-
-def read_folder(folder: Path) -> Iterator[CellRecords]:
-    """Yield the cells of a study's folder in order of their names."""
-    for path in sorted(folder.glob(f"*/*/{CELL}")):
-        content = _read(path)
-        assert content is not None
-        slots = {one["name"]: Slot(**one) for one in content["slots"]}
-        found = {name: _read(path.with_name(f"{name}.json")) for name in slots}
-        records = {name: record for name, record in found.items() if record is not None}
-        yield CellRecords(path.parent, content["about"], content["definition"], slots, records)
-
-
-def _cell_file(cell: Cell) -> Json:
-    content = {
-        "about": {
-            "study": cell.study,
-            "configuration": cell.configuration,
-            "variant": cell.variant,
-            "kind": type(cell).__name__,
-        },
-        "definition": cell.definition,
-        "slots": [asdict(slot) for slot in cell.slots],
-    }
-    as_read: Json = json.loads(json.dumps(content))  # tuples become lists
+def _as_read(definition: Json) -> Json:
+    as_read: Json = json.loads(json.dumps(definition))  # tuples become lists
     return as_read
 
 
@@ -202,8 +164,8 @@ def _read(path: Path) -> Json | None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path}: is not a record of a study ({error}); remove it") from None
+    except (OSError, ValueError):
+        content = None
     if not isinstance(content, dict):
         raise StudyError(f"{path}: is not a record of a study; remove it")
     return content
@@ -219,14 +181,10 @@ def _machine() -> str:
         return platform.node()
 
 
-def _own_name() -> Mapping[str, object]:
-    return {"machine": _machine(), "process": os.getpid()}
-
-
-def _exists(process: object) -> bool:
+def _exists(process: int) -> bool:
     try:
-        os.kill(int(str(process)), 0)
-    except (ProcessLookupError, ValueError):
+        os.kill(process, 0)
+    except ProcessLookupError:
         return False
     except PermissionError:  # another user's
         return True

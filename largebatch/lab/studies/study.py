@@ -5,10 +5,10 @@ only says which variants there are, and which columns and findings the table has
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -42,16 +42,13 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 Megabits = Annotated[float, Field(ge=1, le=1e6)]
 Kind = Literal["policies", "settings", "staleness", "servers", "scaling"]
-Metric = Literal[
-    "top1",
-    "top5",
-    "train_seconds",
-    "evaluation_seconds",
-    "cpu_seconds",
-    "peak_memory_bytes",
-    "read_bytes",
-]
-"""Metrics that settings can be compared by."""
+
+TRIAL_SEED = 100
+"""Seed of the trials of a search, which no measured run has."""
+
+SCALES = (0.25, 0.5, 2.0, 4.0)
+"""Multiples of the best rate, of `robustness_seeds`. LRBench's (arXiv:1908.06477), 0.1, 0.5, 5 and
+10, mostly show that training fails at ten times a good rate."""
 
 
 class Compute(Section):
@@ -59,20 +56,20 @@ class Compute(Section):
 
     overhead: NonNegative = 0.0
     sample: Positive
+    computed: Batch
+    """Number of samples whose gradients are really computed, so that workers that share a core do
+    not slow each other."""
+
     factor: ComputeTime = Constant(kind="constant", seconds=1.0)
     """Distribution around 1; recorded: times of single gradients over their mean."""
 
-    def usual(self, samples: float) -> float:
-        """Return the seconds of a gradient whose draw of `factor` is 1."""
-        return self.overhead + self.sample * samples
-
     def mean(self, samples: float) -> float:
         """Return the mean seconds of a gradient."""
-        return self.usual(samples) * self.factor.expectation
+        return (self.overhead + self.sample * samples) * self.factor.expectation
 
     def times(self, samples: float, *, seed: int, worker: int) -> Iterator[float]:
         """Yield the seconds of each gradient of a worker, the same for each variant and seed."""
-        usual = self.usual(samples)
+        usual = self.overhead + self.sample * samples
         return compute_times(self.factor, seed=seed, learner=worker, factor=usual)
 
 
@@ -90,39 +87,12 @@ class OnHosts(Section):
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
     workers may share a core."""
 
-    computed: Batch | None = None
-    """With compute: number of samples whose gradients are really computed, so that workers that
-    share a core do not slow each other."""
-
     megabits: Megabits | None = None
     """For servers: megabits per second of the links; null: those of the study."""
-
-    paper: Literal["faster", "no difference"] | None = None
-    """For servers: what Jaeger et al. (DIDL 2018) found of servers beside the workers against
-    central ones for this model; null: the model is not in the paper."""
 
     warm_up: Updates = 2
     updates: Updates = 10
     """Number of timed updates in each start, after the warm-up updates."""
-
-    @model_validator(mode="after")
-    def _require_both_of_compute(self) -> Self:
-        if (self.compute is None) != (self.computed is None):
-            raise ValueError("compute and computed need each other: give both or none of them")
-        if self.computed is not None and self.computed > self.mini_batch:
-            raise ValueError(
-                f"computed ({self.computed}) must be at most mini_batch ({self.mini_batch})"
-            )
-        return self
-
-    def require_length(self, steps: int) -> None:
-        """Raise RecipeError if a recipe of `steps` updates is too short."""
-        needed = self.warm_up + self.updates + 2
-        if steps <= needed:
-            raise RecipeError(
-                f"the recipe ends after {steps} updates, and {needed} are measured; give it a "
-                "longer duration, or less to measure"
-            )
 
 
 class StudyRecipe(Section):
@@ -163,7 +133,8 @@ class Search(Section):
     """Search for the base rate of every policy or setting, each with the same budget.
 
     Every trial is evaluated on training images that it is not trained on; the validation images
-    decide nothing.
+    decide nothing. Its seed is 100. All rates of a schedule (low_lr, end_lr, start_lr, those of
+    pieces) scale with schedule.peak_lr, so that a policy keeps its shape.
     """
 
     trials: Annotated[int, Field(ge=1, le=1000)]
@@ -173,41 +144,13 @@ class Search(Section):
     held_out: Samples
     """Number of held-out training images; the same ones in every trial."""
 
-    keys: Annotated[dict[str, tuple[Factor, Factor]], Field(min_length=1)] = Field(
-        default_factory=lambda: {RATE: (1 / 16, 16.0)}
-    )
-    """Searched keys, each between two multiples of the recipe's own value, on a logarithmic
-    scale. All rates of a schedule (low_lr, end_lr, start_lr, those of pieces) scale with
-    schedule.peak_lr, so that a policy keeps its shape. Other keys with a number above 0, such as
-    optimizer.weight_decay, may be added. A key of a shape, such as
-    schedule.decay.half_cycle.epochs, schedule.decay.gamma or schedule.decay.low_lr, is searched
-    for the policies that have it; a low_lr found is that at the recipe's own peak_lr."""
-
-    part: Fraction = 1.0
-    """Length of a trial as a fraction of the run. Every length of the schedule shrinks alike,
-    and decays per step are steeper to match, also because epochs without the held-out images
-    have fewer updates; the best rate of a short run need not be that of a long one."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 100
-    """Seed of every trial and of Optuna; the measured seeds do not have it."""
-
-    prune: bool = True
-    """Stop a trial that is below the median of earlier trials of the same recipe and variant
-    after as many updates. Compared after a quarter, a half and three quarters of the run, never
-    within the warm-up, and never with another variant."""
-
-    metric: Literal["top1", "top5"] = "top1"
-    """Metric to maximize on the held-out images."""
-
-    def value_of(self, result: object) -> float:
-        """Return the metric of a run or an evaluation."""
-        return float(getattr(result, self.metric))
+    factors: tuple[Factor, Factor] = (1 / 16, 16.0)
+    """Lowest and highest multiple of the recipe's own rate, on a logarithmic scale."""
 
     @model_validator(mode="after")
-    def _require_ordered_ranges(self) -> Self:
-        for key, (low, high) in self.keys.items():
-            if low >= high:
-                raise ValueError(f"keys.{key}: the first factor must be below the second one")
+    def _require_ordered_factors(self) -> Self:
+        if self.factors[0] >= self.factors[1]:
+            raise ValueError("factors: the first one must be below the second one")
         return self
 
 
@@ -224,16 +167,6 @@ class Machines(Section):
 
     serving: Serving | None = None
     """Seconds of this server by bytes; null: it takes no time."""
-
-
-class Times(Section):
-    """How the times of gradients differ from those of `machines`."""
-
-    factor: ComputeTime
-    """Distribution of the factor of each, with a mean or a median of 1."""
-
-    slow: dict[int, Factor] = Field(default_factory=dict)
-    """Constant factors on the time of some learners, counted from 0."""
 
 
 Modulation = Literal["none", "n", "staleness"]
@@ -261,91 +194,33 @@ class Grid(Section):
     times: Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
-class SpeedUps(Section):
-    """Speed-up by learners at all `times`, simulated without gradients when the page is drawn."""
-
-    recipe: Name
-    """The recipe whose weights are sent."""
-
-    sigma: Annotated[tuple[Sigma, ...], Field(min_length=1)] = (0, 1, "lambda")
-    """As in `grids`."""
-
-    mu: Annotated[tuple[Batch, ...], Field(min_length=1)]
-    """Samples of a gradient."""
-
-    learners: Annotated[tuple[Learners, ...], Field(min_length=1)] = (1, 4, 10, 18, 30)
-    """lambda; one learner is simulated in any case."""
-
-    gradients: Annotated[int, Field(ge=1, le=10_000_000)] = 3_000
-    """Number of gradients of each simulation; every seed has one."""
-
-
 class Staleness(Section):
     """Protocols of simulated learners with real gradients (Rudra, arXiv:1509.04210)."""
 
     machines: Machines
-    times: Annotated[dict[Name, Times], Field(min_length=1)]
+    times: Annotated[dict[Name, ComputeTime], Field(min_length=1)]
+    """Distributions of the factor on the seconds of each gradient, with a mean or a median of 1."""
+
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
     """A variant that several have is one."""
 
-    speed_up: SpeedUps | None = None
 
-
-class Split(Section):
-    """Servers that hold a part of each tensor, in place of whole ones."""
-
-    split: Literal["decentralised"] | Centralised
-    """Where they are, as protocol.servers has it."""
-
-
-Layout = Literal["decentralised", "torch", "horovod"] | Centralised | Split
-
-
-class Simulated(Section):
-    """Speed that is simulated besides the starts, for every recipe and layout but `horovod`.
-
-    The sweeps of links and mini-batches are at the most workers that are started.
-    """
-
-    workers: Annotated[tuple[Annotated[int, Field(ge=1, le=100)], ...], Field(min_length=1)]
-    """Numbers of workers."""
-
-    megabits: tuple[Megabits, ...] = ()
-    """Megabits per second of every host's link."""
-
-    mini_batches: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
-    """Multiples of a recipe's mini_batch."""
-
-    updates: Annotated[int, Field(ge=1, le=10_000)] = 20
-    """Updates of a simulation."""
-
-    repeats: Annotated[int, Field(ge=1, le=1000)] = 5
-    """Simulations of every point, each with other draws of `compute`."""
+Layout = Literal["decentralised", "torch"] | Centralised
 
 
 class Servers(Section):
     """Where the weights are: layouts with real starts on hosts (Jaeger et al., DIDL 2018)."""
 
     layouts: Annotated[dict[Name, Layout], Field(min_length=1)]
-    """Short names, and where the weights are: as protocol.servers has it, the same below `split`
-    for parts of each tensor, or `torch` or `horovod`, whose workers sum gradients by all-reduce."""
+    """Short names, and where the weights are: as protocol.servers has it, or `torch`, whose workers
+    sum gradients by all-reduce."""
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
 
-    simulated: Simulated | None = None
-    """Needs `compute` in every recipe; null: nothing is simulated."""
-
-
-class Inside(Section):
-    """Communication inside one host, as `largebatch plan --calibrate` measures it."""
-
-    gigabytes_per_second: Positive
-    """Gigabytes per second that an all-reduce moves."""
-
-    seconds: NonNegative
-    """Seconds of the all-reduces of an update, one for each group of gradients and one for the
-    loss, however small."""
+    simulated: tuple[Annotated[int, Field(ge=1, le=100)], ...] = ()
+    """Numbers of workers whose speed is simulated besides the starts, for every recipe and layout.
+    Needs `compute` in every recipe."""
 
 
 class Scaling(Section):
@@ -356,9 +231,6 @@ class Scaling(Section):
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
-
-    inside: Inside
-    """For the planner's prediction alone."""
 
     @model_validator(mode="after")
     def _require_equal_parts(self) -> Self:
@@ -372,9 +244,7 @@ class Scaling(Section):
 _BELONG: dict[str, tuple[Kind, ...]] = {
     "search": ("policies", "settings"),
     "robustness_seeds": ("policies",),
-    "robustness_scales": ("policies",),
     "targets": ("policies",),
-    "metrics": ("settings",),
 }
 """The kinds of studies that a key is for."""
 
@@ -386,7 +256,7 @@ class Study(Section):
     recipes: Annotated[dict[Name, StudyRecipe], Field(min_length=1)]
     """Short names, and the recipes to train."""
 
-    seeds: Annotated[int, Field(ge=1, le=1000)] = 3
+    seeds: Annotated[int, Field(ge=1, lt=TRIAL_SEED)] = 3
     """Number of runs, with seeds 1, 2, 3 ..., of every recipe with every variant: of the weights,
     of the order of samples, and of times that are drawn. They are trained on all training images
     and evaluated on the validation images."""
@@ -405,19 +275,11 @@ class Study(Section):
     search: Search | None = None
     """Needed for policies; null for settings: the rates are those of the recipe."""
 
-    robustness_seeds: Annotated[int, Field(ge=0, le=1000)] = 0
-    """For policies: number of seeds that also run at `robustness_scales` times the best rate."""
-
-    robustness_scales: Annotated[tuple[Factor, ...], Field(min_length=1)] = (0.25, 0.5, 2.0, 4.0)
-    """For policies: multiples of the best rate. LRBench's (arXiv:1908.06477), 0.1, 0.5, 5 and 10,
-    mostly tell that training fails at ten times a good rate."""
+    robustness_seeds: Annotated[int, Field(ge=0, lt=TRIAL_SEED)] = 0
+    """For policies: number of seeds that also run at 1/4, 1/2, 2 and 4 times the best rate."""
 
     targets: tuple[Fraction, ...] = ()
-    """For policies: accuracies whose cost is shown; empty: chosen by the results."""
-
-    metrics: Annotated[tuple[Metric, ...], Field(min_length=1)] = ("top1", "train_seconds")
-    """For settings: metrics that choose the best setting of a recipe; each has its own transfer
-    matrix."""
+    """For policies: accuracies whose cost is shown."""
 
     @property
     def kind(self) -> Kind:
@@ -437,89 +299,41 @@ class Study(Section):
         return self
 
     @model_validator(mode="after")
-    def _require_distinct_names(self) -> Self:
-        variants: dict[str, dict[str, Any]] = {
-            "policies": self.policies or {},
-            "settings": {key: one.model_dump() for key, one in (self.settings or {}).items()},
-        }
-        for section, entries in variants.items():
-            texts = {name: json.dumps(part, sort_keys=True) for name, part in entries.items()}
-            for (one, first), (other, second) in combinations(texts.items(), 2):
-                if first == second:
+    def _require_fitting_parts(self) -> Self:
+        if self.kind == "policies":
+            if self.search is None:
+                raise ValueError("search: missing; each policy is compared at its own best rate")
+            if self.robustness_seeds > self.seeds:
+                raise ValueError(
+                    f"robustness_seeds ({self.robustness_seeds}) must not exceed seeds "
+                    f"({self.seeds})"
+                )
+        if self.kind in {"servers", "scaling"}:
+            for name, recipe in self.recipes.items():
+                if recipe.on_hosts is None:
+                    raise ValueError(f"recipes.{name}.on_hosts: missing; this study starts workers")
+                if recipe.on_hosts.compute is None and self.servers and self.servers.simulated:
                     raise ValueError(
-                        f"{section}.{one} and {section}.{other} are equal: remove one of them"
+                        f"recipes.{name}.on_hosts.compute: missing; simulations need the time of a "
+                        "gradient"
                     )
-        for section, names in {**variants, "recipes": dict(self.recipes)}.items():
-            for one, other in combinations(names, 2):
-                if one.casefold() == other.casefold():
-                    raise ValueError(
-                        f"{section}.{one} and {section}.{other} name the same folder where case "
-                        "makes no difference: rename one of them"
-                    )
-        taken = [name for name in self.recipes if name.casefold() == PAGE]
-        if taken:
-            raise ValueError(f"recipes.{taken[0]}: the page of a study has this name; rename it")
+        if self.servers is not None and ALONE in self.servers.layouts:
+            raise ValueError(f"servers.layouts.{ALONE}: one worker has this name; rename it")
         return self
 
     @model_validator(mode="after")
-    def _require_fitting_parts(self) -> Self:
-        match self.kind:
-            case "policies":
-                self._check_policies()
-            case "settings":
-                twice = [one for one in self.metrics if self.metrics.count(one) > 1]
-                if twice:
-                    raise ValueError(f"metrics: {twice[0]} is given twice")
-            case "staleness":
-                self._check_staleness()
-            case "servers" | "scaling":
-                self._check_hosts()
-        if self.search is not None and 1 <= self.search.seed <= self.seeds:
-            raise ValueError(
-                f"search.seed ({self.search.seed}) is one of the measured seeds 1 to {self.seeds}: "
-                "the search would fit to it; give another"
-            )
-        return self
-
-    def _check_policies(self) -> None:
-        if self.search is None:
-            raise ValueError("search: missing; each policy is compared at its own best rate")
-        if self.robustness_seeds > self.seeds:
-            raise ValueError(
-                f"robustness_seeds ({self.robustness_seeds}) must not exceed seeds ({self.seeds})"
-            )
-        if len({*self.robustness_scales, 1.0}) <= len(self.robustness_scales):
-            raise ValueError("robustness_scales: expected different multiples, without 1")
-
-    def _check_staleness(self) -> None:
-        assert self.staleness is not None
+    def _require_known_names(self) -> Self:
+        if self.staleness is None:
+            return self
         for place, grid in enumerate(self.staleness.grids):
             for key, known in (("recipes", self.recipes), ("times", self.staleness.times)):
-                for name in getattr(grid, key):
-                    if name not in known:
-                        raise ValueError(
-                            f"staleness.grids.{place}.{key}: {name} is not in {key}, which has "
-                            f"{', '.join(known)}"
-                        )
-        speed_up = self.staleness.speed_up
-        if speed_up is not None and speed_up.recipe not in self.recipes:
-            raise ValueError(
-                f"staleness.speed_up.recipe: {speed_up.recipe} is not in recipes, which has "
-                f"{', '.join(self.recipes)}"
-            )
-
-    def _check_hosts(self) -> None:
-        simulates = self.servers is not None and self.servers.simulated is not None
-        for name, recipe in self.recipes.items():
-            if recipe.on_hosts is None:
-                raise ValueError(f"recipes.{name}.on_hosts: missing; this study starts workers")
-            if recipe.on_hosts.compute is None and (simulates or self.scaling is not None):
-                raise ValueError(
-                    f"recipes.{name}.on_hosts.compute: missing; simulations and predictions need "
-                    "the time of a gradient"
-                )
-        if self.servers is not None and ALONE in self.servers.layouts:
-            raise ValueError(f"servers.layouts.{ALONE}: one worker has this name; rename it")
+                unknown = [name for name in getattr(grid, key) if name not in known]
+                if unknown:
+                    raise ValueError(
+                        f"staleness.grids.{place}.{key}: {unknown[0]} is not in {key}, which has "
+                        f"{', '.join(known)}"
+                    )
+        return self
 
 
 ALONE = "alone"
@@ -539,35 +353,23 @@ class Machine:
     backend: BackendName = "auto"
     timeout: float = TIMEOUT_SECONDS
 
-    def options(self, name: str, recipe: Recipe) -> dict[str, Any]:
-        """Return the options of a run; only recipes of image folders get a data folder."""
-        reads = recipe.data.source == "folder"
-        return {
-            "data": (self.data_of or {}).get(name, self.data) if reads else None,
-            "dataset": self.dataset if reads else None,
-            "imports": self.imports,
-            "backend": self.backend,
-            "timeout": self.timeout,
-        }
-
-    def require_data(self, cells: "list[Cell]", *, left: "list[Cell]") -> None:
+    def require_data(self, cells: "Sequence[Cell]", *, left: "Sequence[Cell]") -> None:
         """Raise DataError if data is given that no cell reads, or one of `left` lacks its own."""
+        own = self.data_of or {}
         reading = {cell.configuration for cell in cells if cell.recipe.data.source == "folder"}
-        for name in self.data_of or {}:
-            if name not in reading:
-                raise DataError(
-                    f"--data {name}=...: no recipe of this name reads a folder; those that do are "
-                    f"{', '.join(sorted(reading)) or 'none'}"
-                )
         given = self.data or self.dataset
+        unread = [f"--data {name}=..." for name in own if name not in reading]
         if given and not reading:
-            raise DataError(f"{given} would not be read: no recipe has data.source: folder")
-        if given is None:
-            needed = [one.configuration for one in left if one.configuration in reading]
-            lacking = [one for one in dict.fromkeys(needed) if one not in (self.data_of or {})]
-            if lacking:
-                options = " ".join(f"--data {name}=DIR" for name in lacking)
-                raise DataError(f"these recipes read images from folders; pass {options}")
+            unread.append(str(given))
+        if unread:
+            raise DataError(
+                f"{unread[0]} would not be read; recipes that read a folder: "
+                f"{', '.join(sorted(reading)) or 'none'}"
+            )
+        needed = {one.configuration for one in left if one.configuration in reading}
+        if given is None and needed - own.keys():
+            options = " ".join(f"--data {name}=DIR" for name in sorted(needed - own.keys()))
+            raise DataError(f"these recipes read images from folders; pass {options}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -595,11 +397,6 @@ class Cell:
     variant: str
     recipe: Recipe
     seeds: int
-    study: str = ""
-
-    search: Search | None = None
-    """Search of the cell; None if nothing is searched."""
-
     own_process = False
     """True if each run needs its own process, also if one runs at a time."""
 
@@ -623,10 +420,10 @@ class Cell:
         """Environment variables of the processes of its runs."""
         return {}
 
-    def values(self, trials: list[dict[str, Any]], slot: Slot) -> dict[str, float]:
-        """Return the values of searched keys for a run, given the records of trials so far."""
+    def rate(self, trials: list[dict[str, Any]], slot: Slot) -> float | None:
+        """Return the searched base rate of a run, given the records of trials so far."""
         del trials, slot
-        return {}
+        return None
 
     def carry_out(self, task: "Task") -> dict[str, Any]:
         """Make one run in its folder and return its record, as JSON."""
@@ -643,11 +440,8 @@ class Task:
 
     cell: Cell
     slot: Slot
-    values: Mapping[str, float]
-    """Values of searched keys."""
-
-    trials: list[dict[str, Any]]
-    """Records of finished trials of the cell."""
+    rate: float | None
+    """Searched base rate; None without a search."""
 
     folder: Path
     """Its run folder."""
@@ -656,8 +450,16 @@ class Task:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Machine options of the run."""
-        return self.machine.options(self.cell.configuration, self.cell.recipe)
+        """Machine options of the run; only recipes of image folders get a data folder."""
+        machine, reads = self.machine, self.cell.recipe.data.source == "folder"
+        given = (machine.data_of or {}).get(self.cell.configuration, machine.data)
+        return {
+            "data": given if reads else None,
+            "dataset": machine.dataset if reads else None,
+            "imports": machine.imports,
+            "backend": machine.backend,
+            "timeout": machine.timeout,
+        }
 
 
 def load_study(name: str | Path) -> Study:
@@ -704,6 +506,10 @@ def recipe_of(entry: StudyRecipe, folder: Path, changes: Mapping[str, Any] | Non
     return recipe
 
 
-def named_error(name: str, error: LargebatchError) -> RecipeError:
-    """Return an error of a cell with its name."""
-    return RecipeError(f"{name}: {error}")
+@contextmanager
+def naming(cell: str) -> Iterator[None]:
+    """Add the name of a cell to errors inside."""
+    try:
+        yield
+    except LargebatchError as error:
+        raise RecipeError(f"{cell}: {error}") from None

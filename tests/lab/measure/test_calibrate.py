@@ -8,13 +8,11 @@ import torch
 
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
-from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure import calibrate
 from largebatch.lab.measure.calibrate import fit_line
 from largebatch.lab.planner.cluster import load_cluster
 from largebatch.models import build
-from largebatch.recipe.arithmetic.plan import make_plan
 
 
 def test_a_line_is_fitted_by_relative_errors() -> None:
@@ -70,6 +68,8 @@ def test_one_worker_is_measured_and_its_file_predicts(
     assert main(words) == USER  # it is not overwritten
     assert "File exists" in capsys.readouterr().err
     assert main(["plan", "cifar10_resnet8_128", "--cluster", str(file)]) == USER
+    assert main(["plan", "digits_96", "--set", "optimizer={kind: muon}", *words[2:]]) == USER
+    assert "optimizer.kind" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_made_is_found_before_anything_is_measured(
@@ -84,36 +84,6 @@ def test_a_file_that_cannot_be_made_is_found_before_anything_is_measured(
     for unwritable in (tmp_path / f"{'a' * 300}.yaml", Path("/proc/here.yaml")):
         with pytest.raises(LargebatchError, match="cannot be written"):
             calibrate.calibrate(load_recipe("digits_96"), unwritable)
-
-
-def test_a_run_too_short_to_be_read_is_refused() -> None:
-    recipe = load_recipe(
-        "digits_96", ["duration={steps: 2}", "schedule.warmup={steps: 1}", "polish=null"]
-    )
-    plan, backend = make_plan(recipe, workers=1), Serial()
-    with pytest.raises(LargebatchError, match="2 updates are too few to time reading"):
-        calibrate._reading(recipe, plan, backend, None)
-
-
-def test_a_machine_with_one_gpu_is_measured_without_an_exchange(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(calibrate, "_places", lambda _: 1)
-    monkeypatch.setattr(calibrate, "Serial", _OneGpu)
-    monkeypatch.setattr(calibrate, "build_model", lambda *_: torch.nn.Linear(2, 1))
-    monkeypatch.setattr(calibrate, "_computing", lambda *_: ({2: 0.2, 4: 0.3}, 0.01))
-    monkeypatch.setattr(calibrate, "_reading", lambda *_: 100.0)
-    monkeypatch.setattr(calibrate, "_exchanging", lambda: pytest.fail("two workers, one GPU"))
-    found = calibrate.measure(load_recipe("digits_96"))
-    assert found.exchange_gigabytes_per_second is None
-    assert "not measured" in calibrate.describe(found)[3]
-
-
-class _OneGpu(Serial):
-    """A worker on a GPU, as far as its name goes."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cuda"))
 
 
 @pytest.mark.long

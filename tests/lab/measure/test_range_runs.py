@@ -21,9 +21,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.lab.measure import lr_range
 from largebatch.lab.measure.lr_range import (
     Range,
-    choose_range,
-    range_recipe,
-    read_range,
+    plan_range,
     train_range,
 )
 from largebatch.models.lenet5 import LeNet5
@@ -41,10 +39,8 @@ OPTIMIZERS = {
     "reference": f"optimizer={{kind: lars, convention: reference, momentum: {MOMENTUM}, "
     f"weight_decay: {WEIGHT_DECAY}, eta: {ETA}, eps: {EPS}}}",
 }
-RATES = {
-    "sgd": Range(low=0.003, high=0.03, steps=20, seeds=1),
-    "reference": Range(low=0.1, high=1.0, steps=20, seeds=1),
-}
+RATES = {"sgd": (0.003, 0.03), "reference": (0.1, 1.0)}
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +58,11 @@ def a_recipe(kind: str, weights: Path, *changes: str) -> Recipe:
     )
 
 
+def ranged(recipe: Recipe, kind: str) -> Range:
+    low, high = RATES[kind]
+    return plan_range(recipe, low=low, high=high, steps=STEPS)
+
+
 def plain_losses(kind: str, weights: Path) -> list[float]:
     """Train by hand: whole batches on one process, the formula of the optimizer, NumPy's rates."""
     net = nn.Sequential(
@@ -74,10 +75,10 @@ def plain_losses(kind: str, weights: Path) -> list[float]:
     plan = make_plan(recipe.with_execution(device_batch=48), workers=1)
     pipeline = open_images(recipe, plan, Serial(torch.device("cpu")), folder=None)
     velocity = [torch.zeros_like(weight) for weight in net.parameters()]
-    rates, losses = RATES[kind], []
+    losses = []
     for lr, (images, labels) in zip(
-        np.geomspace(rates.low, rates.high, rates.steps),
-        pipeline.training(range(rates.steps), clean=False),
+        np.geomspace(*RATES[kind], STEPS),
+        pipeline.training(range(STEPS), clean=False),
         strict=True,
     ):
         net.zero_grad()
@@ -105,8 +106,10 @@ def test_the_losses_are_those_of_plain_pytorch_whatever_the_division(
     kind: str, workers: int, device_batch: int, weights: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     recipe = a_recipe(kind, weights, f"execution.device_batch={device_batch}")
-    train_range(recipe, Options(out=tmp_path), RATES[kind], workers=workers)
-    found = read_range(recipe, tmp_path, RATES[kind]).curves[0].losses
+    rates = ranged(recipe, kind)
+    test = train_range(rates, Options(out=tmp_path), workers=workers)
+    assert test is not None
+    found = test.curves[0].losses
     np.testing.assert_allclose(found, plain_losses(kind, weights), rtol=2e-4)
     saved = json.loads((tmp_path / "range.json").read_text())
     assert saved["curves"][0]["losses"] == found.tolist()
@@ -117,8 +120,7 @@ def test_everything_but_the_rate_is_the_recipes() -> None:
     """Its seed, optimizer, batch, span, images, augmentation, loss, precision, reduction."""
     changes = ("reduction={kind: adasum, parts: 2}", "monitor=gradient_norm", "precision=bf16")
     recipe = load_recipe("digits_96", changes)
-    rates = Range(low=1e-3, high=10, steps=41, seeds=1)
-    derived = range_recipe(recipe, rates, seed=recipe.seed)
+    (derived,) = plan_range(recipe, low=0.05, high=0.5, steps=41).runs
     differ = {
         name
         for name in Recipe.model_fields
@@ -131,12 +133,9 @@ def test_everything_but_the_rate_is_the_recipes() -> None:
 
 
 def test_the_range_follows_from_the_recipes_rate_and_momentum() -> None:
-    recipe = load_recipe("digits_96")
-    chosen = choose_range(recipe, low=None, high=None, steps=None, seeds=3)
-    assert chosen == Range(low=0.0005, high=50, steps=100, seeds=3)
-    slow = load_recipe("digits_96", ["optimizer.momentum=0.95"])
-    assert choose_range(slow, low=None, high=None, steps=None, seeds=3).steps == 200
-    assert choose_range(recipe, low=0.1, high=1, steps=20, seeds=1).steps == 20
+    chosen = plan_range(load_recipe("digits_96"), seeds=3)
+    assert (chosen.low, chosen.high, chosen.steps, len(chosen.runs)) == (0.0005, 50, 100, 3)
+    assert plan_range(load_recipe("digits_96", ["optimizer.momentum=0.95"])).steps == 200
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
 
     monkeypatch.setattr(lr_range, "start", None)  # it is not called
     assert main(words) == DONE
-    assert capsys.readouterr().out.endswith(first[first.index("bound") :])
+    assert capsys.readouterr().out == first[first.index("bound") :]
     assert main(["20" if word == "30" else word for word in words]) == USER
     assert "another recipe" in capsys.readouterr().err
     words[-1] = str(tmp_path / "out" / "seed-1")
@@ -209,17 +208,19 @@ def test_a_stop_request_starts_no_further_run_of_a_range_test(
 def test_a_resumed_range_test_has_the_same_losses(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, rates, original = a_recipe("sgd", weights), RATES["sgd"], start
+    rates = ranged(a_recipe("sgd", weights), "sgd")
+    original = start
 
     def stop(recipe: Recipe, options: Options) -> SimpleNamespace:
         original(recipe, replace(options, resume="auto", max_steps=8))
         return SimpleNamespace(status="interrupted")
 
-    train_range(recipe, Options(out=tmp_path / "whole"), rates)
+    whole = train_range(rates, Options(out=tmp_path / "whole"))
     monkeypatch.setattr(lr_range, "start", stop)
     with pytest.raises(InterruptedStudyError):
-        train_range(recipe, Options(out=tmp_path / "parts"), rates)
+        train_range(rates, Options(out=tmp_path / "parts"))
     monkeypatch.setattr(lr_range, "start", original)
-    train_range(recipe, Options(out=tmp_path / "parts"), rates)
-    ours, whole = (read_range(recipe, tmp_path / name, rates) for name in ("parts", "whole"))
+    ours = train_range(rates, Options(out=tmp_path / "parts"))
+    assert ours is not None
+    assert whole is not None
     assert ours.curves[0].losses.tolist() == whole.curves[0].losses.tolist()

@@ -84,16 +84,6 @@ def test_a_mean_that_is_faster_by_chance_scales_the_times(tmp_path: Path) -> Non
     assert f"{56 / 55.6:.4f}" in verdict(check(folders), "convergence").sentence
 
 
-def test_the_interval_is_the_bootstraps(tmp_path: Path) -> None:
-    """All 5^5 samples with replacement, each less its extremes, give the quantiles."""
-    epochs = [54.0, 55.5, 55.6, 55.7, 58.0]
-    drawn = np.array(np.meshgrid(*5 * [epochs])).reshape(5, -1)
-    means = np.sort(drawn, axis=0)[1:-1].mean(axis=0)
-    reference = check(run_folders(tmp_path, seeds("32768_mlperf"), epochs)).reference
-    assert reference is not None
-    assert reference.interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.1)
-
-
 @pytest.mark.parametrize(
     ("batch", "epochs", "passed", "words"),
     [
@@ -159,22 +149,22 @@ def test_the_open_division_is_not_held_to_the_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "changes", "reason"),
     [
-        ("lars_epsilon", {"value": 1e-9}, "lars_epsilon is 1e-09; the rule is: lars_epsilon == 0"),
+        ("lars_epsilon", {"value": 1e-9}, "CHECK for 'lars_epsilon' failed"),
         ("run_start", {"drop": True}, "Required EXACTLY_ONE occurrence of 'run_start' but found 0"),
-        ("eval_accuracy", {"value": 0.7}, "no eval_accuracy keeps the rule: eval_accuracy >= 0.75"),
+        ("eval_accuracy", {"value": 0.7}, "Failed checks for eval_accuracy"),
         ("eval_accuracy", {"value": None}, "the checker stopped: TypeError"),
         (
             "block_start",
             {"metadata": {"epoch_count": "x", "first_epoch_num": 0}},
             "Failed executing CHECK code: v['metadata']['epoch_count'] > 0",
         ),
-        ("eval_start", {"metadata": {}}, "eval_start is {}; the rule is: ('epoch_num' in"),
-        ("submission_org", {"value": ""}, "submission_org is ''; the rule is: submission_org !="),
-        ("submission_division", {"value": "ajar"}, "submission_division is 'ajar'; the rule is"),
-        ("opt_name", {"value": "adam"}, "opt_name is 'adam'; the rule is: opt_name in ['sgd'"),
+        ("eval_start", {"metadata": {}}, "CHECK for 'eval_start' failed"),
+        ("submission_org", {"value": ""}, "CHECK for 'submission_org' failed"),
+        ("submission_division", {"value": "ajar"}, "CHECK for 'submission_division' failed"),
+        ("opt_name", {"value": "adam"}, "CHECK for 'opt_name' failed"),
     ],
 )
-def test_a_log_that_breaks_a_rule_has_the_reason_in_a_sentence(
+def test_a_log_that_breaks_a_rule_has_the_reason(
     key: str, changes: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
     (folder,) = run_folders(tmp_path, seeds("32768_mlperf", number=1), [56.0])
@@ -223,45 +213,6 @@ def test_two_runs_of_one_seed_and_a_run_without_one_are_refused(tmp_path: Path) 
     found = verdict(check(twice), "seeds")
     assert found.passed is None
     assert len(found.reasons) == 1
-
-
-def described() -> dict[str, str]:
-    """Return a system description with every field that the checker misses in an empty one."""
-    from mlperf_logging.system_desc_checker import system_desc_checker
-
-    source = Path(system_desc_checker.__file__).read_text()
-    fields = source.split("required_fields = [")[1].split("]")[0].replace('"', "").split(",")
-    content = {field.strip(): "x" for field in fields if field.strip()}
-    return content | {"status": "Research, Development, or Internal (RDI)"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"cooling": None}, "Missing field cooling"),
-        ({"status": "soon"}, "Field status contains a non valid value: soon"),
-        ({"accelerators_per_node": 8}, "sequence item 5: expected str"),
-    ],
-)
-def test_a_system_description_is_checked(
-    changes: dict[str, object], reason: str | None, tmp_path: Path
-) -> None:
-    (folder,) = run_folders(tmp_path, seeds("32768_mlperf", number=1), [56.0])
-    content = {key: value for key, value in (described() | changes).items() if value is not None}
-    path = tmp_path / "system.json"
-    path.write_text(json.dumps(content))
-    found = verdict(check([folder], system=path), "system")
-    assert found.passed is (reason is None)
-    assert len(found.reasons) == (reason is not None)
-    assert all(reason in each for each in found.reasons if reason)
-    assert verdict(check([folder]), "system").passed is None
-
-
-def test_the_points_are_the_packages_and_those_that_bound_are_marked(tmp_path: Path) -> None:
-    found = check(run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0]))
-    assert {point.batch: sorted(point.epochs) for point in found.points} == table()
-    assert [point.batch for point in found.points if point.counts] == list(BOUNDS)
 
 
 def test_the_checkers_leave_logging_as_it_was_and_print_nothing(

@@ -163,9 +163,7 @@ def test_the_command_lists_each_rule_with_what_was_found(
     assert main(["check", "--mlperf-closed", *two]) == FAILED
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("resnet50_86016_fujitsu: breaks 11 rules of MLPerf's closed")
-    assert shown[6].split(None, 2) == [
-        "optimizer.eps", "1e-09", "0: nothing is added to the trust ratio's divisor"
-    ]  # fmt: skip
+    assert shown[6].split()[:2] == ["optimizer.eps", "1e-09"]
     assert "resnet50_32768_mlperf: keeps" in shown[12]
     assert main(["check", "resnet50_86016_fujitsu"]) == DONE
     assert capsys.readouterr().out == "resnet50_86016_fujitsu: ok\n"

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from largebatch.lab.planner.calibration import installed_fit
 from largebatch.lab.planner.cluster import Gpu, installed_clusters
 from largebatch.lab.planner.model import (
+    FITTED,
     Load,
     Machine,
     evaluation_seconds,
@@ -95,7 +95,7 @@ def test_evaluating_takes_turns_too() -> None:
     ["tensor_teraflops", "memory_gigabytes_per_second", "watts", "link_gigabytes_per_second"],
 )
 def test_no_figure_of_a_gpu_makes_it_slower_by_being_larger(name: str, figure: str) -> None:
-    constants, cluster = installed_fit().constants, installed_clusters()[name]
+    constants, cluster = FITTED, installed_clusters()[name]
     assert cluster.gpu is not None
     load = Load(workers=cluster.gpus_per_node, device_batch=64)
     seconds = [
@@ -130,12 +130,12 @@ def test_an_rtx_3090_is_as_fast_as_was_measured() -> None:
         watts=350,
         link_gigabytes_per_second=32,
     )
-    found = images_per_second(gpu, installed_fit().constants)
+    found = images_per_second(gpu, FITTED)
     assert 1218 / 0.82 < found < 1218 / 0.75
 
 
 def test_gpus_of_a_generation_differ_by_bandwidth_and_power() -> None:
-    constants = installed_fit().constants
+    constants = FITTED
     clusters = installed_clusters()
     rates = {
         name: images_per_second(cluster.gpu, constants)
@@ -150,7 +150,7 @@ def test_gpus_of_a_generation_differ_by_bandwidth_and_power() -> None:
 
 
 def test_software_without_graphs_launches_more_slowly() -> None:
-    constants, cluster = installed_fit().constants, installed_clusters()["dgx-a100"]
+    constants, cluster = FITTED, installed_clusters()["dgx-a100"]
     launched, graphs = (
         machine(cluster, constants, software=software).launch for software in ("launched", "graphs")
     )

@@ -63,10 +63,3 @@ def test_stopping_early_completes_the_updates_that_were_begun() -> None:
     handed += [them.next(0) for _ in range(3)]
     assert handed == [0, 1, 2, 3, 4, 5, None]
     assert them.end == 2
-
-
-def test_learners_who_wait_all_finish_the_update_that_one_has_begun_when_stopped() -> None:
-    them = MiniBatches(Rule(learners=2, gradients=2, waits=True, local_steps=4), range(10))
-    assert [them.next(0), them.next(1), them.next(0)] == [0, 1, 8]
-    them.stop_early()
-    assert (them.end, them.next(1), them.next(0), them.next(1)) == (8, 9, None, None)

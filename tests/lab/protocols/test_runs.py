@@ -26,21 +26,6 @@ from largebatch.training.step_log import StepLog
 STEPS = 7
 HARDSYNC = "{kind: hardsync, learners: 2, servers: {centralised: 1}}"
 SOFTSYNC = "{kind: softsync, learners: 3, n: 1, modulation: staleness}"
-LOCAL = (
-    "{kind: local_steps, learners: 2, servers: {centralised: 1}, steps: 2, begin: {steps: 1}, "
-    "outer: {lr: 0.7, momentum: 0.9, nesterov: true}}"
-)
-
-
-WHOLE = "{kind: hardsync, learners: 3}"
-SPLIT = "{kind: hardsync, learners: 3, split: true}"
-BY_NUMBER = (
-    "optimizer={kind: sgd, momentum: 0.9, weight_decay: 1e-4}",
-    "schedule.peak_lr=0.02",
-    "execution.memory_format=channels_last",
-    "polish=null",
-)
-"""An optimizer that changes each number by itself; convolutions are not contiguous."""
 
 
 def recipe(protocol: str = "null", *changes: str) -> Recipe:
@@ -66,19 +51,6 @@ def train_all(folder: Path) -> None:
     run(recipe(HARDSYNC), out=folder / "hardsync")
     run(recipe(SOFTSYNC), out=folder / "softsync", max_steps=5)
     run(recipe(SOFTSYNC), out=folder / "softsync", resume=True)
-    local = recipe(LOCAL, "polish=null", "evaluation={}")
-    run(local, out=folder / "local")
-    run(local, out=folder / "local in parts", max_steps=3)
-    run(local, out=folder / "local in parts", resume=True)
-    run(recipe(WHOLE, *BY_NUMBER), out=folder / "whole")
-    run(recipe(SPLIT, *BY_NUMBER), out=folder / "split", max_steps=3)
-    run(recipe(SPLIT, *BY_NUMBER), out=folder / "split", resume=True)
-    split = LOCAL.replace("learners: 2, servers: {centralised: 1}", "learners: 3, split: true")
-    for name, protocol in {
-        "local split": split,
-        "local whole": split.replace("split: true", "split: false"),
-    }.items():
-        run(recipe(protocol, *BY_NUMBER), out=folder / name)
     dist.destroy_process_group()
 
 
@@ -139,37 +111,6 @@ def test_a_run_goes_on_with_its_clock_and_its_next_mini_batch(runs: Path) -> Non
     assert {each["name"] for each in summary(folder)["stages"]} == {"train", "clean", "statistics"}
 
 
-def test_local_steps_go_on_with_the_momentum_of_all_learners_and_servers(runs: Path) -> None:
-    """They are deterministic, so that a run in parts has the weights of one in a piece.
-
-    Statistics are averaged once more in it, which rounds.
-    """
-    whole, parts = weights(runs / "local"), weights(runs / "local in parts")
-    for name, value in whole.items():
-        if "running" in name:
-            torch.testing.assert_close(parts[name], value, rtol=1e-5, atol=1e-6)
-        else:
-            assert torch.equal(parts[name], value), name
-    rounds = [one["mini_batch"] for one in arrivals(runs / "local in parts")]
-    assert sorted(rounds) == [0, 1, 2, 3, 6, 7, 10, 11]
-    assert [each["step"] for each in log(runs / "local", "step")] == list(range(STEPS))
-
-
-@pytest.mark.parametrize(("split", "whole"), [("split", "whole"), ("local split", "local whole")])
-def test_tensors_split_over_servers_have_the_weights_of_whole_ones_bit_for_bit(
-    runs: Path, split: str, whole: str
-) -> None:
-    """With momentum over a stop and a resumption, and over the rounds of local steps."""
-    ours, others = content(runs / split), content(runs / whole)
-    assert ours["model"].keys() == others["model"].keys()
-    for name, value in others["model"].items():
-        if "running" not in name:  # averaged once more where the run went on, which rounds
-            assert torch.equal(ours["model"][name], value), name
-    momentum = [state["optimizer"]["state"] for state in (ours, others)]
-    torch.testing.assert_close(*momentum, rtol=0, atol=0)
-    assert any(state["momentum_buffer"].any() for state in momentum[0].values())
-
-
 def test_one_learner_is_plain_training(tmp_path: Path) -> None:
     """In one process, without a library that connects workers."""
     single = "{kind: asynchronous, learners: 1, modulation: staleness}"
@@ -227,13 +168,8 @@ def test_a_server_without_a_learner_does_not_watch_the_time_limit() -> None:
 
 
 def test_more_servers_than_tensors_are_refused() -> None:
-    many = recipe("{kind: hardsync, learners: 2, servers: {centralised: 14}}")
-    model = build_model(many, torch.device("cpu"))
-    require_tensors(model, many)
-    affine = recipe(
-        "{kind: hardsync, learners: 2, servers: {centralised: 30}}",
-        "polish={affine: {steps: 2, lr: 0.1}}",
-    )
+    model = build_model(recipe(), torch.device("cpu"))
+    require_tensors(model, servers=14, affine=False)
     tensors = len(affine_parameters(model))
     with pytest.raises(RecipeError, match=f"protocol.servers: 30 servers .* trains {tensors}: "):
-        require_tensors(model, affine)
+        require_tensors(model, servers=30, affine=True)

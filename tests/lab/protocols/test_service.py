@@ -4,7 +4,6 @@ The links are queues in the place of Gloo's groups; tests of runs have those.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -15,18 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from largebatch.errors import PeerLostError, PeerSilentError
-from largebatch.lab.protocols import service as services
+from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.lab.protocols.server import ParameterServer
-from largebatch.lab.protocols.service import (
-    LostLearner,
-    Pushed,
-    RemoteServer,
-    Service,
-    Shard,
-    learn,
-)
+from largebatch.lab.protocols.service import RemoteServer, Service, Shard, learn
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""
@@ -63,18 +54,11 @@ def ends() -> tuple[Any, Any]:
 
 
 def serve(
-    rule: Rule,
-    updates: range,
-    *,
-    first: bool = True,
-    optional: range = range(0),
-    on_loss: Callable[[LostLearner], None] = lambda _: None,
-    schedule: Callable[[int], float] = lambda _: 0.5,
+    rule: Rule, updates: range, *, schedule: Callable[[int], float] = lambda _: 0.5
 ) -> Service:
     weights = [torch.zeros(3, dtype=torch.float64, requires_grad=True)]
     server = ParameterServer(weights, SGD(weights), schedule, rule)
-    batches = MiniBatches(rule, updates) if first else None
-    return Service(server, batches, optional=optional, on_loss=on_loss)
+    return Service(server, MiniBatches(rule, updates))
 
 
 @contextmanager
@@ -169,81 +153,6 @@ def test_a_learner_that_is_lost_ends_all_others_and_none_hangs(*, waits: bool) -
     assert len(errors) == 2
     assert isinstance(service.failure, PeerLostError)
     assert service.server.clock < 1000
-
-
-SOFTSYNC = Rule(learners=3, gradients=2, waits=False)
-
-
-@pytest.mark.parametrize("dies_at", [4, 19], ids=["in the middle", "with the last mini-batch"])
-def test_the_others_go_on_without_an_optional_learner_and_compute_what_it_had(
-    dies_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where all others had nothing left to do: they wait until it is back or lost."""
-    monkeypatch.setattr(services, "PATIENCE", 0.01)
-    service = serve(SOFTSYNC, range(10), optional=range(3))
-    dead = threading.Event()
-
-    def compute(learner: int, number: int) -> float:
-        if number == dies_at and not dead.is_set():
-            dead.set()
-            time.sleep(0.1)  # in which the others ask again, at the end
-            raise DeadError
-        return 0.0
-
-    with learners(service, compute) as (_, errors):
-        pass
-    ((lost, error),) = errors.items()
-    assert isinstance(error, DeadError)
-    assert service.failure is None
-    (loss,) = service.losses
-    assert (loss.learner, loss.mini_batch, loss.silent) == (lost, dies_at, False)
-    assert service.server.clock == 10
-    assert sorted(one.mini_batch for one in service.server.arrivals) == list(range(20))
-
-
-def test_a_gradient_that_only_one_of_two_servers_has_is_taken_once_by_both() -> None:
-    """Learner 1 dies between two pushes; what it had is computed again, and pushed to both."""
-    rule = Rule(learners=2, gradients=1, waits=False)
-    first = serve(rule, range(4), optional=range(1, 2))
-    second = serve(rule, range(4), first=False, optional=range(1, 2))
-    weights = torch.zeros(3, dtype=torch.float64)
-
-    def step(learner: int, *servers: Service) -> int | None:
-        number = first.pull(learner, weights).mini_batch
-        if number is not None:
-            for server in servers:
-                server.push(learner, Pushed(0, number, 0.0, stop=False), torch.ones_like(weights))
-        return number
-
-    assert [step(0, first, second), step(1, first, second), step(1, first)] == [0, 1, 2]
-    here, there = ends()
-    for service in (first, second):
-        here.lose()
-        service.serve(1, there)
-    assert [loss.mini_batch for loss in first.losses] == [2]
-    assert [loss.mini_batch for loss in second.losses] == [None]
-    assert [step(0, first, second) for _ in range(3)] == [2, 3, None]
-    assert [one.mini_batch for one in first.server.arrivals] == [0, 1, 2, 3]
-    assert [one.mini_batch for one in second.server.arrivals] == [0, 1, 2, 3]
-    assert [one.learner for one in first.server.arrivals] == [0, 1, 1, 0]
-    assert [one.learner for one in second.server.arrivals] == [0, 1, 0, 0]
-
-
-def test_a_silent_learner_is_lost_as_such_and_one_that_keeps_the_record_ends_all() -> None:
-    noted: list[LostLearner] = []
-    service = serve(SOFTSYNC, range(10), optional=range(1, 3), on_loss=noted.append)
-
-    class SilentLink(QueueLink):
-        def receive(self, into: Tensor) -> None:
-            raise PeerSilentError("worker 2 lost contact with another worker (timed out)")
-
-    link: Any = SilentLink(SimpleQueue(), SimpleQueue())
-    service.serve(2, link)
-    assert service.failure is None
-    assert [(loss.learner, loss.silent) for loss in noted] == [(2, True)]
-    service.serve(0, link)
-    assert isinstance(service.failure, PeerSilentError)
-    assert len(service.losses) == 1
 
 
 class DeadError(Exception):

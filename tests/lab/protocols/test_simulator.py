@@ -32,25 +32,21 @@ def softsync(learners: int, n: int) -> Rule:
 
 
 @pytest.mark.parametrize(
-    ("gradients", "waits", "restarts", "expected"),
+    ("gradients", "waits", "expected"),
     [
-        pytest.param(16, True, False, harmonic(16), id="hardsync"),
-        pytest.param(12, True, True, harmonic(16) - harmonic(4), id="12-sync"),
-        pytest.param(4, True, True, harmonic(16) - harmonic(12), id="4-sync"),
-        pytest.param(4, False, False, 4 / 16, id="4-batch"),
-        pytest.param(1, False, False, 1 / 16, id="asynchronous"),
+        pytest.param(16, True, harmonic(16), id="hardsync"),
+        pytest.param(4, False, 4 / 16, id="4-batch"),
+        pytest.param(1, False, 1 / 16, id="asynchronous"),
     ],
 )
 def test_an_update_takes_as_long_as_theory_has_it_for_exponential_learners(
-    gradients: int, waits: bool, restarts: bool, expected: float
+    gradients: int, waits: bool, expected: float
 ) -> None:
     """Dutta et al., arXiv:1803.01113: order statistics of exponential variables."""
     rule = Rule(learners=16, gradients=gradients, waits=waits)
     cluster = Cluster(learners=16, compute=EXPONENTIAL)
     updates = 16_000 // gradients
-    found = simulate(
-        rule, cluster, servers=1, updates=updates, seed=1, restarts=restarts
-    ).seconds_per_update
+    found = simulate(rule, cluster, servers=1, updates=updates, seed=1).seconds_per_update
     assert found == pytest.approx(EXPONENTIAL.mean * expected, rel=0.02)
 
 
@@ -211,10 +207,8 @@ def test_a_link_serves_as_a_resource_of_simpy() -> None:
     assert found == pytest.approx(through)
 
 
-def test_restarts_with_several_servers_and_other_numbers_of_learners_are_refused() -> None:
+def test_other_numbers_of_learners_are_refused() -> None:
     cluster = Cluster(learners=4, compute=SECOND)
-    with pytest.raises(ValueError, match="restarts needs one server, got 2"):
-        simulate(Rule.hardsync(4), cluster, servers=2, updates=1, seed=1, restarts=True)
     with pytest.raises(ValueError, match="the rule has 3 learners, the cluster 4"):
         simulate(Rule.hardsync(3), cluster, servers=1, updates=1, seed=1)
 

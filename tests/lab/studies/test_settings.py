@@ -1,43 +1,18 @@
-"""Transfer, correlations and resources of settings, held against NumPy, SciPy and by hand."""
+"""Transfer and resources of settings, held against NumPy, SciPy and by hand."""
 
-import math
-from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from fake_runs import FakeRun
 from scipy import stats
 
 from largebatch import load_recipe
-from largebatch.lab.studies.settings import (
-    Findings,
-    best_setting,
-    correlation,
-    correlations,
-    describe,
-    lost,
-    make_page,
-    transfer_matrix,
-)
-from largebatch.lab.studies.trained import (
-    CellResults,
-    Result,
-    SettingCell,
-    Usage,
-    usage_of,
-)
-from largebatch.recipe.recipe import Recipe
+from largebatch.lab.studies.settings import best_setting, draw, lost, transfer_matrix
+from largebatch.lab.studies.trained import CellResults, Result, SettingCell, Usage
 from largebatch.report.pages import Table
-from largebatch.report.run import read_run
-from largebatch.tracking.events import SYSTEM
 
 RECIPES, SETTINGS = ("mnist", "cifar", "svhn"), ("small", "own", "large", "wide")
 SEEDS = (1, 2, 3, 4)
-BATCHES = (48, 96, 144, 192, 240, 288, 336, 384)
-SECONDS = (50.0, 30.0, 20.0, 18.0, 14.0, 13.0, 12.0, 15.0)
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]
 Drawn = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
@@ -124,115 +99,41 @@ def test_a_setting_without_a_value_for_every_seed_is_not_the_best_one() -> None:
     assert (one.gap, one.share) == (None, 1.0)  # a cost of 0 has no ratio
 
 
-@cache
-def recipe(batch: int) -> Recipe:
-    changes = [f"batch.global_batch={batch}"]
-    return load_recipe("digits_96", ["duration={steps: 600}", "polish=null", *changes])
-
-
-def run(seed: int, top1: float, *, seconds: float, begun: float = 0.0) -> Result:
+def run(seed: int, top1: float, *, seconds: float) -> Result:
     """Return a run of `seconds` seconds, a tenth of which were evaluations."""
+    usage = Usage(
+        train_seconds=0.9 * seconds, evaluation_seconds=0.1 * seconds, cpu_seconds=1.5 * seconds,
+        cores=1.5, peak_memory_bytes=4e8,
+    )  # fmt: skip
     return Result(
-        seed=seed, values={}, updates=600, top1=top1, top5=1.0, loss=1.0, seconds=seconds,
-        usage=Usage(
-            train_seconds=0.9 * seconds, evaluation_seconds=0.1 * seconds,
-            cpu_seconds=1.5 * seconds, cores=1.5, peak_memory_bytes=4e8, read_bytes=2e6,
-        ),
-        images_per_second=600 * 96 / seconds, begun=begun, ended=begun + seconds, other_cores=0.5,
-        host="node-7",
+        seed=seed, top1=top1, loss=1.0, usage=usage, host="node-7",
+        images_per_second=600 * 96 / seconds,
     )  # fmt: skip
 
 
-def cell(name: str, setting: str, seeds: Sequence[Result], *, batch: int = 96) -> CellResults:
-    own = SettingCell(configuration=name, variant=setting, recipe=recipe(batch), seeds=len(seeds))
-    return CellResults(cell=own, seeds=tuple(seeds))
-
-
-def findings(*, settings: int) -> Findings:
-    """Settings whose training time falls with the batch, but for the last one."""
-    both = list(zip(BATCHES, SECONDS, strict=True))[:settings]
-    return Findings(
-        [
-            cell(
-                "digits", f"batch-{batch}",
-                [run(seed, 0.9, seconds=each + seed / 100) for seed in (1, 2, 3)], batch=batch,
-            )
-            for batch, each in both
-        ]
-    )  # fmt: skip
-
-
-def test_a_correlation_is_that_of_ranks_with_the_interval_of_bonett_and_wright() -> None:
-    found = correlation(BATCHES, SECONDS)
-    assert found is not None
-    assert found.rho == pytest.approx(stats.spearmanr(BATCHES, SECONDS).statistic)
-    reach = 1.959964 * math.sqrt((1 + found.rho**2 / 2) / 5)
-    assert math.atanh(found.high) - math.atanh(found.rho) == pytest.approx(reach, rel=1e-5)
-    assert found.is_sure
-    same = correlation(BATCHES, BATCHES)
-    exchanged = correlation(BATCHES, [*BATCHES[1::-1], *BATCHES[2:]])
-    assert same is not None
-    assert exchanged is not None
-    assert (same.rho, same.high) == (1, 1)
-    assert same.low == pytest.approx(exchanged.low)  # as if one pair of neighbours were exchanged
-    assert correlation([1] * 8, SECONDS) is None
-    assert correlation([*BATCHES[:4], *[math.nan] * 4], SECONDS) is None
-
-
-def test_the_batch_correlates_with_training_time() -> None:
-    found = correlations(findings(settings=8), "digits")
-    assert found["global_batch", "Training time"].rho == pytest.approx(
-        stats.spearmanr(BATCHES, SECONDS).statistic
-    )
-    assert found["Processor time", "Training time"].rho == 1
-    assert ("Cores used", "Training time") not in found  # the same in all settings
-    assert not correlations(findings(settings=4), "digits")
-
-
-def columns(table: object) -> dict[str, list[Any]]:
+def test_the_page_has_costs_and_transfer() -> None:
+    """The large batch is faster, and for letters less accurate."""
+    recipe = load_recipe("digits_96")
+    cells = [
+        CellResults(
+            cell=SettingCell(configuration=name, variant=setting, recipe=recipe, seeds=3),
+            seeds=tuple(run(seed, top1 + seed / 1000, seconds=seconds) for seed in (1, 2, 3)),
+        )
+        for name, setting, top1, seconds in (
+            ("digits", "small", 0.8, 50.0), ("digits", "large", 0.9, 20.0),
+            ("letters", "small", 0.7, 40.0), ("letters", "large", 0.6, 30.0),
+        )
+    ]  # fmt: skip
+    page = draw("by-hand", cells)
+    (table, *_), matrices = (section.parts for section in page.sections)
     assert isinstance(table, Table)
-    return {column.title: list(column.values) for column in table.columns}
-
-
-def test_the_page_has_costs_transfer_and_correlations() -> None:
-    other = [cell("letters", one.variant, one.seeds, batch=one.recipe.batch.global_batch)
-             for one in findings(settings=8).cells]  # fmt: skip
-    page = make_page(
-        "by-hand", [*findings(settings=8).cells, *other], metrics=("top1", "train_seconds")
-    )
-    found = columns(page.sections[0].parts[0])
-    assert found["Setting"][:2] == ["batch-48", "batch-96"]
-    assert found["Training, s"][0] == pytest.approx(0.9 * 50.02)
-    assert found["Peak memory, MB"] == pytest.approx([400.0] * 16)
-    assert found["global_batch"] == [*BATCHES, *BATCHES]
-    _, times = (columns(part) for part in page.sections[1].parts)
-    assert times["used on letters"] == pytest.approx([0.9 * 12.02] * 2)
-    assert "digits" in columns(page.sections[3].parts[0])
-    text = " ".join(describe(Findings(other), ["top1"]))
-    assert "batch-336" in text  # the fastest
-
-
-def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
-    draw = np.random.default_rng(4)
-    seconds = np.repeat(draw.uniform(0.5, 2.0, (5, 1)), 2, axis=1)
-    table = {
-        "cpu_percent": draw.uniform(50, 200, (5, 2)),
-        "peak_memory_bytes": np.sort(draw.uniform(1e8, 9e8, (5, 2)), axis=0),
-        "read_bytes_per_second": draw.uniform(0, 1e6, (5, 2)),
-        "written_bytes_per_second": draw.uniform(0, 1e6, (5, 2)),
-        "gpu_percent": np.full((5, 2), 75.0),
-        "seconds": seconds,
-    }
-    run = FakeRun(tmp_path / "run")
-    for step in range(5):
-        record = {name: [None, None] for name in SYSTEM}
-        record |= {name: list(values[step]) for name, values in table.items()}
-        run.records.append({"event": "system", "stage": "train", "step": step, **record})
-    found = usage_of(read_run(run.write()))
-    cpu = (table["cpu_percent"] * seconds).sum() / 100
-    assert found.cpu_seconds == pytest.approx(cpu)
-    assert found.cores == pytest.approx(cpu / seconds[:, 0].sum())
-    assert found.peak_memory_bytes == table["peak_memory_bytes"][-1].sum()
-    assert found.read_bytes == pytest.approx((table["read_bytes_per_second"] * seconds).sum())
-    assert found.gpu_percent == pytest.approx(75)
-    assert math.isnan(found.gpu_memory_bytes)
+    found = {column.title: list(column.values) for column in table.columns}
+    assert found["Setting"] == ["small", "large"] * 2
+    assert found["Training, s"] == pytest.approx([45.0, 18.0, 36.0, 27.0])
+    assert found["Peak memory, MB"] == pytest.approx([400.0] * 4)
+    top1 = matrices[0]
+    assert isinstance(top1, Table)
+    assert top1.columns[2].title == "used on letters"
+    assert top1.columns[2].values == pytest.approx([60.2, 70.2])
+    assert "on letters that of digits is −10.00 (−10.00 to −10.00)" in page.findings[0]
+    assert "<svg" in page.html()

@@ -1,13 +1,17 @@
-"""Average confidence and its deviations: values by hand, and NumPy's."""
+"""Records of trained runs: LRBench's confidences by hand and by NumPy, and usage over workers."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fake_runs import FakeRun
 from torch import Tensor
 
-from largebatch.lab.studies.confidence import Confidence, Confidences
+from largebatch.lab.studies.trained import Confidences, usage_of
+from largebatch.report.run import read_run
+from largebatch.tracking.events import SYSTEM
 
 SAMPLES, CLASSES, NONE, NEVER, LATE = 211, 11, 4, 7, 10
 
@@ -21,11 +25,11 @@ PROBABILITIES = [
 """Labels: class 1 has no sample, class 2 no correct one, and class 3 comes last."""
 
 
-def measure(scores: Tensor, labels: Tensor, size: int) -> Confidence:
+def measure(scores: Tensor, labels: Tensor, size: int) -> tuple[float | None, ...]:
     found = Confidences()
     for part in zip(scores.split(size), labels.split(size), strict=True):
         found.add(*part)
-    return found.measure()
+    return tuple(found.measure().values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -33,15 +37,9 @@ def test_confidence_by_hand(size: int) -> None:
     rows, labels = zip(*PROBABILITIES, strict=True)
     found = measure(torch.tensor(rows, dtype=torch.float64).log(), torch.tensor(labels), size)
     # correct are the first, the second and the last: (0.7 + 0.5 + 0.9) / 3
-    assert found.average_confidence == pytest.approx(0.7, rel=1e-14)
     # 0.7 is 0 from this mean, 0.5 and 0.9 are 0.2: the root of (0 + 0.04 + 0.04) / 3
-    assert found.confidence_deviation == pytest.approx(math.sqrt(0.08 / 3), rel=1e-14)
     # class 0 has (0.7 + 0.5) / 2 and class 3 has 0.9: both 0.15 from their mean, 0.75
-    assert found.class_confidence_deviation == pytest.approx(0.15, rel=1e-14)
-    assert found.classes_never_correct == 1
-    assert (found.samples, found.correct) == ((3, 0, 1, 1), (2, 0, 0, 1))
-    expected = (0.6, math.nan, math.nan, 0.9)
-    assert found.averages == pytest.approx(expected, rel=1e-14, nan_ok=True)
+    assert found == pytest.approx((0.7, math.sqrt(0.08 / 3), 0.15), rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -58,17 +56,33 @@ def test_confidence_is_numpys(dtype: torch.dtype) -> None:
     confidence = 1 / np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1)
     correct = scores.argmax(axis=1) == truth
     own = [confidence[correct & (truth == label)] for label in range(CLASSES)]
-    means = [each.mean() if len(each) else math.nan for each in own]
-    np.testing.assert_allclose(found.averages, means, rtol=1e-13)
-    assert found.average_confidence == pytest.approx(confidence[correct].mean(), rel=1e-12)
-    assert found.confidence_deviation == pytest.approx(confidence[correct].std(), rel=1e-12)
-    assert found.class_confidence_deviation == pytest.approx(np.nanstd(means), rel=1e-12)
-    assert found.correct == tuple(map(len, own))
+    deviation = np.std([each.mean() for each in own if len(each)])
+    right = confidence[correct]
+    assert found == pytest.approx((right.mean(), right.std(), deviation), rel=1e-12)
 
 
 def test_without_a_correct_sample_there_is_no_confidence() -> None:
-    found = measure(-torch.eye(3), torch.arange(3), 2)
-    assert math.isnan(found.average_confidence)
-    assert math.isnan(found.confidence_deviation)
-    assert math.isnan(found.class_confidence_deviation)
-    assert found.classes_never_correct == 3
+    assert measure(-torch.eye(3), torch.arange(3), 2) == (None, None, None)
+
+
+def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
+    draw = np.random.default_rng(4)
+    seconds = np.repeat(draw.uniform(0.5, 2.0, (5, 1)), 2, axis=1)
+    table = {
+        "cpu_percent": draw.uniform(50, 200, (5, 2)),
+        "peak_memory_bytes": np.sort(draw.uniform(1e8, 9e8, (5, 2)), axis=0),
+        "gpu_percent": np.full((5, 2), 75.0),
+        "seconds": seconds,
+    }
+    run = FakeRun(tmp_path / "run")
+    for step in range(5):
+        record = {name: [None, None] for name in SYSTEM}
+        record |= {name: list(values[step]) for name, values in table.items()}
+        run.records.append({"event": "system", "stage": "train", "step": step, **record})
+    found = usage_of(read_run(run.write()))
+    cpu = (table["cpu_percent"] * seconds).sum() / 100
+    assert found.cpu_seconds == pytest.approx(cpu)
+    assert found.cores == pytest.approx(cpu / seconds[:, 0].sum())
+    assert found.peak_memory_bytes == table["peak_memory_bytes"][-1].sum()
+    assert found.gpu_percent == pytest.approx(75)
+    assert math.isnan(found.gpu_memory_bytes)

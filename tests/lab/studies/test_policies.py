@@ -1,0 +1,170 @@
+"""The ranking of policies of known numbers, held against SciPy and NumPy, and their page."""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from short_studies import Policy, measured
+
+from largebatch.lab.studies.policies import draw, rank
+from largebatch.lab.studies.study import Slot
+from largebatch.lab.studies.trained import CellResults, Result
+from largebatch.recipe.loading import parse_recipe
+from largebatch.report.pages import Code, Table
+
+QUICK = Policy(
+    reached=[4, 5, 6],
+    top1=[0.91, 0.92, 0.935],
+    trials={0.5: 0.8, 0.2: 0.5, 1.25: 0.79},
+    scaled={0.25: 0.5, 0.5: 0.8, 2.0: 0.7, 4.0: 0.1},
+)
+SLOW = Policy(
+    reached=[9, 10, 11],
+    top1=[0.95, 0.96, 0.96],
+    scaled={0.25: 0.6, 0.5: 0.9, 2.0: 0.9, 4.0: 0.8},
+)
+NEVER = Policy(reached=[None] * 3, top1=[0.5, 0.5, 0.6], diverged=[3], scaled=SLOW.scaled)
+ALL = {"slow": SLOW, "quick": QUICK, "never": NEVER}
+
+Cells = list[CellResults]
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
+    return measured(tmp_path_factory.mktemp("study"), ALL)
+
+
+def with_seeds(cells: Cells, change: Callable[[str, Result], Result | None]) -> Cells:
+    """Return the cells with other seeds; None leaves one out."""
+    found = []
+    for cell in cells:
+        seeds = (change(cell.cell.variant, run) for run in cell.seeds)
+        found.append(replace(cell, seeds=tuple(run for run in seeds if run is not None)))
+    return found
+
+
+def test_the_policy_of_the_lowest_cost_leads(cells: Cells) -> None:
+    found = rank(cells, by="cost", target=0.9)
+    quick, slow, never = found.ranked
+    assert [one.policy for one in found.ranked] == ["quick", "slow", "never"]
+    assert found.recommended is quick
+    # one of two comparisons
+    ends = stats.ttest_rel(np.log([9, 10, 11]), np.log([4, 5, 6])).confidence_interval(0.975)
+    mean = (9 * 10 * 11 / (4 * 5 * 6)) ** (1 / 3)
+    assert slow.against == pytest.approx((mean, np.exp(ends.low), np.exp(ends.high), 3))
+    assert not found.level
+    assert (never.known, never.against) == ({}, None)
+
+
+def test_the_policy_of_the_highest_accuracy_leads_by_pairs_of_seeds(cells: Cells) -> None:
+    found = rank(cells, by="accuracy")
+    assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
+    against = found.ranked[1].against
+    assert against is not None
+    test = stats.ttest_rel(SLOW.top1, QUICK.top1).confidence_interval(0.975)
+    assert against[1:3] == pytest.approx((test.low, test.high))
+
+
+def test_the_policy_that_depends_least_on_the_rate_is_the_most_robust(cells: Cells) -> None:
+    found = rank(cells, by="robustness")
+    assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
+    scales = (0.25, 0.5, 1.0, 2.0, 4.0)
+    tops = [{1.0: one.top1[0], **one.scaled} for one in (SLOW, QUICK)]
+    areas = [np.trapezoid([one[scale] for scale in scales], np.log2(scales)) / 4 for one in tops]
+    assert [one.scores[1] for one in found.ranked[:2]] == pytest.approx(areas)
+    assert found.doubts  # one seed
+
+
+def test_the_schedule_can_be_pasted_into_a_recipe(cells: Cells) -> None:
+    *_, shown = draw("tiny", cells, targets=[0.9]).sections[1].parts
+    assert isinstance(shown, Code)
+    assert "quick" in shown.name
+    text = Path("recipes/quickstart/digits_96.yaml").read_text()
+    before, _, rest = text.partition("\nschedule:")
+    after = rest[re.search(r"\n(?=\w)", rest).start() :]  # type: ignore[union-attr]
+    recipe = parse_recipe(before + "\n" + shown.text + after, source="pasted")
+    (own,) = (one.cell for one in cells if one.cell.variant == "quick")
+    assert recipe.schedule == own.recipe_of(Slot(name="seed-1", seed=1), 0.5).schedule
+    assert recipe.schedule.peak_lr == 0.5
+
+
+def by_accuracy(cells: Cells, top1: Mapping[str, Sequence[float]]) -> Cells:
+    return with_seeds(
+        cells, lambda name, run: replace(run, top1=top1.get(name, [run.top1] * 3)[run.seed - 1])
+    )
+
+
+def test_few_seeds_are_a_doubt(cells: Cells) -> None:
+    two = with_seeds(cells, lambda _, run: run if run.seed < 3 else None)
+    found = rank(two, by="cost", target=0.9)
+    assert found.first is not None
+    assert found.first.policy == "quick"
+    assert found.recommended is None
+    one = with_seeds(cells, lambda _, run: run if run.seed < 2 else None)
+    assert [each.policy for each in rank(one, by="cost", target=0.9).level] == ["slow"]
+
+
+def test_policies_within_the_noise_are_in_no_order(cells: Cells) -> None:
+    top1 = {"slow": [0.95, 0.94, 0.96], "quick": [0.94, 0.96, 0.96], "never": [0.5] * 3}
+    found = rank(by_accuracy(cells, top1), by="accuracy")
+    assert [one.policy for one in found.level] == ["slow"]
+    assert found.recommended is None
+
+
+def missing(cells: Cells, misses: Mapping[str, Collection[int]]) -> Cells:
+    """Return the cells with seeds that did not reach the target, by policy."""
+    return with_seeds(
+        cells,
+        lambda name, run: replace(run, evaluations=()) if run.seed in misses.get(name, ()) else run,
+    )
+
+
+def test_the_policy_that_more_seeds_bring_to_the_target_leads(cells: Cells) -> None:
+    found = rank(missing(cells, {"quick": [2, 3]}), by="cost", target=0.9)
+    assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
+    assert [one.policy for one in found.level] == ["quick"]  # of one pair nothing is sure
+    nothing = rank(cells, by="cost", target=0.99)
+    assert nothing.first is None
+    assert nothing.doubts
+
+
+def test_diverged_seeds_put_a_policy_last_unless_all_have_them(cells: Cells) -> None:
+    top1 = {"slow": (0.95, 0.94, 0.1), "quick": (0.94, 0.95, 0.1), "never": (0.94, 0.95, 0.1)}
+    once = with_seeds(
+        by_accuracy(cells, top1),
+        lambda _, run: replace(run, diverged="the loss is nan") if run.seed == 3 else run,
+    )
+    found = rank(once, by="accuracy")
+    assert all(one.is_level for one in found.ranked[1:])
+    assert found.doubts
+    assert not rank(cells, by="accuracy").ranked[-1].is_level
+
+
+def test_what_is_missing_is_a_doubt(cells: Cells) -> None:
+    unfinished = [replace(one, finished=one.cell.variant != "slow") for one in cells]
+    assert "slow" in rank(unfinished, by="cost", target=0.9).doubts[0]
+    assert rank(with_seeds(cells, lambda *_: None), by="cost", target=0.9).doubts
+    assert rank(cells[1:2], by="cost", target=0.9).doubts
+    assert rank([replace(one, scaled=()) for one in cells], by="robustness").doubts
+    at_an_end = with_seeds(cells, lambda _, run: replace(run, rate=0.2))
+    assert [each for each in rank(at_an_end, by="cost", target=0.9).doubts if "lowest" in each]
+
+
+def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
+    page = draw("tiny", cells, targets=[0.9])
+    table = page.sections[0].parts[0]
+    assert isinstance(table, Table)
+    found = {column.title: list(column.values) for column in table.columns}
+    assert found["Policy"] == ["slow", "quick", "never"]
+    assert found["Top-1, %"] == pytest.approx([95.67, 92.17, 53.33], abs=0.01)
+    assert found["Updates to 90 %"][:2] == pytest.approx([10, 5])
+    assert found["reached 90 %"] == ["3 of 3", "3 of 3", "0 of 3"]
+    assert found["peak_lr"] == [0.5] * 3
+    assert found["Worst drop, points"] == pytest.approx([35.0, 81.0, 0.0], abs=0.01)
+    assert found["Diverged"] == [0, 0, 1]
+    assert len(page.sections[1].parts) == 4 + 1
+    assert "<svg" in page.html()
