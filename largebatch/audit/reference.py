@@ -20,7 +20,6 @@ from largebatch.audit.restoring import Snapshot, generators_of
 from largebatch.audit.subject import Subject
 from largebatch.models.wrappers import device_of
 
-LossFunction = Callable[[Any, Any], Tensor]
 Gradients = list[Tensor | None]
 
 _FP16_SCALE = 1024.0
@@ -167,7 +166,7 @@ def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 --
 
 
 def _samples_of(
-    loss_fn: LossFunction,
+    loss_fn: Callable[[Any, Any], Tensor],
     logits: Any,  # noqa: ANN401 -- as the model returns them
     labels: Any,  # noqa: ANN401 -- as the loader has them
     loss: Tensor,
@@ -201,7 +200,7 @@ def _samples_of(
     )
 
 
-def option_of(loss_fn: LossFunction, name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
+def option_of(loss_fn: Callable[[Any, Any], Tensor], name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
     """Return an attribute of a loss, or a keyword of its `partial`."""
     return getattr(loss_fn, name, getattr(loss_fn, "keywords", {}).get(name, default))
 
