@@ -16,7 +16,6 @@ from typing import Any, get_args
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from largebatch import accelerator
 from largebatch.audit import norms
 from largebatch.audit.evaluation import check_evaluation
 from largebatch.audit.findings import Finding, Findings, Level, fault, fine, note, unknown
@@ -116,8 +115,7 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
 
 def _check_world(ranks: Ranks) -> Finding:
     """Compare the number of connected workers with the variables of launchers."""
-    local, hosts = ranks.backend.local_size, ranks.gather(socket.gethostname())
-    size, idle = plural(ranks.size, "worker"), accelerator.count() - local
+    hosts, size = ranks.gather(socket.gethostname()), plural(ranks.size, "worker")
     started = {"launcher": launched_size(), "command srun": slurm_tasks()}
     what, most = max(started.items(), key=lambda it: it[1])
     if most > ranks.size:
@@ -125,10 +123,6 @@ def _check_world(ranks: Ranks) -> Finding:
         remedy = "initialise the process group from the launcher's variables: init_process_group "
         remedy += "with env://, or hvd.init, and torchrun with --nnodes and a --rdzv-endpoint"
         return fault("world size", text, remedy, float(most))
-    if idle > 0:
-        text = f"{size} connected; {local} on a machine where each sees {local + idle} GPUs"
-        remedy = f"start {local + idle} workers on each machine, or ignore this if that is meant"
-        return note("world size", text, remedy, float(idle))
     text = f"{size} on {plural(len(set(hosts)), 'host')}, as launched"
     return fine("world size", text, figure=float(ranks.size))
 
@@ -169,7 +163,6 @@ def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the argu
 
 
 def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
-    """Make an update with a batch."""
     subject.optimizer.zero_grad()
     subject.loss_on(subject.model, batch)[0].backward()
     subject.optimizer.step()

@@ -108,11 +108,9 @@ def _check_samples(
 def _coverage(readings: Readings, world_size: int) -> Finding:
     size, never, twice = readings.size, readings.never, readings.twice
     if readings.everything:
-        text = f"every worker reads all {plural(size, 'sample')}"
-        return fine("evaluation samples", text)
+        return fine("evaluation samples", f"every worker reads all {plural(size, 'sample')}")
     if not never and not twice:
-        text = f"each of {plural(size, 'sample')} is read once"
-        return fine("evaluation samples", text)
+        return fine("evaluation samples", f"each of {plural(size, 'sample')} is read once")
     moves = max(twice / max(1, size + twice), never / max(1, size))
     text = (
         f"{plural(size, 'sample')}: {never:,} never read, {twice:,} read again"

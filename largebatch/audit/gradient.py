@@ -238,7 +238,6 @@ class _Comparison:
         )
 
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Clip the exact gradient of a parameter as the script clipped its own."""
         for clip in self.update.clips:
             if id(parameter) not in clip.lengths:
                 continue
@@ -460,7 +459,6 @@ class _Comparison:
         return None
 
     def _scale(self, exact: Fit) -> Finding:
-        """Name the cause of a gradient that is a multiple of the exact one."""
         batch = self.samples / sum(map(len, self.counts))
         causes = causes_of(
             exact.scale,

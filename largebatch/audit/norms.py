@@ -85,8 +85,7 @@ def check_momentum(
     most, momentum = max(moved), layers_of(model)[0].momentum
     if most <= 1.5 or momentum is None:
         return []
-    why = "once per micro-batch" if most <= 1.5 * micros else "more than once per micro-batch"
-    text = f"running statistics move {most:.3g} times per update, {why}: a momentum of "
+    text = f"running statistics move {most:.3g} times per update: a momentum of "
     text += f"{momentum:g} acts as {1 - (1 - momentum) ** most:.3g}"
     remedy = "for the same average over updates set momentum to "
     remedy += f"{1 - (1 - momentum) ** (1 / most):.3g}"

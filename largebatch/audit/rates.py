@@ -106,7 +106,6 @@ def _peak(optimizer: Optimizer, measured: Sequence[float]) -> float | None:
 def _check_base(
     peak: float | None, batch: int, base: tuple[int, float], optimizer: Optimizer
 ) -> Finding:
-    """Compare a peak rate with the linear and the square-root rule from `base`."""
     if peak is None:
         text = "the rate rises in these updates, so its peak is not known"
         remedy = "give rate= (the rate by update) and epochs= to compare its peak"
@@ -125,8 +124,7 @@ def _check_base(
     if min(linear, root) / _MARGIN <= peak <= max(linear, root) * _MARGIN and not unscaled:
         return fine("rate for the batch", text, figure=peak / linear)
     rule, value = ("square-root", root) if adaptive else ("linear", linear)
-    remedy = "the rate did not grow with the batch: " * unscaled
-    remedy += f"try {three_digits(value)} ({rule} rule) with a warm-up"
+    remedy = f"try {three_digits(value)} ({rule} rule) with a warm-up"
     return note("rate for the batch", text, remedy, peak / linear)
 
 
@@ -176,7 +174,6 @@ def _check_warm_up(rates: Sequence[float], updates_an_epoch: float, growth: floa
 
 
 def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
-    """Count normalisation parameters and biases that have weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = {p for p in trained if p.ndim <= 1} | norm_parameters(model)
     decayed = {

@@ -339,7 +339,6 @@ class Recorder:
 
 
 def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
-    """Return the lengths of the tensors' gradients, by the tensors' identities."""
     return {id(it): 0.0 if it.grad is None else float(it.grad.norm()) for it in tensors}
 
 

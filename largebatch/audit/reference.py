@@ -129,7 +129,6 @@ class _NotRecomputed:
 
 
 def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) -> _Pass:
-    """Return gradients of the mean loss, the number of samples, and the script's loss."""
     model, device = subject.inner, device_of(subject.inner)
     micro.restore_random()
     with torch.no_grad():

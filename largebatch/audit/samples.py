@@ -40,8 +40,6 @@ _SMALL_PART = 0.01
 """Part of an epoch that `drop_last` may leave out without a note: an epoch's order changes, so each
 sample misses one epoch in 100 at most."""
 
-_NO_LENGTH = "give the audit a DataLoader whose data set has a length"
-
 Numbers = npt.NDArray[np.int64]
 
 _PASS_ON = INNER_LOADERS[:2]
@@ -246,11 +244,8 @@ def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
         remedy = "nothing if the sampler leaves them out on purpose; else read the rest too"
         return note("samples", text, remedy, share)
     if never > most or twice > (world_size - 1 if never else most):
-        remedy = "divide one permutation: the same seed, epoch and subset on all workers"
-        if readings.held is None:
-            remedy = "list the same files in the same order on all workers: sorted(...)"
-        elif not twice:
-            remedy = "divide once: keep DistributedSampler, or what the library divides"
+        remedy = "divide once one permutation of the same list of samples: the same seed, epoch, "
+        remedy += "subset and order of files on all workers"
         return fault("samples", text, remedy, share if never else float(twice))
     if never <= _SMALL_PART * size and twice < world_size:
         return fine("samples", text)
@@ -309,7 +304,8 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
     everyone = ranks.gather(ranks.attempt("samples", "the loader", read))
     number = min(map(len, everyone))
     if number == 0 or ranks.size == 1:
-        return unknown("samples", problem, _NO_LENGTH)
+        remedy = "give the audit a DataLoader whose data set has a length"
+        return unknown("samples", problem, remedy)
     most = max(Counter(tuple(own[:number]) for own in everyone).values())
     words, base = plural(number, "batch", "batches"), torch_loader(subject.loader)
     again = max(len(own) - len(set(own)) for own in everyone)
