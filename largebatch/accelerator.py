@@ -1,8 +1,4 @@
-"""The GPU of any vendor: the only module that calls `torch.accelerator`.
-
-`torch.accelerator` serves NVIDIA, AMD and Intel GPUs with the same calls. Code that needs CUDA
-itself lives elsewhere: DALI, apex and NCCL.
-"""
+"""The GPU of any vendor (NVIDIA, AMD, Intel): the only module that calls `torch.accelerator`."""
 
 import logging
 from collections.abc import Callable
@@ -70,16 +66,12 @@ def uuid(device: torch.device) -> str | None:
     """Return the unique identifier of an accelerator; None if it has none."""
     if not is_remote(device):
         return None
-    properties = torch.get_device_module(device).get_device_properties(device)
-    value = getattr(properties, "uuid", None)
+    value = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
     return None if value is None else str(value)
 
 
 def visible_devices_variable() -> str:
-    """Return the environment variable that selects the GPUs visible to a process.
-
-    AMD GPUs obey CUDA_VISIBLE_DEVICES too.
-    """
+    """Return the variable that selects a process's GPUs; AMD's obey CUDA_VISIBLE_DEVICES too."""
     device = kind()
     is_intel = device is not None and device.type == "xpu"
     return "ZE_AFFINITY_MASK" if is_intel else "CUDA_VISIBLE_DEVICES"
@@ -130,10 +122,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def usage(device: torch.device) -> tuple[float, float]:
-    """Return a GPU's utilization in percent and its memory in use in bytes.
-
-    A value is NaN if the vendor's library, such as NVML, does not report it.
-    """
+    """Return a GPU's utilization in percent and its memory in use in bytes; NaN if unknown."""
     values = [float("nan")] * 2
     if is_remote(device):
         module = torch.get_device_module(device)

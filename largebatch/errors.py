@@ -17,10 +17,8 @@ LONGEST_NAME = 100
 def shorten(words: Sequence[str], *, most: int = SHOWN, between: str = ", ") -> str:
     """Join the first `most` words of a list for a message.
 
-    >>> shorten(["cat", "dog", "yak"], most=2)
-    'cat, dog, ...'
-    >>> shorten([])
-    'nothing'
+    >>> shorten(["cat", "dog", "yak"], most=2), shorten([])
+    ('cat, dog, ...', 'nothing')
     """
     return between.join([*words[:most], *["..."] * (len(words) > most)]) or "nothing"
 
@@ -35,11 +33,7 @@ def clip(text: str, most: int) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    r"""Return the first line of an error's message, or its type if it has none.
-
-    >>> reason_of(ValueError("bad value\nand details")), reason_of(KeyError())
-    ('bad value', 'KeyError')
-    """
+    """Return the first line of an error's message, or its type if it has none."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -113,27 +107,16 @@ class DesynchronizedError(LargebatchError):
     """The workers' weights are not bit-identical, as they must be."""
 
 
-class TrackerError(LargebatchError):
-    """A tracker cannot be reached, or is not set up correctly."""
-
-
 class DivergedError(LargebatchError):
     """The training loss is not a finite number."""
 
 
 class UnusedParametersError(LargebatchError, ValueError):
-    """A model has parameters that its loss does not depend on.
-
-    This is also a ValueError, because from Python the model is an argument.
-    """
+    """A model has parameters that its loss does not depend on."""
 
 
 class MissingPackageError(LargebatchError):
-    """An optional package is required but not installed.
-
-    >>> print(MissingPackageError("wandb", purpose="tracking", install="pip install wandb"))
-    tracking needs wandb, which is not installed; install it with: pip install wandb
-    """
+    """An optional package is required but not installed."""
 
     def __init__(self, package: str, *, purpose: str, install: str) -> None:
         super().__init__(
@@ -142,10 +125,7 @@ class MissingPackageError(LargebatchError):
 
 
 class PeerLostError(Exception):
-    """Another worker exited during a collective operation.
-
-    That worker's traceback shows the cause; for this error the command line prints one line.
-    """
+    """Another worker exited during a collective operation; its traceback shows the cause."""
 
 
 class PeerSilentError(PeerLostError):

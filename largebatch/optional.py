@@ -38,9 +38,8 @@ def require_torchvision() -> ModuleType:
     """Import torchvision, even if its compiled operators do not match the installed torch.
 
     Call this before importing anything that needs it, such as timm. torchvision built against a
-    CUDA torch cannot load its extension with a CPU-only torch, and `import torchvision` then
-    fails over two detection operators that nothing here calls. Declaring their schemas makes the
-    Python part work; nothing is declared if torchvision imports normally.
+    CUDA torch fails with a CPU-only torch over two detection operators that nothing here calls.
+    Declaring their schemas makes the Python part work.
     """
     try:
         return _import("torchvision", "torchvision", "reading images and building timm's models")
@@ -59,10 +58,7 @@ def torchvision_lacks_operators() -> bool:
 
 
 def require_timm() -> ModuleType:
-    """Import timm without W&B.
-
-    timm imports W&B for a log that is not used here; that import takes a tenth of a worker's start.
-    """
+    """Import timm without W&B, which takes a tenth of a worker's start and is not used."""
     require_torchvision()
     absent = cast("ModuleType", None)  # makes `import wandb` raise ImportError
     hides = sys.modules.setdefault("wandb", absent) is None
@@ -147,10 +143,7 @@ def require_muon() -> ModuleType:
 
 @cache
 def _declare_operators() -> "Library":
-    """Declare the operators that torchvision extends on import without checking for them.
-
-    The declarations live as long as the returned object, which the cache keeps alive.
-    """
+    """Declare torchvision's operators, as long as the returned object lives, in the cache."""
     from torch.library import Library
 
     library = Library("torchvision", "FRAGMENT")

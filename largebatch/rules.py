@@ -1,8 +1,7 @@
 """Tables of rules: each row is a condition with its numbers, a text, a remedy and a link.
 
-The causes of a bad run, the sources of a suggested recipe and the recommendation of a study are
-such tables. A rule is data, so that what is checked, in which order and what explains what can be
-read in one place, and a terminal, a page and a test show the same numbers.
+A rule is data, so that what is checked, in which order and what explains what can be read in one
+place, and a terminal, a page and a test show the same numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence

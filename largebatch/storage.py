@@ -1,7 +1,6 @@
 """Atomic writes, checksums, the cache folder, and retries of failed reads."""
 
 import errno
-import fcntl
 import functools
 import logging
 import os
@@ -29,15 +28,7 @@ PART = 256
 PAUSES = (0.1, 1.0, 5.0)
 """Seconds before each retry of a failed read, here and in a run."""
 
-OF_THE_FILE = (
-    errno.EACCES,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ENXIO,
-    errno.EPERM,
-)
+OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EPERM)
 """Error numbers that a retry cannot change: permissions, links and file types."""
 
 CHUNK = 2**18
@@ -100,7 +91,12 @@ def whole_path(path: Path) -> Iterator[Path]:
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # not supported by every file system
+                os.fsync(folder)
+        finally:
+            os.close(folder)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -114,24 +110,14 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 def remove_leftovers(*folders: Path) -> None:
     """Remove the partial files of killed writers; no writer may be active in these folders."""
-    for folder in folders:
-        for path in find_leftovers(folder):
-            path.unlink(missing_ok=True)
+    for path in (each for folder in folders for each in find_leftovers(folder)):
+        path.unlink(missing_ok=True)
 
 
 def find_leftovers(folder: Path) -> Iterator[Path]:
     """Yield the partial files in a folder, ours and those of safetensors' writer."""
     yield from folder.glob(f".*{_PARTIAL}")
     yield from folder.glob(".tmp??????")
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not supported by every file system
-            os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:
@@ -141,11 +127,7 @@ def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:
 
 
 def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
-    """Return True if a file ends with the checksum of `begin` and of the bytes before it.
-
-    The file is read, not mapped: on a failing disk a read raises OSError while a mapping kills the
-    process.
-    """
+    """Return True if a file ends with the checksum of `begin` and of the bytes before it."""
     with path.open("rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size - CHECKSUM_BYTES
         sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
@@ -187,35 +169,15 @@ def new_folder(out: Path) -> Iterator[Path]:
     require_new(out)
     partial = out.with_name(f".{out.name}{_PARTIAL}")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
-            for leftover in partial.iterdir():  # of a killed process
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            try:
-                yield partial
-                partial.rename(out)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     except OSError as error:
         raise DataError(
             f"{out}: cannot be written ({error.strerror}); make room or choose another place"
         ) from error
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder; the system releases it when the process ends, even if killed."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{folder}: another process is writing there; wait until it ends"
-            ) from None
-        except OSError as error:
-            _LOG.warning("%s: this file system has no locks (%s)", folder, error.strerror)
-        yield
-    finally:
-        os.close(opened)

@@ -13,7 +13,6 @@ POLISHING = (
     "polish/moments.py",
     "polish/statistics.py",
     "training/averages.py",
-    "training/stages/train.py",
     "training/state.py",
 )
 

@@ -1,7 +1,5 @@
 """Atomic files and folders, and leftovers of killed writers."""
 
-import fcntl
-import os
 from pathlib import Path
 
 import pytest
@@ -60,21 +58,6 @@ def test_leftovers_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -
         (folder / "new").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
-
-
-def test_a_folder_in_use_by_another_process_is_not_changed(tmp_path: Path) -> None:
-    theirs = tmp_path / ".out.partial"
-    theirs.mkdir()
-    (theirs / "half").write_text("theirs")
-    opened = os.open(theirs, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        refused = pytest.raises(DataError, match="another process is writing there")
-        with refused, new_folder(tmp_path / "out"):
-            pass
-    finally:
-        os.close(opened)
-    assert (theirs / "half").read_text() == "theirs"
 
 
 def test_only_partial_files_are_leftovers(tmp_path: Path) -> None:

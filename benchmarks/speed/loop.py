@@ -31,8 +31,7 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import Spans, with_span
-from largebatch.training.loop import step_seeds, train
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy, step_seeds, train
 
 RATE = 1e-3
 

@@ -56,8 +56,7 @@ from largebatch.models.fusion import pair
 from largebatch.optim.lars import LARS
 from largebatch.optional import require_timm
 from largebatch.recipe.choices import Compile
-from largebatch.training.loop import step_seeds, train
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy, step_seeds, train
 
 LR, MOMENTUM, DECAY, SMOOTHING = 0.1, 0.9, 5e-5, 0.1
 LOG_INTERVAL = 50

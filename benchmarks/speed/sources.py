@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "largebatch"
 _BATCHNORM = ("models/batchnorm.py", "models/batchnorm_functional.py")
 _KERNELS = ("models/fusion.py", "models/kernels")
 _LARS = ("optim/kernels", "optim/lars.py")
-_UPDATE = ("distributed/reducer.py", *_BATCHNORM, "training/loop.py", "training/loss.py")
+_UPDATE = ("distributed/reducer.py", *_BATCHNORM, "training/loop.py")
 _INPUT = ("data/augment.py", "data/decoders", "data/pipeline.py")
 
 MEASURED = {

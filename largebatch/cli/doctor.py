@@ -12,7 +12,7 @@ from largebatch import optional
 from largebatch.cli.printing import print_rows
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import aligned, plural
+from largebatch.formatting import aligned
 from largebatch.runs.options import Given, Workers
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def doctor(*, network: bool = False, options: Annotated[Workers, Given] = Worker
     """Check the installation, or measure the network between hosts.
 
     Args:
-        network: Measure the network between the workers and between their hosts.
+        network: Measure the network between the workers.
     """
     if not network:
         for name, finding in examine():
@@ -77,7 +77,7 @@ def examine() -> Iterator[tuple[str, str]]:
 
 
 def examine_network(backend: "Backend") -> Iterator[str]:
-    """Yield the time of sums over all workers, and over every two hosts.
+    """Yield the time of sums over all workers.
 
     Raises LargebatchError for a single worker.
     """
@@ -89,19 +89,12 @@ def examine_network(backend: "Backend") -> Iterator[str]:
             "doctor --network measures between workers, and there is only one; start it as a run "
             "is started, by launch/*.sh, torchrun, horovodrun, srun or with --workers N"
         )
-    found = measure_network(backend)
-    hosts = plural(len(found.hosts), "host")
-    yield f"{hosts}, {workers} workers of {backend.name} on {backend.device.type}"
-    rows = [("sum over", "KiB", "ms", "MB/s", "")]
-    for size, seconds in found.seconds.items():
+    yield f"{workers} workers of {backend.name} on {backend.device.type}"
+    rows = [("sum of KiB", "ms", "MB/s")]
+    for size, seconds in measure_network(backend).items():
         rate = bandwidth(size, workers=workers, seconds=seconds)
-        rows.append(("all", f"{size // 1024:,}", f"{1e3 * seconds:,.2f}", f"{rate / 1e6:,.0f}", ""))
-    for pair in found.pairs:
-        remark = "slow" if pair in found.slow_pairs else ""
-        rows.append((" - ".join(pair.hosts), "", "", f"{pair.bandwidth / 1e6:,.0f}", remark))
-    yield aligned(rows, right=(1, 2, 3))
-    for host in found.slow_hosts:
-        yield f"{host} is slow with both of its neighbours: look at its network, or leave it out"
+        rows.append((f"{size // 1024:,}", f"{1e3 * seconds:,.2f}", f"{rate / 1e6:,.0f}"))
+    yield aligned(rows, right=(0, 1, 2))
 
 
 def _outcome(package: str, use: Callable[[], object]) -> str:

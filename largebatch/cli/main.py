@@ -32,7 +32,6 @@ from largebatch.distributed.environment import (
     LAUNCHER,
     configure_libraries,
     join_slurm,
-    noting_start,
     own_rank,
     require_alone,
 )
@@ -135,8 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER
     configure_libraries()
     try:
-        with noting_start(of_process=argv is None):
-            code = _call(words)
+        code = _call(words)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():

@@ -69,11 +69,6 @@ class Pipeline:
         return self.val_index.classes
 
     @property
-    def unusable(self) -> int:
-        """Number of images left out by `data index --drop-bad`."""
-        return sum(len(index.bad) for index in self._indexes().values())
-
-    @property
     def remarks(self) -> list[str]:
         """Remarks about the images, logged at the start of a run: the ignored files."""
         described = (describe(index.ignored, where=w) for w, index in self._indexes().items())

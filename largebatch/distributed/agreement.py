@@ -27,7 +27,7 @@ def require_agreement(
 ) -> None:
     """Raise MismatchError on every worker unless all of them have the same facts.
 
-    If they do, this is one all-reduce of 512 bytes. `device` is the device of the group's tensors.
+    If they do, this is one all-reduce of 512 bytes. `device` is that of the group's tensors.
     """
     if group.world_size == 1:
         return
@@ -73,15 +73,14 @@ def require_same(facts: Sequence[Mapping[str, Any]], *, remedy: str = _REMEDY) -
             value = json.dumps(own.get(key), ensure_ascii=False, sort_keys=True)
             ranks.setdefault(value, []).append(str(rank))
         if len(ranks) > 1:
-            different.append(f"{key}: {_describe(ranks)}")
-    if not different:
-        return
-    if len(different) == 1:
-        raise MismatchError(f"workers disagree on {different[0]}; {remedy}")
-    raise MismatchError(
-        f"workers disagree on {len(different)} values; {remedy}\n  "
-        + shorten(different, between="\n  ")
-    )
+            values = [
+                f"{value} on worker{'s' if len(workers) > 1 else ''} {shorten(workers)}"
+                for value, workers in ranks.items()
+            ]
+            different.append(f"{key}: {shorten(values, between=' and ')}")
+    if different:
+        shown = shorten(different, between="\n  ")
+        raise MismatchError(f"workers disagree on {shown}; {remedy}")
 
 
 def require_same_bits(
@@ -161,14 +160,6 @@ def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
             yield from _flatten(value, f"{above}{key}.")
         elif value is not None:
             yield f"{above}{key}", value
-
-
-def _describe(ranks: Mapping[str, list[str]]) -> str:
-    values = [
-        f"{value} on worker{'s' if len(workers) > 1 else ''} {shorten(workers)}"
-        for value, workers in ranks.items()
-    ]
-    return shorten(values, between=" and ")
 
 
 def _tensor(content: bytes, device: torch.device) -> Tensor:

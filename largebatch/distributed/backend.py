@@ -63,8 +63,8 @@ class Backend(Group, Protocol):
     def split(self, parts: Sequence[Sequence[int]]) -> Group:
         """Divide the workers into groups, given by their ranks, and return this worker's group.
 
-        Every worker is in exactly one part, in rising order; its rank in the group is its position
-        there. A group must be used by one thread only; another thread creates its own.
+        Every worker is in exactly one part, in rising order. A group must be used by one thread
+        only.
         """
 
     def started(self) -> None:
@@ -88,7 +88,7 @@ def sum_over_workers(tensor: Tensor, backend: Backend) -> None:
 def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> list[int]:
     """Return the part that contains `rank`; raise ValueError if the parts are not a partition.
 
-    Both libraries number the workers of a group in rising order, so no other order is accepted.
+    Both libraries number the workers of a group in rising order.
 
     >>> own_part([[0, 2], [1, 3]], rank=3, world_size=4)
     [1, 3]
@@ -102,14 +102,10 @@ def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> l
     return next(list(part) for part in parts if rank in part)
 
 
-def on_cpu() -> str:
-    """Return how to compute without accelerators, as part of a message."""
-    return f"set {accelerator.visible_devices_variable()}= to compute on the CPU"
-
-
 def remedy() -> str:
     """Return what to do about too few accelerators, as part of a message."""
-    return f"start as many workers as GPUs, or {on_cpu()}"
+    hide = accelerator.visible_devices_variable()
+    return f"start as many workers as GPUs, or set {hide}= to compute on the CPU"
 
 
 def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> torch.device:
@@ -128,9 +124,3 @@ def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> 
     if local_size > number:
         raise BackendError(f"{local_size} workers on a machine with {number} GPU; {remedy()}")
     return accelerator.choose(local_rank)
-
-
-def identify(device: torch.device) -> str | None:
-    """Return a unique name of this device among all machines, or None if it has none."""
-    unit = accelerator.uuid(device)
-    return None if unit is None else f"GPU {unit}"

@@ -104,12 +104,11 @@ def broadcast_bytes(content: bytes | None, backend: Backend) -> bytes:
     size = torch.tensor([len(content or b"")], device=backend.device)
     backend.broadcast(size)
     length = int(size.item())  # sync: once, before training
-    buffer = torch.zeros(length, dtype=torch.uint8)
-    if content:
-        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    buffer = buffer.to(backend.device)
-    if length:
-        backend.broadcast(buffer)
+    sent = bytearray(content or length)
+    if not length:
+        return b""
+    buffer = torch.frombuffer(sent, dtype=torch.uint8).to(backend.device)
+    backend.broadcast(buffer)
     if content is not None:
         return content
     return buffer.cpu().numpy().tobytes()  # sync: once, before training

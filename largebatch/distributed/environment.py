@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from largebatch.errors import BackendError
@@ -19,9 +18,6 @@ _Default = TypeVar("_Default")
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
 """Environment variable with the process that started a local worker."""
-
-_STARTED = "LARGEBATCH_STARTED"
-"""Environment variable with the start of the command, in seconds since 1970."""
 
 LOST = 3
 """Exit code of a worker that lost another worker."""
@@ -38,8 +34,6 @@ _LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI, srun --mpi=pmi2
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),  # jsrun
 )
 """Variables with the rank of a worker and the number of workers; of several launchers around a
 process the first with several workers counts, and one without their number last."""
@@ -102,12 +96,6 @@ def launched() -> Launched | None:
     if rank is None or tasks < 2:
         return None
     return Launched(rank, tasks, _SLURM_RANK, f"{tasks} tasks of srun")
-
-
-def launched_rank() -> int | None:
-    """Return this process's rank if a launcher started it as one of several workers, else None."""
-    found = launched()
-    return None if found is None else found.rank
 
 
 def launched_size() -> int:
@@ -182,8 +170,8 @@ def _first_host(hosts: str) -> str:
 
 def worker_rank() -> int | None:
     """Return this process's rank if it is one of several workers, else None."""
-    joined = _joined()
-    return launched_rank() if joined is None else joined[0]
+    joined, found = _joined(), launched()
+    return joined[0] if joined else found.rank if found else None
 
 
 def own_rank() -> int:
@@ -218,41 +206,6 @@ def _joined() -> tuple[int, int] | None:
 
 
 @contextmanager
-def noting_start(*, of_process: bool) -> Iterator[None]:
-    """Record the start of a command, now or at the start of this process, for it and its workers.
-
-    A worker started by another launcher does not know the command's start.
-    """
-    if LAUNCHER in os.environ or launched_rank() is not None:
-        yield
-        return
-    before = os.environ.get(_STARTED)
-    os.environ[_STARTED] = str(time.time() - (_process_seconds() if of_process else 0.0))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_STARTED]
-        else:
-            os.environ[_STARTED] = before
-
-
-def command_started() -> float | None:
-    """Return the start of the command in seconds since 1970; None if there is no command."""
-    start = os.environ.get(_STARTED)
-    return float(start) if start else None
-
-
-def _process_seconds() -> float:
-    """Return the seconds since this process was started; 0 if the system does not record it."""
-    try:
-        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:  # macOS has no /proc; in a container it may be hidden
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
     """Make Ctrl-C end this process at once, while it imports its modules.
 
@@ -269,9 +222,8 @@ def ended_by_ctrl_c() -> Iterator[None]:
 def configure_libraries() -> None:
     """Make waiting OpenMP threads sleep and hide warnings of C++, unless the user chose otherwise.
 
-    By default GNU's library makes threads spin for a while, which takes time from other processes
-    and workers, and PyTorch's store prints a C++ traceback for bytes that are not its clients'.
-    This has an effect only before PyTorch is imported, and on child processes.
+    By default GNU's library makes threads spin, which takes time from other workers. This has an
+    effect only before PyTorch is imported, and on child processes.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,8 +1,5 @@
 """Horovod: its collective operations, without its optimizer.
 
-The workers are started by --workers, horovodrun or mpirun; a process started alone is a group of
-one.
-
 Horovod matches operations by name: all workers must use the same name, a name may not be in use
 twice at the same time, and a repeated name with the same type and shape skips the negotiation.
 Horovod's default names never repeat. Here a name is the type and shape of the tensor and the lowest
@@ -23,7 +20,7 @@ from torch import Tensor
 from largebatch import accelerator
 from largebatch.distributed.agreement import require_agreement
 from largebatch.distributed.backend import own_part, pick_device
-from largebatch.distributed.environment import STARTING, TIMEOUT_SECONDS, Launched, launched
+from largebatch.distributed.environment import STARTING, TIMEOUT_SECONDS, launched
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
@@ -33,10 +30,8 @@ _SETTINGS = {
 }
 """Environment variables set when the backend is opened, unless the user has set them."""
 
-_BY_TORCH = (
-    "torch.distributed connects workers of torchrun, --workers or srun --mpi=none, without Horovod"
-)
-"""Remedy where Horovod is missing or does not know the launcher."""
+
+_BY_TORCH = "torch.distributed connects those of torchrun, --workers or srun --mpi=none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +201,12 @@ def open_horovod(
         os.environ.setdefault(name, value)
     found = launched()
     try:
-        hvd = _require_horovod(found)
+        hvd = require_horovod()
         hvd.init(process_sets="dynamic" if splits else None)  # none yet: `split` adds them
+    except MissingPackageError as error:
+        if found is None:
+            raise
+        raise BackendError(f"{found.shown} in the environment: {error}; {_BY_TORCH}") from None
     except ModuleNotFoundError:  # a dependency of Horovod is missing
         raise
     except (ImportError, AttributeError) as error:  # built for another torch, or without torch
@@ -217,24 +216,15 @@ def open_horovod(
     except ValueError as error:
         raise BackendError(f"Horovod could not connect the workers: {error}") from error
     if found is not None and hvd.size() < found.size:
-        remedy = "leave --backend horovod out" if found.by == "RANK" else _BY_TORCH
         raise BackendError(
             f"{found.shown} in the environment, but Horovod connected {hvd.size()} of these "
-            f"workers: it knows those of horovodrun and of the MPI that it was built with; {remedy}"
+            "workers: it knows those of horovodrun and of the MPI that it was built with; "
+            + _BY_TORCH
         )
     backend = Horovod(hvd)
     # On the CPU: Horovod cannot sum a GPU tensor with another worker's CPU tensor.
     require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))
     return backend
-
-
-def _require_horovod(found: Launched | None) -> ModuleType:
-    try:
-        return require_horovod()
-    except MissingPackageError as error:
-        if found is None:
-            raise
-        raise BackendError(f"{found.shown} in the environment: {error}; {_BY_TORCH}") from None
 
 
 def _supports_gpus(hvd: ModuleType) -> bool:

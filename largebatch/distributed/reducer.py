@@ -8,11 +8,7 @@ ranges of their numbers, the first to send in front: small groups start early bu
 each; large groups use the bandwidth well but start late.
 
 A gradient is a view into its buffer. The first backward pass of a step creates a new tensor, which
-is copied there; the later ones add to the view. Zeroing the buffer and always adding would read and
-write the memory twice as often. A single worker needs no buffers.
-
-The libraries' own wrappers (DistributedDataParallel, hvd.DistributedOptimizer) determine the order
-at run time, and differ in their handling of accumulation.
+is copied there; the later ones add to the view. A single worker needs no buffers.
 """
 
 import math
@@ -53,28 +49,19 @@ def quadratic(sizes: Sequence[int]) -> list[range]:
 
 
 def constant(tensors: int) -> Grouping:
-    """Form groups of the same number of tensors.
-
-    >>> constant(2)([4] * 5)
-    [range(3, 5), range(1, 3), range(0, 1)]
-    """
+    """Form groups of the same number of tensors."""
     if tensors < 1:
         raise ValueError(f"a group needs at least 1 tensor, got {tensors}")
     return lambda sizes: _cut(len(sizes), repeat(tensors))
 
 
 def by_bytes(limit: float) -> Grouping:
-    """Form groups of at least `limit` bytes.
-
-    >>> by_bytes(10)([1, 20, 4, 8, 2])
-    [range(3, 5), range(1, 3), range(0, 1)]
-    """
+    """Form groups of at least `limit` bytes."""
     if limit <= 0:
         raise ValueError(f"a group needs at least 1 byte, got {limit}")
 
     def group(sizes: Sequence[int]) -> list[range]:
-        counts, number = [], 0
-        filled = 0
+        counts, number, filled = [], 0, 0
         for size in reversed(sizes):
             number, filled = number + 1, filled + size
             if filled >= limit:
@@ -128,10 +115,6 @@ class _Group:
             torch.div(self.buffer, divisor, out=self.sent)
         return workers.all_reduce(self.sent)
 
-    def receive(self, divisor: float) -> None:
-        if self.sent is not self.buffer:
-            self.buffer.copy_(self.sent).mul_(divisor)
-
 
 class Reducer:
     """Owns the gradients of a model: zero them, accumulate, and `wait` for the global sum.
@@ -145,8 +128,7 @@ class Reducer:
     gradients overflows; use 1 if the loss is already divided by the global batch, because dividing
     twice would lose small gradients. A single worker rounds too, so that a recipe computes the same
     on any number. The gradients of `exact` keep their type and are sent last, together. `measure`
-    records the squared norms of the gradients before and after the sum, for the gradient noise
-    scale, at the cost of reading the gradients of the first micro-batch and the sum once more. With
+    records the squared norms of the gradients before and after the sum, for the noise scale. With
     `copies`, the next backward pass may overwrite the memory of a gradient (CUDA graphs).
 
     backward(create_graph=True) is an error, also on one worker: gradients with a graph cannot be
@@ -225,7 +207,8 @@ class Reducer:
         under_way, self._under_way = self._under_way, []
         for group, work in zip(self._groups, under_way, strict=False):
             work.wait()
-            group.receive(self._divisor)
+            if group.sent is not group.buffer:
+                group.buffer.copy_(group.sent).mul_(self._divisor)
         missing = [name for group in self._groups for name in sorted(group.pending)]
         if missing:
             raise UnusedParametersError(
@@ -275,7 +258,17 @@ class Reducer:
         def note(weight: Tensor) -> None:
             gradient, held = weight.grad, group.held.get(name)
             assert gradient is not None
-            self._require_summable(group, name)
+            if torch.is_grad_enabled():  # in a hook of backward(create_graph=True), and only there
+                raise ValueError(
+                    f"{name} got a gradient from backward(create_graph=True), which cannot be "
+                    "summed over workers; take inner gradients by torch.autograd.grad(..., "
+                    "create_graph=True)"
+                )
+            if self._armed and name not in group.pending:
+                raise ValueError(
+                    f"{name} got a second gradient after arm, while the first is being summed; arm "
+                    "announces the last backward pass of a step"
+                )
             if held is None:
                 if keep is not None:
                     weight.grad = gradient = keep(gradient)
@@ -291,20 +284,6 @@ class Reducer:
 
         return note
 
-    def _require_summable(self, group: _Group, name: str) -> None:
-        """Raise ValueError if the new gradient cannot be part of the sum."""
-        if torch.is_grad_enabled():  # in a hook of backward(create_graph=True), and only there
-            raise ValueError(
-                f"{name} got a gradient from backward(create_graph=True), which cannot be summed "
-                "over workers; take inner gradients by torch.autograd.grad(..., create_graph=True),"
-                " which leaves those of the parameters alone, and call backward without it"
-            )
-        if self._armed and name not in group.pending:
-            raise ValueError(
-                f"{name} got a second gradient after arm, while the first is being summed; arm "
-                "announces the last backward pass of a step"
-            )
-
     def _send_complete_groups(self) -> None:
         while (sent := len(self._under_way)) < len(self._groups) and not self._groups[sent].pending:
             self._under_way.append(self._groups[sent].send(self._workers, self._divisor))
@@ -315,11 +294,17 @@ def divide(
 ) -> list[list[Named]]:
     """Divide the trained parameters into groups, the first to send in front, `exact` ones last.
 
-    Raises ValueError if two parameters have the same name, or one has two names: a parameter that a
-    model has under two names must be listed once, like in named_parameters.
+    Raises ValueError if two parameters have the same name, or one has two names.
     """
     named = list(parameters)
-    _require_one_name_each(named)
+    weights: dict[str, nn.Parameter] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, weight in named:
+        if name in weights:
+            raise ValueError(f"two parameters are named {name}: give each its own name")
+        if weight in names:
+            raise ValueError(f"one parameter is named {names[weight]} and {name}: list it once")
+        weights[name], names[weight] = weight, name
     trained = [(name, weight) for name, weight in named if weight.requires_grad]
     apart = set(exact)
     first = [(name, weight) for name, weight in trained if weight not in apart]
@@ -327,20 +312,6 @@ def divide(
     sizes = [weight.numel() * weight.element_size() for _, weight in first]
     groups = [first[numbers.start : numbers.stop] for numbers in grouping(sizes)]
     return [*groups, last] if last else groups
-
-
-def _require_one_name_each(named: Iterable[Named]) -> None:
-    weights: dict[str, nn.Parameter] = {}
-    names: dict[nn.Parameter, str] = {}
-    for name, weight in named:
-        if name in weights:
-            raise ValueError(f"two parameters are named {name}: give each its own name")
-        if weight in names:
-            raise ValueError(
-                f"one parameter is named {names[weight]} and {name}: list it once, as "
-                "named_parameters does"
-            )
-        weights[name], names[weight] = weight, name
 
 
 def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | None) -> _Group:

@@ -1,17 +1,10 @@
 """torch.distributed: NCCL on GPUs, Gloo elsewhere.
 
-The workers are started by `--workers`, torchrun or a scheduler, and described by RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Worker 0, or the launcher, serves the
-store at that address through which they find each other.
-
 A worker that is lost or silent ends the others by the timeout of their process group: Gloo raises
 an error where it is waited for, and NCCL's own watchdog ends the process.
 """
 
-import ipaddress
-import logging
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # its stubs
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its stubs
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from largebatch import accelerator
 from largebatch.distributed.agreement import require_same
-from largebatch.distributed.backend import identify, on_cpu, own_part, pick_device, remedy
+from largebatch.distributed.backend import own_part, pick_device, remedy
 from largebatch.distributed.environment import (
     GRACE_SECONDS,
     STARTING,
@@ -34,8 +28,6 @@ from largebatch.distributed.environment import (
     use_loopback,
 )
 from largebatch.errors import BackendError, MismatchError, PeerLostError, PeerSilentError
-
-_LOG = logging.getLogger(__name__)
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gather into one tensor; the name changed in torch 2.13."""
@@ -85,8 +77,7 @@ class TorchGroup:
 class RunningTorch(TorchGroup):
     """A Backend over the default process group of torch.distributed, which `close` leaves open.
 
-    Its tensors are on `device` if the group has a library for that type of device, else on a device
-    that it supports: NCCL cannot send CPU tensors.
+    Its tensors are on `device` if the group supports that, as NCCL does not for CPU tensors.
     """
 
     name = "torch"
@@ -99,7 +90,11 @@ class RunningTorch(TorchGroup):
         self.local_size = number("LOCAL_WORLD_SIZE", self.world_size)
         libraries = dist.get_backend_config().split(",")  # as in cpu:gloo,cuda:nccl
         kinds = [library.partition(":")[0] for library in libraries]
-        self.device = device if device.type in kinds else _current_device(kinds[0])
+        self.device = device
+        if device.type not in kinds:
+            self.device = torch.device(kinds[0])
+            if kinds[0] != "cpu":
+                self.device = torch.device(kinds[0], torch.accelerator.current_device_index())
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` with worker 0's, in place."""
@@ -177,14 +172,12 @@ class TorchDistributed(RunningTorch):
         device = pick_device(local_rank, local_size, compared=True)
         # Without LOCAL_WORLD_SIZE others may be on other hosts, unless none can reach the store.
         here = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
-        alone = number("LOCAL_WORLD_SIZE", world_size if here else 0) == world_size
-        if alone:
+        if number("LOCAL_WORLD_SIZE", world_size if here else 0) == world_size:
             use_loopback()
-        library = _library_for(device)
         self.timeout = timedelta(seconds=timeout)
         self._limit = self.timeout * (STARTING if starting else 1)
         with lost_peers_named(rank):
-            store, rank, world_size = open_store(self._limit, alone=alone)
+            store, rank, world_size = open_store(self._limit)
             # torchrun's store survives a restart, with the addresses of the previous workers.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self.store = PrefixStore(attempt, store.clone())
@@ -192,10 +185,10 @@ class TorchDistributed(RunningTorch):
 
             store = PrefixStore(attempt, store)
             require_one_type(
-                store, device.type, rank=rank, world_size=world_size, unit=identify(device)
+                store, device.type, rank=rank, world_size=world_size, unit=accelerator.uuid(device)
             )
             dist.init_process_group(
-                library,
+                dist.get_default_backend_for_device(device),
                 store=store,
                 rank=rank,
                 world_size=world_size,
@@ -238,16 +231,6 @@ class TorchDistributed(RunningTorch):
             dist.destroy_process_group()
 
 
-def _library_for(device: torch.device) -> str:
-    try:
-        return dist.get_default_backend_for_device(device)
-    except ValueError:
-        raise BackendError(
-            f"torch {torch.__version__} has no communication library for {device.type} devices; "
-            f"install a torch that has one, or {on_cpu()}"
-        ) from None
-
-
 def _can_split() -> bool:
     """Return True if the default group supports split_group (NCCL with a bound device)."""
     world = dist.group.WORLD
@@ -272,12 +255,6 @@ def _by_members_alone() -> Iterator[None]:
         world.bound_device_id = bound
 
 
-def _current_device(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.accelerator.current_device_index())
-
-
 @contextmanager
 def lost_peers_named(worker: int, *, by: type[RuntimeError] = RuntimeError) -> Iterator[None]:
     """Convert an error of the library, which cannot reach another worker, to PeerLostError."""
@@ -294,52 +271,10 @@ def lost_peers_named(worker: int, *, by: type[RuntimeError] = RuntimeError) -> I
         raise kind(f"worker {worker} lost contact with another worker ({reason})") from error
 
 
-def open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
-    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and world size.
-
-    Unless torchrun serves the store, worker 0 does: on that address only, or on all interfaces if
-    the address is not this host's. `alone` is True if all workers are on this host: then on the
-    loopback interface, whatever the address.
-    """
-    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
-    listener = None
-    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if serves and alone:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    if serves and rank == 0:
-        listener = listen_on(os.environ["MASTER_ADDR"], number("MASTER_PORT", 0), alone=alone)
-    if listener is None:
-        joined: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
-        return joined
-    address, port = listener.getsockname()[:2]
-    file = listener.detach()
-    store = TCPStore(
-        address, port, world_size, is_master=True, timeout=limit, master_listen_fd=file
-    )
-    return store, rank, world_size
-
-
-def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
-    """Return a socket that listens on one address of this host; log a warning if none can.
-
-    An address may belong to another machine that forwards connections. With several hosts, a
-    host's own name may resolve to its loopback interface (Debian's 127.0.1.1): then another address
-    of that name is used, if there is one.
-    """
-    places = []
-    with suppress(OSError):
-        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in places:
-        if alone or not ipaddress.ip_address(place[0]).is_loopback:
-            with suppress(OSError):
-                return socket.create_server((str(place[0]), int(place[1])), family=family)
-    if not alone:
-        names = ", ".join(dict.fromkeys(str(place[0]) for *_, place in places)) or "unknown"
-        _LOG.warning(
-            "MASTER_ADDR %s (%s) is not an address on which this host can listen for others: the "
-            "workers' store is open on all interfaces", address, names,
-        )  # fmt: skip
-    return None
+def open_store(limit: timedelta) -> tuple[Any, int, int]:
+    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and world size."""
+    joined: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
+    return joined
 
 
 def require_one_type(
@@ -347,20 +282,25 @@ def require_one_type(
 ) -> None:
     """Raise MismatchError on every worker unless all compute on the same type of device.
 
-    Also raised if two workers use the same `unit`, a device's unique name, if it has one. This must
-    precede the creation of the process group: NCCL and Gloo would wait for each other. The last
-    worker to arrive compares, so that the others make only a few requests for any world size.
+    Also raised if two workers use the same `unit`, a device's unique name, if it has one. Without
+    this, NCCL and Gloo would wait for each other. The last worker to arrive compares, so that the
+    others make only a few requests for any world size.
     """
     store.set(f"device/{rank}", own)
     store.add(f"on/{own}", 1)
     if unit is not None:
         other = store.compare_set(f"unit/{unit}", "", str(rank)).decode()
         if other != str(rank):
-            store.set("shared", f"{other} and {rank} share {unit}")
+            store.set("shared", f"{other} and {rank} share GPU {unit}")
     if store.add("arrived", 1) == world_size:
-        same = store.add(f"on/{own}", 0) == world_size
-        difference = "" if same else _difference(store, world_size)
-        if unit is not None and same and store.check(["shared"]):
+        difference = ""
+        if store.add(f"on/{own}", 0) < world_size:
+            types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
+            try:
+                require_same([{"device": kind.decode()} for kind in types])
+            except MismatchError as error:
+                difference = str(error)
+        elif unit is not None and store.check(["shared"]):
             difference = f"workers {store.get('shared').decode()}; {remedy()}"
         store.set("difference", difference)
     difference = store.get("difference").decode()
@@ -372,12 +312,3 @@ def require_one_type(
         with suppress(dist.DistStoreError):
             store.wait(["all informed"], timedelta(seconds=GRACE_SECONDS))
     raise MismatchError(difference)
-
-
-def _difference(store: Store, world_size: int) -> str:
-    types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
-    try:
-        require_same([{"device": kind.decode()} for kind in types])
-    except MismatchError as error:
-        return str(error)
-    raise AssertionError("the types are the same")

@@ -134,13 +134,12 @@ class Reduction(Section):
 class NonFinite(Section):
     """Reaction to a loss or a gradient that is infinite or NaN, on any worker."""
 
-    action: Literal["stop", "skip", "roll_back"] = "stop"
+    action: Literal["stop", "skip"] = "stop"
     """`stop`: the run ends with its last checkpoint. `skip`: the update is skipped; a GPU then
-    waits in every update. `roll_back`: the updates since the last checkpoint are computed again, in
-    case a machine failed; the run stops if that ends in the same step."""
+    waits in every update."""
 
     most: Updates = 10
-    """Number of updates in a row that may be skipped, or of roll-backs, before the run stops."""
+    """Number of updates in a row that may be skipped before the run stops."""
 
 
 class Evaluation(Section):

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, assert_never
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerAction, profile
 
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
@@ -28,8 +29,7 @@ from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state, build_training
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import LOG, TRACE, Tracker
-from largebatch.training.profiling import Profiler
+from largebatch.tracking.events import TRACE, Tracker
 from largebatch.training.session import Session
 from largebatch.training.state import TrainState
 from largebatch.training.updates import Updates, synchronous_updates
@@ -169,13 +169,16 @@ def choose_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -
     return updates
 
 
-def with_profiler(session: Session, options: Options, *, until: int) -> Session:
-    """Return the session with a profiler of the updates in `options.profile`.
+def with_profiler(
+    session: Session, options: Options, *, until: int
+) -> tuple[Session, AbstractContextManager[object]]:
+    """Return the session with a profiler of the updates in `options.profile`, and that profiler.
 
-    Raises PlanError unless this part of the run makes these updates.
+    The profiler writes PyTorch's trace, which chrome://tracing and ui.perfetto.dev show. Raises
+    PlanError unless this part of the run makes these updates.
     """
     if options.profile is None:
-        return session
+        return session, nullcontext()
     training = session.training
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
@@ -184,17 +187,27 @@ def with_profiler(session: Session, options: Options, *, until: int) -> Session:
     if options.resume == "auto":  # the same command starts the run and every restart
         first = max(first, made + 1)
         if first > last:
-            return session
+            return session, nullcontext()
     if not made < first <= last <= end:
         raise PlanError(
             f"--profile {first}:{last}: expected a first and a last update among those that are "
             f"to be made, {made + 1} to {end}"
         )
     if training.backend.rank:
-        return session
-    resume_clock = training.step_log.resume_clock
-    profiler = Profiler(first, last, options.out / TRACE, session.log.emit, resume_clock)
-    return replace(session, updates=partial(synchronous_updates, profiler=profiler))
+        return session, nullcontext()
+
+    def action(number: int) -> ProfilerAction:
+        number += made + 1
+        if number == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if first <= number < last else ProfilerAction.NONE
+
+    def write(found: profile) -> None:
+        found.export_chrome_trace(str(options.out / TRACE))
+        training.step_log.resume_clock()
+
+    profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
+    return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler
 
 
 def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
@@ -210,10 +223,8 @@ def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
     return plugged
 
 
-def open_trackers(
-    session: Session, folder: Path, ids: Mapping[str, str | None], *, resume: bool
-) -> Iterator[Tracker]:
-    """Open each tracker of the recipe once; `ids` are the run's in them before it was resumed."""
+def open_trackers(session: Session, folder: Path) -> Iterator[Tracker]:
+    """Open each tracker of the recipe once."""
     recipe = session.saver.recipe
     config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
     upload = recipe.execution.checkpoints.upload
@@ -222,8 +233,8 @@ def open_trackers(
             case "wandb":
                 from largebatch.tracking.wandb import Wandb
 
-                note, known = partial(session.log.note, "train"), ids.get(name)
-                yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
+                note = partial(session.log.note, "train")
+                yield Wandb(folder, config, note=note, checkpoint=upload)
             case "tensorboard":
                 from largebatch.tracking.tensorboard import TensorBoard
 
@@ -231,8 +242,7 @@ def open_trackers(
             case "mlflow":
                 from largebatch.tracking.mlflow import MLflow
 
-                known, resumed = ids.get(name), resume and (folder / LOG).exists()
-                yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
+                yield MLflow(folder, config, checkpoint=upload)
             case "mlperf":
                 yield _plugged_in("trackers", name)(folder, recipe, began=session.began)
             case _:

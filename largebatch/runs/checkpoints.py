@@ -30,7 +30,7 @@ from largebatch.training.evaluation import Metrics
 from largebatch.training.judging import describe_unsettled
 from largebatch.training.saving import require_fit
 from largebatch.training.session import Session
-from largebatch.training.stages.statistics import polish_statistics
+from largebatch.training.stages import polish_statistics
 from largebatch.training.updates import Part
 
 Mode = Literal["none", "statistics", "affine", "clean"]
@@ -280,7 +280,6 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
-    found.warn()
     return found.path, found.checkpoint
 
 

@@ -12,7 +12,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
 from largebatch.recipe.recipe import Recipe
@@ -42,16 +41,12 @@ _LOG = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_folder(
-    session: Session, folder: Path, *, resume: bool, ids: Mapping[str, str | None]
-) -> Iterator[list[Tracker]]:
+def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[list[Tracker]]:
     """Make and lock the run folder, and yield the trackers of the run; worker 0 only.
 
-    `ids` are the run's in the trackers, from its checkpoint. Raises CheckpointError if the folder
-    cannot be written or another run writes to it, TrackerError if a tracker cannot be used.
+    Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
-    console = Console(started=command_started())
-    trackers: list[Tracker] = [console, *open_trackers(session, folder, ids, resume=resume)]
+    trackers: list[Tracker] = [Console(), *open_trackers(session, folder)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -91,8 +86,6 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
             if resume != "auto":
                 raise
             _LOG.warning("%s; there is no other one to resume from", error)
-        if found is not None:
-            found.warn()
     return share_checkpoint(found, backend)
 
 

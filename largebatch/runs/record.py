@@ -1,11 +1,10 @@
 """Record a run in its folder: log, summary and report, after an error too."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.compiled import failures_named
@@ -24,17 +23,15 @@ def record(
     work: Callable[[], bool],
     *,
     resume: bool = False,
-    ids: Mapping[str, str | None] = MappingProxyType({}),
     draws: bool = True,
 ) -> Summary:
     """Do the work in a run folder; write its summary, and with `draws` its report, in any case.
 
-    `ids` are the run's in the trackers before it was resumed. `work` returns True if the run is
-    complete. Only worker 0 writes to the folder.
+    `work` returns True if the run is complete. Only worker 0 writes to the folder.
     """
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
     if session.training.backend.rank == 0:
-        opened = open_folder(session, folder, resume=resume, ids=ids)
+        opened = open_folder(session, folder, resume=resume)
     with opened as trackers:
         session.log.trackers.extend(trackers)
         session.begin()

@@ -186,16 +186,15 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             file = Path(recipe.model.weights)
             begin_with(file, session.state, training.backend, drawn=drawn)
         until = training.plan.updates if options.max_steps is None else options.max_steps
-        profiled = with_profiler(session, options, until=until)
+        profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
             for remark in _remarks(session, options, resumed=checkpoint is not None):
                 session.log.note("train", remark)
-            return run_stages(profiled, until=until)
+            with profiler:
+                return run_stages(profiled, until=until)
 
-        ids = checkpoint.origin.trackers if checkpoint else {}
-        resume, draws = bool(options.resume), options.report
-        return record(session, folder, train, resume=resume, ids=ids, draws=draws)
+        return record(session, folder, train, resume=bool(options.resume), draws=options.report)
 
 
 def _remarks(session: Session, options: Options, *, resumed: bool) -> Iterator[str]:

@@ -28,15 +28,13 @@ from largebatch.schedules.functions import cosine
 from largebatch.tracking.events import CHECKPOINTS, Note, Step, System
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Retention, Writer
-from largebatch.training.divergence import DivergenceCheck
-from largebatch.training.evaluator import Evaluator
-from largebatch.training.judging import Judge
-from largebatch.training.loss import Criterion, cross_entropy
+from largebatch.training.judging import Evaluator, Judge
+from largebatch.training.loop import Criterion, cross_entropy
 from largebatch.training.monitors import Monitors
 from largebatch.training.saving import Saver
 from largebatch.training.session import Session
 from largebatch.training.state import TrainState, Updater
-from largebatch.training.step_log import Requests, RunLog, StepLog
+from largebatch.training.step_log import DivergenceCheck, Requests, RunLog, StepLog
 from largebatch.training.updates import Training, Updates
 
 
@@ -158,7 +156,6 @@ def build_session(
             measures_gap="generalization_gap" in recipe.monitor,
         ),
         polish=polish,
-        rollbacks=recipe.nonfinite.most if recipe.nonfinite.action == "roll_back" else 0,
         began=time.time() if began is None else began,
     )
 

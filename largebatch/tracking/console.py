@@ -1,4 +1,4 @@
-"""Progress on a terminal: a live bar, or plain lines without a terminal."""
+"""Progress on a terminal: a line every few seconds, and one for every evaluation."""
 
 import math
 import os
@@ -7,10 +7,7 @@ import time
 from collections import deque
 from datetime import timedelta
 from statistics import fmean
-from typing import Any, TextIO
-
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TextIO
 
 from largebatch.formatting import three_digits
 from largebatch.tracking.events import (
@@ -26,32 +23,17 @@ from largebatch.tracking.events import (
 )
 
 LINE_SECONDS = 5.0
-"""Seconds between lines on training, without a terminal."""
+"""Seconds between lines on training."""
 
 TIMED_UPDATES = 100
 """Updates whose mean length predicts the time left: that of one update may be far off."""
 
 
-class _Screen(RichConsole):
-    def on_broken_pipe(self) -> None:
-        """Stop showing output if nobody reads it, as after `| head`; the run continues."""
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
-
-
 class Console:
-    """A Tracker that shows samples/s, loss, learning rate, time left, and every evaluation.
+    """A Tracker that shows samples/s, loss, learning rate, time left, and every evaluation."""
 
-    `started` is the start of the command, in seconds since 1970.
-    """
-
-    def __init__(self, stream: TextIO | None = None, *, started: float | None = None) -> None:
-        self._started = started
-        self._console = _Screen(file=stream or sys.stdout, highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._bar_task: Any = None
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
         self._steps = 0
         self._resumed = False
         self._last_line = -LINE_SECONDS
@@ -61,33 +43,42 @@ class Console:
         """Show one event."""
         match event:
             case Start():
-                self._start(event)
+                self._show_start(event)
             case Step():
                 self._show_step(event)
             case Evaluation():
-                self._console.print(
+                self._show(
                     f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
                     f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  val loss {event.loss:.4f}"
                 )
             case GeneralizationGap():
-                self._console.print(
+                self._show(
                     f"{event.stage:>10}  training images  top-1 {event.top1:7.2%}  "
                     f"loss {event.loss:.4f}  generalization gap {event.gap:+.4f}"
                 )
             case Note():
-                self._console.print(f"{event.stage:>10}  {event.text}", markup=False)
+                self._show(f"{event.stage:>10}  {event.text}")
             case Decision():
-                self._console.print(
+                self._show(
                     f"{event.stage:>10}  {'kept' if event.kept else 'rolled back'}: top-1 "
                     f"{event.before:.2%} -> {event.after:.2%} on {event.samples:,} "
-                    f"training images held out"
+                    "training images held out"
                 )
             case Finish():
-                self._finish(event.summary)
+                self._show_finish(event.summary)
 
-    def _start(self, event: Start) -> None:
+    def _show(self, line: str) -> None:
+        try:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+        except BrokenPipeError:  # nobody reads it, as after `| head`; the run continues
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def _show_start(self, event: Start) -> None:
         plan, step = event.plan, event.resume_step
-        affine, unusable = plan.affine_steps, event.unusable_images
+        affine = plan.affine_steps
         self._steps = plan.updates
         steps = f"{plan.steps} " + (f"and {affine} more " if affine else "") + "steps"
         division = f"{plan.workers} workers x {plan.accumulation} x {plan.device_batch}"
@@ -103,62 +94,29 @@ class Console:
         self._resumed = step > 0 and trains
         if not trains:  # but polishes, on any number of workers
             work = f"after {step} of {steps} of {plan.global_batch} samples"
-        self._console.print(
-            f"[bold]{event.recipe}[/]: {work}"
-            + (f"; {unusable} unusable images left out" if unusable else "")
-            + (f"; resumed at step {step}" if self._resumed else "")
+        self._show(
+            f"{event.recipe}: {work}" + (f"; resumed at step {step}" if self._resumed else "")
         )
-        if self._console.is_terminal:
-            self._stop_bar()  # of a start before a return to a checkpoint
-            self._bar = Progress(
-                TextColumn("{task.description:>10}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._bar_task = self._bar.add_task(
-                "train", total=self._steps, completed=step, numbers=""
-            )
-            self._bar.start()
-
-    def _finish(self, summary: Summary) -> None:
-        self._stop_bar()
-        skipped = summary.skipped_steps
-        end = "paused at --max-steps" if summary.status == "paused" else summary.status
-        self._console.print(
-            f"{end} after {summary.seconds:.1f} s"
-            + " in all parts of the run" * self._resumed
-            + self._of_command()
-            + (f"; updates skipped because gradients were not finite: {skipped}" if skipped else "")
-            + "".join(f"; {remark}" for remark in summary.remarks)
-        )
-
-    def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _of_command(self) -> str:
-        if self._started is None:
-            return ""
-        return f" (this command: {time.time() - self._started:.1f} s, with its start)"
 
     def _show_step(self, event: Step) -> None:
         done = event.step + 1
         self._recent.append(event.step_seconds)
-        numbers = (
-            f"loss {event.loss:.4f}  lr {event.lr:.4g}  "
-            f"{three_digits(event.images_per_second)} samples/s"
+        if time.monotonic() - self._last_line < LINE_SECONDS and done != self._steps:
+            return
+        self._last_line = time.monotonic()
+        seconds = (self._steps - done) * fmean(self._recent)
+        left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
+        self._show(
+            f"{event.stage:>10}  step {done}/{self._steps}  loss {event.loss:.4f}  "
+            f"lr {event.lr:.4g}  {three_digits(event.images_per_second)} samples/s  {left} left"
         )
-        if self._bar is not None:
-            self._bar.update(
-                self._bar_task, completed=done, description=event.stage, numbers=numbers
-            )
-        elif time.monotonic() - self._last_line >= LINE_SECONDS or done == self._steps:
-            self._last_line = time.monotonic()
-            seconds = (self._steps - done) * fmean(self._recent)
-            left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
-            self._console.print(
-                f"{event.stage:>10}  step {done}/{self._steps}  {numbers}  {left} left"
-            )
+
+    def _show_finish(self, summary: Summary) -> None:
+        skipped = summary.skipped_steps
+        end = "paused at --max-steps" if summary.status == "paused" else summary.status
+        self._show(
+            f"{end} after {summary.seconds:.1f} s"
+            + " in all parts of the run" * self._resumed
+            + (f"; updates skipped because gradients were not finite: {skipped}" if skipped else "")
+            + "".join(f"; {remark}" for remark in summary.remarks)
+        )

@@ -1,9 +1,8 @@
 """The records of a run, each with one type for trackers, `log.jsonl` and reports.
 
 `log.jsonl` has one JSON object per line, in the order of events. A resumed run appends; its `start`
-record names the step from which earlier records are superseded. A number that is not finite, such
-as the loss of a step that overflowed, is written as null, because JSON has no NaN, and is
-read as NaN. Fields that older runs did not write have defaults, so their reports can still be made.
+record names the step from which earlier records are superseded. A number that is not finite is
+written as null, because JSON has no NaN, and is read as NaN.
 """
 
 import math
@@ -48,12 +47,7 @@ class Start:
     """Number of the next step; earlier records of it and of later steps are superseded."""
 
     recipe: str
-    """Name of the recipe."""
-
     plan: Plan
-    unusable_images: int = 0
-    """Number of images that `data index --drop-bad` left out."""
-
     layers: tuple[str, ...] = ()
     """Names of the parameters that LARS adapts, in order, with monitor: trust_ratios."""
 
@@ -79,8 +73,6 @@ class Step(_StageEvent):
     """Number of passes over the training data after this update."""
 
     loss: Measured
-    """Mean loss over the global batch."""
-
     lr: float
     loss_scale: float = 1.0
     skipped: bool = False
@@ -102,8 +94,6 @@ class Step(_StageEvent):
     """Noise scale in samples, from the squares of the last NOISE_UPDATES updates of this part."""
 
     gradient_norm: Measured = math.nan
-    """Length of the gradient over the global batch, with monitor: gradient_norm."""
-
     trust_ratios: tuple[Measured, ...] = ()
     """Trust ratios of the layers of the start event, in five digits, with monitor: trust_ratios.
     Empty if the update was skipped or not made by LARS; NaN for a layer without a gradient."""
@@ -118,8 +108,6 @@ class System(_StageEvent):
     """Percent of one core used by the worker's process; four busy threads are 400."""
 
     memory_bytes: tuple[Measured, ...]
-    """Resident memory of the worker's process in bytes."""
-
     read_bytes_per_second: tuple[Measured, ...]
     written_bytes_per_second: tuple[Measured, ...]
     """Bytes per second from and to disks by the process; NaN if the system does not count them."""
@@ -137,7 +125,6 @@ class System(_StageEvent):
     """Seconds of this record: since the previous one, or since the start of this part."""
 
     peak_memory_bytes: tuple[Measured, ...] = ()
-    """Peak resident memory of the process so far in bytes."""
 
 
 SYSTEM = tuple(each.name for each in fields(System) if each.name not in {"event", "stage", "step"})
@@ -169,13 +156,10 @@ class GeneralizationGap(_StageEvent):
     samples: int
     top1: float
     loss: Measured
-    """Mean cross-entropy on the training images, without label smoothing."""
-
     gap: Measured
-    """Validation loss minus this loss."""
+    """Validation loss minus training loss, both without label smoothing."""
 
     seconds: Measured = math.nan
-    """Seconds of this evaluation, which are included in the stage's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +168,7 @@ class Mistakes(_StageEvent):
 
     event: Literal["mistakes"] = "mistakes"
     classes: tuple[Printable, ...]
-    """Names of the classes, by label."""
-
     sizes: tuple[int, ...]
-    """Number of validation images of each class."""
-
     samples: tuple[int, ...]
     """Rows of the wrong images in the index of validation images, in ascending order."""
 
@@ -208,9 +188,7 @@ class Decision(_StageEvent):
     kept: bool
 
 
-NoteKind = Literal[
-    "remark", "stage", "update skipped", "rolled back", "lost worker", "checkpoint", "tracker"
-]
+NoteKind = Literal["remark", "stage", "update skipped", "lost worker", "checkpoint", "tracker"]
 """remark: repeated at each start of a run; stage: why a stage differs from the recipe;
 checkpoint: one could not be saved; tracker: one was disabled after an error."""
 
@@ -252,40 +230,6 @@ class Drift(_StageEvent):
     """True if the statistics have settled, as in polish.Drift."""
 
     layers: tuple[LayerDrift, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One kind of operation in a profile, without the operations that it calls."""
-
-    name: str
-    """PyTorch's name of the operation."""
-
-    calls: int
-    host_seconds: float
-    """CPU seconds over all calls."""
-
-    device_seconds: float
-    """Seconds of the kernels that it launched; 0 on a CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile(_StageEvent):
-    """A profile of some updates of worker 0."""
-
-    event: Literal["profile"] = "profile"
-    first: int
-    """Number of the first update; like `step`, that of the last, it is counted from 1."""
-
-    seconds: float
-    """Seconds from the start of the first update to the end of the last."""
-
-    host_seconds: float
-    device_seconds: float
-    """Seconds over all operations; the rest of the host's time is Python and waiting."""
-
-    operations: tuple[Operation, ...]
-    """The operations that took longest on the host or the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,8 +288,6 @@ class Summary:
     """Number of updates skipped because gradients were not finite."""
 
     samples: int
-    """Number of training samples used, over all workers."""
-
     seconds: float
     """Seconds of the whole run, over all its parts."""
 
@@ -361,11 +303,7 @@ class Summary:
     """Metrics after the last stage that was kept."""
 
     weights_sha256: str | None = None
-    """SHA-256 of the initial weights, as in Start."""
-
     extra: dict[str, dict[str, object]] = field(default_factory=dict)
-    """Values of extensions, by the name of the extension."""
-
     remarks: tuple[str, ...] = ()
     """Remarks of extensions for the last line of the run."""
 
@@ -398,7 +336,6 @@ Event = (
     | Decision
     | Note
     | Drift
-    | Profile
     | Finish
 )
 EVENTS: TypeAdapter[Event] = TypeAdapter(

@@ -5,8 +5,7 @@ whole training loss, Sigma the covariance of one sample's. A mean gradient over 
 expected squared length |G|^2 + tr(Sigma) / b, so two batch sizes tell the two terms apart, without
 bias. Their ratio is that of means over updates, since single updates are far too noisy.
 
-Samples are independent of each other, except those that share BatchNorm statistics: then whole
-spans are, Sigma is that of a span's mean gradient times the span, and nothing else changes.
+Where samples share BatchNorm statistics, Sigma is that of a span's mean gradient times the span.
 """
 
 import math
@@ -27,8 +26,6 @@ class Squares(NamedTuple):
     """Squared lengths of one update's mean gradients, and their numbers of samples."""
 
     small: float
-    """Squared length at the small batch, averaged over the workers."""
-
     big: float
     small_batch: int
     big_batch: int
@@ -59,13 +56,9 @@ def estimate(squares: Sequence[Squares]) -> NoiseScale:
     """Estimate the noise scale over updates.
 
     The interval is Fieller's for a ratio of means (J. R. Stat. Soc. B 16, 1954): exact for normal
-    terms, and unbounded where the denominator does not differ from 0. It holds for the mean over
-    these updates; what changes from update to update only widens it.
+    terms, and unbounded where the denominator does not differ from 0.
 
     Raises ValueError unless each big batch is above its small one, and for fewer than 2 updates.
-
-    >>> round(estimate([Squares(3.0, 2.0, 10, 40), Squares(5.0, 2.0, 10, 40)]).value)
-    20
     """
     if len(squares) < 2:
         raise ValueError(f"an interval needs 2 updates or more, got {len(squares)}")
@@ -117,9 +110,6 @@ def student_reach(confidence: float, freedom: int) -> float:
     """Return the half-width of a two-sided interval by Student's t, in standard errors.
 
     Solves Abramowitz and Stegun 1964, 26.7.3 and 26.7.4, by bisection.
-
-    >>> round(student_reach(0.95, 9), 6)
-    2.262157
     """
 
     def inside(angle: float) -> float:
@@ -163,8 +153,5 @@ class RunningNoise:
         if all(map(math.isfinite, squares)):
             self._recent.append(squares)
         value = ratio(self._recent) if len(self._recent) > 1 else math.nan
-        return {
-            "device_square": squares.small,
-            "global_square": squares.big,
-            "noise_scale": value,
-        }
+        fields = {"device_square": squares.small, "global_square": squares.big}
+        return {**fields, "noise_scale": value}

@@ -1,12 +1,10 @@
 """Scalars: a run's numbers by name, the base of trackers that plot them, and its ids in them.
 
-A resumed or rolled back run repeats some updates. A tracker that keeps one run for all parts would
-then have steps twice, or decreasing steps, which W&B drops with a warning. So a number is given
-only once; the log of the run, or the tracker, holds which were given.
+A resumed or rolled back run repeats some updates, and W&B drops rows with decreasing steps. So a
+number is given only once; the log of the run holds which were given.
 """
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -35,13 +33,6 @@ from largebatch.tracking.events import (
     System,
 )
 
-_IS_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
-"""Characters of an id, which becomes part of a path and of an artifact's name. An id may come
-from an untrusted checkpoint; W&B's artifacts allow no other characters."""
-
-WITH_IDS = ("wandb", "mlflow")
-"""Trackers that give a run an id."""
-
 MOST_WORKERS = 16
 """Number of workers above which only the least, the mean and the most are plotted."""
 
@@ -54,41 +45,30 @@ _OF_A_STEP = (
 
 
 class Scalars:
-    """The numbers of events, each given once.
+    """The numbers of events, each given once; `log` is that of a run followed before."""
 
-    For a run that the tracker has followed before, pass its `log`, or its `last` as `given`.
-    """
-
-    def __init__(self, log: Path | None = None, *, given: Mapping[str, int] | None = None) -> None:
-        self.last = dict(given or {})
-        """Last given step of every kind of event and stage."""
-
+    def __init__(self, log: Path | None = None) -> None:
+        self._last: dict[str, int] = {}  # last given step of every kind of event and stage
         self._layers: tuple[str, ...] = ()
         self.count = 0
         """Number of given events, plus one for every part of the run; it only rises."""
 
         for event in logged(log) if log is not None else ():
-            if isinstance(event, Start):
-                self._is_new("start", "", 0)
-            elif isinstance(event, Plotted):
-                self._is_new(event.event, event.stage, event.step)
+            self.take(event)
 
     def take(self, event: Event) -> dict[str, float]:
         """Return the numbers of an event by name; empty if there are none or they were given."""
         if isinstance(event, Start):
             self._layers = event.layers or self._layers
-            self._is_new("start", "", 0)
+            self.count += 1
         if not isinstance(event, Plotted):
             return {}
-        new = self._is_new(event.event, event.stage, event.step)
-        return _numbers(event, self._layers) if new else {}
-
-    def _is_new(self, event: str, stage: str, step: int) -> bool:
-        if event != "start" and step <= self.last.get(f"{event}/{stage}", -1):
-            return False
-        self.last[f"{event}/{stage}"] = step
+        key = f"{event.event}/{event.stage}"
+        if event.step <= self._last.get(key, -1):
+            return {}
+        self._last[key] = event.step
         self.count += 1
-        return True
+        return _numbers(event, self._layers)
 
 
 class ScalarTracker(ABC):
@@ -179,23 +159,12 @@ def artifacts(folder: Path, summary: Summary, *, checkpoint: bool) -> dict[str, 
     return {name: path for name, path in found.items() if path.exists()}
 
 
-def is_id(text: str) -> bool:
-    """Return True if a text is a valid id of a run."""
-    return _IS_ID.fullmatch(text) is not None
-
-
 def write_id(folder: Path, tracker: str, identity: str) -> None:
     """Store the id of the folder's run in a tracker."""
     write_whole(folder / f"{tracker}-id", identity.encode())
 
 
-def read_id(folder: Path, tracker: str, *, otherwise: str | None = None) -> str | None:
-    """Return the id of the folder's run in a tracker; without one, `otherwise` if it is valid."""
+def read_id(folder: Path, tracker: str) -> str | None:
+    """Return the id of the folder's run in a tracker; None before its first part."""
     path = folder / f"{tracker}-id"
-    known = path.read_text(encoding="utf-8", errors="replace") if path.exists() else otherwise
-    return known if known is not None and is_id(known) else None
-
-
-def read_ids(folder: Path) -> dict[str, str | None]:
-    """Return the ids of the folder's run in all trackers, for checkpoints."""
-    return {tracker: read_id(folder, tracker) for tracker in WITH_IDS}
+    return path.read_text(encoding="utf-8") if path.exists() else None

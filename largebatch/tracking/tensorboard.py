@@ -27,11 +27,9 @@ class TensorBoard(ScalarTracker):
         self._writer: SummaryWriter | None = None
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
-        if self._writer is None:  # else the run is rolled back to a checkpoint
-            place = str(self._folder / FOLDER)
-            self._writer = self._begin(place)
-            text = json.dumps(self._config, indent=2)
-            self._writer.add_text("recipe", f"```\n{text}\n```")
+        self._writer = self._begin(str(self._folder / FOLDER))
+        text = json.dumps(self._config, indent=2)
+        self._writer.add_text("recipe", f"```\n{text}\n```")
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
         assert self._writer is not None

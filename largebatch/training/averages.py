@@ -1,14 +1,12 @@
 """Averages of a model's weights: EMA and SWA, updated while it trains.
 
 EMA moves after every update: ema = decay * ema + (1 - decay) * model. After the first update it is
-the model, so it contains nothing of the initial weights (arXiv:1512.00567, section 8, evaluates
-such an average). SWA is the plain mean of the weights at a regular interval over the last part of
-the schedule (arXiv:1803.05407, algorithm 1).
+the model (arXiv:1512.00567, section 8, evaluates such an average). SWA is the plain mean of the
+weights at a regular interval over the last part of the schedule (arXiv:1803.05407, algorithm 1).
 
 PyTorch's AveragedModel holds and loads the averages. It does not update them, because that would
-wait for the GPU at every update. It receives the weights and the running statistics, not the model:
-it copies its argument, and a model here holds process groups, which cannot be copied. Statistics
-are averaged like weights, as in timm: the statistics of the last update belong to other weights.
+wait for the GPU. It receives the weights and the running statistics, which are averaged alike, and
+not the model, whose process groups cannot be copied.
 """
 
 from typing import Any
@@ -37,10 +35,7 @@ class _Average:
 
     @torch.no_grad()
     def follow(self, step: int, skipped: Tensor | None) -> None:
-        """Average the model after the update of a step; copy it the first time.
-
-        Nothing waits for the device.
-        """
+        """Average the model after the update of a step; copy it the first time."""
         if not self._includes(step):
             return
         if self.num_models == 1:
@@ -61,6 +56,9 @@ class _Average:
         """Go on where a checkpoint stopped."""
         self._average.load_state_dict(state)
 
+    def forget(self) -> None:
+        """Take the last update, which was skipped, out of the count; SWA counts it."""
+
     def _includes(self, step: int) -> bool:
         raise NotImplementedError
 
@@ -75,9 +73,9 @@ class EMA(_Average):
         super().__init__(model)
         self._share = 1 - decay
 
-    def forget(self, step: int) -> None:
+    def forget(self) -> None:
         """Take the last update, which was skipped, out of the count; call before the next one."""
-        self._average.n_averaged -= int(self._includes(step))
+        self._average.n_averaged -= 1
 
     def _includes(self, step: int) -> bool:  # noqa: ARG002 -- SWA's needs it
         return True
@@ -99,9 +97,6 @@ class SWA(_Average):
     def __init__(self, model: nn.Module, *, after: range) -> None:
         super().__init__(model)
         self._after = after
-
-    def forget(self, step: int) -> None:
-        """Do nothing: SWA counts the weights at a step whether or not its update was skipped."""
 
     def _includes(self, step: int) -> bool:
         return step + 1 in self._after

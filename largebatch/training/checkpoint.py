@@ -7,13 +7,9 @@ complete and on the disk. A thread writes it while training continues with the n
 
 import json
 import logging
-import math
-import os
 import re
-import sys
-import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,8 +59,6 @@ class Origin:
     """Names by label."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    trackers: dict[str, str | None] = field(default_factory=dict)
-    """Ids of the run, by tracker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +113,6 @@ class Retention(NamedTuple):
     every: int | None
     """Number of updates whose multiples are retained; None: no others."""
 
-    def superseded(self, paths: Iterable[Path], *, best: int | None) -> list[Path]:
-        """Return the paths that may be deleted."""
-        steps = {path: int(found[1]) for path in paths if (found := _NAME.fullmatch(path.name))}
-        newest = sorted(steps, key=steps.__getitem__)[-self.last :]
-        return [
-            path
-            for path, step in steps.items()
-            if path not in newest and step != best and not (self.every and step % self.every == 0)
-        ]
-
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `folder/step-<step>.safetensors` atomically.
@@ -159,7 +143,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 class SaveClock:
-    """The time for the next checkpoint, on worker 0; `minutes` is that of the recipe."""
+    """The time for the next checkpoint, by the `minutes` of the recipe."""
 
     def __init__(self, minutes: float | Literal["auto"] | None) -> None:
         self._minutes = minutes
@@ -171,15 +155,13 @@ class SaveClock:
         self._saved, self._cost = time.perf_counter(), seconds
 
     def is_late(self) -> bool:
-        """Return True if a checkpoint is due; never in the first minutes, nor for None."""
-        return time.perf_counter() - self._saved > self._seconds()
-
-    def _seconds(self) -> float:
+        """Return True if a checkpoint is due; never for None."""
         if self._minutes is None:
-            return math.inf
-        if self._minutes == "auto":
-            return max(_AUTO_SECONDS, self._cost / _MOST_OF_TIME)
-        return 60 * self._minutes
+            return False
+        wait = max(_AUTO_SECONDS, self._cost / _MOST_OF_TIME)
+        if self._minutes != "auto":
+            wait = 60 * self._minutes
+        return time.perf_counter() - self._saved > wait
 
 
 class Writer:
@@ -187,9 +169,7 @@ class Writer:
 
     def __init__(self, folder: Path, retention: Retention) -> None:
         self._folder, self._retention = folder, retention
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=_give_way_to_training
-        )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self.seconds = 0.0
         """Processor seconds of the last file that was written, which training may have lacked."""
@@ -214,15 +194,11 @@ class Writer:
         begin = time.thread_time()
         write_checkpoint(self._folder, checkpoint)
         self.seconds = time.thread_time() - begin
-        best = checkpoint.progress.best_step
-        for path in self._retention.superseded(self._folder.iterdir(), best=best):
-            path.unlink(missing_ok=True)
-
-
-def _give_way_to_training() -> None:
-    """Run this thread at the lowest priority, on Linux only."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        best, every = checkpoint.progress.best_step, self._retention.every
+        for path in _newest_first(self._folder)[self._retention.last :]:
+            step = _step(path)
+            if step != best and not (every and step % every == 0):
+                path.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -281,19 +257,11 @@ class Found(NamedTuple):
     content: bytes
     """The file, for workers that do not read it."""
 
-    skipped: tuple[str, ...] = ()
-    """Errors of newer checkpoints, which cannot be read."""
-
-    def warn(self) -> None:
-        """Log a warning for each newer checkpoint that cannot be read."""
-        for problem in self.skipped:
-            _LOG.warning("%s; going back to %s", problem, self.path.name)
-
 
 def newest_checkpoint(folder: Path) -> Found | None:
     """Return the newest readable checkpoint; None if the folder has no checkpoint.
 
-    Raises CheckpointError if there are checkpoints and none can be read.
+    Logs a warning for each newer one that cannot be read; raises CheckpointError if none can.
     """
     problems: list[str] = []
     for path in _newest_first(folder):
@@ -302,8 +270,10 @@ def newest_checkpoint(folder: Path) -> Found | None:
             checkpoint = parse_checkpoint(content, source=str(path))
         except CheckpointError as error:
             problems.append(str(error))
-        else:
-            return Found(path, checkpoint, content, tuple(problems))
+            continue
+        for problem in problems:
+            _LOG.warning("%s; going back to %s", problem, path.name)
+        return Found(path, checkpoint, content)
     if problems:
         raise CheckpointError("\n".join(problems))
     return None
@@ -315,14 +285,17 @@ def set_aside_damaged(folder: Path, *, step: int) -> None:
     Otherwise retention would count them in place of new ones.
     """
     for path in _newest_first(folder):
-        found = _NAME.fullmatch(path.name)
-        if found and int(found[1]) > step:
+        if _step(path) > step:
             path.rename(path.with_name(f"damaged-{path.name}"))
 
 
 def _newest_first(folder: Path) -> list[Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def _plain(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:  # noqa: ANN401 -- JSON

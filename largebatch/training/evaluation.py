@@ -57,15 +57,13 @@ def evaluate(
 
     A batch is a tuple that begins with images (N x C x ...) and labels (N class numbers of any
     integer type), on any device, or a mapping (see `models/inputs.py`). N may differ, and a worker
-    may have no batch. Samples may have several labels each (N x T, with scores N x T x K); then
-    each label counts. Without a `backend`, the workers that torch.distributed or Horovod has
-    connected are used (`running_backend`). The model may be of any kind that `polish` takes,
-    returns scores or an object or mapping with `logits`, and is in evaluation mode during the call.
-    `expected` is the number of labels over all workers, if it is known. `each` is called with the
-    scores and labels of every batch.
-
-    `forward(model, batch)` runs models of several inputs or outputs and takes any batch: it returns
-    the scores, or scores and labels. It gets the batch as it is, and the module inside wrappers.
+    may have no batch. Samples may have several labels each (N x T, with scores N x T x K). Without
+    a `backend`, the workers that torch.distributed or Horovod has connected are used. The model may
+    be of any kind that `polish` takes, returns scores or an object or mapping with `logits`, and is
+    in evaluation mode during the call. `expected` is the number of labels over all workers, if it
+    is known. `each` is called with the scores and labels of every batch. `forward(model, batch)`
+    runs models of several inputs or outputs: it gets the batch as it is, and the module inside
+    wrappers, and returns the scores, or scores and labels.
 
     Raises ValueError if the number of labels is not `expected`, if there are no labels or some are
     not class numbers, if a batch or an output has another form, if workers have different classes,
@@ -118,16 +116,14 @@ class _Tally:
         outside = labels.where(within != labels, 0).flatten()
         self._outside = self._outside + outside.count_nonzero()
         self._limits = torch.stack(torch.cat([self._limits, outside]).aminmax())
-        self._count(logits.flatten(0, -2), within.flatten())
-        return within
-
-    def _count(self, logits: Tensor, labels: Tensor) -> None:
+        logits, labels = logits.flatten(0, -2), within.flatten()
         if not self._table.shape[1]:
             self._table = self._table.new_zeros(4, logits.shape[1])
         best = five_best(logits).eq(labels.unsqueeze(1))
         loss = F.cross_entropy(logits.double(), labels, reduction="none")
         rows = torch.stack([torch.ones_like(loss), best[:, 0], best.any(1), loss])
         self._table = self._table.index_add(1, labels, rows)
+        return within
 
     def sum(self, backend: Backend) -> None:
         """Sum the counts over all workers and copy them to the CPU."""

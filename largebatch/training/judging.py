@@ -1,17 +1,27 @@
-"""The end of a stage: its evaluation, and the decision to keep it or to roll it back.
+"""Evaluates the model of a run, and decides at the end of a stage to keep it or roll it back.
 
-With `polish.keep: better`, held-out training images decide: a stage that does not increase the
-number of them classified correctly is rolled back.
+With `polish.keep: better`, a stage that does not increase the number of held-out training images
+classified correctly is rolled back.
 """
 
 import gc
 import math
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from torch import Tensor
 
+from largebatch.data.pipeline import CleanSamples, Pipeline
+from largebatch.data.types import Batch
+from largebatch.distributed.backend import Backend
+from largebatch.models.views import MeanOfViews
+from largebatch.models.wrappers import uncompiled
+from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift as PolishDrift
+from largebatch.polish.statistics import polish
 from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import (
     Accuracy,
@@ -23,10 +33,82 @@ from largebatch.tracking.events import (
     StageName,
     StageResult,
 )
-from largebatch.training.evaluation import Answer, Answers, Metrics
-from largebatch.training.evaluator import Each, Evaluator
+from largebatch.training.evaluation import Answer, Answers, Metrics, evaluate
 from largebatch.training.saving import Saver
+from largebatch.training.state import TrainState
 from largebatch.training.step_log import RunLog
+
+Each = Callable[[Tensor, Tensor], object]
+"""Called with the scores and labels of every batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Measures the current model of a run, on all workers.
+
+    If the optimizer averages weights, their average is measured, with statistics of its own.
+    """
+
+    state: TrainState
+    pipeline: Pipeline
+    backend: Backend
+    views: int
+    """Views of each image whose logits are averaged."""
+
+    average_samples: int | None
+    """Number of images that the statistics of an optimizer's average are measured on."""
+
+    def validation(self, each: Each = lambda *_: None) -> Metrics:
+        """Evaluate on the validation data."""
+        expected = self.pipeline.plan.val_samples
+        return self._evaluate(self.pipeline.validation(), expected=expected, each=each)
+
+    def training(self) -> Metrics:
+        """Evaluate on all training images, without augmentation."""
+        samples = CleanSamples(self.pipeline, self.pipeline.plan.train_samples)
+        return self._evaluate(samples, expected=samples.samples)
+
+    def held_out(self) -> Metrics:
+        """Evaluate on the training samples that are held out."""
+        expected = len(self.pipeline.held_out_samples)
+        return self._evaluate(self.pipeline.held_out(), expected=expected)
+
+    def statistics(self, samples: int, *, sequential: bool = False) -> PolishDrift:
+        """Polish the statistics of the model over the first samples of the training order."""
+        images = CleanSamples(self.pipeline, samples)
+        return polish(self.state.model, images, self.backend, sequential=sequential)
+
+    def store_average(self) -> None:
+        """Copy the average of the weights into the model, if the optimizer has one."""
+        optimizer = self.state.updater.optimizer
+        if is_averaging(optimizer.param_groups):
+            store_average(optimizer)
+            self._measure_average()
+
+    def _evaluate(
+        self, batches: Iterable[Batch], *, expected: int, each: Each = lambda *_: None
+    ) -> Metrics:
+        model = self.state.model
+        if self.views > 1:
+            model = MeanOfViews(model, views=self.views)
+        with self._measurable():
+            return evaluate(model, batches, self.backend, expected=expected, each=each)
+
+    @contextmanager
+    def _measurable(self) -> Iterator[None]:
+        """Run the model uncompiled, and at the average of its weights if the optimizer has one."""
+        optimizer = self.state.updater.optimizer
+        with uncompiled():
+            if not is_averaging(optimizer.param_groups):
+                yield
+                return
+            with at_average(self.state.model, optimizer):
+                self._measure_average()
+                yield
+
+    def _measure_average(self) -> None:
+        if self.average_samples is not None:
+            self.statistics(self.average_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +131,9 @@ class Judge:
             state.take_snapshot()
 
     def evaluate(self, stage: StageName, each: Each = lambda *_: None) -> Metrics:
-        """Evaluate the current model and emit the event; `each` is as in evaluate."""
+        """Evaluate the current model and emit the event."""
         begun = time.perf_counter()
-        gc.collect()  # here, because it never does so by itself: see process.py
+        gc.collect()  # here, because it never does so by itself: see collected_by_hand
         metrics = self.evaluator.validation(each)
         step = self.evaluator.state.progress.step
         self.log.emit(
@@ -82,12 +164,7 @@ class Judge:
         return describe_unsettled(drift)
 
     def end(
-        self,
-        name: StageName,
-        *,
-        num_steps: int = 0,
-        note: str | None = None,
-        failed: bool = False,
+        self, name: StageName, *, num_steps: int = 0, note: str | None = None, failed: bool = False
     ) -> None:
         """Evaluate, keep the stage or roll it back, record it, and save.
 
@@ -96,8 +173,7 @@ class Judge:
         state = self.evaluator.state
         if note is not None:
             self.log.note(name, note, kind="stage")
-        metrics = self._evaluate_end(name)
-        last = state.last_kept
+        metrics, last = self._evaluate_end(name), state.last_kept
         held_out, kept = self._decide(name, last, failed=failed)
         if kept:
             state.progress.note(metrics)
@@ -151,8 +227,8 @@ class Judge:
     ) -> tuple[float | None, bool]:
         """Return top-1 on the held-out images (None without them) and True if the stage is kept.
 
-        A model whose loss is not finite is not kept, even if some labels match by chance. All
-        workers decide alike: counts are exact, and one all-reduce gives the same counts to all.
+        A model whose loss is not finite is not kept, even if some labels match by chance. The
+        counts, and so the decision, are the same on all workers.
         """
         if not self.decides:
             return None, True

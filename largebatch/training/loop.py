@@ -7,10 +7,11 @@ generator: its caller logs, evaluates and saves between two updates, or stops.
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -20,17 +21,19 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
 from largebatch.optim.rates import set_rates
+from largebatch.recipe.choices import OffTarget
 from largebatch.schedules.functions import Schedule
-from largebatch.training.loss import Criterion
 
 T = TypeVar("T")
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""Function (logits N x K, labels N) -> sum of the losses of the samples, 0-d."""
 
 
 class Stopwatch:
     """Sums the time in its `with` blocks: of the host on a CPU, of the current stream on a GPU.
 
-    Nothing waits for a GPU: events are recorded in its stream. A wait of the host during which the
-    GPU still has work costs nothing and is not counted.
+    Nothing waits for a GPU: events are recorded in its stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,3 +166,34 @@ def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:
 def step_seeds(seed: int, rank: int) -> Callable[[int], int]:
     """Return the seed of each step on one worker: counter-based, different on every worker."""
     return lambda step: int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
+
+
+def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
+    """Return a criterion that sums the smoothed cross-entropy over the samples of a batch.
+
+    With K classes and smoothing a (Szegedy et al. 2016, arXiv:1512.00567, section 7), `all` gives
+    every class a/K and adds 1 - a to the label, as PyTorch and TensorFlow do; `others` gives
+    a/(K-1) to each other class and 1 - a to the label, as MXNet does. Raises ValueError if
+    smoothing is below 0 or at least 1; the criterion raises it above 1 - 1/K, where the label would
+    be the least likely class.
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")
+    if off_target not in get_args(OffTarget):
+        known = ", ".join(get_args(OffTarget))
+        raise ValueError(f"off_target must be one of {known}, got {off_target!r}")
+
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        classes = logits.shape[-1]
+        if smoothing > 1 - 1 / classes:
+            raise ValueError(
+                f"smoothing ({smoothing:g}) makes the labelled one of {classes} classes the least "
+                "likely"
+            )
+        mass = smoothing
+        if smoothing and off_target == "others":
+            mass = smoothing * classes / (classes - 1)
+        return F.cross_entropy(logits, labels, label_smoothing=mass, reduction="sum")
+
+    return criterion

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.agreement import require_same_bits
@@ -12,17 +12,13 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import CHECKPOINTS, StageName
-from largebatch.tracking.scalars import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
     Found,
     Origin,
     Writer,
     copy_state,
-    newest_checkpoint,
     parse_checkpoint,
-    set_aside_damaged,
 )
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog
@@ -72,7 +68,6 @@ class Saver:
                     data=self.pipeline.splits,
                     classes=list(map(printable, self.pipeline.classes)),
                     versions=versions(),
-                    trackers=read_ids(self.log.folder),
                 ),
             )
             self._write(lambda: self.writer.write(checkpoint))
@@ -89,7 +84,8 @@ class Saver:
         except CheckpointError as error:
             if self.recipe.execution.checkpoints.on_error == "stop":
                 raise
-            self.log.note(self._stage, str(error), kind="checkpoint")
+            stage = self.pipeline.plan.stage_after(self.state.progress.step)
+            self.log.note(stage, str(error), kind="checkpoint")
             write()
 
     def compare(self) -> None:
@@ -107,41 +103,6 @@ class Saver:
             self.state.begin_affine()
         with require_fit(source):
             self.state.load_state_dict(checkpoint.state)
-
-    def return_to_checkpoint(self, *, after: str) -> bool:
-        """Restore the newest checkpoint of this stage on every worker; return True if there is one.
-
-        `after` is the reason in words.
-        """
-        self.finish()
-        folder = self.log.folder / CHECKPOINTS
-        newest = newest_checkpoint(folder) if self.backend.rank == 0 else None
-        if newest is not None:
-            set_aside_damaged(folder, step=newest.checkpoint.progress.step)
-        checkpoint = share_checkpoint(newest, self.backend)
-        if checkpoint is None or len(checkpoint.stages) != len(self.state.stages):
-            return False
-        to = checkpoint.progress.step
-        text = f"rolled back to step {to}: {after}"
-        self.log.note(self._stage, text, kind="rolled back", to=to)
-        if to == self.pipeline.plan.steps:  # the affine stage starts again
-            checkpoint = self._without_optimizer(checkpoint)
-        self.restore(checkpoint)
-        return True
-
-    def _without_optimizer(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint of the end of the schedule as the start of the affine stage.
-
-        That stage has another optimizer, which starts without momentum.
-        """
-        self.state.begin_affine()
-        fresh = self.state.state_dict()
-        state = {**checkpoint.state, "optimizer": fresh["optimizer"], "extra": fresh["extra"]}
-        return replace(checkpoint, state=state)
-
-    @property
-    def _stage(self) -> StageName:
-        return self.pipeline.plan.stage_after(self.state.progress.step)
 
 
 def share_checkpoint(newest: Found | None, backend: Backend) -> Checkpoint | None:

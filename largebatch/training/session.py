@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from largebatch.recipe.polish import Polish
 from largebatch.tracking.events import Start, now
-from largebatch.training.evaluator import Evaluator
-from largebatch.training.judging import Judge
+from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.saving import Saver
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import RunLog
@@ -30,9 +29,6 @@ class Session:
     judge: Judge
     polish: Polish
     """The stages after the schedule."""
-
-    rollbacks: int
-    """Number of times that a stage that diverged returns to a checkpoint."""
 
     began: float = field(default_factory=time.time)
     """Start of this worker's construction, in seconds since 1970."""
@@ -67,7 +63,6 @@ class Session:
                 plan=self.training.plan,
                 layers=self.training.step_log.monitors.layers,
                 weights_sha256=self.state.weights_sha256,
-                unusable_images=self.training.pipeline.unusable,
             )
         )
 

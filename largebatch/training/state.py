@@ -6,7 +6,7 @@ state.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -111,8 +111,7 @@ class ExtraState(Protocol):
 class TrainState:
     """Everything that changes while a run trains; saves and loads itself.
 
-    A new field goes into `state_dict` and `load_state_dict`; a test resumes a run and compares
-    every field there is.
+    A new field goes into `state_dict` and `load_state_dict`.
     """
 
     model: nn.Module
@@ -183,16 +182,16 @@ class TrainState:
         """Count the last update as skipped."""
         self.progress.skipped += 1
         if self.average is not None:
-            self.average.forget(self.progress.step - 1)
+            self.average.forget()
 
     def take_snapshot(self) -> None:
         """Store the current state, once in a stage that may be rolled back."""
         if not self.snapshot:
-            self.snapshot = {
-                "model": _copy(self.model.state_dict()),
-                "ema": _copy(self._average_state()),
-                "scaler": self.scaler.state_dict(),
-            }
+            model, ema = (
+                {name: value.clone() for name, value in state.items()}
+                for state in (self.model.state_dict(), self._average_state())
+            )
+            self.snapshot = {"model": model, "ema": ema, "scaler": self.scaler.state_dict()}
 
     def roll_back(self) -> None:
         """Return to the snapshot without momentum: the next stage has its own optimizer."""
@@ -260,8 +259,12 @@ class TrainState:
         for name, extra in self.extra.items():
             extra.load_state_dict(state["extra"].get(name, {}), self.updater.optimizer)
         if self.snapshot:
-            _require_like(self.snapshot["model"], self.model.state_dict(), "the snapshot")
-            _require_like(self.snapshot["ema"], self._average_state(), "the snapshot's average")
+            states = {"model": self.model.state_dict(), "ema": self._average_state()}
+            for name, own in states.items():
+                shapes = {key: tensor.shape for key, tensor in own.items()}
+                there = {key: value.shape for key, value in self.snapshot[name].items()}
+                if there != shapes:
+                    raise ValueError(f"the snapshot has another {name} than this run")
         self._begun = time.perf_counter()
 
     def load_optimizer(
@@ -273,10 +276,13 @@ class TrainState:
         """
         optimizer = self.updater.optimizer
         own = optimizer.state_dict()["param_groups"]
-        groups = [
-            {**group, "lr": float(saved["lr"]), **_counts(saved)}
-            for group, saved in zip(own, param_groups, strict=True)
-        ]
+        groups = []
+        for group, saved in zip(own, param_groups, strict=True):
+            counts = {key: saved[key] for key in _COUNTED if key in saved}
+            for key, value in counts.items():
+                if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
+                    raise TypeError(f"optimizer: {key} must be a number")
+            groups.append({**group, "lr": float(saved["lr"]), **counts})
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, entry in state.items():
             if number >= len(weights):
@@ -293,26 +299,3 @@ class TrainState:
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape:
                     entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-
-
-def _counts(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counters of a saved group; raise TypeError if one is not a number."""
-    counts = {key: group[key] for key in _COUNTED if key in group}
-    for key, value in counts.items():
-        if not isinstance(value, int | float) and getattr(value, "shape", None) != torch.Size():
-            raise TypeError(f"optimizer: {key} is no number")
-    return counts
-
-
-def _require_like(given: Mapping[str, Any], expected: Mapping[str, Tensor], name: str) -> None:
-    """Raise ValueError unless the tensors have these names and shapes."""
-    if given.keys() != expected.keys():
-        odd = min(given.keys() ^ expected.keys())
-        raise ValueError(f"{name} has other tensors than the model: {odd}")
-    for key, tensor in expected.items():
-        if getattr(given[key], "shape", None) != tensor.shape:
-            raise ValueError(f"{name}: {key} has another shape than {list(tensor.shape)}")
-
-
-def _copy(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() for name, value in state.items()}

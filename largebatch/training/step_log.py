@@ -1,12 +1,8 @@
-"""The record of every update, made without waiting for it.
-
-The records are read from the device one update late: `add` counts an update, starts its sums over
-the workers, and emits the record of the update before. `flush` emits the last one.
-"""
+"""The record of every update, made without waiting for it."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -21,7 +17,6 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import Event, Note, NoteKind, StageName, Step, System, Tracker
 from largebatch.tracking.log import record
 from largebatch.training.checkpoint import SaveClock
-from largebatch.training.divergence import DivergenceCheck
 from largebatch.training.loop import Update
 from largebatch.training.monitors import Monitors
 from largebatch.training.state import TrainState
@@ -66,7 +61,8 @@ class Requests:
 
     def own(self) -> list[float]:
         """Return 1 if this worker is asked to stop, and 1 on worker 0 if it is time to save."""
-        return [float(self._wants_stop()), float(self._save_is_late())]
+        late = self._backend.rank == 0 and self._save_clock.is_late()
+        return [float(self._wants_stop()), float(late)]
 
     def is_pending(self) -> bool:
         """Return True if this worker has a request."""
@@ -88,8 +84,58 @@ class Requests:
         self._save_clock.note_saved(seconds=seconds)
         self.save_due = False
 
-    def _save_is_late(self) -> bool:
-        return self._backend.rank == 0 and self._save_clock.is_late()
+
+class DivergenceCheck:
+    """Detects a loss or gradient that is not finite, or too many skipped updates.
+
+    At most `most_skipped` updates in a row may be skipped, besides overflows in fp16.
+    """
+
+    def __init__(
+        self, plan: Plan, *, most_skipped: int, in_fp16: bool, emit: Callable[[Note], None]
+    ) -> None:
+        self._plan, self._in_fp16, self._emit = plan, in_fp16, emit
+        self._most_skipped, self._num_skipped = most_skipped, 0
+
+    def check(self, step: Step, *, infinite: float = 0, bad: float = 0, ranks: float = 0) -> None:
+        """Raise DivergedError if the run cannot continue after this update.
+
+        `infinite` is above 0 if a gradient is not finite. `bad` is the number of workers whose part
+        of the loss is not finite, and `ranks` the sum of their ranks.
+        """
+        # The key of the recipe that sets the learning rate of this update.
+        key = "schedule.peak_lr" if step.step < self._plan.steps else "polish.affine.lr"
+        if step.skipped and step.loss_scale < 1:
+            raise DivergedError(
+                f"the gradients of step {step.step} overflow in fp16 even without loss "
+                f"scaling; use precision: bf16 or fp32, or lower {key}"
+            )
+        if self._in_fp16 and step.skipped:
+            return
+        if math.isfinite(step.loss) and not infinite:
+            self._num_skipped = 0
+            return
+        what = f"the training loss became {step.loss}"
+        if math.isfinite(step.loss):
+            what = "a gradient is not finite"
+        where = f"; on worker {ranks:.0f}" if bad == 1 else f"; on {bad:.0f} workers" if bad else ""
+        text = f"{what} at step {step.step} (learning rate {step.lr:.4g}{where})"
+        self._num_skipped += step.skipped
+        if step.skipped and self._num_skipped <= self._most_skipped:
+            self._emit(
+                Note(
+                    kind="update skipped",
+                    stage=step.stage,
+                    step=step.step,
+                    text=f"update skipped: {text}",
+                    numbers={"loss": step.loss, "lr": step.lr},
+                )
+            )
+            return
+        raise DivergedError(
+            f"{text}; lower {key}"
+            + (" or lengthen schedule.warmup" if step.step < self._plan.train_steps else "")
+        )
 
 
 class _Own(NamedTuple):
@@ -122,11 +168,11 @@ class _Pending(NamedTuple):
 
 
 class StepLog:
-    """Emits the records of updates, one update late: nothing waits for the device.
+    """Emits the records of updates.
 
     The loss and every worker's requests are summed over the workers, so that all of them act on
     the same values after the same update. On a CPU that is the current update, on a GPU the one
-    before: reading a number at once would stall the GPU.
+    before: reading a number at once would stall the GPU. `flush` emits the last record.
     """
 
     def __init__(  # noqa: PLR0913 -- the parts of a record
@@ -167,7 +213,10 @@ class StepLog:
     def add(self, stage: StageName, update: Update, *, seconds: float) -> None:
         """Start the sums of an update and emit the record of the one before; raise as `flush`."""
         sums = self.values_to_sum(update)
-        own_values = self._measure(update)
+        own_values = self.monitors.measure(update)
+        if update.skipped is not None:
+            scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
+            own_values = torch.cat([scales, own_values])
         made = None if self._stream is None else accelerator.event(self._backend.device)
         work = self._backend.all_reduce(sums)
         step = Step(
@@ -205,22 +254,18 @@ class StepLog:
         the number with a gradient that is not finite, all or none; requests to stop and to save;
         squared lengths from the reducer; resources used, in updates that measure them.
         """
-        bad = (~update.loss.isfinite()).to(update.loss.dtype)
-        infinite = (~update.finite).to(update.loss.dtype)
+        loss, device = update.loss, update.loss.device
+        bad, infinite = (~loss.isfinite()).to(loss.dtype), (~update.finite).to(loss.dtype)
         known = self._requests.own()
-        copied = _copied([*known, *self.monitors.sample(update.step)], to=update.loss)
-        requests, system = copied[: len(known)], copied[len(known) :]
-        measured = update.loss.new_empty(0) if update.squares is None else update.squares
-        loss = torch.stack([update.loss, bad, bad * self._backend.rank, infinite])
-        return torch.cat([loss, requests, measured, system])
-
-    def _measure(self, update: Update) -> Tensor:
-        """Return the values of `_Own`, on the device."""
-        monitored = self.monitors.measure(update)
-        if update.skipped is None:
-            return monitored
-        scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
-        return torch.cat([scales, monitored])
+        there = torch.tensor(
+            [*known, *self.monitors.sample(update.step)],
+            dtype=loss.dtype,
+            pin_memory=accelerator.is_remote(device),
+        )
+        copied = there.to(device, non_blocking=True)
+        measured = loss.new_empty(0) if update.squares is None else update.squares
+        losses = torch.stack([loss, bad, bad * self._backend.rank, infinite])
+        return torch.cat([losses, copied[: len(known)], measured, copied[len(known) :]])
 
     def flush(self) -> None:
         """Emit the record of the last update, before something else is done than updates.
@@ -251,16 +296,13 @@ class StepLog:
 
     def _record(self) -> None:
         """Read the values of the last update, and emit its record."""
-        if self._pending is not None:
-            self.read_own()
-            with accelerator.on(self._stream):
-                self._pending.wait()
-                sums = self._pending.sums.tolist()  # sync: with the update before
-            self._emit_record(sums)
-
-    def _emit_record(self, sums: list[float]) -> None:
+        if self._pending is None:
+            return
+        self.read_own()
+        with accelerator.on(self._stream):
+            self._pending.wait()
+            sums = self._pending.sums.tolist()  # sync: with the update before
         pending, self._pending = self._pending, None
-        assert pending is not None
         own, update = pending.own, pending.update
         assert own is not None
         self._backend.started()
@@ -284,9 +326,3 @@ class StepLog:
         except DivergedError:
             self.is_training = False
             raise
-
-
-def _copied(values: Sequence[float], *, to: Tensor) -> Tensor:
-    """Return numbers on the device of a tensor, in its type; a GPU is not waited for."""
-    there = torch.tensor(values, dtype=to.dtype, pin_memory=accelerator.is_remote(to.device))
-    return there.to(to.device, non_blocking=True)

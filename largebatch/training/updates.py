@@ -11,9 +11,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import StageName
-from largebatch.training.loop import Update, step_seeds, train
-from largebatch.training.loss import Criterion
-from largebatch.training.profiling import Profiler
+from largebatch.training.loop import Criterion, Update, step_seeds, train
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog, StepLog
 
@@ -65,12 +63,9 @@ def train_pieces(
 
 
 def synchronous_updates(
-    training: Training, part: Part, *, profiler: Profiler | None = None
+    training: Training, part: Part, *, after: Callable[[], object] = lambda: None
 ) -> Generator[None, None, None]:
-    """Make synchronous updates by the training loop; yield after each.
-
-    `profiler` profiles some of them.
-    """
+    """Make synchronous updates by the training loop; call `after` and yield after each."""
     state, plan, step_log = training.state, training.plan, training.step_log
     batches = training.pipeline.training(part.steps, clean=part.clean)
 
@@ -89,12 +84,11 @@ def synchronous_updates(
         measure_norm=step_log.monitors.measure_norm,
     )
     updates = train_pieces(train_piece, plan, part.steps)
-    if profiler is not None:
-        updates = profiler.follow(updates, stage=part.stage, made=part.steps.start)
     step_log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:
             log_update(part.stage, update, state, step_log)
+            after()
             yield
             if not step_log.is_training:  # it was flushed, for something other than updates
                 step_log.resume_clock()

@@ -186,7 +186,7 @@ def test_workers_that_share_a_gpu_are_refused_by_name_on_every_worker(workers: i
     """A few requests each; NCCL would fail with "Duplicate GPU detected"."""
     store, most = CountingStore(informed=0), 0
     for rank in range(workers):
-        before, unit = store.keys, f"GPU {rank - (rank == 2)}"
+        before, unit = store.keys, str(rank - (rank == 2))
         last = rank == workers - 1
         with pytest.raises(MismatchError) if last else suppress(Waits):
             require_one_type(store, "cuda", rank=rank, world_size=workers, unit=unit)
@@ -205,5 +205,5 @@ def test_workers_with_separate_gpus_are_accepted() -> None:
     store = CountingStore()
     for rank in range(4):
         with suppress(Waits):
-            require_one_type(store, "cuda", rank=rank, world_size=4, unit=f"GPU {rank}")
+            require_one_type(store, "cuda", rank=rank, world_size=4, unit=str(rank))
     assert store.content["difference"] == b""

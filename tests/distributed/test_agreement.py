@@ -124,18 +124,6 @@ def test_every_worker_reports_the_difference(own: Facts, other: Facts, message: 
     assert others == [told]
 
 
-def test_none_equals_a_missing_key() -> None:
-    assert compare({"polish": None, "seed": 1}, {"seed": 1}) == ["", ""]
-
-
-def test_a_single_worker_sends_nothing() -> None:
-    def work(worker: Thread) -> int:
-        require_agreement(INDEX, worker, CPU)
-        return worker.calls
-
-    assert on_threads(work, workers=1) == [0]
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [

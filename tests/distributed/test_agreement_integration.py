@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from unittest import mock
 
@@ -32,8 +31,8 @@ def write_worker(folder: Path) -> list[str]:
     path.write_text(
         "import sys\n"
         "from largebatch.cli.main import main\n"
-        "from largebatch.distributed.environment import launched_rank\n"
-        f"sys.exit(main([*{words}, {RATES}[launched_rank()]]))\n"
+        "from largebatch.distributed.environment import own_rank\n"
+        f"sys.exit(main([*{words}, {RATES}[own_rank()]]))\n"
     )
     return [sys.executable, str(path)]
 
@@ -76,31 +75,11 @@ def test_different_torch_workers_end_with_one_message(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.long
-def test_different_horovod_workers_end_with_one_message(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
-    )
-    launcher = Path(sysconfig.get_path("scripts"), "horovodrun")
-    done = subprocess.run(
-        [launcher, "-np", "2", "--gloo", *write_worker(tmp_path)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert MESSAGE in done.stderr
-    assert done.stderr.count("largebatch:") == 1
-    assert not (tmp_path / "run").exists()
-
-
 def leave_the_gpu_to_worker_0(folder: Path) -> None:
     device = torch.device(["cuda", "cpu"][own_rank()])
     with (
         mock.patch.object(torch_distributed, "pick_device", return_value=device),
-        mock.patch.object(torch_distributed, "identify", return_value=None),
+        mock.patch("largebatch.accelerator.uuid", return_value=None),
         pytest.raises(MismatchError) as caught,
     ):
         torch_distributed.TorchDistributed()

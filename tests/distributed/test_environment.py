@@ -10,7 +10,7 @@ from fake_horovod import FakeHorovod
 from largebatch.cli.main import USER, main
 from largebatch.distributed import connection
 from largebatch.distributed.connection import connect, running_backend
-from largebatch.distributed.environment import join_slurm, launched_rank, launched_size
+from largebatch.distributed.environment import join_slurm, launched_size, worker_rank
 from largebatch.errors import BackendError
 
 PAIRS = [
@@ -18,8 +18,6 @@ PAIRS = [
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 ]
 
@@ -28,7 +26,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[int | None
     """Return rank and size of a process with these variables, and no others."""
     monkeypatch.setattr(os, "environ", variables)
     join_slurm()
-    return launched_rank(), launched_size()
+    return worker_rank(), launched_size()
 
 
 @pytest.mark.parametrize(("rank", "size"), PAIRS)

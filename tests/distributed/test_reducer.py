@@ -57,11 +57,6 @@ def test_every_tensor_is_in_one_group_and_the_last_layer_goes_first(
     assert all(0 < length <= limit for length, limit in zip(lengths, full, strict=False))
 
 
-def test_a_group_by_bytes_is_closed_by_the_tensor_that_fills_it() -> None:
-    groups = by_bytes(100)([5, 300, 60, 60, 99, 1, 100])
-    assert groups == [range(6, 7), range(4, 6), range(2, 4), range(1, 2), range(1)]
-
-
 def test_nothing_is_sent_before_the_last_micro_batch_and_then_while_backward_runs() -> None:
     model, backend = net(), Recorder()
     with Reducer(model.named_parameters(), backend) as reducer:
@@ -347,28 +342,6 @@ def test_gradients_with_a_graph_are_refused_on_any_number_of_workers(
             reducer.arm()
         with pytest.raises(ValueError, match=r"2\.bias.*create_graph=True.*torch\.autograd\.grad"):
             model(torch.ones(2, 4)).sum().backward(create_graph=True)
-
-
-@one_or_two
-def test_a_gradient_of_a_gradient_is_summed_like_any_other(workers: Callable[[], Serial]) -> None:
-    """A gradient penalty, computed as the message above recommends."""
-    model, expected = net(), net()
-    expected.load_state_dict(model.state_dict())
-
-    def penalised(each: nn.Module) -> Tensor:
-        images = torch.full((2, 4), 0.5, requires_grad=True)
-        loss: Tensor = each(images).square().sum()
-        (slope,) = torch.autograd.grad(loss, images, create_graph=True)
-        return loss + slope.square().sum()
-
-    with Reducer(model.named_parameters(), workers()) as reducer:
-        reducer.zero()
-        reducer.arm()
-        penalised(model).backward()
-        reducer.wait()
-        penalised(expected).backward()
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @one_or_two

@@ -28,7 +28,7 @@ from largebatch.report.record import (
 )
 from largebatch.report.run import read_run
 from largebatch.report.verdict import verdict
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy
 
 
 @pytest.fixture(scope="module")

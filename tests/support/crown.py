@@ -30,8 +30,7 @@ from largebatch.recipe.arithmetic.pieces import BatchPiece
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
-from largebatch.training.loop import step_seeds, train
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy, step_seeds, train
 from largebatch.training.updates import train_pieces
 
 STEPS = 5

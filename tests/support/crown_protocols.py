@@ -17,7 +17,7 @@ from largebatch.lab.protocols.gradients import Gradients, average_statistics
 from largebatch.lab.protocols.links import open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.models.batchnorm import Spans, with_span
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy
 
 LAYOUTS = {
     "a server beside each of 4 learners": Layout(4, (0, 1, 2, 3)),

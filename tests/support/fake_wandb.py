@@ -53,10 +53,5 @@ class FakeWandb:
 class Settings:
     """Takes any setting."""
 
-    model_fields = ("init_timeout",)
-
     def __init__(self, **_: object) -> None:
-        pass
-
-    def update_from_env_vars(self, _: object) -> None:
         pass

@@ -241,13 +241,6 @@ MUTANTS = (
         "training/test_judging.py",
     ),
     Mutant(
-        "a step that failed twice is computed again",
-        "training/stages/train.py",
-        " and at not in failed",
-        "",
-        "runs/test_faults.py::test_a_bad_number_that_comes_back_stops_the_run",
-    ),
-    Mutant(
         "a worker's answers are those of the first samples",
         "training/evaluation.py",
         "np.searchsorted(everyone, samples)",

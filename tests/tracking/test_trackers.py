@@ -1,16 +1,14 @@
 """TensorBoard, MLflow and W&B, each the real library without a network, read back by its own."""
 
 import math
-import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from short_runs import DIGITS, SMALL, log, weights
+from short_runs import DIGITS, SMALL, weights
 from test_tracking import (
     CONFIG,
     DECISION,
@@ -24,8 +22,8 @@ from test_tracking import (
 )
 
 from largebatch import load_recipe, run
-from largebatch.errors import MissingPackageError, TrackerError
-from largebatch.tracking.events import SYSTEM, Event, GeneralizationGap, System
+from largebatch.errors import MissingPackageError
+from largebatch.tracking.events import SYSTEM, Event, System
 from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.mlflow import MLflow
 from largebatch.tracking.scalars import Scalars
@@ -84,22 +82,6 @@ def follow(folder: Path, parts: list[list[Event]], tracker: Any) -> None:  # noq
         log.close()
 
 
-class Recorder:
-    """A tracker that follows nothing."""
-
-    def record(self, event: Event) -> None:
-        """Take one event."""
-
-
-def test_an_evaluation_and_the_generalization_gap_are_given_once() -> None:
-    scalars = Scalars()
-    gap = GeneralizationGap(stage="clean", step=2, samples=9, top1=0.99, loss=0.05, gap=0.2)
-    assert scalars.take(EVALUATION) == {"val/top1": 0.975, "val/top5": 1.0, "val/loss": 0.25}
-    expected = {"gap": 0.2, "train_loss": 0.05, "train_top1": 0.99}
-    assert scalars.take(gap) == {f"generalization/{key}": one for key, one in expected.items()}
-    assert scalars.take(gap) == {}
-
-
 def in_two_parts() -> list[list[Event]]:
     """Return a part killed after its second update, and one that resumes after the first."""
     first, second = MONITORED
@@ -128,39 +110,6 @@ def test_the_names_and_numbers_that_all_trackers_get() -> None:
     assert overflowed["train/loss"] == math.inf
 
 
-def test_of_many_workers_trackers_get_the_extremes_and_the_mean() -> None:
-    columns: dict[str, Any] = dict.fromkeys(SYSTEM, tuple(map(float, range(101))))
-    many = replace(USED, **columns)
-    found = Scalars().take(many)
-    assert len(found) == 3 * len(SYSTEM)
-    assert [found[f"system/memory_bytes/{key}"] for key in ("least", "mean", "most")] == [
-        0,
-        50,
-        100,
-    ]
-
-
-def test_what_was_given_before_is_not_given_again(tmp_path: Path) -> None:
-    """After a resumption by the log, after a roll-back by what was given; by stage and kind."""
-    log = JsonLines(tmp_path / "log.jsonl", resume=False)
-    before: list[Event] = [BEGUN, *MONITORED, EVALUATION]
-    for event in before:
-        log.record(event)
-    log.close()
-    with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"event": "ste')  # killed while writing
-    scalars = Scalars(tmp_path / "log.jsonl")
-    assert scalars.count == 4
-    assert scalars.take(replace(BEGUN, resume_step=0)) == {}
-    found = [bool(scalars.take(event)) for event in [*before[1:], LAST]]
-    assert found == [False, False, False, True]
-    assert scalars.take(replace(EVALUATION, stage="statistics"))
-    scalars.take(replace(BEGUN, resume_step=1))
-    assert not scalars.take(LAST)
-    assert scalars.take(replace(LAST, step=3))
-    assert scalars.count == 4 + 1 + 1 + 1 + 1 + 1
-
-
 def test_tensorboard_has_every_step_of_a_resumed_run_once(folder: Path) -> None:
     pytest.importorskip(
         "tensorboard", reason="tensorboard is not installed: pip install tensorboard"
@@ -184,16 +133,12 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(folder: Path) -> None:
     assert b'"seed": 1' in recipe
 
 
-@pytest.mark.parametrize(
-    ("wait", "second"), [pytest.param(-1.0, 0.125, id="sent"), pytest.param(1e9, 9.0, id="lost")]
-)
 def test_mlflow_has_every_step_of_a_resumed_run_once(
-    wait: float, second: float, folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the first part was killed before it had sent its second update."""
     from mlflow import MlflowClient
 
-    monkeypatch.setattr("largebatch.tracking.mlflow.FLUSH_SECONDS", wait)
+    monkeypatch.setattr("largebatch.tracking.mlflow.FLUSH_SECONDS", -1.0)
     config = {**CONFIG, "optimizer": {"eta": 0.001, "kind": "lars"}, "long": "x" * 9000}
     follow(folder, in_two_parts(), lambda: MLflow(folder, config, checkpoint=True))
     client = MlflowClient(uri)
@@ -208,7 +153,7 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     history = client.get_metric_history(identity, "train/loss")
     assert [(each.step, each.value) for each in history] == [(0, 2.5), (1, 1.5), (2, 1.5)]
     rates = client.get_metric_history(identity, "train/lr")
-    assert [(each.step, each.value) for each in rates] == [(0, 0.125), (1, second), (2, 0.125)]
+    assert [(each.step, each.value) for each in rates] == [(0, 0.125), (1, 0.125), (2, 0.125)]
     assert [each.step for each in client.get_metric_history(identity, "val/top1")] == [1, 2]
     assert found.data.metrics["val/top1"] == 0.975
     assert found.data.metrics["trust_ratio/layer1.0.conv1"] == 0.5
@@ -264,72 +209,6 @@ def test_a_missing_package_is_named_before_the_run(
     with pytest.raises(MissingPackageError, match=tracker):
         run(load_recipe(DIGITS, [f"tracking=[{tracker}]"]), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingPackageError, match="wandb"):
-        Wandb(tmp_path, {}, note=print)
-
-
-@pytest.fixture(name="refusing")
-def without_a_server(uri: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Return a function that sets the place of MLflow to a port where nothing listens."""
-
-    def refuse() -> str:
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            there = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", there)
-        return there
-
-    return refuse
-
-
-def test_an_mlflow_server_that_does_not_answer_is_named_before_the_run(
-    refusing: Callable[[], str], tmp_path: Path
-) -> None:
-    with pytest.raises(TrackerError, match=refusing()):
-        run(load_recipe(DIGITS, ["tracking=[mlflow]"]), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_resumed_run_continues_if_mlflow_does_not_answer(
-    refusing: Callable[[], str], tmp_path: Path
-) -> None:
-    short = ("duration={steps: 2}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL)
-    recipe, out = load_recipe(DIGITS, [*short, "tracking=[mlflow]"]), tmp_path / "run"
-    assert run(recipe, out=out, max_steps=1).status == "paused"
-    there = refusing()
-    assert run(recipe, out=out, resume=True).status == "finished"
-    (note,) = log(out, "note")
-    assert (note["kind"], there in note["text"]) == ("tracker", True)
-
-
-def test_mlflow_gets_what_parts_without_it_made(folder: Path, uri: str) -> None:
-    """Nothing that was made again is there twice."""
-    from mlflow import MlflowClient
-
-    updates = [replace(LAST, step=step, lr=float(step)) for step in range(7)]
-    between = replace(EVALUATION, stage="train", step=3)
-    gap = GeneralizationGap(stage="train", step=3, samples=9, top1=1.0, loss=0.2, gap=0.1)
-    parts: list[list[Event]] = [
-        [BEGUN, *updates[:2]],
-        [replace(BEGUN, resume_step=2), updates[2], between, gap, replace(updates[3], lr=33.0)],
-        [replace(BEGUN, resume_step=3), *updates[3:5], replace(updates[5], lr=55.0)],
-        [replace(BEGUN, resume_step=5), *updates[5:], FINISH],
-    ]
-    without: Any = Recorder()
-    trackers = iter([MLflow(folder, CONFIG), without, without, None])
-    follow(folder, parts, lambda: next(trackers) or MLflow(folder, CONFIG))
-    identity = (folder / "mlflow-id").read_text()
-    client = MlflowClient(uri)
-    history = client.get_metric_history(identity, "train/lr")
-    assert [(each.step, each.value) for each in history] == [(n, float(n)) for n in range(7)]
-    ratios = client.get_metric_history(identity, "trust_ratio/fc")
-    assert [each.step for each in ratios] == list(range(7))
-    for name in ("val/top1", "generalization/gap"):
-        assert [each.step for each in client.get_metric_history(identity, name)] == [3]
 
 
 def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(

@@ -35,8 +35,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Step
 from largebatch.training.averages import EMA, SWA
-from largebatch.training.loop import Update, step_seeds, train
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import Update, cross_entropy, step_seeds, train
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.updates import log_update
 

@@ -1,6 +1,5 @@
 """The moving average of a model against one written by hand in float64."""
 
-import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +14,7 @@ from torch.optim.swa_utils import (
 )
 
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import Spans, with_span
-from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe
 from largebatch.training.averages import EMA, SWA, averaged
 from largebatch.training.state import TrainState
 
@@ -66,26 +62,6 @@ def test_the_average_is_the_recursion_in_float64() -> None:
             assert value.equal(tracked)
 
 
-def test_a_saved_average_goes_on_bit_by_bit() -> None:
-    whole, halves = a_model(), a_model()
-    one, first = EMA(whole, decay=0.7), EMA(halves, decay=0.7)
-    for _ in range(3):
-        drift(whole)
-        halves.load_state_dict(whole.state_dict())
-        follow(one)
-        follow(first)
-    second = EMA(halves, decay=0.7)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for _ in range(3):
-        drift(whole)
-        halves.load_state_dict(whole.state_dict())
-        follow(one)
-        follow(second)
-    one.store()
-    second.store()
-    torch.testing.assert_close(halves.state_dict(), whole.state_dict(), rtol=0, atol=0)
-
-
 def test_a_skipped_update_is_not_averaged() -> None:
     """Whether the first is one or a later one: the average is bit for bit that of the others."""
     model = a_model()
@@ -124,10 +100,3 @@ def test_averages_are_bit_for_bit_those_of_pytorch(steps: int) -> None:
             other.update_parameters(live)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
-
-
-def test_an_average_longer_than_the_schedule_is_refused() -> None:
-    recipe = load_recipe(DIGITS, ["polish.ema=0.999", "duration={epochs: 60}"])
-    with pytest.raises(RecipeError, match=r"polish.ema \(0.999\) reaches back over 1,000 updates"):
-        make_plan(recipe, workers=1)
-    make_plan(load_recipe(DIGITS, ["polish.ema=0.998"]), workers=1)  # 500 of 599

@@ -145,7 +145,6 @@ def test_the_newest_that_can_be_read_is_taken_and_what_is_skipped_is_named(
     assert found is not None
     assert (found.path, found.checkpoint.progress.step) == (older, 5)
     assert parse_checkpoint(found.content, source="it").progress.step == 5
-    found.warn()
     assert f"{path}: " in caplog.text
     with pytest.raises(CheckpointError, match="step-00000006.safetensors: "):
         load_checkpoint(path)
@@ -188,7 +187,6 @@ def _with(value: object, *keys: str) -> Any:  # noqa: ANN401 -- a function of JS
         (_with("name: x", "recipe"), "its recipe"),
         (_with(None, "recipe"), ""),
         (_with(7, "origin"), ""),
-        (_with(7, "origin", "trackers"), "trackers"),
         (_with(7, "origin", "classes"), "classes"),
     ],
 )

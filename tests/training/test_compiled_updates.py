@@ -25,8 +25,7 @@ from largebatch.models import affine_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.compiled import compile_model, failures_named
 from largebatch.optim.lars import LARS
-from largebatch.training.loop import step_seeds, train
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy, step_seeds, train
 
 CPU = torch.device("cpu")
 SAMPLES, STEPS = 8, 3

@@ -1,4 +1,3 @@
-import importlib
 from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from decoding import needs_dali
 from on_forked_workers import on_forked_workers
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
-from largebatch.polish import polish
 from largebatch.training.evaluation import Metrics, evaluate
 
 CPU = Serial(torch.device("cpu"))
@@ -106,29 +103,6 @@ def test_labels_of_any_integer_type_and_form_count_alike(
     logits, labels = data()
     batches = [as_batch(*part) for part in zip(logits.split(5), labels.split(5), strict=True)]
     assert_same(evaluate(Returns(), batches, CPU))
-
-
-@needs_dali
-@pytest.mark.filterwarnings("ignore:Please set `reader_name`")
-def test_dalis_own_iterator_is_evaluated_and_measured() -> None:
-    dali: Any = importlib.import_module("nvidia.dali")
-    plugin: Any = importlib.import_module("nvidia.dali.plugin.pytorch")
-
-    def column(values: Tensor) -> Any:  # noqa: ANN401 -- DALI's
-        rows = values.view(SAMPLES, -1).numpy()
-        source = lambda it: rows[it.idx_in_epoch % SAMPLES]  # noqa: E731
-        return dali.fn.external_source(source=source, batch=False)
-
-    def columns() -> tuple[Any, ...]:
-        return column(data()[0]), column(data()[1].int())
-
-    pipeline = dali.pipeline_def(columns, batch_size=5, num_threads=1, device_id=None)()
-    how = {"last_batch_policy": plugin.LastBatchPolicy.PARTIAL, "auto_reset": True}
-    iterator = plugin.DALIClassificationIterator(pipeline, SAMPLES, **how)
-    assert_same(evaluate(Returns(), iterator, CPU))
-    model = nn.BatchNorm1d(CLASSES)
-    polish(model, iterator, CPU)
-    torch.testing.assert_close(model.running_var, data()[0].var(0))
 
 
 @pytest.mark.parametrize("form", [

@@ -52,16 +52,6 @@ def test_what_decides_is_top1_on_the_images_that_the_seed_holds_out(tmp_path: Pa
     assert round(train.held_out * 200) == right
 
 
-def test_a_stage_that_changes_nothing_is_not_kept(tmp_path: Path) -> None:
-    """An average that reaches back one update is the model itself."""
-    summary = run(a_recipe("ema: 1e-9", JUDGED), out=tmp_path / "run")
-    train, ema = summary.stages
-    assert ema.held_out == train.held_out
-    assert (train.kept, ema.kept) == (True, False)
-    (decision,) = log(tmp_path / "run", "decision")
-    assert decision["kept"] is False
-
-
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stage_that_diverges_is_undone_and_the_reason_is_in_the_record(
     tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]

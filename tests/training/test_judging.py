@@ -17,8 +17,7 @@ from torch.optim import SGD
 
 from largebatch.distributed.serial import Serial
 from largebatch.tracking.events import Decision, Event, Note, StageName, StageResult
-from largebatch.training.evaluator import Evaluator
-from largebatch.training.judging import Judge
+from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.state import Progress, TrainState, Updater
 from largebatch.training.step_log import RunLog
 
@@ -132,7 +131,7 @@ def test_the_held_out_samples_are_evaluated_uncompiled_as_the_validation_data_is
 
     second = Second(before=6, after=scores(7))
     with (
-        mock.patch("largebatch.training.evaluator.uncompiled", uncompiled),
+        mock.patch("largebatch.training.judging.uncompiled", uncompiled),
         mock.patch.object(second.state.model, "forward", during),
     ):
         assert second.end("affine").kept

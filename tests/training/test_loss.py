@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 import torch
 
-from largebatch.training.loss import cross_entropy
+from largebatch.training.loop import cross_entropy
 
 K, MASS = 5, 0.1
 

@@ -13,10 +13,9 @@ from torch.backends import cudnn
 from largebatch import run
 from largebatch.runs import run as running
 from largebatch.training.evaluation import Metrics
-from largebatch.training.evaluator import Evaluator
-from largebatch.training.process import collected_by_hand
+from largebatch.training.judging import Evaluator
 from largebatch.training.session import Session
-from largebatch.training.stages import run_stages
+from largebatch.training.stages import collected_by_hand, run_stages
 
 Collections = list[int]
 """The generations that were collected, in their order."""
@@ -69,19 +68,6 @@ def test_the_collector_is_afterwards_as_before(*, enabled: bool) -> None:
         assert not gc.get_freeze_count()
     finally:
         (gc.enable if was else gc.disable)()
-
-
-def test_what_somebody_else_froze_stays_frozen() -> None:
-    frozen: list[int] = []
-    gc.freeze()
-    before = gc.get_freeze_count()
-    try:
-        with collected_by_hand():
-            pass
-        assert not any(one is frozen for one in gc.get_objects())
-        assert 0 < gc.get_freeze_count() <= before  # some have no references any more
-    finally:
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize(

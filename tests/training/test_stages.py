@@ -255,23 +255,6 @@ def test_clean_epochs_that_harm_are_undone_and_so_is_their_share_of_the_average(
     )
 
 
-def test_a_stage_that_helps_is_kept(tmp_path: Path) -> None:
-    """After eight updates the running statistics lag far behind the weights."""
-    summary = run(a_recipe(STATISTICS, JUDGED), out=tmp_path / "run")
-    train, statistics = summary.stages
-    assert statistics.kept
-    assert statistics.held_out is not None
-    assert train.held_out is not None
-    assert statistics.held_out > train.held_out
-    assert summary.top1 == statistics.top1
-    (decision,) = log(tmp_path / "run", "decision")
-    assert (decision["kept"], decision["after"]) == (True, statistics.held_out)
-    run(a_recipe("ema: 1e-9", JUDGED), out=tmp_path / "without")  # which is the model itself
-    measured, running = weights(tmp_path / "run"), weights(tmp_path / "without")
-    assert measured["conv1.weight"].equal(running["conv1.weight"])
-    assert not torch.allclose(measured["bn1.running_mean"], running["bn1.running_mean"], rtol=0.1)
-
-
 def test_sequential_statistics_go_through_the_images_again(tmp_path: Path) -> None:
     once, again = (
         a_recipe(f"statistics: {{samples: 480, sequential: {word}}}") for word in ("false", "true")

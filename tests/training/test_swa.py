@@ -125,35 +125,3 @@ def test_a_mean_at_intervals_of_epochs_does_not_go_over_a_change_of_the_batch(
     else:
         with pytest.raises(RecipeError, match=message):
             make_plan(recipe, workers=1)
-
-
-@pytest.mark.parametrize(
-    ("polish", "message"),
-    [
-        (
-            ("swa: {over: {steps: 8}, every: {steps: 2}}",),
-            r"polish.swa.over \(8 steps\) must be shorter than duration \(8 steps\)",
-        ),
-        (
-            ("swa: {over: {steps: 3}, every: {steps: 3}}",),
-            r"polish.swa.every \(3 steps\) must be shorter than polish.swa.over \(3 steps\)",
-        ),
-    ],
-)
-def test_a_mean_that_is_none_is_refused(polish: tuple[str, ...], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make_plan(a_recipe(*polish, MEASURED), workers=1)
-
-
-@pytest.mark.parametrize(
-    ("polish", "message"),
-    [
-        ((SWA,), "swa needs statistics: the running statistics of an average belong to other"),
-        ((SWA, MEASURED, "ema: 0.5"), "ema and swa would each become the model: give one of"),
-    ],
-)
-def test_an_average_without_statistics_and_two_averages_are_refused(
-    polish: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        a_recipe(*polish)

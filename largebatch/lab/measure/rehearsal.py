@@ -37,8 +37,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.reduction import kept_exact
 from largebatch.runs.state import build_criterion, build_state, build_step_log
-from largebatch.training.loop import Update, step_seeds, train
-from largebatch.training.loss import Criterion
+from largebatch.training.loop import Criterion, Update, step_seeds, train
 from largebatch.training.state import TrainState
 
 _CPU = torch.device("cpu")

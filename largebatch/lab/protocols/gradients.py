@@ -11,8 +11,7 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
-from largebatch.training.loop import step_seeds
-from largebatch.training.loss import Criterion
+from largebatch.training.loop import Criterion, step_seeds
 
 
 @dataclass(frozen=True, kw_only=True)

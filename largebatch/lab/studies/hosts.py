@@ -34,7 +34,7 @@ from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Event, Step
-from largebatch.training.loss import Criterion
+from largebatch.training.loop import Criterion
 from largebatch.training.stages import STAGES
 
 USER = 2

@@ -1,0 +1,201 @@
+"""The stages of a run: train, clean, ema, swa, affine, statistics; all but train optional.
+
+To add one, write a function `(session, steps, until)`, add a row to STAGES and the name to
+`StageName`.
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.backends import cudnn
+
+from largebatch.errors import CheckpointError, DivergedError
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.polish import Statistics
+from largebatch.tracking.events import StageName
+from largebatch.training.averages import EMA, SWA
+from largebatch.training.checkpoint import Checkpoint
+from largebatch.training.judging import Judge
+from largebatch.training.session import Session
+from largebatch.training.state import TrainState
+from largebatch.training.updates import Part
+
+
+def run_updates(
+    name: StageName,
+    session: Session,
+    steps: range,
+    until: int,
+    *,
+    clean: bool = True,
+    begin: Callable[[TrainState], None] | None = None,
+) -> None:
+    """Make the updates of a stage, after calling `begin`, and end it after the last one.
+
+    A stage with a snapshot ends if it diverges, and is then rolled back.
+    """
+    state, judge = session.state, session.judge
+    unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
+    if session.is_over(steps, until) and not unjudged:
+        return
+    if begin is not None and state.progress.step == steps.start:  # later, it was restored
+        begin(state)
+    judge.begin()
+    diverged: str | None = None
+    end = min(steps.stop, until + state.progress.discarded)
+    try:
+        left = range(state.progress.step, steps.stop)
+        session.make_updates(Part(name, left, end, clean))
+    except DivergedError as error:
+        if not state.snapshot:  # nothing to roll back to
+            raise
+        diverged = str(error)
+    made = state.progress.step - steps.start
+    if diverged is not None:
+        state.progress.discard_until(steps.stop)
+    if state.progress.step == steps.stop:
+        if steps.stop == session.training.plan.steps:  # the schedule has ended
+            session.evaluator.store_average()
+        judge.end(name, num_steps=made, note=diverged, failed=diverged is not None)
+
+
+def run_average(
+    name: StageName, kind: type[EMA | SWA], session: Session, _: range, __: int
+) -> None:
+    """Copy the average of this kind into the model, if there is one.
+
+    The statistics of an SWA are measured before it is judged.
+    """
+    state, judge = session.state, session.judge
+    if not isinstance(state.average, kind):
+        return
+    if not state.average.num_models:
+        text = f"{name.upper()} skipped: all updates that it would have averaged were rolled back"
+        session.log.note(name, text, kind="stage")
+        state.average = None
+        return
+    judge.begin()
+    state.store_average()
+    section, note = session.polish.statistics, None
+    if kind is SWA and judge.decides and section is not None:
+        note = judge.measure_statistics(name, section)
+    judge.end(name, note=note)
+
+
+def run_statistics(session: Session, _: range, __: int) -> None:
+    """Run the statistics pass, unless the last stage that was kept has measured them."""
+    last, judge = session.state.last_kept, session.judge
+    is_measured = judge.decides and last is not None and last.name == "swa"
+    if session.polish.statistics is not None and not is_measured:
+        polish_statistics(judge, session.polish.statistics)
+
+
+def polish_statistics(judge: Judge, section: Statistics) -> None:
+    """Run the statistics pass as a stage."""
+    judge.begin()
+    judge.end("statistics", note=judge.measure_statistics("statistics", section))
+
+
+class Stage(NamedTuple):
+    """A stage: where it ends, and what it does."""
+
+    name: StageName
+    end: Callable[[Plan], int]
+    """Number of updates of the plan before its end; it begins at the end of the previous stage."""
+
+    run: Callable[[Session, range, int], None]
+    """Makes these updates of the plan, up to a total number of updates made."""
+
+
+STAGES = (
+    Stage("train", lambda plan: plan.train_steps, partial(run_updates, "train", clean=False)),
+    Stage("clean", lambda plan: plan.steps, partial(run_updates, "clean")),
+    Stage("ema", lambda plan: plan.steps, partial(run_average, "ema", EMA)),
+    Stage("swa", lambda plan: plan.steps, partial(run_average, "swa", SWA)),
+    Stage(
+        "affine",
+        lambda plan: plan.updates,
+        partial(run_updates, "affine", begin=TrainState.begin_affine),
+    ),
+    Stage("statistics", lambda plan: plan.updates, run_statistics),
+)
+
+
+def run_stages(session: Session, *, until: int) -> bool:
+    """Run the stages that remain; return True if the run is complete.
+
+    Stops early, and saves, after `until` updates in all, or when any worker is asked to stop.
+    """
+    state, begin = session.state, 0
+    ended = {result.name for result in state.stages}
+    with collected_by_hand(), fastest_convolutions(session.training.plan):
+        for stage in STAGES:
+            end = stage.end(session.training.plan)
+            if stage.name not in ended:
+                stage.run(session, range(begin, end), until)
+                if state.progress.step < end:
+                    session.saver.save()
+                    return False
+            begin = end
+    return True
+
+
+def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: object) -> None:
+    """Raise CheckpointError if a stage has ended and updates before its end are missing.
+
+    `largebatch polish` leaves such a checkpoint for a run that had not ended. The missing updates
+    would start from polished statistics, and would be recorded under the names of later stages.
+    """
+    ends = {stage.name: stage.end(plan) for stage in STAGES}
+    step = checkpoint.progress.step
+    if any(step < ends[result.name] for result in checkpoint.stages):
+        raise CheckpointError(
+            f"{folder}: holds a run that was polished after {step:,} of {plan.updates:,} updates; "
+            "resume the run that was polished, in its own folder, or start a new run"
+        )
+
+
+_FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
+"""Maximum number of objects that Python itself freezes as it starts."""
+
+
+@contextmanager
+def collected_by_hand() -> Iterator[None]:
+    """Run the garbage collector only at calls of gc.collect(), over objects created inside.
+
+    Else it would stop every worker at a different update. Earlier objects are frozen, so that a
+    call takes milliseconds. Afterwards everything is as before.
+    """
+    enabled, freezes = gc.isenabled(), gc.get_freeze_count() <= _FROZEN_BY_PYTHON
+    gc.disable()
+    if freezes:  # else unfreeze() would free what somebody else froze
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def fastest_convolutions(plan: Plan) -> Iterator[None]:
+    """Use the convolutions of cuDNN or MIOpen that are fastest in a trial, for images of one size.
+
+    The choice may differ between starts, and the last bits with it. Nothing is changed if PyTorch
+    is set to be deterministic.
+    """
+    deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    before = cudnn.benchmark
+    if not deterministic and not plan.sizes:
+        cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before
