@@ -154,9 +154,7 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
 
 
 def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 -- as the loader has them
-    """Return the labels of a forward pass, which may be on a part of a batch, and their number
-    in the batch.
-    """
+    """Return the labels of a pass, perhaps on a part of a batch, and their number in the batch."""
     number = samples_in(micro)
     if not number or not isinstance(labels, Tensor) or not labels.ndim or not len(labels):
         return labels, 0
