@@ -195,12 +195,6 @@ def test_more_nodes_of_measured_cores_are_refused() -> None:
         pytest.param(["execution.device_batch=21"], 2048, "28 to 208", id="small"),
         pytest.param([], 64, "one micro-batch", id="accumulation"),
         pytest.param(["optimizer={kind: lamb, weight_decay: 0.1}"], 2048, "of lamb", id="LAMB"),
-        pytest.param(
-            ["reduction={kind: adasum, parts: 2048, dtype: fp32}"],
-            2048,
-            "adasum",
-            id="Adasum",
-        ),
     ],
 )
 def test_what_no_published_run_has_is_named(overrides: list[str], workers: int, text: str) -> None:
