@@ -229,32 +229,6 @@ def test_a_stage_that_harms_is_undone_bit_by_bit(tmp_path: Path) -> None:
     assert "Held out: top-1 on 200 training images" in page
 
 
-def test_clean_epochs_that_harm_are_undone_and_so_is_their_share_of_the_average(
-    tmp_path: Path,
-) -> None:
-    """The rate jumps where the clean steps begin."""
-    jump = (
-        "schedule={peak_lr: 1e4, warmup: null, decay: {kind: piecewise, pieces: ["
-        "{length: {steps: 6}, peak_lr: 0.5, decay: {kind: constant}}, "
-        "{length: null, peak_lr: 1e4, decay: {kind: constant}}]}}"
-    )
-    recipe = a_recipe(CLEAN, "ema: 0.5", STATISTICS, JUDGED, changes=(jump,))
-    summary = run(recipe, out=tmp_path / "run")
-    stages = {stage.name: stage for stage in summary.stages}
-    assert not stages["clean"].kept
-    before = stages["ema"].before
-    assert before is not None
-    assert before.loss == stages["train"].loss
-    flat = "schedule={peak_lr: 0.5, warmup: null, decay: {kind: constant}}"
-    six = a_recipe("ema: 0.5", JUDGED, changes=(flat, "duration={steps: 6}"))
-    expected = run(six, out=tmp_path / "six")  # the same six updates, and no others
-    assert stages["ema"].loss == expected.stages[-1].loss != stages["train"].loss
-    assert stages["ema"].kept == expected.stages[-1].kept
-    assert_same(
-        weights(tmp_path / "run")["conv1.weight"], weights(tmp_path / "six")["conv1.weight"]
-    )
-
-
 def test_sequential_statistics_go_through_the_images_again(tmp_path: Path) -> None:
     once, again = (
         a_recipe(f"statistics: {{samples: 480, sequential: {word}}}") for word in ("false", "true")
