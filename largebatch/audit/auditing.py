@@ -4,6 +4,7 @@ Every check runs on all workers. What may fail on one of them, such as the scrip
 between two exchanges, after which all of them continue or all of them stop.
 """
 
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,28 +14,24 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
+from largebatch import accelerator
 from largebatch.audit.evaluation import check_evaluation
-from largebatch.audit.findings import Finding, Findings
+from largebatch.audit.findings import Finding, Findings, fault, fine, note, unknown
 from largebatch.audit.randomness import check_augmentation
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.audit.rates import require_base
-from largebatch.audit.restoring import iterators_of, objects_of, restored
+from largebatch.audit.restoring import held_by, restored
 from largebatch.audit.samples import check_samples
 from largebatch.audit.subject import Checker, Forward, Step, Subject
 from largebatch.audit.updates import check_updates
-from largebatch.audit.world import check_world
 from largebatch.distributed.connection import running_backend
+from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
 from largebatch.errors import BackendError, PeerLostError, shorten
-from largebatch.models.wrappers import (
-    device_of,
-    has_divided_weights,
-    local_model,
-    uncompiled,
-)
+from largebatch.formatting import plural
+from largebatch.models.wrappers import device_of, has_divided_weights, local_model, uncompiled
 
 CHECKS: tuple[Checker, ...] = (
     check_updates,
@@ -81,6 +78,7 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     that are passed refer to. An error in the script's own code becomes a finding. Worker 0 prints
     the table.
     """
+    arguments = locals()
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(
@@ -90,29 +88,17 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     ranks = Ranks(_backend(model))
     found: list[Finding] = []
     try:
-        found += check_world(ranks)
-        subject = _subject(
-            ranks,
-            model=model,
-            loader=loader,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            step=step,
-            steps=steps,
-            set_epoch=set_epoch,
-            base=base,
-            rate=rate,
-            epochs=epochs,
-            val_loader=val_loader,
-            evaluate=evaluate,
-            averaged=averaged,
-            forward=forward,
-        )
+        found.append(_check_world(ranks))
+        subject = _subject(ranks, **arguments)
         _run_checks(subject, ranks, found)
     except StoppedError as stopped:
-        found.append(stopped.finding())
-    except PeerLostError as lost:
-        return _printed(Findings((*found, _lost(lost)), time.monotonic() - began))
+        found.append(stopped.finding)
+    except PeerLostError as lost:  # of this worker alone
+        text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
+        remedy = "find the worker whose step failed before a sum in which others waited, and start "
+        remedy += "the script again: its process group is no longer usable"
+        found.append(unknown("updates", text, remedy))
+        return _printed(Findings(tuple(found), time.monotonic() - began))
     findings = Findings(ranks.share(found), time.monotonic() - began)
     return _printed(findings) if ranks.rank == 0 else findings
 
@@ -122,17 +108,6 @@ def _printed(findings: Findings) -> Findings:
     return findings
 
 
-def _lost(error: PeerLostError) -> Finding:
-    """Return a finding on workers that no longer exchange anything, for this worker alone."""
-    return Finding(
-        check="updates",
-        level="unknown",
-        text=f"{in_one_line(str(error))}; the workers lost each other, so this is of one worker",
-        remedy="find the worker whose step failed before a sum in which others waited, and start "
-        "the script again: its process group is no longer usable",
-    )
-
-
 def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
     try:
         return running_backend(device_of(model))
@@ -140,31 +115,50 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
         return Serial(device_of(model))
 
 
+def _check_world(ranks: Ranks) -> Finding:
+    """Compare the number of connected workers with the variables of launchers."""
+    local, hosts = ranks.backend.local_size, ranks.gather(socket.gethostname())
+    size, idle = plural(ranks.size, "worker"), accelerator.count() - local
+    started = {"launcher": launched_size(), "command srun": slurm_tasks()}
+    what, most = max(started.items(), key=lambda it: it[1])
+    if most > ranks.size:
+        text = f"{size} connected, but the {what} started {most}: each world trains alone"
+        remedy = "initialise the process group from the launcher's variables: init_process_group "
+        remedy += "with env://, or hvd.init, and torchrun with --nnodes and a --rdzv-endpoint"
+        return fault("world size", text, remedy, float(most))
+    if idle > 0:
+        text = f"{size} connected; {local} on a machine where each sees {local + idle} GPUs"
+        remedy = f"start {local + idle} workers on each machine, or ignore this if that is meant"
+        return note("world size", text, remedy, float(idle))
+    text = f"{size} on {plural(len(set(hosts)), 'host')}, as launched"
+    return fine("world size", text, figure=float(ranks.size))
+
+
 def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the arguments of `audit`
     """Check what was passed, and add what was left out; raise StoppedError on all workers."""
-    _require_same_arguments(words, ranks)
+    given = ranks.gather(sorted(name for name, it in words.items() if it is not None))
+    if names := set().union(*given) - set(given[0]).intersection(*given):
+        text = f"only some of the workers pass {shorten(sorted(names))}"
+        raise StoppedError(unknown("gradient scale", text, "pass the same arguments on all"))
 
     def check() -> Subject:
-        model, loader, step = words["model"], words["loader"], words["step"]
-        _require_steps(words["steps"])
-        _require_complete(model)
+        model, step, steps = words["model"], words["step"], words["steps"]
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps is {steps}; expected a whole number of updates, 1 or more")
+        if has_divided_weights(model):
+            raise ValueError("the weights are divided over workers (FSDP2, tensor parallelism)")
         if words["averaged"] is not None:
             local_model(words["averaged"])  # raises ValueError for one that it cannot be found in
         if words["base"] is not None:
             require_base(words["base"])
-        if isinstance(loader, Iterator):
+        if isinstance(words["loader"], Iterator):
             raise ValueError(  # noqa: TRY004 -- reported in one line, like other errors
                 "the loader is an iterator, whose batches would be lost; pass what it iterates "
                 "over, or a list of batches from another one like it"
             )
-        if iterators := iterators_of(step):
-            raise ValueError(
-                f"step takes from an iterator ({type(iterators[0]).__name__}), which cannot be "
-                "restored; pass a step that creates it, or one without it"
-            )
         optimizer = words["optimizer"]
         if optimizer is None:
-            optimizer = next((it for it in objects_of(step) if isinstance(it, Optimizer)), None)
+            optimizer = next((it for it in held_by([step]) if isinstance(it, Optimizer)), None)
         if optimizer is None:
             optimizer = SGD(model.parameters(), lr=0.0)
         added = {"inner": local_model(model), "optimizer": optimizer}
@@ -173,28 +167,6 @@ def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the argu
 
     remedy = "correct the arguments of the audit"
     return ranks.attempt("gradient scale", "preparing the audit", check, remedy=remedy)
-
-
-def _require_same_arguments(words: dict[str, Any], ranks: Ranks) -> None:
-    """Raise StoppedError if some workers leave arguments out that others pass."""
-    given = ranks.gather(sorted(name for name, it in words.items() if it is not None))
-    if names := set().union(*given) - set(given[0]).intersection(*given):
-        text = f"only some of the workers pass {shorten(sorted(names))}"
-        raise StoppedError("gradient scale", text, "pass the same arguments on all workers")
-
-
-def _require_steps(steps: Any) -> None:  # noqa: ANN401 -- as the script has it
-    """Raise ValueError unless `steps` is a number of updates."""
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps is {steps}; expected a whole number of updates, 1 or more")
-
-
-def _require_complete(model: nn.Module) -> None:
-    """Raise ValueError for a model that cannot be copied and restored on each worker."""
-    if has_divided_weights(model):
-        raise ValueError("the weights are divided over workers (FSDP2, tensor parallelism)")
-    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        raise ValueError("the model has lazy layers; run one forward pass before the audit")
 
 
 def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
@@ -213,7 +185,7 @@ def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
                 found += check(subject, ranks)
             except StoppedError as stopped:
                 if all(it.text != str(stopped) for it in found):  # several checks use the loader
-                    found.append(stopped.finding())
+                    found.append(stopped.finding)
 
 
 def _restore_after(stack: ExitStack, subject: Subject, ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 from largebatch.formatting import plural
@@ -72,9 +73,16 @@ class Finding:
         return "\n".join(lines)
 
 
-def fault(check: Check, text: str, remedy: str, figure: float) -> Finding:
-    """Return a finding at level `fault`."""
-    return Finding(check=check, level="fault", text=text, remedy=remedy, figure=figure)
+def _finding(
+    level: Level, check: Check, text: str, remedy: str = "", figure: float | None = None
+) -> Finding:
+    return Finding(check=check, level=level, text=text, remedy=remedy, figure=figure)
+
+
+fault = partial(_finding, "fault")
+note = partial(_finding, "note")
+unknown = partial(_finding, "unknown")
+fine = partial(_finding, "fine")
 
 
 @dataclass(frozen=True, slots=True)

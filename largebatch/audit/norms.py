@@ -6,14 +6,14 @@ fault, because evaluation is then of a model that nobody trained.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.audit.findings import Check, Finding, Level
+from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.subject import Subject
 from largebatch.errors import DataError, MismatchError
@@ -21,11 +21,6 @@ from largebatch.formatting import plural, three_digits
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.wrappers import evaluation_mode, local_model
 from largebatch.polish import polish
-
-Kind = Literal["running statistics", "averaged statistics"]
-
-LossOn = Callable[[nn.Module, Any], tuple[Tensor, int]]
-"""Function that returns a model's mean loss on a batch, and the number of labels."""
 
 _FEW = 16
 """Samples per span below which BatchNorm loses accuracy: ResNet-50 on ImageNet has a top-1 error of
@@ -36,11 +31,8 @@ _FAR = 0.1
 """Distance of workers' running means, in standard deviations, that is worth a note: the mean of 100
 samples has this standard error."""
 
-_EQUAL = 1.01
-"""Largest factor between variances that are called equal."""
-
 _WORSE = 0.1
-"""Relative difference of losses that is worth a note or, for averaged weights, a fault."""
+"""Relative difference of losses that is a fault of averaged weights."""
 
 WARM = 50
 """Updates after which running statistics have forgotten where they started: 0.9^50 is 0.5 %."""
@@ -59,19 +51,16 @@ def check_span(model: nn.Module, samples: int, ranks: Ranks) -> list[Finding]:
     kinds = [it for it in model.modules() if isinstance(it, _BatchNorm)]
     if not smallest or not kinds:
         return []
-    spans = [_span(layer, smallest, ranks) for layer in kinds]
-    span = min(spans)
+    span = min(_span(layer, smallest, ranks) for layer in kinds)
     where = "on each worker" if span <= smallest else "over several workers"
     text = f"BatchNorm normalises over {plural(span, 'sample')} {where}"
     if span >= _FEW:
-        return [Finding(check="batch norm span", level="fine", text=text, figure=float(span))]
+        return [fine("batch norm span", text, figure=float(span))]
     remedy = (
         "use a larger device batch or SyncBatchNorm: ResNet-50's error is 23.6 % with 32 samples, "
         "24.8 with 8, 27.3 with 4, 34.7 with 2 (arXiv:1803.08494, table 2)"
     )
-    return [
-        Finding(check="batch norm span", level="note", text=text, remedy=remedy, figure=float(span))
-    ]
+    return [note("batch norm span", text, remedy, float(span))]
 
 
 def _span(layer: _BatchNorm, samples: int, ranks: Ranks) -> int:
@@ -94,24 +83,15 @@ def check_momentum(
     if not passes or not layers_of(model):
         return []
     moved = [micros * (it - then) / passes for it, then in zip(tracked(model), before, strict=True)]
-    most = max(moved, default=0.0)
-    momentum = layers_of(model)[0].momentum
+    most, momentum = max(moved), layers_of(model)[0].momentum
     if most <= 1.5 or momentum is None:
         return []
-    why = "once per micro-batch"
-    if most > 1.5 * micros:
-        why = f"more than once for each of {plural(micros, 'micro-batch', 'micro-batches')}, as by "
-        why += "gradient checkpointing or passes without gradients"
-    text = (
-        f"running statistics move {most:.3g} times per update, {why}: a momentum of "
-        f"{momentum:g} acts as {1 - (1 - momentum) ** most:.3g}"
-    )
-    remedy = (
-        f"for the same average over updates set momentum to {1 - (1 - momentum) ** (1 / most):.3g}"
-    )
-    return [
-        Finding(check="batch norm momentum", level="note", text=text, remedy=remedy, figure=most)
-    ]
+    why = "once per micro-batch" if most <= 1.5 * micros else "more than once per micro-batch"
+    text = f"running statistics move {most:.3g} times per update, {why}: a momentum of "
+    text += f"{momentum:g} acts as {1 - (1 - momentum) ** most:.3g}"
+    remedy = "for the same average over updates set momentum to "
+    remedy += f"{1 - (1 - momentum) ** (1 / most):.3g}"
+    return [note("batch norm momentum", text, remedy, most)]
 
 
 def tracked(model: nn.Module) -> list[int]:
@@ -140,110 +120,64 @@ def distance_of_statistics(model: nn.Module, ranks: Ranks) -> tuple[float, float
     return shift_most, ratio_most
 
 
-def check_statistics(
-    model: nn.Module,
-    distances: Sequence[tuple[float, float]],
-    losses: Callable[[], Sequence[float]],
-) -> list[Finding]:
-    """Report how far running statistics differ; `losses` are of one batch, by worker."""
+def check_statistics(model: nn.Module, distances: Sequence[tuple[float, float]]) -> list[Finding]:
+    """Report how far the workers' running statistics differ, at the start and after updates."""
     if not layers_of(model):
         return []
     shift, ratio = (max(it) for it in zip(*distances, strict=True))
-    factor = math.exp(ratio)
-    text = f"workers' running means differ by up to {three_digits(shift)} standard deviations, " + (
-        f"variances a factor {factor:.3g}" if factor > _EQUAL else "variances equal to 1 %"
-    )
-    level: Level = "fine"
-    remedy = ""
-    if max(shift, ratio) > _FAR:
-        every = losses()
-        level = "note"
-        text += f"; the loss of one batch is {min(every):.4g} to {max(every):.4g}"
-        remedy = "before evaluating, pool them on all workers: largebatch.polish.polish"
-    return [_finding("running statistics", level, text, remedy, shift)]
+    text = f"workers' running means differ by up to {three_digits(shift)} standard deviations, "
+    text += f"variances by a factor of {math.exp(ratio):.3g}"
+    if max(shift, ratio) <= _FAR:
+        return [fine("running statistics", text, figure=shift)]
+    remedy = "before evaluating, pool them on all workers: largebatch.polish.polish"
+    return [note("running statistics", text, remedy, shift)]
 
 
-def check_exactness(
-    model: nn.Module,
-    batches: Sequence[Any],
-    subject: Subject,
-    ranks: Ranks,
-    *,
-    check: Kind,
-    is_trained: bool,
+def check_averaged(
+    before: Sequence[int], batches: Sequence[Any], subject: Subject, ranks: Ranks
 ) -> list[Finding]:
-    """Compare the running statistics with exact ones over some batches; changes the model's."""
-    if not layers_of(model):
+    """Compare the running statistics of averaged weights with exact ones over some batches.
+
+    It changes those of the averaged model. `before` are the moves of the model's own statistics.
+    """
+    assert subject.averaged is not None
+    if not layers_of(subject.averaged):
         return []
-    if not is_trained:
+    if max(before, default=0) <= WARM:
         text = f"the model's have moved {WARM} times at most, too few to compare"
-        return [_finding(check, "fine", text)] if check == "averaged statistics" else []
-    own = local_model(model)
-    left = loss_of(own, batches, subject.loss_on, ranks)
+        return [fine("averaged statistics", text)]
+    own = local_model(subject.averaged)
+    left = loss_of(own, batches, subject, ranks)
     try:
         words: dict[str, Any] = {"forward": subject.forward} if subject.forward else {}
         drift = polish(own, batches, ranks.backend, **words)
     except (DataError, MismatchError, ValueError) as error:
-        return [_finding(check, "unknown", f"exact statistics: {error}")]
-    exact = loss_of(own, batches, subject.loss_on, ranks)
+        text = f"exact statistics: {error}"
+        return [unknown("averaged statistics", text, "give the audit `forward`")]
+    exact = loss_of(own, batches, subject, ranks)
     shift = max((layer.mean_shift for layer in drift), default=0.0)
-    text = (
-        f"means are up to {three_digits(shift)} standard deviations from exact ones; with those "
-        f"the loss is {exact:.4g}, not {left:.4g}"
-    )
+    text = f"means are up to {three_digits(shift)} standard deviations from exact ones; with those "
+    text += f"the loss is {exact:.4g}, not {left:.4g}"
     if not left > exact * (1 + _WORSE):
-        return [_finding(check, "fine", text, figure=shift)]
-    level: Level = "fault" if check == "averaged statistics" else "note"
+        return [fine("averaged statistics", text, figure=shift)]
     remedy = "measure them on all workers before evaluating: largebatch.polish.polish"
-    return [_finding(check, level, text, remedy, shift)]
+    return [fault("averaged statistics", text, remedy, shift)]
 
 
-def loss_of(model: nn.Module, batches: Sequence[Any], loss_on: LossOn, ranks: Ranks) -> float:
+def loss_of(model: nn.Module, batches: Sequence[Any], subject: Subject, ranks: Ranks) -> float:
     """Return the mean loss over the batches of all workers, in evaluation mode."""
-    sums = ranks.gather(_attempted(model, batches, loss_on, ranks))
+
+    @torch.no_grad()
+    def own() -> list[float]:
+        with evaluation_mode(model):
+            losses = [subject.loss_on(model, batch) for batch in batches]
+        return [sum(float(it) * count for it, count in losses), sum(count for _, count in losses)]
+
+    remedy = "loss_fn must accept what the model returns in evaluation mode too"
+    what = "the loss in evaluation mode"
+    sums = ranks.gather(ranks.attempt("averaged statistics", what, own, remedy=remedy))
     return float(sum(it[0] for it in sums) / sum(it[1] for it in sums))
-
-
-def losses_of(
-    model: nn.Module,
-    batch: tuple[Tensor, ...],
-    loss_on: LossOn,
-    ranks: Ranks,
-) -> list[float]:
-    """Return the loss of a batch in evaluation mode on each worker."""
-    sums = ranks.gather(_attempted(model, [batch], loss_on, ranks))
-    return [total / count for total, count in sums]
-
-
-def _attempted(
-    model: nn.Module, batches: Sequence[Any], loss_on: LossOn, ranks: Ranks
-) -> tuple[float, int]:
-    """Return `_sum_of_losses`, or raise StoppedError on all workers if it fails on one."""
-    return ranks.attempt(
-        "running statistics",
-        "the loss in evaluation mode",
-        lambda: _sum_of_losses(model, batches, loss_on),
-        remedy="loss_fn must accept what the model returns in evaluation mode too",
-    )
-
-
-@torch.no_grad()
-def _sum_of_losses(model: nn.Module, batches: Sequence[Any], loss_on: LossOn) -> tuple[float, int]:
-    """Return the sum over samples of this worker's losses, and the number of samples."""
-    total, count = 0.0, 0
-    with evaluation_mode(model):
-        for batch in batches:
-            loss, number = loss_on(model, batch)
-            total += float(loss) * number
-            count += number
-    return total, count
 
 
 def _rms(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
-
-
-def _finding(
-    check: Check, level: Level, text: str, remedy: str = "", figure: float | None = None
-) -> Finding:
-    return Finding(check=check, level=level, text=text, remedy=remedy, figure=figure)

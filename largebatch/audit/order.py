@@ -1,7 +1,8 @@
-"""Sample numbers that a loader draws in an epoch, without reading a sample; nothing stays changed.
+"""Sample numbers that a loader draws in an epoch, without reading a sample.
 
 The loader itself is iterated, with a data set in it that returns the numbers. So a wrapper that
 sets the epoch or synchronises generators (Accelerate's, Lightning Fabric's) does so as in training.
+The audit restores samplers and generators when the check ends.
 """
 
 import copy
@@ -14,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from largebatch.audit.restoring import INNER_LOADERS, generator_restore
+from largebatch.audit.restoring import INNER_LOADERS
 
 Numbers = npt.NDArray[np.int64]
 
 _PASS_ON = INNER_LOADERS[:2]
 """Attributes in wrappers that pass batches on as they are."""
-
-_PARTS = (*INNER_LOADERS, "batch_sampler", "sampler", "dataset")
 
 
 class NoNumbersError(Exception):
@@ -56,25 +55,25 @@ class _Numbers(Dataset[object]):
         return number
 
 
+def _inner_name(loader: object) -> str | None:
+    """Return the attribute in which a wrapper has the inner loader; None for no wrapper."""
+    own = getattr(loader, "__dict__", {})
+    return next((name for name in INNER_LOADERS if hasattr(own.get(name), "__iter__")), None)
+
+
 def torch_loader(loader: object) -> DataLoader[Any] | None:
     """Return the DataLoader inside the wrappers of a loader; None if there is none."""
-    while True:
-        own = getattr(loader, "__dict__", {})
-        inner = next(
-            (own[name] for name in INNER_LOADERS if hasattr(own.get(name), "__iter__")), None
-        )
-        if inner is None:
-            return loader if isinstance(loader, DataLoader) else None
-        loader = inner
+    while name := _inner_name(loader):
+        loader = vars(loader)[name]
+    return loader if isinstance(loader, DataLoader) else None
 
 
 def around(loader: object, inner: Any) -> Any:  # noqa: ANN401 -- a wrapper, or `inner`
     """Return `inner` in copies of the wrappers of a loader that compute on batches."""
-    own = getattr(loader, "__dict__", {})
-    name = next((name for name in INNER_LOADERS if hasattr(own.get(name), "__iter__")), None)
+    name = _inner_name(loader)
     if name is None:
         return inner
-    within = around(own[name], inner)
+    within = around(vars(loader)[name], inner)
     if name in _PASS_ON:
         return within
     twin = copy.copy(loader)
@@ -82,18 +81,15 @@ def around(loader: object, inner: Any) -> Any:  # noqa: ANN401 -- a wrapper, or 
     return twin
 
 
-def levels(dataset: Any) -> list[tuple[Any, Numbers]]:  # noqa: ANN401 -- any data set
-    """Return a data set and those that it is a `Subset` of, up to the whole one.
-
-    Each has the places of its samples in the whole one.
-    """
+def whole(dataset: Any) -> tuple[Any, Numbers]:  # noqa: ANN401 -- any data set
+    """Return the data set that a `Subset` is of, and the places of its samples in that one."""
     chain = [dataset]
     while isinstance(chain[-1], Subset):
         chain.append(chain[-1].dataset)
-    found = [(chain[-1], np.arange(len(chain[-1])))]
+    places = np.arange(len(chain[-1]))
     for part in chain[-2::-1]:
-        found.insert(0, (part, found[0][1][np.asarray(part.indices, dtype=np.int64)]))
-    return found
+        places = places[np.asarray(part.indices, dtype=np.int64)]
+    return chain[-1], places
 
 
 def epochs_of(
@@ -107,18 +103,16 @@ def epochs_of(
     base = torch_loader(loader)
     if base is None:
         raise NoNumbersError(f"{type(loader).__name__} is not a DataLoader")
-    kind = type(base.dataset).__name__
-    if isinstance(base.dataset, IterableDataset) or not hasattr(base.dataset, "__len__"):
+    kind, size = type(base.dataset).__name__, getattr(base.dataset, "__len__", None)
+    if isinstance(base.dataset, IterableDataset) or size is None:
         raise NoNumbersError(f"samples of {kind} have no numbers")
-    passes_on = any(name in vars(loader) for name in _PASS_ON)
-    outer = loader if passes_on else base
-    places = levels(base.dataset)[0][1]
-    found = []
-    with unchanged(loader), _reading_numbers(base):
+    places, found = whole(base.dataset)[1], []
+    with _reading_numbers(base, size()):
         for epoch in range(number):
             if set_epoch is not None:
                 set_epoch(epoch)
-            found.append(_one_epoch(outer, places, len(base.dataset)))
+            outer = loader if _inner_name(loader) in _PASS_ON else base
+            found.append(_one_epoch(outer, places, size()))
     return found
 
 
@@ -139,13 +133,13 @@ def _one_epoch(loader: Any, places: Numbers, size: int) -> Epoch:  # noqa: ANN40
 
 
 @contextmanager
-def _reading_numbers(base: DataLoader[Any]) -> Iterator[None]:
-    """Make a loader return sample numbers, in this process; `unchanged` undoes it.
+def _reading_numbers(base: DataLoader[Any], size: int) -> Iterator[None]:
+    """Make a loader return sample numbers, in this process, in this block.
 
     DataLoader refuses assignments to its attributes, hence `vars`.
     """
-    own = {
-        "dataset": _Numbers(len(base.dataset)),  # type: ignore[arg-type]  # was tested for
+    changes: dict[str, Any] = {
+        "dataset": _Numbers(size),
         "collate_fn": lambda batch: batch,
         "num_workers": 0,
         "prefetch_factor": None,
@@ -154,34 +148,12 @@ def _reading_numbers(base: DataLoader[Any]) -> Iterator[None]:
         "timeout": 0,
         "_iterator": None,
     }
-    vars(base).update(own)
     if "iterator" in vars(base):  # timm's MultiEpochsDataLoader keeps one
-        vars(base)["iterator"] = None
-    yield
-
-
-@contextmanager
-def unchanged(loader: object) -> Iterator[None]:
-    """Restore the attributes and generators of a loader, its samplers and its data set on exit."""
-    parts = list(_parts(loader))
-    before = [dict(vars(part)) for part in parts]
-    states = [generator_restore(value) for own in before for value in own.values()]
+        changes["iterator"] = None
+    before = dict(vars(base))
+    vars(base).update(changes)
     try:
         yield
     finally:
-        for part, own in zip(parts, before, strict=True):
-            vars(part).clear()
-            vars(part).update(own)
-        for restore in filter(None, states):
-            restore()
-
-
-def _parts(loader: object) -> Iterator[object]:
-    seen: set[int] = set()
-    rest = [loader]
-    while rest:
-        part = rest.pop()
-        if id(part) not in seen and hasattr(part, "__dict__"):
-            seen.add(id(part))
-            yield part
-            rest += [vars(part)[name] for name in _PARTS if name in vars(part)]
+        vars(base).clear()
+        vars(base).update(before)

@@ -5,24 +5,24 @@ it is: only the noise of augmentation and dropout no longer averages out over th
 is a note. Draws that each epoch repeats are a fault: a sample then has one augmentation only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader, IterableDataset
 
-from largebatch.audit.findings import Finding
-from largebatch.audit.fingerprint import fingerprint
-from largebatch.audit.order import torch_loader, unchanged
+from largebatch.audit.findings import Finding, fault, fine, note
+from largebatch.audit.order import torch_loader
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.restoring import Snapshot, generator_state, generators_of
+from largebatch.audit.restoring import generator_state
+from largebatch.audit.samples import fingerprint
 from largebatch.audit.subject import Subject
 from largebatch.distributed.agreement import have_same_bytes
 from largebatch.formatting import plural
-from largebatch.models.wrappers import device_of, local_model, mode
+from largebatch.models.wrappers import device_of
 
 _DRAWS = 32
 """Draws of one sample on a worker: of 4e9 pairs of workers, one has 32 equal flips."""
@@ -37,14 +37,14 @@ Draws = npt.NDArray[np.int64]
 class _OneSample:
     """Data set whose every sample is a fingerprint of a new draw of one sample."""
 
-    def __init__(self, dataset: Any, number: int) -> None:  # noqa: ANN401 -- of any kind
-        self._dataset, self._number = dataset, number
+    def __init__(self, dataset: Any) -> None:  # noqa: ANN401 -- of any kind
+        self._dataset = dataset
 
     def __len__(self) -> int:
         return _DRAWS
 
     def __getitem__(self, _: int) -> int:
-        return fingerprint(self._dataset[self._number])
+        return fingerprint(self._dataset[0])
 
 
 def check_augmentation(subject: Subject, ranks: Ranks) -> list[Finding]:
@@ -57,21 +57,20 @@ def check_augmentation(subject: Subject, ranks: Ranks) -> list[Finding]:
     if not all(ranks.gather(countable)):
         return []
     assert base is not None
-    with unchanged(subject.loader):
-        draws = ranks.attempt("augmentation", "a sample", lambda: draws_of_one_sample(base))
+    draws = ranks.attempt("augmentation", "a sample", lambda: _draws_of_one_sample(base))
     everyone = [np.array(own) for own in ranks.gather(draws.tolist())]
     if all(len(np.unique(own)) == 1 for own in everyone):
         text = f"{plural(draws.size, 'draw')} of a sample are equal: none is at random"
-        return [Finding(check="augmentation", level="fine", text=text)]
-    return [_compare(everyone)]
+        return [fine("augmentation", text)]
+    return [compare_draws(everyone)]
 
 
-def draws_of_one_sample(base: DataLoader[Any]) -> Draws:
+def _draws_of_one_sample(base: DataLoader[Any]) -> Draws:
     """Return the draws of one sample as the loader seeds its workers, in two epochs."""
     workers = min(base.num_workers, _WORKERS)
     each = _DRAWS // max(1, workers)
     probe: DataLoader[Any] = DataLoader(
-        _OneSample(base.dataset, 0),  # type: ignore[arg-type]  # it has what a data set needs
+        _OneSample(base.dataset),  # type: ignore[arg-type]  # it has what a data set needs
         batch_sampler=[list(range(each))] * max(1, workers),  # one batch for each worker, in turn
         collate_fn=list,
         num_workers=workers,
@@ -83,82 +82,42 @@ def draws_of_one_sample(base: DataLoader[Any]) -> Draws:
     return np.array([list(probe) for _ in range(2)], dtype=np.int64)
 
 
-def _compare(ranks: Sequence[Draws]) -> Finding:
+def compare_draws(ranks: Sequence[Draws]) -> Finding:
     """Compare draws of different workers, of processes of a loader, and of two epochs."""
-    epochs = [rank for rank in ranks if len(np.unique(rank[0])) > 1 and (rank[0] == rank[1]).all()]
     number = ranks[0][0].size
+    epochs = [rank for rank in ranks if len(np.unique(rank[0])) > 1 and (rank[0] == rank[1]).all()]
     if epochs:
-        return Finding(
-            check="augmentation",
-            level="fault",
-            text=f"{number} of {number} draws of a sample in the second epoch repeat the first "
-            f"epoch's on {plural(len(epochs), 'rank')}: a sample has one augmentation for all time",
-            remedy="seed workers from torch.initial_seed(), not with a constant (worker_init_fn)",
-            figure=float(number),
-        )
+        text = f"{number} draws of a sample in the second epoch repeat the first epoch's on "
+        text += f"{plural(len(epochs), 'rank')}: a sample has one augmentation for all time"
+        remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
+        return fault("augmentation", text, remedy, float(number))
     shared = sum((rank == ranks[0]).all() for rank in ranks[1:])
     if shared:
-        return Finding(
-            check="augmentation",
-            level="note",
-            text=f"{number} of {number} draws of a sample are equal on {shared + 1} of "
-            f"{len(ranks)} workers: their noise does not average out in a gradient",
-            remedy="seed by worker, after the model is built: torch.manual_seed(seed + rank), and "
-            "random's and NumPy's generators equally",
-            figure=float(shared + 1),
-        )
+        text = f"{number} draws of a sample are equal on {shared + 1} of {len(ranks)} workers: "
+        text += "their noise does not average out in a gradient"
+        remedy = "seed by worker, after the model is built: torch.manual_seed(seed + rank), and "
+        remedy += "random's and NumPy's generators equally"
+        return note("augmentation", text, remedy, float(shared + 1))
     workers = [rank[0] for rank in ranks if len(rank[0]) > 1 and (rank[0] == rank[0][0]).all()]
     if workers:
-        return Finding(
-            check="augmentation",
-            level="note",
-            text=f"{len(workers[0])} processes of a loader draw the same {len(workers[0][0])} of "
-            f"{len(workers[0][0])} augmentations",
-            remedy="seed workers from torch.initial_seed(), not with a constant (worker_init_fn)",
-            figure=float(len(workers[0])),
-        )
+        text = f"{len(workers[0])} processes of a loader draw the same augmentations"
+        remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
+        return note("augmentation", text, remedy, float(len(workers[0])))
     text = f"{number} draws of a sample differ between workers, loader processes and epochs"
-    return Finding(check="augmentation", level="fine", text=text)
+    return fine("augmentation", text)
 
 
-@torch.no_grad()
-def check_dropout(
-    model: nn.Module, run: Callable[[nn.Module], object], ranks: Ranks
-) -> list[Finding]:
+def check_dropout(model: nn.Module, ranks: Ranks) -> list[Finding]:
     """Check whether workers draw the same masks of dropout: their generators then have equal bits.
 
-    `run` makes a forward pass. Nothing is returned for a model that draws no random numbers.
+    Nothing is returned for a model without layers of dropout in training mode.
     """
-    module = local_model(model)
-    device = device_of(module)
-    before, restore_random = generator_state(device), generators_of(module)
-    buffers = Snapshot(module.buffers())
-
-    def forward() -> None:
-        with mode(module, training=True):
-            run(module)
-
-    try:
-        ranks.attempt("dropout", "a forward pass", forward)
-        draws = not torch.equal(before, generator_state(device))
-    finally:
-        buffers.restore()
-        restore_random()
-    if not all(ranks.gather(draws)):
+    layers = [it for it in model.modules() if isinstance(it, _DropoutNd)]
+    if ranks.size == 1 or not all(ranks.gather(any(it.p and it.training for it in layers))):
         return []
-    backend = ranks.backend
-    if ranks.size == 1:
-        return []
-    if not have_same_bytes(before.to(backend.device), backend):
-        text = "workers draw different masks"
-        return [Finding(check="dropout", level="fine", text=text)]
-    number = ranks.size
-    return [
-        Finding(
-            check="dropout",
-            level="note",
-            text=f"{number} of {number} workers draw the same masks: their generators are equal",
-            remedy="seed by worker, after the model is built: torch.manual_seed(seed + rank)",
-            figure=float(number),
-        )
-    ]
+    own = generator_state(device_of(model)).to(ranks.backend.device)
+    if not have_same_bytes(own, ranks.backend):
+        return [fine("dropout", "workers draw different masks")]
+    text = f"{ranks.size} of {ranks.size} workers draw the same masks: their generators are equal"
+    remedy = "seed by worker, after the model is built: torch.manual_seed(seed + rank)"
+    return [note("dropout", text, remedy, float(ranks.size))]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from largebatch.audit.findings import Check, Finding, Level
+from largebatch.audit.findings import Check, Finding, unknown
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
@@ -23,18 +23,11 @@ _REMEDY = "call it without the audit on that worker, which shows the traceback, 
 
 
 class StoppedError(Exception):
-    """A reason to stop a check; it is raised on all workers. With a figure it is a fault."""
+    """A reason to stop a check, raised on all workers; `finding` reports it."""
 
-    def __init__(
-        self, check: Check, text: str, remedy: str, *, figure: float | None = None
-    ) -> None:
-        super().__init__(text)
-        level: Level = "unknown" if figure is None else "fault"
-        self._finding = Finding(check=check, level=level, text=text, remedy=remedy, figure=figure)
-
-    def finding(self) -> Finding:
-        """Return the finding that reports this error."""
-        return self._finding
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.text)
+        self.finding = finding
 
 
 class Ranks:
@@ -58,11 +51,6 @@ class Ranks:
             raise
         except Exception as caught:  # of the script's own code: any
             error = f"{type(caught).__name__}: {caught}"
-        self.require(check, what, error, remedy=remedy)
-        return result  # type: ignore[return-value]  # `require` raised if there is none
-
-    def require(self, check: Check, what: str, error: str | None, *, remedy: str = _REMEDY) -> None:
-        """Raise StoppedError on every worker if one of them has an error."""
         try:
             errors = self.gather(error)
         except PeerLostError as lost:
@@ -74,7 +62,8 @@ class Ranks:
             text = in_one_line(errors[failed[0]])
             more = f" and {len(failed) - 1} more" * (len(failed) > 1)
             text = f"{what} failed on worker {failed[0]}{more}: {text}"
-            raise StoppedError(check, text, remedy)
+            raise StoppedError(unknown(check, text, remedy))
+        return result  # type: ignore[return-value]  # it did not fail
 
     def gather(self, own: object) -> list[Any]:
         """Return the plain values of every worker, by rank."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from largebatch.audit.findings import Finding
+from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks, StoppedError
 from largebatch.audit.recording import Update
 from largebatch.audit.subject import Subject
@@ -23,9 +23,6 @@ from largebatch.recipe.installed import FEWEST_UPDATES
 
 _WARM_UP_EPOCHS = 5
 """Length of the warm-up of Goyal et al., section 2.2."""
-
-_IMAGENET = 1_000_000
-"""Number of samples from which a data set is compared with ImageNet, which has 1,281,167."""
 
 _MARGIN = 1.5
 """Factor outside the two rules at which a rate is noted: searches usually step by 2."""
@@ -59,65 +56,50 @@ def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> li
     """Check learning rates and the plan of the run; `updates` are the first of the script."""
     if not updates:
         return []
-    measured = [update.rate for update in updates]
-    samples, micros = (
-        max(it) for it in zip(*((u.samples, u.micros) for u in updates), strict=True)
-    )
-    attempts = [update.attempt for update in updates]
-    counts = Counts(sum(ranks.gather(samples)), micros, ranks.size)  # not of an epoch's last batch
+    samples = max(update.samples for update in updates)  # not those of an epoch's last batch
+    micros = max(update.micros for update in updates)
+    counts = Counts(sum(ranks.gather(samples)), micros, ranks.size)
     remedy = "`rate` must return a number for each update of the run, counted from 0"
     try:
         return ranks.attempt(
             "warm-up",
             "comparing the rates",
-            lambda: _compare(subject, measured, attempts, counts),
+            lambda: _compare(subject, updates, counts),
             remedy=remedy,
         )
     except StoppedError as stopped:  # the other findings on these updates are kept
-        return [stopped.finding()]
+        return [stopped.finding]
 
 
-def _compare(
-    subject: Subject, measured: Sequence[float], attempts: Sequence[int], counts: Counts
-) -> list[Finding]:
+def _compare(subject: Subject, updates: Sequence[Update], counts: Counts) -> list[Finding]:
     """Return the findings of one worker, whose script computes the planned rates."""
-    number = _number_of_updates(subject, counts.accumulation)
-    planned = _planned(subject.rate, number) if subject.rate else []
-    findings = []
+    measured, number, findings = [it.rate for it in updates], 0, []
+    if subject.epochs and counts.accumulation and hasattr(subject.loader, "__len__"):
+        number = round(len(subject.loader) / counts.accumulation * subject.epochs)
+    rate = subject.rate
+    planned = [rate(update) for update in range(min(number, _MOST_UPDATES))] if rate else []
     if subject.base and counts.global_batch:
         peak = max(planned) if planned else _peak(subject.optimizer, measured)
-        findings.append(_rising() if peak is None else _check_base(peak, counts, subject))
-    if subject.rate:
-        findings.append(_check_schedule(measured, attempts, subject.rate, counts))
+        findings.append(_check_base(peak, counts, subject.base, subject.optimizer))
+    if rate:
+        findings.append(_check_schedule(measured, [it.attempt for it in updates], rate, counts))
     if number and subject.epochs:
         if planned:
             growth = counts.global_batch / subject.base[0] if subject.base else 1.0
             findings.append(_check_warm_up(planned, number / subject.epochs, growth))
-        findings.append(_check_updates(number, counts, subject))
+        text = f"{plural(number, 'update')} in {subject.epochs:g} epochs"
+        remedy = "if the training loss ends high, more epochs or a smaller batch: no rate replaces "
+        few = note("updates", text, f"{remedy}updates", float(number))
+        many = fine("updates", text, figure=float(number))
+        findings.append(few if number < FEWEST_UPDATES else many)
     return [*findings, _check_decay(subject.inner, subject.optimizer)]
-
-
-def _number_of_updates(subject: Subject, accumulation: int) -> int | None:
-    """Return the number of updates of the whole run, if it is known."""
-    if subject.epochs is None or not accumulation or not hasattr(subject.loader, "__len__"):
-        return None
-    return round(len(subject.loader) / accumulation * subject.epochs)
-
-
-def _planned(rate: Rate, updates: int | None) -> list[float]:
-    """Return the planned rates; none if the length of the run is not known."""
-    return [rate(update) for update in range(min(updates or 0, _MOST_UPDATES))]
 
 
 def require_base(base: tuple[float, float]) -> None:
     """Raise ValueError unless `base` is a global batch and a rate, in this order."""
-    if not isinstance(base, tuple | list) or len(base) != 2:
+    is_pair = isinstance(base, tuple | list) and len(base) == 2
+    if not is_pair or not base[0] >= 1 or base[0] % 1 or not 0 < base[1] < math.inf:
         raise ValueError(f"base is {base}; expected (global batch, rate), such as (256, 0.1)")
-    batch, rate = base
-    if not batch >= 1 or batch % 1 or not 0 < rate < math.inf:
-        raise ValueError(
-            f"base is {base}; expected (global batch, rate), a whole number and a rate above 0"
-        )
 
 
 def _peak(optimizer: Optimizer, measured: Sequence[float]) -> float | None:
@@ -125,49 +107,38 @@ def _peak(optimizer: Optimizer, measured: Sequence[float]) -> float | None:
 
     A scheduler of torch keeps `initial_lr`, from which OneCycleLR rises to `max_lr`.
     """
-    groups = optimizer.param_groups
-    keys = ("initial_lr", "max_lr")
+    groups, keys = optimizer.param_groups, ("initial_lr", "max_lr")
     known = [float(group[key]) for group in groups for key in keys if key in group]
     if not known and max(measured) > measured[0] * (1 + _SAME):
         return None
     return max([*known, *measured])
 
 
-def _rising() -> Finding:
-    return Finding(
-        check="rate for the batch",
-        level="unknown",
-        text="the rate rises in these updates, so its peak is not known",
-        remedy="give rate= (the rate by update) and epochs= to compare its peak",
-    )
-
-
-def _check_base(peak: float, counts: Counts, subject: Subject) -> Finding:
-    """Compare a peak rate with the linear and the square-root rule from `subject.base`."""
-    assert subject.base is not None
-    base, global_batch, optimizer = subject.base, counts.global_batch, subject.optimizer
-    factor = global_batch / base[0]
+def _check_base(
+    peak: float | None, counts: Counts, base: tuple[int, float], optimizer: Optimizer
+) -> Finding:
+    """Compare a peak rate with the linear and the square-root rule from `base`."""
+    if peak is None:
+        text = "the rate rises in these updates, so its peak is not known"
+        remedy = "give rate= (the rate by update) and epochs= to compare its peak"
+        return unknown("rate for the batch", text, remedy)
+    factor = counts.global_batch / base[0]
     linear, root = base[1] * factor, base[1] * math.sqrt(factor)
     adaptive = "Adam" in type(optimizer).__name__
     unscaled = factor > 1 and not adaptive and math.isclose(peak, base[1], rel_tol=_SAME)
-    fits = min(linear, root) / _MARGIN <= peak <= max(linear, root) * _MARGIN and not unscaled
     momentum = optimizer.param_groups[0].get("momentum")
     text = (
-        f"the rate is {three_digits(peak)} at a batch of {global_batch:,}"
+        f"the rate is {three_digits(peak)} at a batch of {counts.global_batch:,}"
         + (f", momentum {momentum:g}" if momentum is not None else "")
         + f"; from {three_digits(base[1])} at {base[0]:,} the linear rule gives "
         f"{three_digits(linear)}, the square root {three_digits(root)}"
     )
+    if min(linear, root) / _MARGIN <= peak <= max(linear, root) * _MARGIN and not unscaled:
+        return fine("rate for the batch", text, figure=peak / linear)
     rule, value = ("square-root", root) if adaptive else ("linear", linear)
     remedy = "the rate did not grow with the batch: " * unscaled
     remedy += f"try {three_digits(value)} ({rule} rule) with a warm-up"
-    return Finding(
-        check="rate for the batch",
-        level="fine" if fits else "note",
-        text=text,
-        remedy="" if fits else remedy,
-        figure=peak / linear,
-    )
+    return note("rate for the batch", text, remedy, peak / linear)
 
 
 def _check_schedule(
@@ -178,31 +149,28 @@ def _check_schedule(
     It may move when a GradScaler skips an update, too. If it moves several times an update, the
     first update comes before that, or after all of these moves but one.
     """
-    expected = [rate(update) for update in range(len(measured))]
-    if any(_equal(measured, [rate(it) for it in its]) for its in (range(len(measured)), attempts)):
-        text = f"{plural(len(measured), 'update')} had the rates of the schedule"
-        return Finding(check="warm-up", level="fine", text=text)
+
+    def equal(places: Sequence[int]) -> bool:
+        pairs = zip(measured, map(rate, places), strict=True)
+        return all(math.isclose(*pair, rel_tol=_SAME, abs_tol=1e-12) for pair in pairs)
+
+    plan = range(len(measured))
+    if equal(plan) or equal(attempts):
+        return fine("warm-up", f"{plural(len(measured), 'update')} had the rates of the schedule")
+    expected = [rate(update) for update in plan]
+    rates = f"{', '.join(map(three_digits, measured))} instead of "
+    rates += ", ".join(map(three_digits, expected))
     names = {counts.world_size: "workers", counts.accumulation: "micro-batches of an update"}
     factors = {*range(2, _FASTEST), *names, counts.world_size * counts.accumulation} - {1}
     for times in sorted(factors if len(measured) > 1 else ()):  # one rate shows no speed
-        moves = [[times * it + late for it in attempts] for late in (0, times - 1)]
-        if any(_equal(measured, [rate(it) for it in its]) for its in moves):
+        if any(equal([times * it + late for it in attempts]) for late in (0, times - 1)):
             also = f" ({times} is also the number of {names[times]})" if times in names else ""
-            return Finding(
-                check="warm-up",
-                level="fault",
-                text=f"the schedule moves {times} steps an update{also}: rates "
-                f"{_list(measured)} instead of {_list(expected)}",
-                remedy="step the scheduler once an update, or count its length in these steps",
-                figure=float(times),
-            )
-    return Finding(
-        check="warm-up",
-        level="note",
-        text=f"the first updates had rates {_list(measured)}, the schedule says {_list(expected)}",
-        remedy="check in which unit the schedule counts: batches, updates or epochs",
-        figure=measured[-1] / expected[-1] if expected[-1] else None,
-    )
+            text = f"the schedule moves {times} steps an update{also}: rates {rates}"
+            remedy = "step the scheduler once an update, or count its length in these steps"
+            return fault("warm-up", text, remedy, float(times))
+    remedy = "check in which unit the schedule counts: batches, updates or epochs"
+    figure = measured[-1] / expected[-1] if expected[-1] else None
+    return note("warm-up", f"the first updates had rates {rates}", remedy, figure)
 
 
 def _check_warm_up(rates: Sequence[float], updates_an_epoch: float, growth: float) -> Finding:
@@ -210,43 +178,13 @@ def _check_warm_up(rates: Sequence[float], updates_an_epoch: float, growth: floa
     peak = max(rates)
     length = next(update for update, it in enumerate(rates) if it >= (1 - _SAME) * peak)
     start, epochs = rates[0] / peak if peak else 1.0, length / updates_an_epoch
-    text = (
-        f"the rate starts at {three_digits(100 * start)} % of its peak and reaches it after "
-        f"{plural(length, 'update')} ({three_digits(epochs)} epochs)"
-    )
-    needed = growth > 1 and (epochs < _WARM_UP_EPOCHS / 2 or start > 1 / math.sqrt(growth))
-    return Finding(
-        check="warm-up",
-        level="note" if needed else "fine",
-        text=text,
-        remedy=f"Goyal et al. rise over {_WARM_UP_EPOCHS} epochs from the rate of the small batch "
-        f"({three_digits(100 / growth)} % of the peak)"
-        if needed
-        else "",
-        figure=epochs,
-    )
-
-
-def _check_updates(updates: int, counts: Counts, subject: Subject) -> Finding:
-    """Compare the number of updates with the fewest published, which is for ImageNet."""
-    assert subject.epochs
-    text = f"{plural(updates, 'update')} in {subject.epochs:g} epochs"
-    if subject.base:
-        before = round(updates * counts.global_batch / subject.base[0])
-        text += f"; at a batch of {subject.base[0]:,} it is {before:,}"
-    few = updates < FEWEST_UPDATES
-    if few and not subject.base and updates * counts.global_batch >= _IMAGENET * subject.epochs:
-        text += f"; the fewest published for ImageNet are {FEWEST_UPDATES:,}"
-    return Finding(
-        check="updates",
-        level="note" if few else "fine",
-        text=text,
-        remedy="if the training loss ends high, more epochs or a smaller batch: no rate replaces "
-        "updates"
-        if few
-        else "",
-        figure=float(updates),
-    )
+    text = f"the rate starts at {three_digits(100 * start)} % of its peak and reaches it after "
+    text += f"{plural(length, 'update')} ({three_digits(epochs)} epochs)"
+    if growth <= 1 or (epochs >= _WARM_UP_EPOCHS / 2 and start <= 1 / math.sqrt(growth)):
+        return fine("warm-up", text, figure=epochs)
+    remedy = f"Goyal et al. rise over {_WARM_UP_EPOCHS} epochs from the rate of the small batch "
+    remedy += f"({three_digits(100 / growth)} % of the peak)"
+    return note("warm-up", text, remedy, epochs)
 
 
 def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
@@ -262,24 +200,8 @@ def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
     wrong = [value for parameter, value in decayed.items() if parameter in plain]
     if not wrong:
         text = f"{plural(len(decayed), 'tensor')} with decay, no normalisation or bias among them"
-        text = text if decayed else "no tensor has weight decay"
-        return Finding(check="weight decay", level="fine", text=text)
-    return Finding(
-        check="weight decay",
-        level="note",
-        text=f"{len(wrong)} of {len(plain)} normalisation tensors and biases have weight decay, "
-        f"{three_digits(max(wrong))}",
-        remedy="give them a group without decay: largebatch.models.param_groups(model, ...)",
-        figure=float(len(wrong)),
-    )
-
-
-def _equal(measured: Sequence[float], expected: Sequence[float]) -> bool:
-    return all(
-        math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-12)
-        for one, other in zip(measured, expected, strict=True)
-    )
-
-
-def _list(rates: Sequence[float]) -> str:
-    return ", ".join(map(three_digits, rates))
+        return fine("weight decay", text if decayed else "no tensor has weight decay")
+    text = f"{len(wrong)} of {len(plain)} normalisation tensors and biases have weight decay, "
+    text += three_digits(max(wrong))
+    remedy = "give them a group without decay: largebatch.models.param_groups(model, ...)"
+    return note("weight decay", text, remedy, float(len(wrong)))

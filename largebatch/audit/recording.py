@@ -26,7 +26,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from largebatch.audit.replicas import weighted_sums
 from largebatch.audit.restoring import generators_of
 from largebatch.models.inputs import logits_of
 from largebatch.models.wrappers import device_of
@@ -38,14 +37,16 @@ class Micro:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    labels: Any
+    batch: Any
+    """The batch that the step was given; the pass may be on a part of it."""
+
+    start: int
+    """Number of samples that the model had seen before in this call of the step."""
+
     restore_random: Callable[[], None]
     buffers: list[Tensor]
     half: torch.dtype | None
     """Type of autocast; None without it."""
-
-    scores_in: Callable[[Any], Any] = logits_of
-    """Function that takes what the loss needs from the model's output."""
 
     output_gradient: Tensor | None = None
     """Gradient of the script's loss with respect to the logits; None if it was not seen."""
@@ -97,9 +98,6 @@ class Update:
     places: set[int]
     """Places of the parameters that an optimizer of this update has."""
 
-    repeats_samples: bool
-    """True if the model saw more samples than the step was given."""
-
     held: set[int]
     """Places of the gradients that were not zero when the first backward pass began."""
 
@@ -108,12 +106,6 @@ class Update:
 
     attempt: int
     """Number of updates before this one, with those that a GradScaler skipped."""
-
-    after: list[float] = field(default_factory=list)
-    """`weighted_sums` of the weights right after the update."""
-
-    later: list[float] = field(default_factory=list)
-    """The same when the next forward pass begins."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +117,7 @@ class Recorder:
 
     optimizer: Optimizer
     reference: Callable[[list[Micro]], object]
-    sends_float16: bool = False
+    sends_float16: bool
     """True if gradients are sent in float16, whatever their type."""
 
     averaged: Sequence[Tensor] = ()
@@ -133,11 +125,6 @@ class Recorder:
 
     moves: Counter[int] = field(default_factory=Counter)
     """How often the averaged copy moved between forward passes, by update."""
-
-    labels: Any = None
-    """Labels of the batch that is given to the step; set before each call."""
-
-    scores_in: Callable[[Any], Any] = logits_of
 
     updates: list[Update] = field(default_factory=list)
     micros: list[Micro] = field(default_factory=list)
@@ -156,11 +143,12 @@ class Recorder:
     """Largest number of samples that a BatchNorm layer has normalised over; 0 if none. The last
     batch of an epoch may have fewer."""
 
-    sample: Micro | None = None
-    """Last micro-batch of the newest update."""
+    elsewhere: int = 0
+    """Number of steps of `optimizer` if it has no parameter of the model."""
 
-    elsewhere: list[float] = field(default_factory=list)
-    """Sum of the model's weights at each step of `optimizer` if it has none of them."""
+    _batch: Any = None
+    _seen: int = 0
+    """Number of samples that the model saw in this call of the step."""
 
     _held: set[int] = field(default_factory=set)
     _hooked: set[Optimizer] = field(default_factory=set)
@@ -173,11 +161,7 @@ class Recorder:
     _adds: bool = False
     """True while another optimizer adds its parameters to the newest update."""
 
-    _taken: int = 0
-    _given: int = 0
-    """Number of labels that the step was given since the last update."""
-
-    _sums: list[str] = field(default_factory=list)
+    _sums: list[float] = field(default_factory=list)
     _scale: float = 1.0
     _rate: float = 0.0
     _reference: object = None
@@ -189,20 +173,9 @@ class Recorder:
         """Parameters of the model that are trained, each once."""
         return [it for it in self.model.parameters() if it.requires_grad]
 
-    def give(self, labels: Any, scores_in: Callable[[Any], Any]) -> None:  # noqa: ANN401 -- as the loader has them
-        """Set the labels of the batch that the next call of the step gets."""
-        self.labels, self._taken, self._first = labels, 0, None
-        self.scores_in = scores_in
-        self._given += len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record no forward passes within this block."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+    def give(self, batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
+        """Set the batch that the next call of the step gets."""
+        self._batch, self._seen, self._first = batch, 0, None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -220,8 +193,8 @@ class Recorder:
             handles += [it.register_forward_pre_hook(self._in_norm) for it in layers]
             for handle in handles:
                 stack.callback(handle.remove)
-            stack.callback(self._hooked.clear)
-            stack.enter_context(self._clipping_seen())
+            for function in (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
+                stack.enter_context(_replaced_everywhere(function, partial(self._clip, function)))
             stack.enter_context(self._scaler_seen())
             yield
 
@@ -233,39 +206,24 @@ class Recorder:
         self.evaluated |= {name for name, it in model.named_modules() if not it.training}
         if not model.training:
             return
-        if self.updates and not self.micros:
-            self.updates[-1].later = weighted_sums(self.parameters)
         self.passes += 1
-        self._see_average()
-        kind = device_of(model)
-        half = torch.get_autocast_dtype(kind.type)
+        sums = [float(it.detach().double().sum()) for it in self.averaged]
+        self.moves[len(self.updates) + self.skipped] += sums != (self._sums or sums)
+        self._sums = sums
+        kind = device_of(model).type
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # may change in place
         self.micros.append(
             Micro(
                 args,
                 kwargs,
-                self._labels_of(args, kwargs),
+                self._batch,
+                self._seen,
                 generators_of(model),
                 [buffer.clone() for buffer in model.buffers()],
-                half if torch.is_autocast_enabled(kind.type) else None,
-                self.scores_in,
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             )
         )
-
-    def _see_average(self) -> None:
-        """Compare the averaged copy with that at the forward pass before."""
-        sums = [float(it.detach().double().sum()).hex() for it in self.averaged]
-        self.moves[len(self.updates) + self.skipped] += sums != (self._sums or sums)
-        self._sums = sums
-
-    def _labels_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Return the labels of a forward pass, which may be on a part of the batch only."""
-        number = _samples_in((args, kwargs))
-        if not number or not isinstance(self.labels, Tensor) or not self.labels.ndim:
-            return self.labels
-        first = self._taken % len(self.labels)
-        self._taken = first + number
-        return self.labels[first : self._taken]
+        self._seen += samples_in(self.micros[-1])
 
     def _after_forward(self, model: nn.Module, _: object, output: object) -> None:
         if self._is_paused or not (model.training and self.micros):
@@ -283,8 +241,7 @@ class Recorder:
 
     def _in_norm(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         if layer.training and not self._is_paused and args:
-            samples = len(args[0])
-            self.norm_samples = max(self.norm_samples, samples)
+            self.norm_samples = max(self.norm_samples, len(args[0]))
 
     def _places_of(self, optimizer: Optimizer) -> list[int]:
         """Return the places of the parameters that an optimizer updates."""
@@ -304,13 +261,10 @@ class Recorder:
         self._depth += 1
         divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
         gradients = [
-            None
-            if it.grad is None
-            else it.grad.detach().clone()
-            if divisor is None
-            else it.grad.detach() / divisor.to(it.grad.device)
-            for it in self.parameters
+            None if it.grad is None else it.grad.detach().clone() for it in self.parameters
         ]
+        if divisor is not None:
+            gradients = [None if it is None else it / divisor.to(it.device) for it in gradients]
         if self._depth == 1:
             self._adds = not self.micros and self._first not in {None, optimizer}
         if self._adds:  # these may have been unscaled or clipped since the first optimizer's
@@ -321,12 +275,13 @@ class Recorder:
         self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         self._gradients = gradients
         if self._depth == 1:
-            self._first = optimizer
-            with self.paused():
-                try:
-                    self._reference = self.reference(self._used())
-                except Exception as error:  # of the script's model or loss; reported by the audit
-                    self._reference = error
+            self._first, self._is_paused = optimizer, True
+            try:
+                self._reference = self.reference(self._used())
+            except Exception as error:  # of the script's model or loss; reported by the audit
+                self._reference = error
+            finally:
+                self._is_paused = False
 
     def _used(self) -> list[Micro]:
         """Return the forward passes that a backward pass followed, or all if none was seen."""
@@ -334,61 +289,43 @@ class Recorder:
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         if not (places := self._places_of(optimizer)):
-            if optimizer is self.optimizer:
-                sums = [float(it.detach().double().sum()) for it in self.parameters]
-                self.elsewhere.append(sum(sums))
+            self.elsewhere += optimizer is self.optimizer
             return
         self._depth -= 1
         if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
             return  # a fused optimizer skips the update itself, see `_scaler_seen`
         self._steps += 1
+        own = set(map(id, self.model.parameters()))
+        tensors = [it for group in optimizer.param_groups for it in group["params"]]
+        strangers = sum(it.grad is None and id(it) not in own for it in tensors)
         if self._adds:
             self.updates[-1].clips += self._clips
-            self.updates[-1].strangers += self._strangers_of(optimizer)
+            self.updates[-1].strangers += strangers
         else:
-            half = self.sends_float16 or any(it.half == torch.float16 for it in self.micros)
-            samples = sum(_samples_in((it.args, it.kwargs)) for it in self._used())
             self.updates.append(
                 Update(
                     self._gradients,
                     self._reference,
                     self._clips,
                     self._scale,
-                    half,
+                    self.sends_float16 or any(it.half == torch.float16 for it in self.micros),
                     rate=self._rate,
                     micros=len(self._used()),
-                    samples=samples,
+                    samples=sum(map(samples_in, self._used())),
                     places=set(places),
-                    repeats_samples=samples > self._given > 0,
                     held=self._held,
-                    strangers=self._strangers_of(optimizer),
+                    strangers=strangers,
                     attempt=len(self.updates) + self.skipped,
                 )
             )
-            self.sample = next(reversed(self._used()), None)
-        self.updates[-1].after = weighted_sums(self.parameters)
         self._forget()
 
     def _forget(self) -> None:
         self.micros, self._clips, self._scale, self._reference = [], [], 1.0, None
-        self._given, self._held = 0, set()
-
-    def _strangers_of(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer's tensors without gradient that the model has not."""
-        own = set(map(id, self.model.parameters()))
-        tensors = [it for group in optimizer.param_groups for it in group["params"]]
-        return sum(it.grad is None and id(it) not in own for it in tensors)
-
-    @contextmanager
-    def _clipping_seen(self) -> Iterator[None]:
-        """Replace torch's functions for clipping, under every name that a module gave them."""
-        with ExitStack() as stack:
-            for function in (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
-                stack.enter_context(_replaced_everywhere(function, partial(self._clip, function)))
-            yield  # clip_grad_norm_ calls the first
+        self._held = set()
 
     def _clip(self, function: Callable[..., object], *args: Any, **words: Any) -> None:  # noqa: ANN401
-        """Clip gradients, and record what that did to them."""
+        """Clip gradients, and record what that did to them; clip_grad_norm_ calls this too."""
         given = inspect.signature(function).bind(*args, **words).arguments
         tensors = given["parameters"]
         given["parameters"] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -432,10 +369,10 @@ def first_logits(output: object) -> Tensor | None:
     return logits if isinstance(logits, Tensor) else None
 
 
-def _samples_in(inputs: object) -> int:
+def samples_in(micro: Micro) -> int:
     """Return the number of samples of the first tensor in a model's arguments; 0 without one."""
-    tensors = (it for it in tree_leaves(inputs) if isinstance(it, Tensor) and it.ndim)
-    return next(map(len, tensors), 0)
+    tensors = (it for it in tree_leaves((micro.args, micro.kwargs)) if isinstance(it, Tensor))
+    return next((len(it) for it in tensors if it.ndim), 0)
 
 
 @contextmanager

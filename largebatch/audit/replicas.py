@@ -2,18 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import FunctionType
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from largebatch.audit.findings import Check, Finding
+from largebatch.audit.findings import Check, Finding, fault, fine
 from largebatch.audit.ranks import Ranks
 from largebatch.distributed.agreement import checksum, have_same_bytes, shape
 from largebatch.errors import SHOWN, shorten
@@ -28,24 +26,13 @@ _REMEDIES: dict[Check, str] = {
     "averaged weights": "average on every worker after each update, from weights that all share",
 }
 
-_SAME_SUM = 1e-12
-"""Relative difference of sums in float64 of equal weights."""
-
-_AVERAGED = 0.1
-"""Distance of averaged weights from their mean over that of the workers' own: 1 if one worker's
-were sent to two, and small for averages of float32 or bfloat16."""
-
 
 def tensors_of(
     model: nn.Module, optimizer: Optimizer, averaged: nn.Module | None
 ) -> dict[Check, dict[str, Tensor]]:
     """Return the tensors that workers must have in common, by check and name."""
-    norms = {
-        id(buffer)
-        for layer in model.modules()
-        if isinstance(layer, _NormBase)
-        for buffer in layer.buffers(recurse=False)
-    }
+    layers = [it for it in model.modules() if isinstance(it, _NormBase)]
+    norms = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
     buffers = {name: it for name, it in model.named_buffers() if id(it) not in norms}
     is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
     return {
@@ -85,30 +72,25 @@ class ReplicaCheck:
         self._are_broadcast = are_broadcast
         self._faults: dict[Check, Finding] = {}
 
-    def compare(self, when: str, *, averages: bool = False) -> None:
-        """Compare all tensors; every worker calls this. Only the first difference is kept.
-
-        `averages` is True if the workers average weights, and not gradients.
-        """
+    def compare(self, when: str) -> None:
+        """Compare all tensors; every worker calls this. Only the first difference is kept."""
         for check, tensors in tensors_of(*self._state).items():
             finding = differences(check, tensors, self._ranks, when=when)
-            if finding is not None and check == "buffers" and self._are_broadcast:
+            if finding is None:
+                continue
+            if check == "buffers" and self._are_broadcast:
                 remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"
                 finding = replace(finding, level="note", remedy=remedy)
-            if finding is not None and averages and check in {"weights", "optimizer state"}:
-                remedy = "nothing in local SGD; save and evaluate the average of all workers"
-                finding = replace(finding, level="note", remedy=remedy)
-            if finding is not None and check == "averaged weights" and finding.figure is None:
+            if check == "averaged weights" and finding.figure is None:
                 remedy = "average the same on all workers: the wrapped model, or its module"
                 finding = replace(finding, level="unknown", remedy=remedy)
-            if finding is not None:
-                self._faults.setdefault(check, finding)
+            self._faults.setdefault(check, finding)
 
     def findings(self, updates: int) -> list[Finding]:
         """Return a finding for each check."""
         text = f"equal on all workers, at the start and after {plural(updates, 'update')}"
         return [
-            self._faults.get(check) or Finding(check=check, level="fine", text=text)
+            self._faults.get(check) or fine(check, text)
             for check, tensors in tensors_of(*self._state).items()
             if tensors
         ]
@@ -128,43 +110,14 @@ def differences(
         sets = [{name for name, *_ in other} for other in everyone]
         names = sorted(set.union(*sets) - set.intersection(*sets)) or [name for name, *_ in own]
         text = f"workers have tensors of other names or shapes {when}: {shorten(names, most=3)}"
-        return _fault(check, text, None)
+        return fault(check, text, _REMEDIES[check])
     unequal = [row[0][0] for row in zip(*everyone, strict=True) if len({it[2] for it in row}) > 1]
-    figures = [relative_difference(tensors[name], ranks) for name in unequal[:SHOWN]]
+    most = max(_relative_difference(tensors[name], ranks) for name in unequal[:SHOWN])
     text = (
         f"unequal on the workers {when}: {len(unequal)} of {plural(len(own), 'tensor')} "
-        f"({shorten(unequal, most=3)}), by up to {three_digits(100 * max(figures))} % of the mean"
+        f"({shorten(unequal, most=3)}), by up to {three_digits(100 * most)} % of the mean"
     )
-    return _fault(check, text, max(figures))
-
-
-def weighted_sums(tensors: Iterable[Tensor]) -> list[float]:
-    """Return a number for each tensor, linear in it: the mean of the workers' is that of its mean.
-
-    The weights differ by place, because gradients of a last layer sum to zero over its classes.
-    """
-    found = []
-    for tensor in tensors:
-        values = tensor.detach().flatten().double()
-        weights = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
-        found.append(float(values @ weights))
-    return found
-
-
-def are_averaged(after: list[float], now: list[float], ranks: Ranks) -> bool | None:
-    """Return True if weights that differed after an update became their mean over the workers.
-
-    `after` are their `weighted_sums` right after the update, `now` those afterwards. None if they
-    did not differ.
-    """
-    every = np.array(ranks.gather([after, now]))
-    mean = every[:, 0].mean(0)
-    if not np.isfinite(every).all():
-        return False
-    spread, rest = (float(np.abs(it - mean).sum(1).max()) for it in every.swapaxes(0, 1))
-    if spread <= _SAME_SUM * float(np.abs(mean).sum()):
-        return None
-    return rest <= _AVERAGED * spread
+    return fault(check, text, _REMEDIES[check], most)
 
 
 def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:
@@ -174,63 +127,38 @@ def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:
         return []
     text = f"the averaged copy moves {most} times in an update, between its micro-batches: a decay "
     text += f"of 0.99 acts as {0.99**most:.3g}"
-    return [replace(_fault("averaged weights", text, most), remedy="move it once an update")]
+    return [fault("averaged weights", text, "move it once an update", most)]
 
 
 def check_modes(model: nn.Module, evaluated: set[str], ranks: Ranks) -> list[Finding]:
     """Compare the layers that were in evaluation mode in some forward pass of the updates."""
-    layers = dict(model.named_modules())
-    layers = {name: it for name, it in layers.items() if depends_on_mode(it) or _reads_mode(it)}
-    everyone = ranks.gather(sorted(evaluated & layers.keys()))
+    layers = {name for name, it in model.named_modules() if depends_on_mode(it)}
+    everyone = ranks.gather(sorted(evaluated & layers))
     unequal = sorted(set().union(*everyone) - set(everyone[0]).intersection(*everyone))
     if not unequal:
         return []
     number = sum(unequal[0] in it for it in everyone)
-    what = plural(len(unequal), "layer")
     text = (
-        f"{number} of {ranks.size} workers train with {what} in evaluation mode "
-        f"({shorten([it or 'the model' for it in unequal], most=3)}), the others do not"
+        f"{number} of {ranks.size} workers train with {plural(len(unequal), 'layer')} in "
+        f"evaluation mode ({shorten(unequal, most=3)}), the others do not"
     )
     remedy = "call model.train() before the training on all workers, and freeze the same layers"
-    return [
-        Finding(
-            check="training mode",
-            level="fault",
-            text=text,
-            remedy=remedy,
-            figure=float(len(unequal)),
-        )
-    ]
+    return [fault("training mode", text, remedy, float(len(unequal)))]
 
 
 def depends_on_mode(layer: nn.Module) -> bool:
     """Return True for a layer of torch whose output depends on its mode."""
     if isinstance(layer, _NormBase):
         return layer.track_running_stats
-    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
-        return float(layer.dropout) > 0
-    return isinstance(layer, nn.RReLU) or (isinstance(layer, _DropoutNd) and layer.p > 0)
+    return isinstance(layer, _DropoutNd) and layer.p > 0
 
 
-def _reads_mode(layer: nn.Module) -> bool:
-    """Return True for a layer of the script, or of another library, that reads its mode."""
-    if type(layer).__module__.startswith("torch."):
-        return False
-    kinds = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
-    functions = [it for kind in kinds for it in vars(kind).values() if isinstance(it, FunctionType)]
-    return any("training" in it.__code__.co_names for it in functions)
-
-
-def relative_difference(tensor: Tensor, ranks: Ranks) -> float:
+def _relative_difference(tensor: Tensor, ranks: Ranks) -> float:
     """Return the largest distance of a worker's tensor from the mean, over the mean's length."""
     mean = ranks.sum(tensor) / ranks.size
     distance = float((tensor.detach().double() - mean).norm())
     largest = float(max(ranks.gather(distance)))
     return largest / max(float(mean.norm()), torch.finfo(torch.float64).tiny)
-
-
-def _fault(check: Check, text: str, figure: float | None) -> Finding:
-    return Finding(check=check, level="fault", text=text, remedy=_REMEDIES[check], figure=figure)
 
 
 def _state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

