@@ -71,7 +71,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     }
     tensors["same"] = tensors["half"]
     state = copy_state({**checkpoint(7).state, "model": tensors})
-    saved = Checkpoint.of(RECIPE, state, Origin(plan={"steps": 9}, data={"train": "ab"}))
+    saved = Checkpoint.of(RECIPE, state, Origin(data={"train": "ab"}))
     path = write_checkpoint(tmp_path / "checkpoints", saved)
     loaded = load_checkpoint(path)
     assert path.name == "step-00000007.safetensors"
