@@ -18,7 +18,6 @@ from largebatch.tracking.events import (
     CHECKPOINTS,
     EVENTS,
     METRICS,
-    OVERVIEW,
     REPORT,
     SYSTEM,
     Decision,
@@ -152,7 +151,7 @@ def artifacts(folder: Path, summary: Summary, *, checkpoint: bool) -> dict[str, 
 
     These are the report and, for a finished run and with `checkpoint`, its last checkpoint.
     """
-    found = {"report": folder / REPORT, "overview": folder / OVERVIEW}
+    found = {"report": folder / REPORT}
     saved = sorted((folder / CHECKPOINTS).glob("*.safetensors"))
     if checkpoint and saved and summary.status == "finished":
         found["checkpoint"] = saved[-1]

@@ -250,13 +250,6 @@ def test_a_checkpoint_is_due_by_time(
         assert clock.is_late() == (seconds > due)
 
 
-def test_the_writer_measures_what_a_file_costs(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=1, every=None))
-    writer.write(checkpoint(5))
-    writer.wait()
-    assert 0 < writer.seconds < 60
-
-
 def save_by_the_clock_of_worker_0(folder: Path) -> None:
     """Train on one of two workers; write the steps of its saves. The clock of worker 1 is ahead."""
     steps: list[int] = []
