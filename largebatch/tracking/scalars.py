@@ -1,7 +1,7 @@
 """Scalars: a run's numbers by name, the base of trackers that plot them, and its ids in them.
 
-A resumed or rolled back run repeats some updates, and W&B drops rows with decreasing steps. So a
-number is given only once; the log of the run holds which were given.
+A resumed run repeats some updates, and W&B drops rows with decreasing steps. So a number is given
+only once; the log of the run holds which were given.
 """
 
 import math
@@ -89,7 +89,7 @@ class ScalarTracker(ABC):
 
     @abstractmethod
     def _open(self, start: Start) -> None:
-        """Start the run, or continue it after a resume or a roll-back."""
+        """Start the run, or continue it after a resume."""
 
     @abstractmethod
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
