@@ -104,7 +104,6 @@ def summarize(session: Session, status: Status) -> Summary:
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
         weights_sha256=state.weights_sha256,
-        extra={name: extra.summary() for name, extra in state.extra.items()},
         stages=tuple(state.stages),
         status=status,
     )

@@ -303,7 +303,6 @@ class Summary:
     """Metrics after the last stage that was kept."""
 
     weights_sha256: str | None = None
-    extra: dict[str, dict[str, object]] = field(default_factory=dict)
     stages: tuple[StageResult, ...]
     status: Status
     diverged: Printable | None = None

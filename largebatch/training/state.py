@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -85,22 +85,6 @@ class Progress:
         self.step = step
 
 
-class ExtraState(Protocol):
-    """State that an extension adds to a run."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
-        """Load what `state_dict` returned, or nothing (an empty dict); raise as TrainState does.
-
-        `optimizer` is that of the stage under way.
-        """
-
-    def summary(self) -> dict[str, Any]:
-        """Return plain values for summary.json."""
-
-
 @dataclass(kw_only=True)
 class TrainState:
     """Everything that changes while a run trains; saves and loads itself.
@@ -127,9 +111,6 @@ class TrainState:
 
     build_affine: Callable[[], Updater] | None = None
     """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
-
-    extra: dict[str, ExtraState] = field(default_factory=dict)
-    """State of extensions, by name."""
 
     _begun: float = field(default_factory=time.perf_counter, init=False)
 
@@ -219,7 +200,6 @@ class TrainState:
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
             "snapshot": self.snapshot,
-            "extra": {name: extra.state_dict() for name, extra in self.extra.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -244,8 +224,6 @@ class TrainState:
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
-        for name, extra in self.extra.items():
-            extra.load_state_dict(state["extra"].get(name, {}), self.updater.optimizer)
         if self.snapshot:
             states = {"model": self.model.state_dict(), "ema": self._average_state()}
             for name, own in states.items():
