@@ -195,8 +195,7 @@ class Answers:
     ) -> Answer:
         """Return the predictions of all workers; `samples` are this worker's, in their order.
 
-        `everyone` has the samples of all workers in ascending order: each has a row in a table that
-        is summed over the workers.
+        `everyone` has the samples of all workers in ascending order.
         """
         device = backend.device
         table = torch.zeros(len(everyone), 3, dtype=torch.float64, device=device)

@@ -1,9 +1,7 @@
 """The fields that `monitor` adds to the records: norm, trust ratios, noise scale, resources.
 
-The trust ratios of LARS and the system's counters are read after an update. The norm is measured
-between the sum of the gradients and the optimizer, because some optimizers overwrite `.grad`. So
-monitoring cannot change a weight, and costs nothing for fields that are not monitored. The squared
-lengths of the noise scale are measured by the reducer.
+The norm is measured between the sum of the gradients and the optimizer, because some optimizers
+overwrite `.grad`.
 """
 
 import math

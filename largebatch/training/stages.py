@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -146,7 +147,7 @@ def run_stages(session: Session, *, until: int) -> bool:
     return True
 
 
-def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: object) -> None:
+def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
     """Raise CheckpointError if a stage has ended and updates before its end are missing.
 
     `largebatch polish` leaves such a checkpoint for a run that had not ended. The missing updates
