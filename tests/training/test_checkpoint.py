@@ -7,12 +7,16 @@ import stat
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
 from checkpoint_files import rewritten
+from on_forked_workers import on_forked_workers
+from short_runs import CLEAN, a_recipe
 
+from largebatch import run
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import (
@@ -27,6 +31,7 @@ from largebatch.training.checkpoint import (
     parse_checkpoint,
     write_checkpoint,
 )
+from largebatch.training.saving import Saver
 from largebatch.training.state import Progress
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
@@ -249,3 +254,29 @@ def test_the_writer_measures_what_a_file_costs(tmp_path: Path) -> None:
     writer.write(checkpoint(5))
     writer.wait()
     assert 0 < writer.seconds < 60
+
+
+def save_by_the_clock_of_worker_0(folder: Path) -> None:
+    """Train on one of two workers; write the steps of its saves. The clock of worker 1 is ahead."""
+    steps: list[int] = []
+    save, rank = Saver.save, int(os.environ["RANK"])
+
+    def is_late(_: SaveClock) -> bool:
+        return rank == 1 or (bool(due) and due.pop(0))
+
+    def noted(saver: Saver) -> None:
+        steps.append(saver.state.progress.step)
+        save(saver)
+
+    due = [step == 2 for step in range(6)]
+    with (
+        mock.patch.object(SaveClock, "is_late", is_late),
+        mock.patch.object(Saver, "save", noted),
+    ):
+        run(a_recipe(CLEAN), out=folder / "run", report=False)
+    (folder / str(rank)).write_text(str(steps))
+
+
+def test_two_workers_save_after_the_same_update_by_the_clock_of_worker_0(tmp_path: Path) -> None:
+    on_forked_workers(save_by_the_clock_of_worker_0, tmp_path, workers=2)
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "[3, 6, 8]"

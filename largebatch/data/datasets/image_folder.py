@@ -99,8 +99,9 @@ def open_archives(
             try:
                 files = stack.enter_context(_open_files(archive))
             except DAMAGED as error:
-                expected = "zip or uncompressed tar"
-                raise _fault(archive, error, expected=expected) from error
+                raise DataError(
+                    f"{archive}: not a whole, readable zip or uncompressed tar ({error})"
+                ) from error
             shown = [name for name in files.names if all(map(visible, name.split("/")))]
             images = [name for name in shown if is_image(name.rpartition("/")[2])]
             placed = _placed(files, images, (split,) if split else names)
@@ -298,11 +299,3 @@ def _tar_places(
             yield from _tar_places(archive, file, end=inner, folder=path[:-4])
         else:
             yield path, (member.size, member.offset_data)
-
-
-def _fault(path: Path, error: Exception, *, expected: str) -> DataError:
-    """Return the DataError for a file that is unreadable, incomplete or of another format."""
-    # Python's archive modules raise OSError for damage too, without an error number.
-    if isinstance(error, OSError) and error.errno is not None:
-        return DataError(f"{error.filename or path}: cannot be read ({error.strerror})")
-    return DataError(f"{path}: not a whole {expected} ({error})")
