@@ -1,5 +1,6 @@
-"""Models of timm and torchvision by name."""
+"""Models of timm and torchvision by name, and their image preparation."""
 
+import math
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -63,6 +64,32 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
         where = "torchvision.models" if library == "torchvision" else library
         hint = nearest(name, known, otherwise=f"see {where}.list_models()")
         raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
+
+
+def preparation(name: str) -> dict[str, Any]:
+    """Return the model's image preparation in evaluation, as keys of a recipe's data section."""
+    if name.startswith(TORCHVISION):
+        transform = (
+            _torchvision().get_model_weights(name.removeprefix(TORCHVISION)).DEFAULT.transforms()
+        )
+        size, resize = transform.crop_size[0], transform.resize_size[0]
+        mean, std, way = transform.mean, transform.std, transform.interpolation.value
+    else:
+        timm = require_timm()
+        config = timm.data.resolve_data_config(
+            pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()
+        )
+        size, mean, std = config["input_size"][-1], config["mean"], config["std"]
+        whole = config["crop_mode"] == "squash"
+        resize = None if whole else math.floor(size / config["crop_pct"])
+        way = config["interpolation"]
+    return {
+        "image_size": size,
+        "eval_resize": resize,
+        "mean": list(mean),
+        "std": list(std),
+        "interpolation": way,
+    }
 
 
 def _torchvision() -> ModuleType:

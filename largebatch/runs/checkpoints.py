@@ -67,7 +67,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     check_folder(options.out, resume=False)
     _, checkpoint = _load(path, options)
     state = checkpoint.state
-    recipe = _with_statistics(checkpoint.recipe, samples)
+    recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"])}
     with open_measuring(recipe, options, facts) as session:
         begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
@@ -122,7 +122,7 @@ def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
     return moved[-1] if moved and ended & {under_way, "statistics"} else under_way
 
 
-def _with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
+def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     """Return the recipe with a statistics pass, and without MLPerf's log, which is about training.
 
     `samples` is the number of clean training images to measure; None: all of them.

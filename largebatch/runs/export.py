@@ -1,4 +1,4 @@
-"""A saved run -> the files of a model: weights, timm's configuration, and the recipe."""
+"""A saved run -> the files of a model: weights, timm's configuration, a card, and the recipe."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,23 @@ from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
 from largebatch.tracking.events import RECIPE
+from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.saving import require_fit
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+
+_TIMM = """import timm
+from PIL import Image
+
+model = timm.create_model("local-dir:<this folder>", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+scores = model(transform(Image.open("photo.jpg").convert("RGB"))[None]).softmax(1)"""
+
+_OURS = """import largebatch.models
+import safetensors.torch
+
+model = largebatch.models.build("{name}", num_classes={classes}, arguments={arguments}).eval()
+model.load_state_dict(safetensors.torch.load_file("model.safetensors"))"""
 
 
 def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
@@ -39,6 +53,7 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
         model.load_state_dict(weights)
     files = {
         WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
+        CARD: _card(checkpoint).encode(),
         RECIPE: dump_yaml(checkpoint.recipe).encode(),
     }
     if is_timms(section.name):
@@ -53,6 +68,40 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written: {error.strerror}") from None
     return sorted(out.iterdir())
+
+
+def _card(checkpoint: Checkpoint) -> str:
+    """Describe the model: the code that loads it, its input, and its accuracy after each stage."""
+    recipe, section, data = checkpoint.recipe, checkpoint.recipe.model, checkpoint.recipe.data
+    code = _TIMM if is_timms(section.name) else _OURS
+    load = code.format(name=section.name, classes=data.classes, arguments=section.arguments)
+    side, resize = data.image_size, data.eval_resize
+    shown = f"the centre of the image, whose short side has {resize}" if resize else "the image"
+    rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4] if checkpoint.stages else []
+    for stage in checkpoint.stages:
+        name = stage.name if stage.kept else f"{stage.name} (rolled back)"
+        rows.append((name, f"{stage.top1:.2%}", f"{stage.top5:.2%}", f"{stage.loss:.4f}"))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    names = ", ".join(f"{label} `{name}`" for label, name in enumerate(checkpoint.origin.classes))
+    return f"""---
+library_name: {"timm" if is_timms(section.name) else "largebatch"}
+pipeline_tag: image-classification
+---
+# {recipe.name}: {section.name}, {data.classes} classes
+
+Trained with largebatch for {checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it.
+
+```python
+{load}
+```
+
+Input: RGB from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}; {side} x {side} pixels
+of {shown} ({data.interpolation}). Classes: {names or "by number"}.
+
+Measured on {data.val_split:,} validation images{":" if rows else " after a stage; none has ended."}
+
+{table}
+"""
 
 
 def timm_config(section: Model, data: Data, classes: Sequence[str]) -> dict[str, object]:

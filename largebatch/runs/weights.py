@@ -23,7 +23,10 @@ from largebatch.models.inputs import sizes
 from largebatch.training.checkpoint import CONTENT, load_checkpoint
 from largebatch.training.state import TrainState
 
-_PLACES = ("state_dict", "model", "model_state_dict", "net")  # keys of weights in a file
+_PLACES = ("state_dict", "model", "model_state_dict", "net")
+_AVERAGED = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
+"""Keys of weights, and of their moving average, in files of timm, torchvision and other tools."""
+
 _WRAPPERS = {"module", "_orig_mod"}  # parts of names, of DataParallel and torch.compile
 
 
@@ -51,13 +54,15 @@ def begin_with(path: Path, state: TrainState, backend: Backend, *, drawn: bool) 
     state.weights_sha256 = broadcast_bytes(digest, backend).decode()
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the weights of a file to the CPU, by the names in the file.
+def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
+    """Read the weights of a file, or their moving average, to the CPU, by the names in the file.
 
     Nothing in the file is executed. Raises CheckpointError if it cannot be read.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file of weights")
+    if ema and path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: holds one set of weights, and no EMA beside them")
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -79,13 +84,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         reason = reason_of(error).partition(". In PyTorch")[0]  # then: trust the file
         raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
     inside = content if isinstance(content, dict) else {}
-    places = {key: own for key in _PLACES if (own := _tensors(inside.get(key)))}
-    weights = places or {"": _tensors(inside)}
+    keys = _AVERAGED if ema else _PLACES
+    places = {key: own for key in keys if (own := _tensors(inside.get(key)))}
+    weights = places or {"": {} if ema else _tensors(inside)}
     if len(places) > 1:
         raise CheckpointError(f"{path}: holds weights under {' and '.join(places)}; save one alone")
     if not any(weights.values()):
         raise CheckpointError(
-            f"{path}: expected weights by name, bare or under {' or '.join(_PLACES)}; found "
+            f"{path}: expected weights by name{', bare or' * (not ema)} under "
+            f"{' or '.join(keys)}; found "
             f"{shorten(list(map(str, inside)), most=3)}"
         )
     return weights.popitem()[1]
@@ -95,7 +102,9 @@ def _tensors(content: object) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         return {}
     items = content.items()
-    return {key: it for key, it in items if isinstance(key, str) and isinstance(it, Tensor)}
+    tensors = {key: it for key, it in items if isinstance(key, str) and isinstance(it, Tensor)}
+    tensors.pop("n_averaged", None)  # the number of averaged models, of PyTorch's AveragedModel
+    return tensors
 
 
 def state_for(

@@ -1,5 +1,6 @@
 """What `export` writes, loaded by timm."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 from short_runs import DIGITS, weights
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(trained["resnet10t"]), "--out", str(tmp_path / "out")]) == DONE
-    names = ["config.json", "model.safetensors", "recipe.yaml"]
+    names = ["README.md", "config.json", "model.safetensors", "recipe.yaml"]
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in names]
     timm = require_timm()
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
@@ -60,6 +62,14 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     recipe = load_recipe(trained["resnet10t"] / "recipe.yaml")
     assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.data.mean, recipe.data.std)
     assert list(model.pretrained_cfg["label_names"]) == [str(digit) for digit in range(10)]
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.DOTALL
+    )
+    Image.new("L", (40, 30)).save(tmp_path / "photo.jpg")
+    code = code.replace("<this folder>", str(tmp_path / "out"))
+    made: dict[str, Any] = {}
+    exec(code.replace("photo.jpg", str(tmp_path / "photo.jpg")), made)
+    assert made["scores"].shape == (1, 10)
 
 
 @pytest.mark.parametrize(("size", "resize"), [(224, 256), (192, 225), (32, 36), (64, 93)])
@@ -92,7 +102,11 @@ def test_a_model_of_ours_is_its_weights_and_its_recipe(
 ) -> None:
     out, folder = tmp_path / "out", trained["cifar_resnet8"]
     assert main(["export", str(folder), "--out", str(out)]) == DONE
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "recipe.yaml"}
+    assert {path.name for path in out.iterdir()} == {
+        "README.md",
+        "model.safetensors",
+        "recipe.yaml",
+    }
     found = safetensors.torch.load_file(out / "model.safetensors")
     torch.testing.assert_close(found, weights(folder), rtol=0, atol=0)
 

@@ -270,7 +270,11 @@ def _walk(root: Path) -> Iterator[str]:
     def fail(error: OSError) -> None:
         raise error
 
+    seen: dict[str, str] = {}
     for place, folders, names in os.walk(root, followlinks=True, onerror=fail):
+        other = seen.setdefault(os.path.realpath(place), place)
+        if other != place:  # a link: its images would have two labels, or the walk have no end
+            raise DataError(f"{place}: links to {other}, whose images would be imported twice")
         folders[:] = filter(visible, folders)
         yield from (os.path.relpath(f"{place}/{name}", root) for name in names)
 
