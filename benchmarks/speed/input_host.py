@@ -65,7 +65,7 @@ def write_images(root: Path) -> Index:
         "split": "train",
         "classes": classes,
         "ignored": [],
-        "folders": [[name, changed] for name in classes],
+        "folders": [changed] * CLASSES,
         "shards": [],
         "bad": [],
         "digest": "made up",
@@ -92,11 +92,11 @@ def open_idle_decoder(index: Index, view: View, resources: Resources) -> Iterato
         return index.labels[samples], [Part(each, _leave) for each in rows]
 
     def decode(requests: Iterable[Request]) -> Batches:
-        return prefetcher.batches(read_ahead(requests, reader), divide)
+        return fill_ahead(read_ahead(requests, reader), divide)
 
     with (
         open_reader(index, resources.reads) as reader,
-        open_prefetcher(view, resources) as prefetcher,
+        open_prefetcher(view, resources) as fill_ahead,
     ):
         yield decode
 

@@ -57,8 +57,8 @@ def plan(  # noqa: PLR0913 -- its options
 
         if out is None:
             raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
-        for line in measure(loaded, out, data=data):
-            print(printable(line))
+        measure(loaded, out, data=data)
+        print(printable(f"cluster file: {out}"))
         return
     if not cluster:
         _plan(loaded, workers, changes.imports)

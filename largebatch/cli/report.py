@@ -55,20 +55,18 @@ def diagnose(
 
     Args:
         run: A run folder, or a CSV of another program with a row for each update or epoch.
-        other: With two, the run of the larger batch is judged against the other one.
+        other: A run of the same data in smaller batches, with which it is compared.
         classes: Number of classes, which a CSV lacks.
     """
-    paths = [run] if other is None else [run, other]
-    from largebatch.report.diagnosis import find_causes, order
+    from largebatch.report.diagnosis import find_causes, require_comparable
     from largebatch.report.record import read_record
     from largebatch.report.verdict import verdict
 
-    records = [read_record(path, classes=classes) for path in paths]
-    judged, small = order(*records) if len(records) == 2 else (records[0], None)
+    judged, small = read_record(run, classes=classes), None
+    if other is not None:
+        small = read_record(other, classes=classes)
+        require_comparable(judged, small)
     _print_table([judged] if small is None else [small, judged])
-    if small is not None and not (judged.batch and small.batch):
-        why = "updates are fewer" if judged.updates and small.updates else "the first that is given"
-        print(wrapped(f"judged, on the right: {judged.name}: not both batches are known, {why}"))
     if judged.run is not None and not judged.is_complete:
         print(wrapped(verdict(judged.run).words))
     causes = find_causes(judged, small)

@@ -49,7 +49,7 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     if flip == "alternating":
         trained = len(index) if index.trained is None else len(index.trained)
         epochs = np.arange(positions.start, positions.stop) // trained
-        flips = alternating_flips(seed, samples, epochs, num_samples=len(index))
+        flips = first_flips(seed, len(index))[samples] ^ (epochs % 2).astype(np.bool_)
     elif flip:
         flips = random_flips(seed, positions)
     else:
@@ -101,7 +101,10 @@ def random_boxes(
     lefts = (u_left * (spare_widths + 1)).astype(np.int64)
     attempts = np.stack([tops, lefts, box_heights, box_widths], axis=-1)
     chosen = attempts[np.arange(len(attempts)), fits.argmax(axis=1)]
-    return np.where(fits.any(axis=1)[:, None], chosen, _widest_boxes(heights, widths, aspect))
+    high = np.minimum(heights, np.rint(widths / aspect[0])).astype(np.int64)
+    wide = np.minimum(widths, np.rint(heights * aspect[1])).astype(np.int64)
+    central = _centered(heights, widths, np.maximum(high, 1), np.maximum(wide, 1))
+    return np.where(fits.any(axis=1)[:, None], chosen, central)
 
 
 def random_flips(seed: int, positions: range) -> BoolArray:
@@ -110,15 +113,9 @@ def random_flips(seed: int, positions: range) -> BoolArray:
     return (words[:, 0] >> np.uint64(63)).astype(np.bool_)
 
 
-def alternating_flips(
-    seed: int, samples: IntArray, epochs: IntArray, *, num_samples: int
-) -> BoolArray:
-    """Return N booleans: drawn for each sample in epoch 0, the opposite in every odd epoch."""
-    return _first_flips(seed, num_samples)[samples] ^ (epochs % 2).astype(np.bool_)
-
-
 @lru_cache(maxsize=2)
-def _first_flips(seed: int, num_samples: int) -> BoolArray:
+def first_flips(seed: int, num_samples: int) -> BoolArray:
+    """Return a boolean for each sample: True if alternating flips begin with its mirror image."""
     num_blocks = -(-num_samples // WORDS_PER_BLOCK)
     words = random_words(seed, Stream.FIRST_FLIP, block=0, num_blocks=num_blocks)
     return (words.reshape(-1)[:num_samples] >> np.uint64(63)).astype(np.bool_)
@@ -148,13 +145,6 @@ def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize
 def whole_boxes(heights: IntArray, widths: IntArray) -> IntArray:
     """Return boxes that cover whole images; resizing may change their aspect ratio."""
     return _centered(heights, widths, heights, widths)
-
-
-def _widest_boxes(heights: IntArray, widths: IntArray, aspect: tuple[float, float]) -> IntArray:
-    narrowest, widest = aspect
-    box_heights = np.minimum(heights, np.rint(widths / narrowest)).astype(np.int64)
-    box_widths = np.minimum(widths, np.rint(heights * widest)).astype(np.int64)
-    return _centered(heights, widths, np.maximum(box_heights, 1), np.maximum(box_widths, 1))
 
 
 def _centered(

@@ -80,19 +80,15 @@ class Pipeline:
         return {"train": self.train_index, **val}
 
     def training(self, steps: range, *, clean: bool) -> Batches:
-        """Yield the device batches of these updates, `accumulation` per update.
+        """Yield the device batches of these updates, `accumulation` per update."""
+        return self.at(self.positions(steps), clean=clean)
+
+    def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
+        """Yield a batch for each of these ranges of positions, in the image size of its first.
 
         Clean images are prepared like validation images, in the same order of samples. Augmented
         images may change size during the run, with one decoder per size.
         """
-        usual = self.data.image_size
-        sized = [(steps, usual)] if clean else self.plan.sized(steps, otherwise=usual)
-        for part, size in sized:
-            requests = (self.training_request(p, clean=clean) for p in self.positions(part))
-            yield from self.decode(self.train_index, requests, image_size=size)
-
-    def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
-        """Yield a batch for each of these ranges of positions, in the image size of its first."""
         usual = self.data.image_size
 
         def size_of(part: range) -> int:
@@ -252,8 +248,7 @@ def open_images(
         reads=execution.reads or max(8, min(64, plan.device_batch // 4)),
     )
     if dataset is not None:
-        _require_own(data, execution, folder, dataset)
-        train, val, open_decoder = _open_own(data, dataset, backend, resources)
+        train, val, open_decoder = _open_own(data, execution, dataset, folder, backend, resources)
     else:
         is_cached = execution.cache is not None  # training reads no files, only cached pixels
         train, val = _open_indexes(data, backend, folder, every_file=is_cached, progress=progress)
@@ -278,8 +273,16 @@ def open_images(
     )
 
 
-def _require_own(data: Data, execution: Execution, folder: Path | None, dataset: str) -> None:
-    """Raise DataError if a setting would not be used with a user's data set."""
+def _open_own(
+    data: Data,
+    execution: Execution,
+    dataset: str,
+    folder: Path | None,
+    backend: Backend,
+    resources: Resources,
+) -> tuple[Index, Index, OpenDecoder]:
+    from largebatch.data.datasets import own
+
     unused = {
         f"data.source: {data.source}": data.source != "folder",
         f"--data {folder}": folder is not None,
@@ -290,22 +293,14 @@ def _require_own(data: Data, execution: Execution, folder: Path | None, dataset:
     for setting, is_set in unused.items():
         if is_set:
             raise DataError(f"--dataset {dataset} opens the images: {setting} would not be used")
-
-
-def _open_own(
-    data: Data, dataset: str, backend: Backend, resources: Resources
-) -> tuple[Index, Index, OpenDecoder]:
-    from largebatch.data.datasets import own
-
     items = own.open_own(dataset)
     train, val = (own.index_items(split, classes=data.classes, backend=backend) for split in items)
     _check(data, train, val)
-    by_digest = {train.digest: items[0], val.digest: items[1]}
-
+    split_of = {train.digest: items[0], val.digest: items[1]}
     return (
         train,
         val,
-        lambda index, view: own.open_decoder(by_digest[index.digest], index, view, resources),
+        lambda index, view: own.open_decoder(split_of[index.digest], index, view, resources),
     )
 
 

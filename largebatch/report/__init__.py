@@ -1,7 +1,6 @@
 """A run folder -> charts and one self-contained page; several of them -> a page that compares them.
 
-Everything is drawn from the records of a run, so a run that was interrupted, failed or was killed
-has a report of what it recorded.
+A run that was interrupted, failed or was killed has a report of what it recorded.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ from largebatch.tracking.events import REPORT
 if TYPE_CHECKING:
     from largebatch.report.comparison import Comparison
 
-COMPARISON = "compare.html"
-"""Name of the page that compares runs, unless another is given."""
+COMPARISON = "compare.html"  # unless another name is given
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
@@ -47,8 +45,7 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> "tuple[Path, Com
     """Write the page that compares these runs; return its path and its content.
 
     `out` is the file, a name that ends in .html, or the folder of compare.html. Raises as
-    compare_runs, LargebatchError where the page cannot be written, MissingPackageError without
-    matplotlib.
+    compare_runs and Page.write.
     """
     from largebatch.report.comparison import compare_runs, make_comparison_page
 

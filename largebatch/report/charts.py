@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from largebatch.formatting import percent, points
 from largebatch.report.course import ceiling, needs_log_scale, thin
 from largebatch.report.noise import course
 from largebatch.report.run import Run, images_per_second, median
@@ -63,18 +62,8 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
 
 
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
-    """Draw top-1 over the run, and how the stages changed it."""
-    if len(run.stages) == 1:
-        return _draw_curve(figure.subplots(), run)
-    if len({evaluation.step for evaluation in run.evaluations}) == 1:
-        return _draw_stages(figure.subplots(), run)
-    during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
-    _draw_curve(during, run)
-    return _draw_stages(after, run)
-
-
-def _draw_curve(axes: "Axes", run: Run) -> None:
-    kept = run.kept_evaluations
+    """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
+    axes, kept = figure.subplots(), run.kept_evaluations
     axes.plot(
         [found.epoch for found in kept], [100 * found.top1 for found in kept], color=MUTED, lw=1
     )
@@ -83,36 +72,12 @@ def _draw_curve(axes: "Axes", run: Run) -> None:
         axes.plot(
             [each.epoch for each in found], [100 * each.top1 for each in found],
             color=COLOURS[stage.name], marker=MARKERS[stage.name], ms=6, lw=0, clip_on=False,
-            markerfacecolor=None if stage.kept else "none",
+            markerfacecolor=None if stage.kept else "none", label=stage.name,
         )  # fmt: skip
+    if run.stages[1:]:
+        axes.legend(loc="lower right", frameon=False)
     axes.xaxis.set_major_formatter("{x:,g}")
     name_axes(axes, y="Top-1, %", x="Epoch")
-
-
-def _draw_stages(axes: "Axes", run: Run) -> None:
-    values = [100 * stage.after.top1 for stage in run.stages]
-    kept = [place for place, stage in enumerate(run.stages) if stage.kept]
-    axes.plot(kept, [values[place] for place in kept], color=MUTED, lw=1)
-    names = []
-    for place, (stage, value) in enumerate(zip(run.stages, values, strict=True)):
-        colour = COLOURS[stage.name]
-        axes.plot(
-            place, value, color=colour, marker=MARKERS[stage.name], ms=8, lw=0,
-            markerfacecolor=colour if stage.kept else "none",
-        )  # fmt: skip
-        axes.annotate(
-            percent(stage.after.top1), (place, value), (0, 9), textcoords="offset points",
-            ha="center", color=colour, weight="bold",
-        )  # fmt: skip
-        change = points(stage.before.top1, stage.after.top1) if stage.before else ""
-        names.append(f"{stage.name}\n{change}{'' if stage.kept else chr(10) + 'discarded'}")
-    span = max(np.ptp(values), 0.2)
-    axes.set(xlim=(-0.5, len(values) - 0.5), yticks=[])
-    axes.set_ylim(min(values) - 0.3 * span, max(values) + 0.4 * span)
-    axes.set_xticks(range(len(names)), names, size=11 if len(names) < 5 else 9)
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(length=0)
-    name_axes(axes, y="Top-1 after each stage, %")
 
 
 def draw_throughput(figure: "Canvas", run: Run) -> None:

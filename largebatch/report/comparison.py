@@ -23,7 +23,7 @@ from largebatch.errors import (
     printable,
     shorten,
 )
-from largebatch.formatting import duration, percent, plural
+from largebatch.formatting import percent, plural
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.mistakes import Change, compare
@@ -52,7 +52,6 @@ from largebatch.report.run import (
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
 
-_NAMED = 4  # runs that a sentence names at most
 
 _NOISE = (
     "Noise is two standard errors of the difference of two runs on these images: by McNemar's "
@@ -175,13 +174,9 @@ class Comparison:
         by_data: dict[tuple[str, ...], list[Compared]] = {}
         for one in measured:
             by_data.setdefault(one.data(named=named), []).append(one)
-        same = Counter(data[0] for data in by_data)
         return tuple(
-            Group(
-                f"{data} ({shorten(names, most=3)})" if same[data] > 1 else data,
-                tuple(sorted(runs, key=lambda one: one.top1, reverse=True)),
-            )
-            for (data, *names), runs in by_data.items()
+            Group(data, tuple(sorted(runs, key=lambda one: one.top1, reverse=True)))
+            for (data, *_), runs in by_data.items()
         )
 
     @cached_property
@@ -284,7 +279,7 @@ def describe(comparison: Comparison) -> Iterator[str]:
     if not groups:
         yield "Accuracy was measured in none of these runs."
     if len(groups) > 1:
-        data = "; ".join(f"{group.data} ({_named(group.runs)})" for group in groups)
+        data = "; ".join(f"{group.data} ({_names(group.runs)})" for group in groups)
         yield (
             f"These runs were measured on {len(groups)} sets of validation images, so their "
             f"accuracies cannot be compared: {data}."
@@ -292,8 +287,6 @@ def describe(comparison: Comparison) -> Iterator[str]:
     for group in groups:
         if len(groups) == 1 or len(group.runs) > 1:
             yield _best(group)
-    if len(groups) == 1:
-        yield from _fastest(comparison)
 
 
 def _best(group: Group) -> str:
@@ -311,32 +304,11 @@ def _best(group: Group) -> str:
     noise = f"the noise of {samples:,} validation images"
     if not close:
         return f"{begin}: more than {noise}."
-    return f"{begin}. Its lead over {_named(close)} is within {noise}."
+    return f"{begin}. Its lead over {_names(close)} is within {noise}."
 
 
-def _fastest(comparison: Comparison) -> Iterator[str]:
-    """Yield which run was first at the highest target that two runs reached."""
-    for target in reversed(comparison.targets):
-        times = [(one.seconds_to(target), one) for one in comparison.runs]
-        reached = sorted(((time, one) for time, one in times if time > 0), key=lambda it: it[0])
-        if any(one.evaluated.first_at(target) == 0 for _, one in reached):
-            continue  # it may have reached it long before its first evaluation
-        if len(reached) > 1:
-            first, second = (
-                f"{one.label} after {duration(time)} on {one.run.workers}"
-                for time, one in reached[:2]
-            )
-            yield (
-                f"First to reach a top-1 of {target:g} % was {first}, then {second}; "
-                f"{len(reached)} of {plural(len(comparison.runs), 'run')} reached it."
-            )
-            return
-
-
-def _named(runs: Sequence[Compared]) -> str:
-    labels = [one.label for one in runs[:_NAMED]]
-    more = len(runs) - len(labels)
-    return ", ".join(labels) + (f" and {more} more" if more else "")
+def _names(runs: Sequence[Compared]) -> str:
+    return shorten([one.label for one in runs], most=4)
 
 
 def make_comparison_page(comparison: Comparison) -> Page:

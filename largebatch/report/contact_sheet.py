@@ -6,7 +6,7 @@ smoothing hides what resizing did to them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -140,23 +140,11 @@ def draw_sheet(figure: "Figure", shown: Shown, data: Data) -> None:
     names = [clip(name, 20) for name in shown.classes]
     panels[0].set_yticks(np.arange(len(names)) + 0.475, names)
     panels[0].grid(visible=False)
-    figure.supxlabel("\n".join(_facts(groups, data)), color=MUTED, size=11)
-
-
-def _facts(groups: dict[str, Rows], data: Data) -> Sequence[str]:
-    crops = clean = "whole images"
-    if data.crop_area is not None:
-        (small, large), (narrow, wide) = data.crop_area, data.crop_aspect
-        crops = f"{small:.0%} to {large:.0%} of the area, width / height {narrow:.2f} to {wide:.2f}"
-    if data.eval_resize is not None:
-        clean = f"short side {data.eval_resize}, centre {data.image_size} x {data.image_size}"
-    flips = "alternately" if data.flip == "alternating" else "half" if data.flip else "never"
-    moved = f", moved by up to {data.translate} pixels" if data.translate else ""
     values = []
     for name, rows in groups.items():
-        images = torch.cat([image.flatten() for row in rows for image in row])
-        values.append(f"{name.split(',')[0]} {images.mean():z.2f} ± {images.std():.2f}")
-    return (
-        f"training: {crops}, {flips} mirrored{moved}; clean and evaluation: {clean}",
+        pixels = torch.cat([image.flatten() for row in rows for image in row])
+        values.append(f"{name.split(',')[0]} {pixels.mean():z.2f} ± {pixels.std():.2f}")
+    figure.supxlabel(
         f"values after normalisation, mean ± std of these images: {', '.join(values)}",
-    )
+        color=MUTED, size=11,
+    )  # fmt: skip

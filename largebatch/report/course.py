@@ -127,11 +127,7 @@ class Thinned:
 
 
 def thin(step: FloatArray, values: FloatArray) -> Thinned:
-    """Keep the extremes of every bin, so that no spike is lost; pass over what is not finite.
-
-    >>> thin(np.arange(3.0), np.array([1.0, math.nan, 2.0])).trend
-    array([ 1., nan,  2.])
-    """
+    """Keep the extremes of every bin, so that no spike is lost; pass over what is not finite."""
     if not values.size:
         return Thinned(*[np.empty(0)] * 4)
     values = np.where(np.isfinite(values), values, math.nan)
@@ -148,21 +144,13 @@ def thin(step: FloatArray, values: FloatArray) -> Thinned:
 
 
 def ceiling(values: FloatArray) -> float:
-    """Return where an axis from 0 may end: the first value, which warms up, and rare peaks aside.
-
-    >>> ceiling(np.array([1e6, 10.0, 10.0, 10.0]))
-    12.5
-    """
+    """Return where an axis from 0 may end, without the first value and rare peaks."""
     settled = values[1:] if len(values) > 1 else values
     finite = settled[np.isfinite(settled)]
     return float(np.quantile(finite, 0.99)) * 1.25 if finite.size else 1.0
 
 
 def needs_log_scale(losses: FloatArray) -> bool:
-    """Return True if a linear axis would press most of these losses together at its bottom.
-
-    >>> [needs_log_scale(np.array([first, 0.6, 0.5, 0.6])) for first in (2.3, 114.0)]
-    [False, True]
-    """
+    """Return True if a linear axis would press most of these losses together at its bottom."""
     shown = losses[np.isfinite(losses) & (losses > 0)]
     return bool(shown.size and shown.max() > min(100 * shown.min(), 10 * median(shown)))

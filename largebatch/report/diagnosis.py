@@ -109,15 +109,6 @@ def _is_spike(run: Record, rise: Rise | None) -> bool:
     )
 
 
-def _lower_by(run: Record) -> str:
-    if run.run is None:
-        return "lower the peak learning rate, by more than half if it helps, or warm up longer"
-    return (
-        "lower schedule.peak_lr or lengthen schedule.warmup; `largebatch lab range` finds the "
-        "edge, and half of a rate is often not enough"
-    )
-
-
 def _lost(it: Judged) -> Numbers | None:
     run, lost = it.run, np.flatnonzero(~np.isfinite(it.run.loss))
     failed = run.run is not None and run.run.diverged
@@ -129,7 +120,7 @@ def _lost(it: Judged) -> Numbers | None:
         if begin is not None and begin < row:
             rose = f"rose from {run.lows[begin]:.3g}{_begin(run)} and "
         words = f"the training loss {rose}was not finite {_place(run, row)}"
-    return {"words": words, "lower": _lower_by(run)}
+    return {"words": words}
 
 
 def _stayed_up(it: Judged) -> Numbers | None:
@@ -138,7 +129,7 @@ def _stayed_up(it: Judged) -> Numbers | None:
         return None
     return {
         "low": peak.low, "begin": _begin(run), "high": peak.high, "place": _place(run, peak.row),
-        "end": run.end, "lower": _lower_by(run),
+        "end": run.end,
     }  # fmt: skip
 
 
@@ -222,14 +213,6 @@ def _rose(run: Record) -> bool:
     return rose and not run.end >= run.training_at(float(run.val_epoch[row]))
 
 
-def _regularise(run: Record) -> str:
-    more = "; `largebatch polish` shows whether BatchNorm's statistics are part of it"
-    return (
-        "more augmentation or label smoothing, more weight decay, or fewer epochs"
-        f"{more if run.normalised else ''}"
-    )
-
-
 def _validation_rose(it: Judged) -> Numbers | None:
     run = it.run
     if not _rose(run):
@@ -237,7 +220,7 @@ def _validation_rose(it: Judged) -> Numbers | None:
     row = int(np.argmin(run.val_loss))
     return {
         "low": run.val_loss[row], "place": _epoch(run.val_epoch[row]),
-        "high": run.val_loss[-1], "end": run.end, "regularise": _regularise(run),
+        "high": run.val_loss[-1], "end": run.end,
     }  # fmt: skip
 
 
@@ -250,7 +233,7 @@ def _gap(it: Judged) -> Numbers | None:
     if not (run.end - run.floor < FIT * run.chance and gap > GAP * run.chance):
         return None
     training = recorded.loss if recorded else run.end
-    return {"end": end, "training": training, "guess": _guess(run), "regularise": _regularise(run)}
+    return {"end": end, "training": training, "guess": _guess(run)}
 
 
 def _is_underfit(run: Record) -> bool:
@@ -284,7 +267,7 @@ def _waits(it: Judged) -> Numbers | None:
     run = it.run.run
     if run is None or len(run.timed) < FEWEST_TIMED:
         return None
-    data = shares(run).data
+    data, _ = shares(run)
     return {"percent": 100 * data} if data >= INPUT_BOUND else None
 
 
@@ -297,7 +280,7 @@ def _ends_worse(it: Judged) -> Numbers | None:
         return None
     has_top1 = bool(run.top1.size and small.top1.size)
     if has_top1 and np.isfinite([run.top1[-1], small.top1[-1]]).all():
-        is_worse = small.top1[-1] - run.top1[-1] > math.hypot(run.noise(), small.noise())
+        is_worse = small.top1[-1] - run.top1[-1] > math.hypot(run.noise, small.noise)
     else:
         is_worse = run.end > small.end + EQUAL * run.unit
     if not is_worse:
@@ -376,9 +359,17 @@ def epochs_factor(run: Record, small: Record) -> float | None:
     return factor if factor > 1 else None
 
 
+_LOWER_BY = (
+    "lower schedule.peak_lr or lengthen schedule.warmup; `largebatch lab range` finds the edge, "
+    "and half of a rate is often not enough"
+)
 _LOWER = "lower schedule.peak_lr; `largebatch lab range` finds the edge"
 _EXACT = "measure exact statistics before an evaluation: polish.statistics, or `largebatch polish`"
 _LONGER = "train for more epochs"
+_REGULARISE = (
+    "more augmentation or label smoothing, more weight decay, or fewer epochs; `largebatch polish` "
+    "shows whether BatchNorm's statistics are part of it"
+)
 _FIND_RATE = "find the rate of this batch (`largebatch lab range`), then train for more epochs"
 _DIVERGED = frozenset({"diverged"})
 _EXPLAINED = frozenset({"diverged", "statistics off", "class lost", "pair"})
@@ -388,8 +379,8 @@ _PAIR = frozenset(
 
 # fmt: off
 RULES: tuple[Rule[Judged], ...] = (
-    Rule(kind="diverged", holds=_lost, link="loss", text="{words}", remedy="{lower}"),
-    Rule(kind="diverged", holds=_stayed_up, link="loss", unless=_DIVERGED, remedy="{lower}",
+    Rule(kind="diverged", holds=_lost, link="loss", text="{words}", remedy=_LOWER_BY),
+    Rule(kind="diverged", holds=_stayed_up, link="loss", unless=_DIVERGED, remedy=_LOWER_BY,
          text="the training loss rose from {low:.3g}{begin} to {high:.3g} {place} and ended at "
          "{end:.3g}"),
     Rule(kind="rate beyond the edge", holds=lambda it: _spike(it.run, slice(it.run.early, None)),
@@ -425,11 +416,11 @@ RULES: tuple[Rule[Judged], ...] = (
          remedy=_FIND_RATE,
          text="the training loss ends at {end:.3g} against {small_end:.3g}{rates}; {ends}"),
     Rule(kind="generalisation gap", holds=_validation_rose, link="loss", unless=_EXPLAINED,
-         remedy="{regularise}",
+         remedy=_REGULARISE,
          text="the validation loss rose from {low:.3g} {place} to {high:.3g}, and the training "
          "loss fell to {end:.3g}"),
     Rule(kind="generalisation gap", holds=_gap, link="loss", unless=_EXPLAINED,
-         remedy="{regularise}",
+         remedy=_REGULARISE,
          text="the validation loss ends at {end:.3g}, the training loss at {training:.3g} "
          "{guess}"),
     Rule(kind="noise scale below the batch", holds=_noise_scale, link="noise", harms=False,
@@ -449,26 +440,17 @@ RULES: tuple[Rule[Judged], ...] = (
 # fmt: on
 
 
-def order(one: Record, other: Record) -> tuple[Record, Record]:
-    """Return the run to judge and the one in smaller batches to compare it with.
-
-    If batches are equal or not known, the run with fewer updates, then the first. Raises
-    LargebatchError if the runs are known to have other data.
-    """
-    _require_same_data(one, other)
-    sizes = [(run.batch or 0, -(run.updates or 0)) for run in (one, other)]
-    place = 0 if one.batch and other.batch else 1
-    if place and not (one.updates and other.updates):
-        return one, other
-    smaller = sizes[0][place] < sizes[1][place] if sizes[0][place] != sizes[1][place] else False
-    return (other, one) if smaller else (one, other)
-
-
-def _require_same_data(one: Record, other: Record) -> None:
+def require_comparable(run: Record, small: Record) -> None:
+    """Raise LargebatchError if two runs are known to have other data, or are swapped."""
     for name in ("classes", "val_samples"):
-        values = getattr(one, name), getattr(other, name)
+        values = getattr(run, name), getattr(small, name)
         if None not in values and values[0] != values[1]:
             raise LargebatchError(
-                f"{one.name} and {other.name} have other data: {name} is {values[0]:,} and "
+                f"{run.name} and {small.name} have other data: {name} is {values[0]:,} and "
                 f"{values[1]:,}; diagnose compares two runs of the same data"
             )
+    if run.batch and small.batch and run.batch < small.batch:
+        raise LargebatchError(
+            f"{run.name}: its batch, {run.batch:,}, is smaller than {small.batch:,}; give the run "
+            "of the larger batch first"
+        )

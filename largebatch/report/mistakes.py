@@ -39,15 +39,6 @@ def compare(
     Where both were recorded image by image, chance is that of McNemar's test: each image that
     changed could as well have changed the other way. Else it is that of two independent samples,
     which is larger.
-
-    >>> from largebatch.tracking.events import Evaluation
-    >>> a, b = (
-    ...     Evaluation(stage="train", step=1, epoch=1, top1=top1, top5=1, loss=1, samples=400)
-    ...     for top1 in (0.95, 0.97)
-    ... )
-    >>> change = compare(a, b, None, None)
-    >>> change.images, round(change.noise, 1), change.beyond_noise
-    (8, 11.1, False)
     """
     samples = after.samples
     images = round((after.top1 - before.top1) * samples)

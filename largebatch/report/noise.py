@@ -66,14 +66,8 @@ def over(run: Run, steps: list[Step]) -> NoiseScale:
     squares = []
     for step in steps:
         plan = next(s.plan for s in reversed(run.starts) if s.resume_step <= step.step)
-        squares.append(
-            Squares(
-                step.device_square,
-                step.global_square,
-                plan.device_batch,
-                plan.batch_at(step.step),
-            )
-        )
+        sizes = plan.device_batch, plan.batch_at(step.step)
+        squares.append(Squares(step.device_square, step.global_square, *sizes))
     return estimate(squares)
 
 
@@ -90,24 +84,16 @@ def describe_noise(run: Run) -> str:
     """Return what the noise scale at the end means for the batch, in two sentences."""
     part = latest(run)
     found, batch = part.found, run.plan.batch_at(part.last)
+    begin = f"Over the last {found.updates:,} updates the gradient noise scale is "
     if not math.isfinite(found.high):
-        return (
-            f"Over the last {found.updates:,} updates the gradient does not stand out of its "
-            f"noise: the noise scale is at least {samples(found.low)} and has no upper bound; "
-            "more updates would tell more."
-        )
+        return f"{begin}at least {samples(found.low)} and has no upper bound: train longer."
     if not found.value > 0:
-        return (
-            f"Over the last {found.updates:,} updates the noise of the gradient is too small to be "
-            f"seen: the noise scale is at most {samples(found.high)}."
-        )
-    more = batch / found.value
+        return f"{begin}too small to be measured: at most {samples(found.high)}."
     return (
-        f"Over the last {found.updates:,} updates the gradient noise scale is "
-        f"{samples(found.value)} (95 %: {samples(found.low)} to {samples(found.high)}). By "
-        f"arXiv:1812.06162 a batch of {batch:,} then needs {more:.0%} more steps than linear "
-        f"scaling from small batches; one of {samples(MORE_STEPS * found.value)} would need "
-        f"{MORE_STEPS:.0%} more."
+        f"{begin}{samples(found.value)} (95 %: {samples(found.low)} to {samples(found.high)}). By "
+        f"arXiv:1812.06162 a batch of {batch:,} then needs {batch / found.value:.0%} more steps "
+        "than linear scaling from small batches; one of "
+        f"{samples(MORE_STEPS * found.value)} would need {MORE_STEPS:.0%} more."
     )
 
 

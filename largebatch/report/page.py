@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
 
 _NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
-_OVERVIEW = ("loss", "accuracy", "throughput", "ratios", "noise")
-"""The first four of these that a run has are in report.png."""
 
 
 def make_page(run: Run) -> str:
@@ -62,7 +60,6 @@ def make_page(run: Run) -> str:
                 title="Recipe",
                 parts=[] if run.recipe is None else [Code("recipe.yaml", run.recipe)],
             ),
-            *(Section(title=part.capitalize(), parts=[Facts(rows)]) for part, rows in _extra(run)),
             Section(title="Environment", parts=[Facts(_environment(run))]),
         ],
         source=f"the run folder {run.folder}",
@@ -83,7 +80,7 @@ def headlines(run: Run) -> Iterator[Headline]:
         yield Headline("Training speed", MISSING, "", "no step was timed")
     else:
         workers = plural(plan.workers, "worker") + " together" * (plan.workers > 1)
-        bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
+        bound = bool(run.timed) and shares(run)[0] >= INPUT_BOUND
         yield Headline(
             "Training speed", f"{rate:,.0f}", "images/s", f"{workers}{', input bound' * bound}"
         )
@@ -229,8 +226,7 @@ _CHARTS = (
           "learning rate (below). The two losses need not meet: only training images are "
           "augmented, and only the training loss may be label-smoothed."),
     _Kind("accuracy", "Accuracy", charts.draw_accuracy, lambda run: run.evaluations, 340,
-          "Accuracy on the validation images: during the run, and after each stage on a scale of "
-          "its own. A hollow mark is a stage that was discarded."),
+          "Accuracy on the validation images. A hollow mark is a stage that was discarded."),
     _Kind("throughput", "Training speed", charts.draw_throughput, lambda run: run.steps, 240,
           "Training images per second on all workers: every update (faint), running median, and "
           "the whole run (dashed). Dips are slow updates, for example without data."),
@@ -334,27 +330,6 @@ def _mistakes(found: Mistakes | None) -> Iterator[Part]:
     )
 
 
-def _extra(run: Run) -> Iterator[tuple[str, dict[str, str]]]:
-    for part, facts in (run.summary.extra if run.summary else {}).items():
-        rows = {key: _plain(value) for key, value in facts.items() if value}
-        if rows:
-            yield part, rows
-
-
-def _plain(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case int():
-            return f"{value:,}"
-        case dict():
-            return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
-        case list():
-            return (" · " if not isinstance(value[0], dict) else "; ").join(map(_plain, value))
-        case _:
-            return str(value)
-
-
 def _environment(run: Run) -> dict[str, str]:
     plan, summary = run.plan, run.summary
     facts = {
@@ -376,9 +351,8 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def write_overview(run: Run, folder: Path) -> None:
-    """Write the six numbers and four charts as report.png, for trackers and for a quick look."""
-    drawn = charts_of(run)
-    shown = [drawn[name] for name in _OVERVIEW if name in drawn][:4]
+    """Write the six numbers and the first four charts as report.png, for a quick look."""
+    shown = [*charts_of(run).values()][:4]
     save_png(
         folder / OVERVIEW,
         lambda figure: _draw_overview(figure, run, shown),

@@ -171,8 +171,6 @@ class Line:
 
     series: Series
     x: Sequence[Any]
-    """Numbers, or texts for an axis of categories."""
-
     y: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
@@ -198,8 +196,6 @@ class Panel:
 
     log: Literal["", "x", "y", "xy"] = ""
     from_zero: bool = False
-    ticks: Sequence[float] = ()
-    """Places of the ticks along x; empty: chosen by their range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,47 +238,36 @@ def line_chart(
 
 def draw_panel(axes: "Axes", panel: Panel) -> None:
     """Draw the lines of a panel; limits, ticks and titles as in the report of a run."""
-    categories = list(dict.fromkeys(x for one in panel.lines for x in one.x if isinstance(x, str)))
     for one in panel.lines:
         if len(one.x):
-            _draw_line(axes, one, [categories.index(x) for x in one.x] if categories else one.x)
+            _draw_line(axes, one)
     if "x" in panel.log:
         axes.set_xscale("log")
         _set_log_ticks(axes.xaxis, axes.get_xlim())
     if "y" in panel.log:
         axes.set_yscale("log")
         _set_log_ticks(axes.yaxis, axes.get_ylim())
-    axes.xaxis.set_major_formatter("{x:,.10g}")
+    if not any(isinstance(x, str) for one in panel.lines for x in one.x):
+        axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.yaxis.set_major_formatter("{x:,.10g}")
-    if categories:
-        axes.set_xticks(range(len(categories)), categories)
-        axes.set_xlim(-0.4, len(categories) - 0.6)
-    elif panel.ticks:
-        axes.set_xticks(list(panel.ticks))
-        axes.minorticks_off()
     if panel.from_zero and any(len(one.y) for one in panel.lines):
         axes.set_ylim(bottom=0)
     name_axes(axes, y=panel.y, x=panel.x)
 
 
-def _draw_line(axes: "Axes", one: Line, x: Sequence[Any]) -> None:
+def _draw_line(axes: "Axes", one: Line) -> None:
     colour, place = one.series.colour, one.series.place
     gid = None if place is None else f"series-{place}"  # make_svg turns it into an attribute
     if one.line:
         style = (0, one.series.dash) if one.series.dash else "-"
-        axes.plot(x, one.y, color=colour, ls=style, gid=gid)
+        axes.plot(one.x, one.y, color=colour, ls=style, gid=gid)
     if len(one.low) and one.points:
-        axes.vlines(x, one.low, one.high, color=colour, lw=1.2, gid=gid)
+        axes.vlines(one.x, one.low, one.high, color=colour, lw=1.2, gid=gid)
     elif len(one.low):
-        axes.fill_between(x, one.low, one.high, color=colour, alpha=0.15, lw=0, gid=gid)
-    for hollow in (False, True) if one.points else ():
-        chosen = [n for n in range(len(x)) if bool(len(one.hollow) and one.hollow[n]) == hollow]
-        if chosen:
-            axes.plot(
-                [x[n] for n in chosen], [one.y[n] for n in chosen], color=colour, marker="o",
-                ms=one.size, lw=0, markerfacecolor="none" if hollow else colour,
-                markeredgecolor=colour if hollow else None, gid=gid,
-            )  # fmt: skip
+        axes.fill_between(one.x, one.low, one.high, color=colour, alpha=0.15, lw=0, gid=gid)
+    if one.points:
+        filled = ["none" if hollow else colour for hollow in one.hollow] or colour
+        axes.scatter(one.x, one.y, one.size**2, filled, edgecolors=colour, zorder=3, gid=gid)
 
 
 def _set_log_ticks(axis: "Axis", limits: tuple[float, float]) -> None:

@@ -252,9 +252,10 @@ class Record:
         row = int(np.searchsorted(self.epoch[known], epoch, side="right")) - 1
         return float(self.trend[known][max(0, row)])
 
-    def noise(self, row: int = -1) -> float:
-        """Return two standard errors of the top-1 of an evaluation; a point if not known."""
-        top1 = float(self.top1[row])
+    @property
+    def noise(self) -> float:
+        """Two standard errors of the last top-1; a point if not known."""
+        top1 = float(self.top1[-1])
         if not self.val_samples:
             return 0.01
         return 2 * math.sqrt(max(top1 * (1 - top1), 1e-9) / self.val_samples)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -237,24 +237,17 @@ def short_commit(commit: str | None) -> str:
     return MISSING if commit is None else commit[:12] + "+" * commit.endswith("+")
 
 
-class Shares(NamedTuple):
-    """Parts of the time of updates: these two, and computing the rest."""
+def shares(run: Run) -> tuple[float, float]:
+    """Return the shares of time waited for images and for sums of gradients; the run is timed.
 
-    data: float
-    reduction: float
-
-
-def shares(run: Run) -> Shares:
-    """Return the shares over all timed updates without the first, which warms up.
-
-    The run has a timed update.
+    The first update, which warms up, does not count.
     """
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
-    return Shares(
-        sum(step.data_seconds for step in steps) / whole,
-        sum(step.reduction_seconds for step in steps) / whole,
+    data, reduction = (
+        sum(getattr(step, name) for step in steps) for name in ("data_seconds", "reduction_seconds")
     )
+    return data / whole, reduction / whole
 
 
 def read_run(folder: Path) -> Run:

@@ -104,8 +104,6 @@ def summarize(session: Session, status: Status) -> Summary:
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
         weights_sha256=state.weights_sha256,
-        extra={name: extra.summary() for name, extra in state.extra.items()},
-        remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
         stages=tuple(state.stages),
         status=status,
     )

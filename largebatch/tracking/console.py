@@ -118,5 +118,4 @@ class Console:
             f"{end} after {summary.seconds:.1f} s"
             + " in all parts of the run" * self._resumed
             + (f"; updates skipped because gradients were not finite: {skipped}" if skipped else "")
-            + "".join(f"; {remark}" for remark in summary.remarks)
         )

@@ -299,10 +299,6 @@ class Summary:
     """Metrics after the last stage that was kept."""
 
     weights_sha256: str | None = None
-    extra: dict[str, dict[str, object]] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    """Remarks of extensions for the last line of the run."""
-
     stages: tuple[StageResult, ...]
     status: Status
     diverged: Printable | None = None

@@ -44,7 +44,7 @@ _AUTO_SECONDS, _MOST_OF_TIME = 120.0, 0.01
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LOG = logging.getLogger(__name__)
-_PARTS = ("model", "optimizer", "scaler", "ema", "snapshot", "extra")
+_PARTS = ("model", "optimizer", "scaler", "ema", "snapshot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

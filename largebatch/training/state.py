@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -85,28 +85,6 @@ class Progress:
         self.step = step
 
 
-class ExtraState(Protocol):
-    """State that an extension adds to a run."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
-        """Load what `state_dict` returned, or nothing (an empty dict); raise as TrainState does.
-
-        `optimizer` is that of the stage under way.
-        """
-
-    def drop_momentum(self) -> None:
-        """Forget what belongs to the optimizer, which is no longer used."""
-
-    def summary(self) -> dict[str, Any]:
-        """Return plain values for summary.json."""
-
-    def remarks(self) -> list[str]:
-        """Return remarks for the last line of the run."""
-
-
 @dataclass(kw_only=True)
 class TrainState:
     """Everything that changes while a run trains; saves and loads itself.
@@ -134,9 +112,6 @@ class TrainState:
     build_affine: Callable[[], Updater] | None = None
     """Freezes the weights that the affine stage does not train; returns the updater of the rest."""
 
-    extra: dict[str, ExtraState] = field(default_factory=dict)
-    """State of extensions, by name."""
-
     _begun: float = field(default_factory=time.perf_counter, init=False)
 
     @property
@@ -157,7 +132,6 @@ class TrainState:
         """Use another updater from now on."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
-        self._drop_extra_momentum()
 
     def begin_affine(self) -> None:
         """Use the updater of the affine stage from now on."""
@@ -200,11 +174,6 @@ class TrainState:
             self.average.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
-        self._drop_extra_momentum()
-
-    def _drop_extra_momentum(self) -> None:
-        for extra in self.extra.values():
-            extra.drop_momentum()
 
     def end_stage(self, result: StageResult) -> None:
         """Add the result of a stage and drop its snapshot."""
@@ -231,7 +200,6 @@ class TrainState:
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
             "snapshot": self.snapshot,
-            "extra": {name: extra.state_dict() for name, extra in self.extra.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -256,8 +224,6 @@ class TrainState:
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
-        for name, extra in self.extra.items():
-            extra.load_state_dict(state["extra"].get(name, {}), self.updater.optimizer)
         if self.snapshot:
             states = {"model": self.model.state_dict(), "ema": self._average_state()}
             for name, own in states.items():

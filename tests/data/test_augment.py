@@ -12,10 +12,8 @@ from largebatch.data.augment import (
     clean_request,
     random_boxes,
     random_flips,
-    train_request,
 )
 from largebatch.data.index.index import Index
-from largebatch.data.order import sample_ids
 from largebatch.data.types import IntArray
 from largebatch.optional import require_torchvision
 
@@ -49,7 +47,7 @@ def ordered(bounds: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[float, 
     seed=st.integers(0, 2**63),
     start=st.integers(0, 2**40),
 )
-def test_a_random_box_is_inside_its_image_and_independent_of_the_others(
+def test_a_random_box_is_inside_its_image(
     sizes: list[tuple[int, int]],
     area: tuple[float, float],
     aspect: tuple[float, float],
@@ -61,18 +59,9 @@ def test_a_random_box_is_inside_its_image_and_independent_of_the_others(
     boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
     tops, lefts, box_heights, box_widths = boxes.T
     assert boxes.dtype == np.int64
-    assert (tops >= 0).all()
-    assert (lefts >= 0).all()
-    assert (box_heights >= 1).all()
-    assert (box_widths >= 1).all()
+    assert (boxes >= [0, 0, 1, 1]).all()
     assert (tops + box_heights <= heights).all()
     assert (lefts + box_widths <= widths).all()
-
-    last = slice(len(sizes) - 1, None)
-    alone = random_boxes(
-        seed, positions[last], heights[last], widths[last], area=area, aspect=aspect
-    )
-    assert alone.tolist() == boxes[last].tolist()
 
 
 @pytest.mark.parametrize(
@@ -161,17 +150,6 @@ def test_a_center_box_shows_the_same_as_resize_and_center_crop(
     assert 0 <= left <= width - box_width
     assert abs(box_height - image_size * short / resize) <= 0.5 or box_height == 1
     assert (np.abs([top, left] - corner) <= 1 + scales).all()
-
-
-def test_a_training_request_follows_the_order_and_the_sizes_of_its_images() -> None:
-    index = index_of([(10 * (i + 1), 20) for i in range(7)])
-    positions = range(5, 16)
-    request = train_request(index, positions, seed=3, flip=True, **INCEPTION)
-    samples = sample_ids(positions, seed=3, num_samples=7)
-    heights, widths = index.heights[samples], index.widths[samples]
-    assert (request.samples == samples).all()
-    assert (request.boxes == random_boxes(3, positions, heights, widths, **INCEPTION)).all()
-    assert (request.flips == random_flips(3, positions)).all()
 
 
 def test_a_clean_request_shows_the_center_or_the_whole_and_never_flips() -> None:

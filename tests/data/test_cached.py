@@ -17,7 +17,7 @@ from torch import Tensor
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import pixel_cache, torchvision
-from largebatch.data.decoders.resample import resample, resample_small
+from largebatch.data.decoders.pixel_cache import resample
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batches, Bytes, Request
 from largebatch.errors import DataError
@@ -120,24 +120,6 @@ def test_a_batch_is_resized_like_torchvision_resizes_single_images(
         difference = (resized - (expected.flip(2) if flip else expected)).abs()
         assert difference.max() <= 2.01  # noise meets halves, which weights in int16 round away
         assert (difference > 1.01).sum() <= 0.002 * difference.numel() + 1
-
-
-@either_filter
-@pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 32), (8, 13, 20), (28, 40, 9)])
-def test_precomputed_weights_equal_computed_ones(
-    height: int, width: int, size: int, interpolation: Interpolation
-) -> None:
-    draw = np.random.default_rng(height)
-    images = draw.integers(0, 256, (300, height, width, 3), dtype=np.uint8)
-    tall, wide = draw.integers(1, height + 1, 300), draw.integers(1, width + 1, 300)
-    corners = draw.integers(0, height - tall + 1), draw.integers(0, width - wide + 1)
-    boxes, flips = np.stack([*corners, tall, wide], axis=1), draw.integers(0, 2, 300) > 0
-    numbers = [torch.from_numpy(each) for each in (images, boxes, flips)]
-    expected = resample(*numbers, size=size, interpolation=interpolation)
-    found = resample_small(images, boxes, flips, size=size, interpolation=interpolation)
-    difference = np.abs(found - expected.numpy())
-    assert difference.max() <= 1.0  # where a sum is a half, its order decides
-    assert (difference > 0).mean() < 5e-3
 
 
 def test_a_device_resizes_a_few_images_at_a_time(

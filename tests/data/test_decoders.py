@@ -19,7 +19,6 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from largebatch.data.augment import clean_request
-from largebatch.data.datasets.digits import write_digits
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
@@ -122,20 +121,6 @@ def test_a_batch_does_not_change_while_others_are_decoded(decode: Decode, folder
     kept = [batch.images for batch in run(decode, folder, requests)]
     for copy, images in zip(copies, kept, strict=True):
         assert torch.equal(copy, images)
-
-
-@needs_dali
-def test_the_decoders_agree_on_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enlarged, no filter hangs over an edge."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    digits = read_folder(write_digits(), "val")
-    whole = clean_request(digits, np.arange(40), image_size=28, resize=None)
-    assert_alike(digits, [*augmented(digits, 40, 4), whole], image_size=28, outermost=1.01)
-
-
-@needs_dali
-def test_the_decoders_agree_on_images_of_every_kind(folder: Index) -> None:
-    assert_alike(folder, augmented(folder, 17, 4))
 
 
 @pytest.fixture(scope="module")

@@ -105,16 +105,6 @@ def test_every_division_and_every_resume_see_the_reference_order(
     assert found == seen(recipe, range(begin + length))[begin * batch :]
 
 
-@given(first=st.integers(1, 4), second=st.integers(1, 4), change=st.integers(0, 9))
-def test_changing_the_number_of_workers_halfway_changes_no_batch(
-    first: int, second: int, change: int
-) -> None:
-    recipe = a_recipe(train_samples=50, global_batch=24)
-    halves = seen(recipe, range(change), workers=first, device_batch=None) if change else []
-    halves += seen(recipe, range(change, 10), workers=second, device_batch=24 // second // 2)
-    assert halves == seen(recipe, range(10))
-
-
 @given(positions=st.lists(st.integers(0, 10**9), min_size=1, max_size=5))
 def test_a_box_depends_only_on_its_position(positions: list[int]) -> None:
     recipe = a_recipe(train_samples=1437)

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from largebatch.data.decoders.torchvision import Encoded, to_pillow
+from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.headers import (
     MAX_SIDE,
     BadImageError,
@@ -18,9 +18,6 @@ from largebatch.data.index.headers import (
 )
 from largebatch.data.index.index import Index
 from largebatch.errors import DataError
-
-EXIF = Image.Exif()
-EXIF[0x0112] = 6  # turn by a quarter
 
 
 def encoded(
@@ -35,25 +32,16 @@ def encoded(
     return buffer.getvalue()
 
 
-def segment(marker: int, body: bytes) -> bytes:
-    return bytes([0xFF, marker]) + struct.pack(">H", 2 + len(body)) + body
-
-
-def after_start(jpeg: bytes, inserted: bytes) -> bytes:
-    return jpeg[:2] + inserted + jpeg[2:]
-
-
 JPEG = encoded("jpeg")
 PNG = encoded("png")
+THUMBNAIL = b"\xff\xe1" + struct.pack(">H", 8 + len(JPEG)) + b"Exif\0\0" + JPEG
 
 GOOD = {
     "baseline": JPEG,
     "progressive": encoded("jpeg", progressive=True),
     "CMYK": encoded("jpeg", mode="CMYK"),
-    "EXIF-rotated": encoded("jpeg", exif=EXIF),
     "a header longer than what is read at first": encoded("jpeg", comment=b"x" * 60_000),
-    "a thumbnail with an end of its own": after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG)),
-    "fill bytes before a marker": after_start(JPEG, b"\xff\xff\xff"),
+    "a thumbnail with an end of its own": JPEG[:2] + THUMBNAIL + JPEG[2:],
     "something behind the image": JPEG + b"\0" * 10_000,
     "PNG": PNG,
     "grey PNG": encoded("png", mode="L"),
@@ -67,9 +55,7 @@ def test_the_size_equals_pillows(content: bytes) -> None:
     with Image.open(io.BytesIO(content)) as image:
         image.load()
         assert image.size == (48, 31)
-    turned = content == GOOD["EXIF-rotated"]
-    expected = (48, 31, 6) if turned else (31, 48, 1)
-    assert measure_bytes(content) == expected
+    assert measure_bytes(content) == (31, 48, 1)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +70,8 @@ def test_an_image_without_its_end_is_truncated(content: bytes) -> None:
 def frame(**changes: int) -> bytes:
     """A JPEG with other values in its frame header."""
     at = JPEG.index(b"\xff\xc0")
-    words = {"marker": 0xC0, "bits": 8, "height": 31, "width": 48, "channels": 3} | changes
-    kind = words.pop("marker")
-    length = JPEG[at + 2 : at + 4]
-    header = bytes([0xFF, kind]) + length + struct.pack(">BHHB", *words.values())
-    return JPEG[:at] + header + JPEG[at + 10 :]
+    words = {"bits": 8, "height": 31, "width": 48} | changes
+    return JPEG[: at + 4] + struct.pack(">BHH", *words.values()) + JPEG[at + 9 :]
 
 
 def png_header(width: int, height: int, bits: int, colour: int) -> bytes:
@@ -101,12 +84,9 @@ BAD = {
     "a web page": (b"<html>not found</html>", "not a JPEG or PNG"),
     "a GIF": (encoded("gif", mode="P"), "not a JPEG or PNG"),
     "12 bits": (frame(bits=12), "cannot handle 12-bit layers"),
-    "2 channels": (frame(channels=2), "cannot handle 2-layer images"),
-    "no height": (frame(height=0), "its header cannot be read"),
     "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} per side"),
     "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels; above 89,478"),
     "16 bits": (png_header(48, 31, 16, 2), "it has 16 bits a channel, expected at most 8"),
-    "unknown colours": (png_header(48, 31, 8, 5), "its header cannot be read"),
     "a damaged header": (PNG[:17] + b"\xee" + PNG[18:], "bad header checksum"),
 }
 
@@ -186,7 +166,7 @@ def test_any_bytes_are_measured_and_decoded_consistently_or_refused(
         num_bytes=np.array([len(content)]),
     )
     try:
-        pixels = to_pillow(Encoded(index, 0, np.frombuffer(content, np.uint8)))
+        pixels = to_pillow(index, 0, np.frombuffer(content, np.uint8))
     except DataError as error:
         assert "Pillow cannot decode this image" in str(error)  # noqa: PT017 -- either is right
     else:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,24 +67,13 @@ class Asked:
             for rank in range(workers)
         ]
 
-    def training(self, steps: range, *, clean: bool) -> list[int]:
-        return self._gather(lambda pipeline: pipeline.training(steps, clean=clean))
-
-    def statistics(self, num: int) -> list[int]:
-        return self._gather(lambda pipeline: pipeline.statistics(num))
-
-    def held_out(self) -> list[int]:
-        return self._gather(lambda pipeline: pipeline.held_out())
-
-    def validation(self) -> list[int]:
-        return self._gather(lambda pipeline: pipeline.validation())
-
-    def _gather(self, batches: "functools.partial[Batches] | object") -> list[int]:
+    def __call__(self, stage: str, *given: Any, **options: Any) -> list[int]:  # noqa: ANN401 -- of the stage
+        """Return the samples of a method of the pipelines that yields batches."""
         parts: list[list[Request]] = []
         for pipeline in self.workers:
             asked: list[Request] = []
             note = functools.partial(_note, asked)
-            list(batches(with_decoder(pipeline, note)))  # type: ignore[operator]
+            list(getattr(with_decoder(pipeline, note), stage)(*given, **options))
             parts.append(asked)
         longest = max(map(len, parts))
         rounds = [[p[i] for p in parts if i < len(p)] for i in range(longest)]
@@ -114,13 +104,13 @@ def test_every_stage_uses_all_but_the_held_out_samples_once_per_epoch(
     asked = Asked(recipe, workers=workers, device_batch=2 * half)
     steps = range(-(-2 * len(others) // batch))
     for clean in (False, True):
-        found = asked.training(steps, clean=clean)
+        found = asked("training", steps, clean=clean)
         assert len(found) == len(steps) * batch
         for epoch in range(2):
             assert sorted(found[epoch * len(others) :][: len(others)]) == others
-    assert set(asked.statistics(measured)) <= set(others)
-    assert len(set(asked.statistics(measured))) == measured
-    assert sorted(asked.held_out()) == sorted(expected)
+    assert set(asked("statistics", measured)) <= set(others)
+    assert len(set(asked("statistics", measured))) == measured
+    assert sorted(asked("held_out")) == sorted(expected)
 
 
 def test_the_held_out_samples_depend_on_the_seed_not_on_the_order_of_training() -> None:
@@ -128,7 +118,7 @@ def test_the_held_out_samples_depend_on_the_seed_not_on_the_order_of_training() 
     assert set(held_out.tolist()) == by_hand(1, 1437, 200)
     assert set(held_out.tolist()) != by_hand(2, 1437, 200)
     assert sorted([*trained, *held_out]) == list(range(1437))
-    first = Asked(a_recipe(1437, 200)).training(range(20), clean=False)
+    first = Asked(a_recipe(1437, 200))("training", range(20), clean=False)
     assert len(set(first)) == 240  # else one would be missing from the epoch
 
 
@@ -146,22 +136,10 @@ def test_validation_images_are_the_same_on_all_workers_and_never_trained_on(
     polish = "{statistics: {samples: 26}, keep: better, held_out: 7}"
     for recipe in (a_split_recipe(40), a_split_recipe(40, polish=polish)):
         asked = Asked(recipe, workers=workers, device_batch=device_batch)
-        assert sorted(asked.validation()) == sorted(expected)
-        trained = asked.training(range(9), clean=False)
-        decide = asked.held_out()
+        assert sorted(asked("validation")) == sorted(expected)
+        trained = asked("training", range(9), clean=False)
+        decide = asked("held_out")
         assert len(set(decide)) == (7 if recipe.polish else 0)
         assert set(trained) == set(range(40)) - expected - set(decide)
         assert not expected & set(decide)
-    assert set(asked.statistics(26)) == set(trained)
-
-
-def test_an_evaluation_shows_the_training_images_held_out_with_their_labels() -> None:
-    pipeline = worker(a_split_recipe(40), 0, workers=1, device_batch=4)
-    rows = np.array(sorted(by_hand(3, 40, 7, stream=VALIDATION)))
-    request = pipeline.clean_request(pipeline.train_index, rows)
-    (wanted,) = pipeline.decode(pipeline.train_index, iter([request]))
-    shown = list(pipeline.validation())
-    torch.testing.assert_close(torch.cat([batch.images for batch in shown]), wanted.images)
-    labels = torch.cat([batch.labels for batch in shown])
-    assert labels.tolist() == pipeline.train_index.labels[rows].tolist()
-    assert pipeline.plan.val_samples == 7
+    assert set(asked("statistics", 26)) == set(trained)

@@ -1,6 +1,5 @@
 """Class folders in every form, ImageNet's archives, and a part of every class for validation."""
 
-import random
 import shutil
 import tarfile
 import zipfile
@@ -153,22 +152,6 @@ def test_images_whose_classes_are_unclear_are_refused(
         imported(tmp_path / "all.zip", tmp_path / "out")
 
 
-def test_real_imagenette_is_imported_with_its_bytes(real_data: Path, tmp_path: Path) -> None:
-    source = real_data / "imagenette224"
-    out = imported(source, tmp_path / "out")
-    train, val = (read_folder(out, split) for split in ("train", "val"))
-    assert (len(train), len(val)) == (2500, 1000)
-    with (source / "classes.tsv").open() as file:
-        assert list(train.classes) == sorted(line.split()[1] for line in file)
-    with zipfile.ZipFile(source / "val.zip") as archive:
-        names = sorted(name for name in archive.namelist() if name.endswith(".JPEG"))
-        for sample, name in enumerate(names):
-            path, offset, num_bytes, *_ = val.locate(sample)
-            with path.open("rb") as file:
-                file.seek(offset)
-                assert file.read(num_bytes) == archive.read(name)
-
-
 def write_classes(root: Path, **numbers: int) -> Path:
     for place, (name, number) in enumerate(numbers.items()):
         (root / name).mkdir(parents=True)
@@ -269,38 +252,20 @@ VAL = tars.member("val/cat/a.png", png(0)) + tars.member("val/dog/a.png", png(1)
 TRAIN = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(tars.symbolic("train/cat/x.png", "a.png"), id="a link"),
-        pytest.param(tars.sparse("train/cat/x.png", png(2)), id="sparse"),
-        pytest.param(tars.member("train/cat/x.png", kind=tarfile.FIFOTYPE), id="a device"),
-    ],
-)
-def test_a_special_file_in_a_tar_is_refused_by_name(tmp_path: Path, more: bytes) -> None:
+def test_a_link_in_a_tar_is_refused_by_name(tmp_path: Path) -> None:
+    more = tars.symbolic("train/cat/x.png", "a.png")
     source = tars.write(tmp_path / "all.tar", TRAIN, more, VAL)
     with pytest.raises(DataError, match=r"train/cat/x\.png is a link or another special file"):
         imported(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_paths_out_of_an_archive_stay_inside(tmp_path: Path) -> None:
-    images = {
-        f"{prefix}{split}/cat/a.png": png(3) for prefix, split in (("../", "train"), ("/", "val"))
-    }
-    (tmp_path / "in").mkdir()
-    source = tars.write(tmp_path / "in/all.tar", *(tars.member(*each) for each in images.items()))
-    out = imported(source, tmp_path / "out")
-    assert contents(out) == {"cat": [png(3)]}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
-
-
 def test_a_zip_that_unpacks_to_far_more_than_images_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from largebatch.data.datasets import archives
+    from largebatch.data.datasets import image_folder
 
-    monkeypatch.setattr(archives, "_ALWAYS", 10**6)
+    monkeypatch.setattr(image_folder, "_ALWAYS", 10**6)
     with zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED) as file:
         for name in ("train/cat/a.png", "val/cat/a.png"):
             file.writestr(name, png(5))
@@ -331,25 +296,3 @@ def test_a_tar_that_is_not_whole_is_refused(
     (tmp_path / "all.tar").write_bytes(content)
     with pytest.raises(DataError, match="all.tar: not a whole"):
         imported(tmp_path / "all.tar", tmp_path / "out")
-
-
-def test_any_damage_of_a_zip_is_a_data_error_or_loses_nothing(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "source", "w", zipfile.ZIP_LZMA) as file:
-        for split in ("train", "val"):
-            for name in ("cat/0", "cat/1", "dog/0", "dog/1"):
-                file.writestr(f"{split}/{name}.png", png(len(name)))
-    whole, chance, refused = (tmp_path / "source").read_bytes(), random.Random(0), 0
-    for attempt in range(12):
-        content = bytearray(whole)
-        if chance.random() < 0.3:
-            del content[chance.randrange(len(content)) :]
-        else:
-            content[chance.randrange(len(content))] = chance.randrange(256)
-        (tmp_path / "source").write_bytes(content)
-        try:
-            out = imported(tmp_path / "source", tmp_path / f"out{attempt}")
-        except DataError:
-            refused += 1
-        else:
-            assert sum(map(len, contents(out).values())) == 4
-    assert refused > 2

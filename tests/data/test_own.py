@@ -136,28 +136,12 @@ def test_a_setting_that_would_not_be_used_is_refused(place: Path, change: str) -
 RAMP = np.arange(0, 256, 15, dtype=np.uint8)[None]  # 0 .. 255
 DEEP = RAMP.astype(np.uint16) * 257
 
-SHOWN = {
-    "L": Image.fromarray(RAMP),
-    "LA": Image.fromarray(np.stack([RAMP, RAMP // 2], -1)),
-    "RGBA": Image.fromarray(np.stack([RAMP, RAMP, RAMP, RAMP // 2], -1)),
-    "P": Image.fromarray(RAMP[:, ::-1].copy(), "P"),
-    "CMYK": Image.fromarray(np.stack([255 - RAMP] * 3 + [0 * RAMP], -1), "CMYK"),
-}
-SHOWN["P"].putpalette([255 - value for value in range(256) for _ in range(3)])
-SHOWN["P"].info["transparency"] = 0
-
 DEEPER = {
     "I;16": DEEP,
     "I;16B": DEEP.astype(">u2"),
     "I": DEEP.astype(np.int32),
     "F": RAMP.astype(np.float32) / 255,
 }
-
-
-@pytest.mark.parametrize("mode", SHOWN)
-def test_an_image_of_8_bits_a_channel_has_its_own_colours(mode: str) -> None:
-    image, _ = Items("train", [(SHOWN[mode], 0)]).read(0)
-    assert np.asarray(image).tolist() == RAMP[..., None].repeat(3, -1).tolist()
 
 
 @pytest.mark.parametrize("mode", [*DEEPER, "LAB", "YCbCr", "HSV", "PA", "RGBa"])

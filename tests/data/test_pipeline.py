@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from decoding import with_decoder
 
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batch, Batches, Request
+from largebatch.data.types import Batch, Batches, Decode, Request, View
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -50,16 +51,6 @@ def test_clean_images_have_the_order_of_the_augmented_ones() -> None:
     assert not any(request.flips.any() for request in clean)
 
 
-@pytest.mark.parametrize("clean", [False, True])
-def test_two_workers_see_the_same_samples_as_one(clean: bool) -> None:
-    alone = requests(1, 0, clean=clean)
-    shares = [requests(2, rank, clean=clean) for rank in (0, 1)]
-    for step, whole in enumerate(alone):
-        for field in ("samples", "boxes", "flips"):
-            parts = [getattr(share[step], field) for share in shares]
-            np.testing.assert_array_equal(np.concatenate(parts), getattr(whole, field))
-
-
 def test_statistics_are_measured_over_whole_spans_even_if_workers_share_them() -> None:
     """Spans of 48, trained on 24 samples a worker: the first 240 of the order, dealt out."""
     whole = requests(1, 0, statistics=240)
@@ -96,3 +87,25 @@ def test_cached_images_are_used_in_every_stage(
             assert torch.equal(ours.labels, other.labels)
             std = min(load_recipe(DIGITS).data.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
+
+
+def test_all_evaluations_share_one_decoder_unless_one_was_left_early() -> None:
+    recipe = load_recipe(DIGITS, ["execution.decoder=torchvision"])
+    pipeline = open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
+    opened: list[Index] = []
+
+    def note(index: Index, view: View) -> AbstractContextManager[Decode]:
+        opened.append(index)
+        return pipeline.open_decoder(index, view)
+
+    with closing(replace(pipeline, open_decoder=note)) as noting:
+        expected = list(noting.validation())
+        for again in (noting.validation(), noting.validation()):
+            for batch, first in zip(again, expected, strict=True):
+                assert torch.equal(batch.images, first.images)
+            assert len(opened) == 1
+        with closing(noting.validation()) as batches:
+            next(batches)
+        assert noting.idle == {}, "it has batches that nobody used"
+        assert torch.equal(next(noting.validation()).images, expected[0].images)
+        assert opened == [pipeline.val_index] * 2

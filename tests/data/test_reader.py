@@ -43,10 +43,6 @@ def whole(index: Index, size: int = 6) -> list[Request]:
     return [Request(np.arange(start, start + size), boxes, flips) for start in starts]
 
 
-TIMES = 4
-"""Number of attempts of a read."""
-
-
 class Failing:
     """An os.preadv that fails for one image, a number of times or always."""
 
@@ -63,25 +59,18 @@ class Failing:
 
 
 @both_decoders
-def test_a_read_that_fails_three_times_is_retried(
+def test_a_read_that_fails_is_retried_three_times_then_ends_the_run_with_its_path(
     decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [batch.images.clone() for batch in run(decode, folder, whole(folder))]
-    failing = Failing(monkeypatch, folder.locate(8).path, TIMES - 1)
-    found = [batch.images for batch in run(decode, folder, whole(folder))]
-    assert failing.failed == TIMES - 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@both_decoders
-def test_a_read_that_keeps_failing_ends_the_run_with_its_path(
-    decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
     path = folder.locate(8).path
-    failing = Failing(monkeypatch, path, float("inf"))
+    failing = Failing(monkeypatch, path, 3)
+    found = [batch.images for batch in run(decode, folder, whole(folder))]
+    assert failing.failed == 3
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    failing.times = float("inf")
     with pytest.raises(DataError, match=f"{path}: cannot be read .*Input/output error.*4 times"):
         list(run(decode, folder, whole(folder)))
-    assert failing.failed == TIMES
 
 
 @both_decoders

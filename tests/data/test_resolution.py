@@ -91,14 +91,6 @@ def test_clean_images_have_the_size_of_the_evaluation() -> None:
             assert {batch.images.shape[-1] for batch in batches} == {32}
 
 
-def test_a_run_from_a_later_update_sees_the_same_images() -> None:
-    pipeline = opened(digits())
-    whole = dict(first_of_each(pipeline, range(6)))
-    for begin in (1, 2, 4):
-        for step, images in first_of_each(pipeline, range(begin, 6)):
-            torch.testing.assert_close(images, whole[step], rtol=0, atol=0)
-
-
 def test_a_fixed_size_model_is_refused_before_training(tmp_path: Path) -> None:
     recipe = digits(
         *("model={name: lenet5}", "batch.bn_span=null", "polish=null", "data.image_size=28"),

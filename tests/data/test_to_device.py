@@ -1,7 +1,6 @@
 """Transfer of a batch to the device. For a real GPU see tests/test_cuda.py."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from decoding import (
 )
 from torch import Tensor
 
-from largebatch import accelerator
 from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
@@ -98,51 +96,3 @@ def assert_reordered(batches: Callable[..., Batches]) -> None:
         assert torch.equal(ours.images, other.images)
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
         assert other.images.is_contiguous()
-
-
-class Recorded:
-    """Replaces a tensor or stream of a GPU and records its operations and their stream."""
-
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls = name, calls
-
-    def _note(self, what: str) -> "Recorded":
-        self.calls.append(f"{self.name}: {what}")
-        return self
-
-    def pin_memory(self) -> "Recorded":
-        return self._note("pinned")
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> "Recorded":
-        return self._note(f"copied to {device}{' without waiting' * non_blocking}")
-
-    def record_stream(self, stream: "Recorded") -> None:
-        self._note(f"used by {stream.name}")
-
-    def wait_stream(self, stream: "Recorded") -> None:
-        self._note(f"waits for {stream.name}")
-
-
-def test_copies_to_a_gpu_use_a_separate_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    @contextmanager
-    def inside(stream: Recorded) -> Iterator[None]:
-        calls.append(f"in {stream.name}:")
-        yield
-        calls.append("end")
-
-    current = Recorded("the model's stream", calls)
-    monkeypatch.setattr(torch, "Stream", lambda _: Recorded("the stream of copies", calls))
-    monkeypatch.setattr(accelerator, "on", inside)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current)
-    images: object = Recorded("images", calls)
-    Transfer(torch.device("cuda", 0)).send(images)  # type: ignore[arg-type]
-    assert calls == [
-        "in the stream of copies:",
-        "images: pinned",
-        "images: copied to cuda:0 without waiting",
-        "end",
-        "the model's stream: waits for the stream of copies",
-        "images: used by the model's stream",
-    ]

@@ -64,22 +64,16 @@ def test_rare_peaks_do_not_set_the_scale() -> None:
     assert ceiling(np.array([math.nan])) == 1
 
 
-def test_the_chart_of_stages_has_each_with_its_change_and_discarded_ones_hollow(
+def test_the_line_of_accuracy_is_of_what_was_kept_and_discarded_stages_are_hollow(
     tmp_path: Path,
 ) -> None:
     run = read_run(fake_runs.decided(tmp_path / "run"))
     figure = Figure()
     draw_accuracy(figure, run)
-    ends = figure.axes[1]
-    assert [label.get_text().split("\n") for label in ends.get_xticklabels()] == [
-        ["train", ""],
-        ["clean", "+1.39"],
-        ["ema", "−1.11", "discarded"],
-        ["affine", "+0.84"],
-        ["statistics", "−1.67", "discarded"],
-    ]
-    assert np.asarray(ends.lines[0].get_xdata()).tolist() == [0, 1, 3]  # the line of what was kept
-    hollow = [line.get_markerfacecolor() == "none" for line in ends.lines[1:]]
+    kept, *stages = figure.axes[0].lines
+    expected = [100 * found.top1 for found in run.kept_evaluations]
+    assert np.asarray(kept.get_ydata()).tolist() == expected
+    hollow = [line.get_markerfacecolor() == "none" for line in stages]
     assert hollow == [False, False, True, False, True]
 
 

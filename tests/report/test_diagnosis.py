@@ -17,7 +17,12 @@ from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
-from largebatch.report.diagnosis import Cause, epochs_factor, find_causes, order
+from largebatch.report.diagnosis import (
+    Cause,
+    epochs_factor,
+    find_causes,
+    require_comparable,
+)
 from largebatch.report.record import (
     RISE,
     Record,
@@ -359,13 +364,21 @@ def test_the_epochs_of_a_large_batch_are_those_of_the_small_run_to_the_same_loss
     assert epochs_factor(run, in_first_epoch) == pytest.approx(SMALL.epochs / reached)
 
 
-def test_the_larger_batch_is_judged_in_either_order_and_other_data_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"classes": 12}, "classes is 10 and 12"),
+        ({"val_samples": 720}, "val_samples is 1,000 and 720"),
+        ({"batch": 1920}, "1,920"),
+    ],
+)
+def test_runs_of_other_data_or_in_the_wrong_order_are_refused(
+    changes: dict[str, int], named: str
+) -> None:
     run = large(2.3, 1.0, top1=0.7)
-    assert order(run, SMALL) == order(SMALL, run) == (run, SMALL)
-    with pytest.raises(LargebatchError, match="classes is 10 and 12"):
-        order(SMALL, replace(SMALL, name="other", classes=12))
-    with pytest.raises(LargebatchError, match="val_samples is 360 and 720"):
-        order(replace(SMALL, val_samples=360), replace(SMALL, name="other", val_samples=720))
+    require_comparable(run, SMALL)
+    with pytest.raises(LargebatchError, match=named):
+        require_comparable(run, replace(SMALL, **changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [5, 6, 13])

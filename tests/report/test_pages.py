@@ -48,7 +48,7 @@ def made(**page: object) -> Page:
     band = Line(series=looks[1], x=x[:2], y=[1, 2], points=False, **ends)  # type: ignore[arg-type]
     empty = Line(series=looks[2], x=[], y=[])
     panels = [
-        Panel(lines=lines, x="Epoch", y="Loss", log="y", ticks=x),
+        Panel(lines=lines, x="Epoch", y="Loss", log="y"),
         Panel(lines=[stages, empty], x="Stage", y="Top-1, %"),
         Panel(lines=[band, empty], x="Epoch", y="Top-1, %", from_zero=True),
     ]

@@ -131,16 +131,6 @@ def test_a_gain_is_that_over_the_end_of_the_schedule_and_grey_within_the_noise(
     assert found.colour == ("" if value == "–" else "grey")
 
 
-@pytest.mark.parametrize(("after", "colour"), [(0.95, "good"), (0.60, "bad")])
-def test_a_gain_beyond_the_noise_is_green_and_a_loss_red(
-    after: float, colour: str, tmp_path: Path
-) -> None:
-    run = FakeRun(tmp_path / "run")
-    run.end("train", 600, 0.85)
-    run.end("statistics", 0, after)
-    assert gain(read_run(run.write())).colour == colour
-
-
 @pytest.mark.parametrize(
     ("fixed", "broken", "colour"),
     [
@@ -228,13 +218,15 @@ def test_a_page_says_whether_the_run_was_input_bound(
 def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
     evil = "<script>alert('&')</script> $x_1$"
     run = FakeRun(tmp_path / "run<b>", name=evil)
+    run.classes = [f'{evil}" onerror="{number}' for number in range(3)]
     run.train(0, 2)
-    run.end("train", 2, 0.5)
+    run.end("train", 2, 0.5, wrong=(3, 13, 14))
     run.drift([evil])
     run.end("statistics", 0, 0.6)
     page = write_report(run.write(versions={evil: evil})).read_text(encoding="utf-8")
     assert Parsed(page).headings[0] == evil
     assert not [tag for tag, _ in Parsed(page).tags if tag == "script"]
+    assert 'onerror="' not in page
     assert Parsed(page).tables["drift"][1][0] == evil
 
 
@@ -255,13 +247,16 @@ def test_a_change_of_the_batch_and_of_the_image_size_is_on_the_page(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_the_gap_is_on_the_page(tmp_path: Path) -> None:
+def test_the_gap_and_the_workers_of_each_part_are_on_the_page(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
+    run.plan = run.plan | {"workers": 4}
+    run.start(300)
     run.end("train", 600, 0.9)
     gap = {"samples": 1437, "top1": 0.999, "loss": 0.15, "gap": 0.25}
     run.add("generalization_gap", stage="train", step=600, **gap)
     page = make_page(read_run(run.write()))
     assert re.search(r"gap is \+0\.2500.*0\.1500, on 1,437 images.*99\.90 %", page)
+    assert "2, then 4 workers" in page
 
 
 @pytest.mark.usefixtures("no_drawings")

@@ -1,4 +1,4 @@
-"""Members of a tar as bytes, among them those that no module of Python writes."""
+"""Members of a tar as bytes."""
 
 import tarfile
 from pathlib import Path
@@ -17,25 +17,6 @@ def member(
 
 def symbolic(name: str, to: str) -> bytes:
     return member(name, kind=tarfile.SYMTYPE, to=to)
-
-
-def hard(name: str, to: str) -> bytes:
-    return member(name, kind=tarfile.LNKTYPE, to=to)
-
-
-def sparse(name: str, content: bytes) -> bytes:
-    """Return GNU's form of a file that begins with a hole of 512 zeros, which are not stored."""
-    whole = bytearray(member(name, content, kind=tarfile.GNUTYPE_SPARSE))
-    whole[386:410] = b"%011o\0%011o\0" % (512, len(content))
-    whole[483:495] = b"%011o\0" % (512 + len(content))
-    return bytes(with_sum(whole))
-
-
-def with_sum(header: bytearray) -> bytearray:
-    """Write the checksum into the header at the start of these bytes."""
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header[:512])
-    return header
 
 
 def write(path: Path, *members: bytes) -> Path:

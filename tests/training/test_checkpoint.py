@@ -43,7 +43,6 @@ def checkpoint(step: int, **parts: object) -> Checkpoint:
             {"name": "train", "steps": 5, "seconds": 1.0, "top1": 0.5, "top5": 1.0, "loss": 2.0}
         ],
         "snapshot": {},
-        "extra": {},
     }
     return Checkpoint.of(RECIPE, {**state, **parts})
 

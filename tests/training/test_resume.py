@@ -63,7 +63,7 @@ def contents(state: TrainState) -> dict[str, Any]:
         (EVERYTHING, 10, {"model", "updater", "average", "progress", "stages", "snapshot"}),
         (EVERYTHING, 99, {"model", "updater", "average", "progress", "stages"}),
         (AVERAGED, 7, {"model", "updater", "average", "progress", "stages"}),
-        (ASYNCHRONOUS, 4, {"model", "updater", "progress", "extra"}),
+        (ASYNCHRONOUS, 4, {"model", "updater", "progress"}),
         (HALVES, 7, {"model", "updater", "scaler", "average", "progress", "stages"}),
     ],
 )

@@ -2,44 +2,39 @@
 
     python -m benchmarks.studies.planner.planner [--rows benchmarks/studies/planner/rows.csv]
 
-The constants are fitted in logarithms, so that all stay positive and errors count as ratios, by
-least squares to `runs.csv` and to a prior, which a constant keeps if no run depends on it. Every
-system of MLPerf's ResNet-50 results is left out once and predicted from the others, and each
-generation of GPUs is left out whole and predicted from its data sheet. The interval is conformal
-(Lei et al. 2018, arXiv:1604.04173, section 5.2): the errors of left-out systems, in units of the
-error that the fit expects of each, give the factor for the next one. `--rows` predicts more runs.
+The constants are those of largebatch.lab.planner.model, fitted in logarithms by least squares to
+`runs.csv` and to a prior, which a constant keeps if no run depends on it. Every system is left out
+once and predicted from the others, and V100 and A100 are predicted from their data sheets. The
+interval is conformal (Lei et al. 2018, arXiv:1604.04173, section 5.2): the errors of systems that
+were left out, in units of the error expected of each, give the factor for the next one.
 
-The constants are those of largebatch.lab.planner.model. Frozen results: planner, of 5e5e2716, which
-compared a model of five constants too; planner_here (this machine against `plan --calibrate`), of
-f0658091; planner_logs (starts and evaluations in MLPerf's logs), of 5e5e2716.
+Frozen results: planner and planner_logs (starts and evaluations in MLPerf's logs), of 5e5e2716;
+planner_here (this machine against `plan --calibrate`), of f0658091.
 """
 
 import argparse
 import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from benchmarks.speed.measuring import write
-from largebatch.formatting import aligned
 from largebatch.lab.planner.cluster import Cluster, Generation, Software, load_cluster
 from largebatch.lab.planner.model import Constants, Load, evaluation_seconds, machine, step_seconds
 from largebatch.lab.planner.suggest import IMAGES, VALIDATION
 
 RUNS = Path(__file__).with_name("runs.csv")
 GENERATIONS: tuple[Generation, ...] = get_args(Generation)
-EVALUATE_EVERY = 4
-"""Epochs between two evaluations, by MLPerf's rules."""
+EVALUATE_EVERY = 4  # epochs, by MLPerf's rules
 
-COVERAGE = 0.9
-"""Probability that an interval holds the time."""
+COVERAGE = 0.9  # probability that an interval holds the time
 
 NOISE = 0.05
 """Expected deviation of a run from the model, as a ratio; it weights runs against priors."""
@@ -150,7 +145,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Prediction of a run from others."""
+    """Prediction of a run from others, and its expected deviation."""
 
     run: Published
     predicted: float
@@ -167,14 +162,9 @@ class LeftOut:
         return abs(math.log(self.predicted / self.run.seconds)) / self.deviation
 
 
-def fit(
-    runs: Sequence[Published],
-    *,
-    near: Fit | None = None,
-    prior: Mapping[str, tuple[float, float]] = PRIOR,
-) -> Fit:
+def fit(runs: Sequence[Published], *, near: Fit | None = None) -> Fit:
     """Return the constants that fit the runs best; the search starts at another fit's."""
-    centre, width = np.array([(math.log(size), width) for size, width in prior.values()]).T
+    centre, width = np.array([(math.log(size), width) for size, width in PRIOR.values()]).T
 
     def residuals(logs: Vector) -> Vector:
         constants = _constants(logs)
@@ -244,44 +234,22 @@ def _constants(logs: Vector) -> Constants:
 
 
 def main() -> None:
-    """Fit, leave out, print and write the result."""
+    """Fit, leave out, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, help="more runs, in the columns of runs.csv")
     args = parser.parse_args()
-    predictions = left_out()
-    result: dict[str, Any] = {
+    old = [one for one in left_out() if one.run.generation != "hopper"]
+    more = [] if args.rows is None else [fitted().predict(run) for run in read_runs(args.rows)]
+    result = {
         "constants": asdict(fitted().constants),
-        "quantile": quantile(predictions),
-        "left out": _rows(predictions, covered(predictions)),
-        "summaries": {
-            "systems on V100 and A100": summary(
-                [one for one in predictions if one.run.generation != "hopper"]
-            ),
-            "volta left out whole": summary(leave_generation_out("volta")),
-            "ampere left out whole": summary(leave_generation_out("ampere")),
-        },
+        "quantile": quantile(left_out()),
+        "covered": sum(covered(left_out())),
+        "errors": {one.run.system: one.error for one in (*left_out(), *more)},
+        "V100 and A100, each system left out": summary(old),
+        "V100 left out whole": summary(leave_generation_out("volta")),
+        "A100 left out whole": summary(leave_generation_out("ampere")),
     }
-    if args.rows is not None:
-        more = [fitted().predict(run) for run in read_runs(args.rows)]
-        inside = [one.score <= result["quantile"] for one in more]
-        result["more runs"] = _rows(more, inside)
     print(write("planner", result))
-
-
-def _rows(predictions: Sequence[LeftOut], within: Sequence[bool]) -> list[dict[str, Any]]:
-    rows = [
-        {
-            "system": one.run.system,
-            "GPUs": one.run.load.workers,
-            "batch": one.run.global_batch,
-            "seconds": one.run.seconds,
-            "error": round(one.error, 4),
-            "in 90 %": inside,
-        }
-        for one, inside in zip(predictions, within, strict=True)
-    ]
-    print(aligned([list(rows[0]), *([str(each) for each in row.values()] for row in rows)]))
-    return rows
 
 
 if __name__ == "__main__":

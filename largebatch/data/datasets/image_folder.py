@@ -5,22 +5,48 @@ archive may have other folders around the splits. With one archive per split, su
 and `val.zip`, the paths may omit the split. Without splits, or with train only, a fraction of
 every class can be used for validation. Images of a split in no class folders, such as ImageNet's
 val, have a list of their classes beside it.
+
+A tar in a tar is read as a folder, as in ImageNet's archives. A link or another special file with
+an image's name is an error, so no image is lost silently. Only the path and position of each file
+stay in memory: there may be a million.
 """
 
 import hashlib
+import lzma
 import os
-from collections.abc import Iterator, Sequence
+import posixpath
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files
-from largebatch.data.datasets.packing import SPLITS, TRAIN, VAL, DataSet, Sample, in_parts
+from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import check_same_classes
-from largebatch.data.index.shards import Unusable
+from largebatch.data.index.shards import Unusable, has_bytes, members
 from largebatch.errors import DataError
+
+_MAX_RATIO = 100  # of an archive's unpacked to packed bytes; images hardly compress
+_ALWAYS = 2**28  # unpacked bytes that are allowed whatever the ratio
+
+DAMAGED = (
+    OSError,
+    EOFError,
+    RuntimeError,  # from zipfile, for passwords and unknown methods
+    ValueError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+"""Exceptions of the archive modules for unreadable or damaged files."""
 
 LAYOUT = (
     "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or uncompressed "
@@ -28,6 +54,14 @@ LAYOUT = (
     "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar). If val has another name: --val-name "
     "test; to divide train/<class>/*.jpg, or only <class>/*.jpg: --val-fraction 0.1"
 )
+
+
+class Files(NamedTuple):
+    """The files of one archive or folder, by path."""
+
+    archive: Path
+    names: list[str]
+    read: Callable[[str], bytes]
 
 
 class _Image(NamedTuple):
@@ -63,15 +97,15 @@ def open_archives(
         unread: list[str] = []
         for archive, split in _archives(source, names).items():
             try:
-                files = stack.enter_context(open_files(archive))
+                files = stack.enter_context(_open_files(archive))
             except DAMAGED as error:
                 expected = "zip or uncompressed tar"
-                raise fault(archive, error, expected=expected) from error
+                raise _fault(archive, error, expected=expected) from error
             shown = [name for name in files.names if all(map(visible, name.split("/")))]
             images = [name for name in shown if is_image(name.rpartition("/")[2])]
             placed = _placed(files, images, (split,) if split else names)
-            for of, class_name, image in placed:
-                splits[of].setdefault(class_name, []).append(image)
+            for name, class_name, image in placed:
+                splits[name].setdefault(class_name, []).append(image)
             unread += set(shown) - {image.path for _, _, image in placed}
         remarks = list(filter(None, [describe(by_suffix(unread), where=str(source))]))
         for split in names:
@@ -87,7 +121,21 @@ def open_archives(
                 f"val: {val_fraction:.4g} of every class, at least one image: the names with the "
                 f"smallest hashes with seed {seed}; the same names give the same division"
             )
-        yield _data_set(source, {TRAIN: train, VAL: val}, remarks)
+        classes, of_val = (sorted(images, key=os.fsencode) for images in (train, val))
+        check_same_classes(source, classes, of_val)
+
+        def samples(split: str) -> Iterator[Sample | Unusable]:
+            """Read the images in the order of class folders, so that sample numbers are equal."""
+            images = [
+                (image, label)
+                for label, name in enumerate(classes)
+                for image in sorted(of[split][name], key=lambda image: os.fsencode(image.name))
+            ]
+            return in_parts(lambda row: _read(*images[row]), len(images))
+
+        of = {TRAIN: train, VAL: val}
+        sizes = {split: sum(map(len, images.values())) for split, images in of.items()}
+        yield DataSet(classes, sizes, samples, remarks)
 
 
 def _chosen(class_name: str, images: list[_Image], fraction: float, seed: int) -> list[_Image]:
@@ -179,23 +227,6 @@ def _listed_classes(archive: Path, split: str, paths: list[str]) -> dict[str, st
     return dict(zip(sorted(paths, key=os.fsencode), classes, strict=True))
 
 
-def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) -> DataSet:
-    """Return the images in the order of class folders, so that sample numbers are the same."""
-    classes, of_val = (sorted(splits[split], key=os.fsencode) for split in SPLITS)
-    check_same_classes(source, classes, of_val)
-
-    def samples(split: str) -> Iterator[Sample | Unusable]:
-        images = [
-            (image, label)
-            for label, name in enumerate(classes)
-            for image in sorted(splits[split][name], key=lambda image: os.fsencode(image.name))
-        ]
-        return in_parts(lambda row: _read(*images[row]), len(images))
-
-    sizes = {split: sum(map(len, splits[split].values())) for split in SPLITS}
-    return DataSet(classes, sizes, samples, remarks)
-
-
 def _read(image: _Image, label: int) -> Sample | Unusable:
     try:
         content = image.files.read(image.path)
@@ -203,3 +234,75 @@ def _read(image: _Image, label: int) -> Sample | Unusable:
     except (*DAMAGED, BadImageError) as error:
         return Unusable(str(image), str(error) or type(error).__name__)
     return Sample(content, image.path.rpartition(".")[2], label)
+
+
+@contextmanager
+def _open_files(archive: Path) -> Iterator[Files]:
+    """Yield the files of a folder, a zip or an uncompressed tar.
+
+    Raises DataError or one of DAMAGED.
+    """
+    if archive.is_dir():
+        yield Files(archive, list(_walk(archive)), lambda name: (archive / name).read_bytes())
+        return
+    with archive.open("rb") as file:
+        start = file.read(2)
+        length = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if start == b"PK":
+            with zipfile.ZipFile(file) as opened:
+                infos = {_clean(i.filename): i for i in opened.infolist() if not i.is_dir()}
+                unpacked = sum(info.file_size for info in infos.values())
+                if unpacked > max(_ALWAYS, _MAX_RATIO * length):
+                    raise DataError(
+                        f"{archive}: {length:,} bytes would unpack to {unpacked:,}, and images "
+                        "hardly compress (a decompression bomb?)"
+                    )
+                yield Files(archive, list(infos), lambda name: opened.read(infos[name]))
+        else:
+            places = dict(_tar_places(archive, file, end=length))
+            number = file.fileno()
+            yield Files(archive, list(places), lambda name: os.pread(number, *places[name]))
+
+
+def _walk(root: Path) -> Iterator[str]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(root, followlinks=True, onerror=fail):
+        folders[:] = filter(visible, folders)
+        yield from (os.path.relpath(f"{place}/{name}", root) for name in names)
+
+
+def _clean(path: str) -> str:
+    return posixpath.normpath(f"/{path}").lstrip("/")
+
+
+def _tar_places(
+    archive: Path, file: IO[bytes], *, end: int, folder: str = ""
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the path of each file, and the number of its bytes and their position."""
+    for member in members(file, end):
+        path = _clean(f"{folder}/{member.name}")
+        if member.isdir():
+            continue
+        if not has_bytes(member):
+            if is_image(posixpath.basename(path)):
+                raise DataError(
+                    f"{archive}: {path} is a link or another special file; unpack the archive and "
+                    "import the folder"
+                )
+        elif path.endswith(".tar") and not folder:
+            file.seek(member.offset_data)
+            inner = member.offset_data + member.size
+            yield from _tar_places(archive, file, end=inner, folder=path[:-4])
+        else:
+            yield path, (member.size, member.offset_data)
+
+
+def _fault(path: Path, error: Exception, *, expected: str) -> DataError:
+    """Return the DataError for a file that is unreadable, incomplete or of another format."""
+    # Python's archive modules raise OSError for damage too, without an error number.
+    if isinstance(error, OSError) and error.errno is not None:
+        return DataError(f"{error.filename or path}: cannot be read ({error.strerror})")
+    return DataError(f"{path}: not a whole {expected} ({error})")

@@ -37,11 +37,6 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
-EXPECTED = (
-    "expected (image, label): a PIL image with 8 bits per channel (RGB, L) or a uint8 tensor of "
-    "3 or 1 x H x W, and an int"
-)
-
 
 class MapStyle(Protocol):
     """A data set with numbered items."""
@@ -69,8 +64,9 @@ class Items:
             return _to_pillow(image), operator.index(label)
         except (TypeError, ValueError, BadImageError) as error:
             raise DataError(
-                f"{self.name}, item {number}: {error}; {EXPECTED}. The recipe's data section "
-                "replaces resizing, random crops, ToTensor and Normalize; remove them"
+                f"{self.name}, item {number}: {error}; expected a PIL image with 8 bits per "
+                "channel or a uint8 tensor of 3 or 1 x H x W, and an int. The recipe's data "
+                "section replaces resizing, random crops, ToTensor and Normalize; remove them"
             ) from None
 
 
@@ -161,8 +157,8 @@ def open_decoder(items: Items, index: Index, view: View, resources: Resources) -
         parts = [Part(part, partial(_fill, items, index, view, request, part)) for part in rows]
         return index.labels[request.samples], parts
 
-    with open_prefetcher(view, resources) as prefetcher:
-        yield lambda requests: prefetcher.batches(requests, divide)
+    with open_prefetcher(view, resources) as fill_ahead:
+        yield lambda requests: fill_ahead(requests, divide)
 
 
 def _fill(

@@ -10,7 +10,7 @@ import math
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from largebatch.data.decoders.reader import read
 from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.headers import JPEG
-from largebatch.data.index.index import Index, check_same_classes, load_or_read
+from largebatch.data.index.index import check_same_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.storage import THREADS, Progress, new_folder
@@ -56,12 +56,19 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
     Images dropped from the indexes are left out.
     """
     indexes = {split: load_or_read(root, split) for split in SPLITS}
-    check_same_classes(root, *(indexes[split].classes for split in SPLITS))
-    data_set = DataSet(
-        indexes[TRAIN].classes,
-        {split: len(index) for split, index in indexes.items()},
-        lambda split: _copies(indexes[split]),
-    )
+    classes = indexes[TRAIN].classes
+    check_same_classes(root, classes, indexes[VAL].classes)
+
+    def samples(split: str) -> Iterator[Sample]:
+        index = indexes[split]
+
+        def copy(row: int) -> Sample:
+            content = read(index.locate(row))
+            return Sample(content, extension_of(content), int(index.labels[row]))
+
+        return in_parts(copy, len(index))
+
+    data_set = DataSet(classes, {split: len(index) for split, index in indexes.items()}, samples)
     write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)
 
 
@@ -83,16 +90,18 @@ def write_shards(
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
         for split in data_set.sizes:
-            with closing(ShardWriter(folder / split, shard_bytes=shard_bytes)) as writer:
+            used: set[int] = set()
+            with open_shards(folder / split, shard_bytes=shard_bytes) as write:
                 for sample in data_set.samples(split):
                     done += 1
                     if isinstance(sample, Unusable):
                         bad.append(str(sample))
                     else:
-                        writer.add(sample)
+                        write(sample)
+                        used.add(sample.label)
                     if done % PART == 0 or done == total:
                         progress(done, total)
-            missing = set(range(len(data_set.classes))) - writer.labels
+            missing = set(range(len(data_set.classes))) - used
             if missing and (drop_bad or not bad):
                 names = [data_set.classes[label] for label in sorted(missing)]
                 raise DataError(
@@ -115,58 +124,40 @@ def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
             yield from pool.map(prepare, range(start, min(start + PART, number)))
 
 
-def _copies(index: Index) -> Iterator[Sample]:
-    def copy(row: int) -> Sample:
-        content = read(index.locate(row))
-        return Sample(content, extension_of(content), int(index.labels[row]))
-
-    return in_parts(copy, len(index))
-
-
 def extension_of(content: bytes) -> str:
     """Return the file extension of an encoded JPEG or PNG."""
     return "jpg" if content.startswith(JPEG) else "png"
 
 
-class ShardWriter:
-    """Writes samples into `folder/000000.tar` and so on, each at most `shard_bytes` long.
+@contextmanager
+def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample], None]]:
+    """Yield a function that writes a sample into `folder/000000.tar` and so on.
 
-    The same samples give the same bytes: owners, modes and times are omitted. A sample longer than
-    the limit gets its own shard. Close it at the end.
+    Each shard is at most `shard_bytes` long; a longer sample gets its own. The same samples give
+    the same bytes: owners, modes and times are omitted.
     """
+    num_samples, used = 0, shard_bytes
+    shards: list[tarfile.TarFile] = []
 
-    def __init__(self, folder: Path, *, shard_bytes: int) -> None:
-        self._folder = folder
-        self._limit = shard_bytes
-        self._tar: tarfile.TarFile | None = None
-        self._used = 0
-        self.num_samples = 0
-        self.num_shards = 0
-        self.labels: set[int] = set()
-
-    def add(self, sample: Sample) -> None:
-        """Write one encoded image with its label."""
-        content, extension, label = sample
-        files = {extension.lower(): content, LABEL: str(label).encode("ascii")}
-        blocks = sum(1 + math.ceil(len(data) / BLOCK) for data in files.values())  # 1: the header
-        end = tarfile.RECORDSIZE  # the longest end that tarfile writes
-        if self._tar is None or self._used + BLOCK * blocks + end > self._limit:
-            self.close()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"{self.num_shards:06d}.tar"
-            self._tar = tarfile.open(path, "x", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 -- closed by close()
-            self._used = 0
-            self.num_shards += 1
+    def add(sample: Sample) -> None:
+        nonlocal num_samples, used
+        files = {sample.extension.lower(): sample.content, LABEL: f"{sample.label}".encode("ascii")}
+        length = sum(BLOCK * (1 + math.ceil(len(data) / BLOCK)) for data in files.values())
+        if used + length + tarfile.RECORDSIZE > shard_bytes:  # the longest end of a tar
+            if shards:
+                shards[-1].close()
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{len(shards):06d}.tar"
+            shards.append(tarfile.open(path, "x", format=tarfile.USTAR_FORMAT))  # noqa: SIM115 -- closed
+            used = 0
         for name, data in files.items():
-            member = tarfile.TarInfo(f"{self.num_samples:09d}.{name}")
+            member = tarfile.TarInfo(f"{num_samples:09d}.{name}")
             member.size = len(data)
-            self._tar.addfile(member, io.BytesIO(data))
-        self._used += BLOCK * blocks
-        self.num_samples += 1
-        self.labels.add(label)
+            shards[-1].addfile(member, io.BytesIO(data))
+        num_samples, used = num_samples + 1, used + length
 
-    def close(self) -> None:
-        """Close the last shard."""
-        if self._tar is not None:
-            self._tar.close()
-            self._tar = None
+    try:
+        yield add
+    finally:
+        if shards:
+            shards[-1].close()

@@ -2,29 +2,43 @@
 
 DALI only decodes and resizes: bytes, boxes and flips are its inputs. Its readers, shards, seeds,
 shuffling and last-batch policies are not used.
+
+The index holds the EXIF orientation of the stored image (EXIF 2.32, tag 274), and its heights,
+widths and so all boxes are those of the displayed image: the stored one transposed for TRANSPOSED,
+then flipped vertically for UPSIDE and horizontally for MIRRORED. DALI decodes only a box: the
+stored box is cut out, and the resized square is oriented.
 """
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils import dlpack
 
-from largebatch.data.decoders.orientation import as_stored, turn_resized
 from largebatch.data.decoders.prefetch import Transfer
-from largebatch.data.decoders.reader import Reader, Reading, open_reader, read_ahead
-from largebatch.data.decoders.torchvision import encoded_images, to_pillow
+from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
+from largebatch.data.decoders.torchvision import to_pillow
+from largebatch.data.index.headers import TRANSPOSED
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batch, Batches, Decode, Request, Resources, View
+from largebatch.data.types import (
+    Batch,
+    Batches,
+    BoolArray,
+    Decode,
+    IntArray,
+    Request,
+    Resources,
+    View,
+)
 from largebatch.optional import require_dali
 
+UPSIDE, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 AHEAD = 2  # number of batches finished or in progress when one is requested
 
 _Numbers = npt.NDArray[np.int32]
@@ -43,61 +57,7 @@ def open_decoder(index: Index, view: View, resources: Resources) -> AbstractCont
     dali, device = require_dali(), resources.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _open(_Graph(dali=dali, index=index, view=view, device=device), resources)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Graph:
-    dali: ModuleType
-    index: Index
-    view: View
-    device: torch.device
-
-    def build(self, source: "_Source", resources: Resources) -> Any:  # noqa: ANN401 -- DALI is optional
-        pipeline = self.dali.Pipeline(
-            batch_size=resources.batch_size,
-            num_threads=resources.threads,
-            device_id=self.device.index if self.device.type == "cuda" else None,
-            prefetch_queue_depth=AHEAD,
-        )
-        with pipeline:
-            pipeline.set_outputs(self._images(source))
-        return pipeline
-
-    def _images(self, source: "_Source") -> Any:  # noqa: ANN401 -- DALI is optional
-        fn, types, view = self.dali.fn, self.dali.types, self.view
-        on_gpu = self.device.type == "cuda"
-        encoded, corners, shapes, flips = fn.external_source(
-            source=source.next,
-            num_outputs=4,
-            dtype=[types.UINT8, types.INT32, types.INT32, types.INT32],
-            ndim=[1, 1, 1, 0],
-            no_copy=not on_gpu,  # a GPU may still read its inputs when a batch is returned
-        )
-        images = fn.decoders.image_slice(
-            encoded,
-            device="mixed" if on_gpu else "cpu",
-            start=corners,
-            shape=shapes,
-            axis_names="HW",
-            adjust_orientation=False,  # done by turn_resized
-            jpeg_fancy_upsampling=True,  # so that the GPU's colours match the CPU's
-        )
-        bicubic = view.interpolation == "bicubic"
-        images = fn.resize(
-            images,
-            size=[view.image_size, view.image_size],
-            interp_type=types.INTERP_CUBIC if bicubic else types.INTERP_LINEAR,
-            antialias=True,  # Pillow's filter, except for the outermost pixels
-        )
-        return fn.crop_mirror_normalize(
-            images,
-            mirror=flips,
-            mean=[255 * value for value in view.mean],
-            std=[255 * value for value in view.std],
-            dtype=types.FLOAT,
-            output_layout="HWC" if view.channels_last else "CHW",
-        )
+    return _open(dali, index, view, resources._replace(device=device))
 
 
 class _Source:
@@ -110,67 +70,100 @@ class _Source:
     def __init__(self) -> None:
         self.inputs: Iterator[_Inputs] = iter(())
 
-    def next(self) -> _Inputs:
-        return next(self.inputs)
-
 
 @contextmanager
-def _open(graph: _Graph, resources: Resources) -> Iterator[Decode]:
-    source = _Source()
-    with open_reader(graph.index, resources.reads) as reader:
-        pipeline = graph.build(source, resources)
-        yield partial(_run, graph, pipeline, source, reader)
+def _open(dali: ModuleType, index: Index, view: View, resources: Resources) -> Iterator[Decode]:
+    source, device = _Source(), resources.device
+    on_gpu = device.type == "cuda"
+    pipeline = dali.Pipeline(
+        batch_size=resources.batch_size,
+        num_threads=resources.threads,
+        device_id=device.index if on_gpu else None,
+        prefetch_queue_depth=AHEAD,
+    )
+    with pipeline:
+        pipeline.set_outputs(_graph(dali, source, view, on_gpu=on_gpu))
+    transfer = Transfer(device)
+
+    def decode(requests: Iterable[Request]) -> Batches:
+        """Yield the outputs as torch tensors, without a copy."""
+        stream, under_way = (
+            torch.cuda.current_stream(device) if on_gpu else None,
+            deque[_UnderWay](),
+        )
+        with closing(_inputs(dali, index, read_ahead(requests, reader), under_way)) as inputs:
+            source.inputs = inputs
+            try:
+                while True:
+                    try:
+                        (images,) = pipeline.run(stream)
+                    except StopIteration:
+                        pipeline.reset()  # for the next pass
+                        return
+                    except RuntimeError:
+                        _name_culprit(index, under_way)
+                        raise
+                    reading, _ = under_way.popleft()
+                    reader.release(reading)
+                    pixels = dlpack.from_dlpack(images.as_tensor())
+                    if view.channels_last:
+                        pixels = pixels.permute(0, 3, 1, 2)
+                    _turn_resized(pixels, index, reading.request)
+                    labels = torch.from_numpy(index.labels[reading.request.samples])
+                    yield Batch(pixels, *transfer.send(labels))
+            finally:
+                source.inputs = iter(())
+
+    with open_reader(index, resources.reads) as reader:
+        yield decode
 
 
-def _run(
-    graph: _Graph,
-    pipeline: Any,  # noqa: ANN401 -- DALI is optional
-    source: _Source,
-    reader: Reader,
-    requests: Iterable[Request],
-) -> Batches:
-    """Yield the outputs as torch tensors, without a copy."""
-    index, device = graph.index, graph.device
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    transfer, under_way = Transfer(device), deque[_UnderWay]()
-    with closing(_inputs(graph, read_ahead(requests, reader), under_way)) as inputs:
-        source.inputs = inputs
-        try:
-            while True:
-                try:
-                    (images,) = pipeline.run(stream)
-                except StopIteration:
-                    pipeline.reset()  # for the next pass
-                    return
-                except RuntimeError:
-                    # DALI does not report which image it was. Pillow raises an error with its path.
-                    for reading, _ in under_way:
-                        for encoded in encoded_images(reading):
-                            to_pillow(encoded)
-                    raise
-                reading, _ = under_way.popleft()
-                reader.release(reading)
-                samples = reading.request.samples
-                pixels = dlpack.from_dlpack(images.as_tensor())
-                if graph.view.channels_last:
-                    pixels = pixels.permute(0, 3, 1, 2)
-                turn_resized(pixels, index, reading.request)
-                yield Batch(pixels, *transfer.send(torch.from_numpy(index.labels[samples])))
-        finally:
-            source.inputs = iter(())
+def _graph(dali: ModuleType, source: _Source, view: View, *, on_gpu: bool) -> Any:  # noqa: ANN401 -- DALI is optional
+    fn, types = dali.fn, dali.types
+    encoded, corners, shapes, flips = fn.external_source(
+        source=lambda: next(source.inputs),
+        num_outputs=4,
+        dtype=[types.UINT8, types.INT32, types.INT32, types.INT32],
+        ndim=[1, 1, 1, 0],
+        no_copy=not on_gpu,  # a GPU may still read its inputs when a batch is returned
+    )
+    images = fn.decoders.image_slice(
+        encoded,
+        device="mixed" if on_gpu else "cpu",
+        start=corners,
+        shape=shapes,
+        axis_names="HW",
+        adjust_orientation=False,  # done by _turn_resized
+        jpeg_fancy_upsampling=True,  # so that the GPU's colours match the CPU's
+    )
+    bicubic = view.interpolation == "bicubic"
+    images = fn.resize(
+        images,
+        size=[view.image_size, view.image_size],
+        interp_type=types.INTERP_CUBIC if bicubic else types.INTERP_LINEAR,
+        antialias=True,  # Pillow's filter, except for the outermost pixels
+    )
+    return fn.crop_mirror_normalize(
+        images,
+        mirror=flips,
+        mean=[255 * value for value in view.mean],
+        std=[255 * value for value in view.std],
+        dtype=types.FLOAT,
+        output_layout="HWC" if view.channels_last else "CHW",
+    )
 
 
 def _inputs(
-    graph: _Graph, readings: Iterable[Reading], under_way: deque[_UnderWay]
+    dali: ModuleType, index: Index, readings: Iterable[Reading], under_way: deque[_UnderWay]
 ) -> Generator[_Inputs, None, None]:
     """Yield the pipeline's inputs for each request: images, corners, shapes and flips.
 
     DALI reads them in place, so `under_way` holds them until their batch is finished. They are
     passed as DALI's list type: DALI reads a Python list several times to convert it.
     """
-    tensors = graph.dali.tensors
+    tensors = dali.tensors
     for reading in readings:
-        boxes, flips = as_stored(graph.index, reading.request)
+        boxes, flips = _as_stored(index, reading.request)
         inputs = (
             tensors.TensorListCPU([tensors.TensorCPU(image, "") for image in reading.contents]),
             np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
@@ -179,3 +172,48 @@ def _inputs(
         )
         under_way.append((reading, inputs))
         yield inputs
+
+
+def _name_culprit(index: Index, under_way: Iterable[_UnderWay]) -> None:
+    """Raise DataError with the path of an image that Pillow cannot decode either, if there is one.
+
+    DALI does not report which image it was.
+    """
+    for reading, _ in under_way:
+        samples = reading.request.samples.tolist()
+        for sample, content in zip(samples, reading.contents, strict=True):
+            to_pillow(index, sample, content)
+
+
+def _as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
+    """Return boxes in stored pixels, and flips: False where `_turn_resized` also flips."""
+    if index.orientations is None:
+        return request.boxes, request.flips
+    orientations = index.orientations[request.samples]
+    if (orientations == 1).all():
+        return request.boxes, request.flips
+    top, left, height, width = request.boxes.T
+    far_top = index.heights[request.samples] - top - height
+    far_left = index.widths[request.samples] - left - width
+    top = np.where(np.isin(orientations, UPSIDE), far_top, top)
+    left = np.where(np.isin(orientations, MIRRORED), far_left, left)
+    boxes = np.stack([top, left, height, width], axis=-1)
+    transposed = np.isin(orientations, TRANSPOSED)[:, None]
+    return (
+        np.where(transposed, boxes[:, [1, 0, 3, 2]], boxes),
+        request.flips & (orientations == 1),
+    )
+
+
+def _turn_resized(images: Tensor, index: Index, request: Request) -> None:
+    """Orient, in place, the resized squares of stored boxes, N x C x H x W; flip the oriented."""
+    if index.orientations is None:
+        return
+    orientations = index.orientations[request.samples]
+    for row in np.flatnonzero(orientations != 1).tolist():
+        orientation, image = int(orientations[row]), images[row]
+        if orientation in TRANSPOSED:
+            image = image.transpose(1, 2)
+        axes = [1] if orientation in UPSIDE else []
+        axes += [2] if (orientation in MIRRORED) != bool(request.flips[row]) else []
+        images[row] = image.flip(axes)  # a copy

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -74,6 +74,13 @@ def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
     return (slice(first, min(first + each, number)) for first in range(0, number, each))
 
 
+Divide = Callable[[Order], tuple[IntArray, Sequence[Part]]]
+"""Returns the labels of a batch, and its parts."""
+
+FillAhead = Callable[[Iterable[Order], Divide[Order]], Batches]
+"""Yields a batch for each order, with AHEAD more in progress."""
+
+
 class _Pending(NamedTuple):
     jobs: list[Future[None]]
     images: Tensor
@@ -83,63 +90,47 @@ class _Pending(NamedTuple):
     labels: IntArray
 
 
-class Prefetcher:
-    """Threads that fill in batches ahead of their use; `open_prefetcher` starts them."""
+@contextmanager
+def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]]:
+    """Yield a function that fills in batches with threads, which end with the block."""
+    size, transfer = view.image_size, Transfer(resources.device)
+    scale = [torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)]
+    scale_there = transfer.send(*scale)
 
-    def __init__(self, view: View, resources: Resources) -> None:
-        self.pool = ThreadPoolExecutor(resources.threads, thread_name_prefix="decode")
-        self._view = view
-        self._transfer = Transfer(resources.device)
-        scale = [torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)]
-        self._scale = scale
-        self._scale_there = self._transfer.send(*scale)
+    def start(labels: IntArray, parts: Sequence[Part]) -> _Pending:
+        if transfer.is_remote:
+            images = transfer.room(len(labels), size, size, 3).permute(0, 3, 1, 2)
+        else:
+            order = torch.channels_last if view.channels_last else torch.contiguous_format
+            images = torch.empty((len(labels), 3, size, size), memory_format=order)
+        return _Pending([pool.submit(_make, part, images, scale) for part in parts], images, labels)
 
-    def batches(
-        self,
-        orders: Iterable[Order],
-        divide: Callable[[Order], tuple[IntArray, Sequence[Part]]],
-    ) -> Batches:
-        """Yield batches, with AHEAD more in progress; `divide` returns the labels and the parts."""
+    def finish(batch: _Pending) -> Batch:
+        """Wait for a batch; on a GPU, queue its copy and normalisation without waiting for them."""
+        for job in batch.jobs:
+            job.result()
+        images, labels = transfer.send(batch.images, torch.from_numpy(batch.labels))
+        if images.dtype == torch.uint8:
+            center, spread = scale_there
+            images = images.sub(center).div_(spread)
+            images = images if view.channels_last else images.contiguous()
+        return Batch(images, labels)
+
+    def batches(orders: Iterable[Order], divide: Divide[Order]) -> Batches:
         started: deque[_Pending] = deque()
         try:
             for order in orders:
-                started.append(self._start(*divide(order)))
+                started.append(start(*divide(order)))
                 if len(started) > AHEAD:
-                    yield self._finish(started.popleft())
+                    yield finish(started.popleft())
             while started:
-                yield self._finish(started.popleft())
+                yield finish(started.popleft())
         finally:
             for job in (job for pending in started for job in pending.jobs):
                 job.cancel()
 
-    def _start(self, labels: IntArray, parts: Sequence[Part]) -> _Pending:
-        number, size = len(labels), self._view.image_size
-        if self._transfer.is_remote:
-            images = self._transfer.room(number, size, size, 3).permute(0, 3, 1, 2)
-        else:
-            order = torch.channels_last if self._view.channels_last else torch.contiguous_format
-            images = torch.empty((number, 3, size, size), memory_format=order)
-        jobs = [self.pool.submit(_make, part, images, self._scale) for part in parts]
-        return _Pending(jobs, images, labels)
-
-    def _finish(self, batch: _Pending) -> Batch:
-        """Wait for a batch; on a GPU, queue its copy and normalisation without waiting for them."""
-        for job in batch.jobs:
-            job.result()
-        images, labels = self._transfer.send(batch.images, torch.from_numpy(batch.labels))
-        if images.dtype == torch.uint8:
-            center, spread = self._scale_there
-            images = images.sub(center).div_(spread)
-            images = images if self._view.channels_last else images.contiguous()
-        return Batch(images, labels)
-
-
-@contextmanager
-def open_prefetcher(view: View, resources: Resources) -> Iterator[Prefetcher]:
-    """Yield a prefetcher whose threads end with the block."""
-    prefetcher = Prefetcher(view, resources)
-    with prefetcher.pool:
-        yield prefetcher
+    with ThreadPoolExecutor(resources.threads, thread_name_prefix="decode") as pool:
+        yield batches
 
 
 def _make(part: Part, batch: Tensor, scale: Sequence[Tensor]) -> None:

@@ -13,8 +13,7 @@ import logging
 import os
 import resource
 import time
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -45,17 +44,21 @@ def name_of(location: Location) -> str:
     return f"{location.path}" + (f" (byte {location.offset})" if location.offset else "")
 
 
+class _OpenFile:
+    """A file that closes with the last reference to it: another thread may still read it."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):  # not if it could not be opened
+            os.close(self.number)
+
+
 def read(location: Location) -> bytes:
     """Return the bytes of one image; raise DataError with its path if all attempts fail."""
     content = np.empty(location.num_bytes, dtype=np.uint8)
-
-    def attempt() -> None:
-        if location.offset == 0:  # not a shard, which begins with a header
-            _read_file(content, str(location.path), location.mtime)
-        else:
-            file = _OpenFile(str(location.path))
-            _fill(content, file.number, location.offset)
-
+    attempt = functools.partial(_read_into, content, location)
     try:
         attempt()
     except OSError as error:
@@ -63,35 +66,26 @@ def read(location: Location) -> bytes:
     return content.tobytes()
 
 
-def _read_file(content: Bytes, path: str, mtime: int | None) -> None:
-    """Read a whole file; raise OSError if its length, or its time if known, has changed."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        status = os.fstat(file)
-        if status.st_size != len(content):
-            raise OSError(f"it has {status.st_size:,} bytes, it had {len(content):,}")
+def _read_into(
+    content: Bytes, location: Location, open_shard: Callable[[str], _OpenFile] = _OpenFile
+) -> None:
+    """Read an image; raise OSError if its file's length, or its time if known, has changed."""
+    path, offset, num_bytes, mtime = location
+    if offset:
+        file = open_shard(str(path))
+    else:  # not a shard, which begins with a header
+        file = _OpenFile(str(path))
+        status = os.fstat(file.number)
+        if status.st_size != num_bytes:
+            raise OSError(f"it has {status.st_size:,} bytes, it had {num_bytes:,}")
         if mtime not in {None, status.st_mtime_ns}:
             raise OSError("its modification time has changed since it was indexed")
-        _fill(content, file, 0)
-    finally:
-        os.close(file)
-
-
-def _fill(content: Bytes, file: int, offset: int) -> None:
     done, got = 0, 1
-    while done < len(content) and got > 0:
-        got = os.preadv(file, [content.data[done:]], offset + done)
+    while done < num_bytes and got > 0:
+        got = os.preadv(file.number, [content.data[done:]], offset + done)
         done += got
-    if done < len(content):
-        raise OSError(f"its file has {done:,} of its {len(content):,} bytes")
-
-
-class _OpenFile:
-    """A file that closes with the last reference to it: another thread may still read it."""
-
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.number)
+    if done < num_bytes:
+        raise OSError(f"its file has {done:,} of its {num_bytes:,} bytes")
 
 
 class Reading:
@@ -114,7 +108,7 @@ class Reader:
     def __init__(self, index: Index, reads: int) -> None:
         self._index = index
         self._reads = reads
-        self._pool = ThreadPoolExecutor(reads, thread_name_prefix="read")
+        self.pool = ThreadPoolExecutor(reads, thread_name_prefix="read")
         self._free: list[Bytes] = []
         self._sharing = min(reads, FIRST_READS)
         # Shards stay open, so that reading an image is one system call.
@@ -133,7 +127,7 @@ class Reader:
         reading = Reading(self._index, request, room, lengths)
         threads = self._sharing
         rows = (slice(first, None, threads) for first in range(threads))
-        reading.jobs = [self._pool.submit(self._read, reading, part) for part in rows]
+        reading.jobs = [self.pool.submit(self._read, reading, part) for part in rows]
         return reading
 
     def finish(self, reading: Reading) -> None:
@@ -156,45 +150,32 @@ class Reader:
         """Return the buffer of a reading for reuse; its images must not be used any more."""
         self._free.append(reading.buffer)
 
-    def close(self) -> None:
-        """Stop the threads after their current reads and drop the queued ones."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._open.cache_clear()
-
     def _read(self, reading: Reading, rows: slice) -> float:
         """Read some images of a batch; return the seconds that took."""
         start = time.monotonic()
         samples = reading.request.samples[rows].tolist()
         for content, sample in zip(reading.contents[rows], samples, strict=True):
-            attempt = functools.partial(self._read_image, content, sample)
+            location = self._index.locate(sample)
             try:
-                attempt()
+                _read_into(content, location, self._open)
             except OSError as error:
-                read_again(attempt, error, name=name_of(self._index.locate(sample)))
+                self._open.cache_clear()  # the handle of a network file may be stale
+                again = functools.partial(_read_into, content, location)
+                read_again(again, error, name=name_of(location))
         return time.monotonic() - start
-
-    def _read_image(self, content: Bytes, sample: int) -> None:
-        index, path = self._index, self._index.file(sample)
-        if index.offsets is None:
-            mtime = None if index.mtimes is None else int(index.mtimes[sample])
-            _read_file(content, path, mtime)
-            return
-        try:
-            file = self._open(path)  # the cache may drop its reference during the read
-            _fill(content, file.number, int(index.offsets[sample]))
-        except OSError:
-            self._open.cache_clear()  # the handle of a network file may be stale
-            raise
 
 
 @contextmanager
 def open_reader(index: Index, reads: int) -> Iterator[Reader]:
-    """Yield a reader of an index's images, at most `reads` at a time; close it after the block."""
+    """Yield a reader of an index's images, at most `reads` at a time.
+
+    Its threads stop after their current reads at the end of the block, and drop the queued ones.
+    """
     reader = Reader(index, reads)
     try:
         yield reader
     finally:
-        reader.close()
+        reader.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_ahead(requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:

@@ -6,13 +6,11 @@ Pillow releases the interpreter lock while it decodes and resizes, so threads ar
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from PIL import Image
 
-from largebatch.data.decoders.orientation import orientation_of, turn_whole
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
@@ -20,21 +18,18 @@ from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Requ
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
+METHODS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Pillow's operation from the stored to the displayed image, by orientation."""
+
 AT_A_TIME = 16  # number of images in one thread's task; a task costs about ten microseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An encoded image, and its row of an index."""
-
-    index: Index
-    sample: int
-    content: Bytes
-
-    @property
-    def name(self) -> str:
-        """Path of the image."""
-        return name_of(self.index.locate(self.sample))
 
 
 def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
@@ -55,44 +50,41 @@ def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
         return index.labels[samples], parts
 
     def decode(requests: Iterable[Request]) -> Batches:
-        return prefetcher.batches(read_ahead(requests, reader), divide)
+        return fill_ahead(read_ahead(requests, reader), divide)
 
     with (
         open_reader(index, resources.reads) as reader,
-        open_prefetcher(view, resources) as prefetcher,
+        open_prefetcher(view, resources) as fill_ahead,
     ):
         yield decode
 
 
-def encoded_images(reading: Reading, rows: slice = slice(None)) -> list[Encoded]:
-    """Return the encoded images of these rows of the request."""
-    samples = reading.request.samples[rows].tolist()
-    contents = reading.contents[rows]
-    return [Encoded(reading.index, *pair) for pair in zip(samples, contents, strict=True)]
-
-
-def to_pillow(encoded: Encoded) -> Image.Image:
+def to_pillow(index: Index, sample: int, content: Bytes) -> Image.Image:
     """Decode a whole image to upright RGB; raise DataError with its path if that fails."""
-    index, sample = encoded.index, encoded.sample
+    name = name_of(index.locate(sample))
+    orientation = 1 if index.orientations is None else int(index.orientations[sample])
     try:
-        with Image.open(io.BytesIO(encoded.content.data)) as image:
-            pixels = turn_whole(image.convert("RGB"), orientation_of(index, sample))
+        with Image.open(io.BytesIO(content.data)) as image:
+            pixels = image.convert("RGB")
     except Exception as error:  # Pillow raises many types for a damaged file
-        raise DataError(f"{encoded.name}: Pillow cannot decode this image: {error}") from error
+        raise DataError(f"{name}: Pillow cannot decode this image: {error}") from error
+    if orientation != 1:
+        pixels = pixels.transpose(METHODS[orientation])
     height, width = int(index.heights[sample]), int(index.widths[sample])
     if pixels.size != (width, height):
         raise DataError(
-            f"{encoded.name}: the image has {pixels.height} x {pixels.width} pixels, {height} x "
-            f"{width} in the index; run `largebatch data index` again"
+            f"{name}: the image has {pixels.height} x {pixels.width} pixels, {height} x {width} in "
+            "the index; run `largebatch data index` again"
         )
     return pixels
 
 
 def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:
-    boxes, flips = reading.request.boxes[rows], reading.request.flips[rows]
-    images = encoded_images(reading, rows)
-    for encoded, box, flip, out in zip(images, boxes, flips, pixels, strict=True):
-        show(to_pillow(encoded), view, box, flip, out)
+    request = reading.request
+    samples, boxes, flips = request.samples[rows].tolist(), request.boxes[rows], request.flips[rows]
+    images = zip(samples, reading.contents[rows], boxes, flips, pixels, strict=True)
+    for sample, content, box, flip, out in images:
+        show(to_pillow(reading.index, sample, content), view, box, flip, out)
 
 
 def show(

@@ -11,7 +11,6 @@ SYSTEM are not counted.
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -29,14 +28,10 @@ CLASSES = "classes.txt"
 MISPLACED = "images in other places"
 
 
-@dataclass(frozen=True, slots=True)
-class ClassFolder:
+class ClassFolder(NamedTuple):
     """The images of one class, sorted bytewise, with their lengths and modification times."""
 
-    name: str
-    mtime: int
-    """Modification time of the folder in nanoseconds: adding and removing files changes it."""
-
+    mtime: int  # of the folder, in nanoseconds: adding and removing files changes it
     names: list[str]
     sizes: list[int]
     mtimes: list[int]
@@ -89,11 +84,10 @@ def scan_class(folder: Path, name: str) -> ClassFolder:
         ]
     images.sort(key=lambda image: os.fsencode(image[0]))
     return ClassFolder(
-        name=name,
-        mtime=mtime,
-        names=[name for name, _ in images],
-        sizes=[stat.st_size for _, stat in images],
-        mtimes=[stat.st_mtime_ns for _, stat in images],
+        mtime,
+        [name for name, _ in images],
+        [status.st_size for _, status in images],
+        [status.st_mtime_ns for _, status in images],
     )
 
 

@@ -6,17 +6,11 @@ a safetensors file, one of whose arrays is a JSON header, with a checksum at its
 it and sends it to the others. It is refused if the folder has changed, and built again if it is
 damaged.
 
-When a run starts, the folder is compared with its index:
-
-- every shard;
-- the names of the class folders, and their times, which change when files are added, removed or
-  renamed;
-- every file of a class folder whose time has changed;
-- of the other files at most `MOST`, evenly spaced: a new copy of the data set changes all of them,
-  and checking a million files takes seconds on a disk and minutes over a network.
-
-Other files that were overwritten in place are detected when they are read: `Index.locate` returns
-the length and time that a file must have.
+When a run starts, the folder is compared with its index: every shard; names of class folders and
+their times, which change when files are added, removed or renamed; every file of a folder whose
+time has changed; and at most `MOST` of the other files, evenly spaced, since checking a million
+takes minutes over a network. Others that were overwritten in place are detected when they are read:
+`Index.locate` returns the length and time that a file must have.
 """
 
 import contextlib
@@ -363,12 +357,12 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
     bad = {path for path, _ in content.bad}
 
     def folder(label: int) -> str | None:
-        name, mtime = header["folders"][label]
+        name, mtime = header["classes"][label], header["folders"][label]
         place = f"{split}/{name}"
         if not every_file and (root / place).stat().st_mtime_ns == mtime:
             return None
         scanned = scan_class(root / split, name)
-        facts = zip(scanned.names, scanned.sizes, scanned.mtimes, strict=True)
+        facts = zip(*scanned[1:], strict=True)
         now = {file: (size, time) for file, size, time in facts if f"{place}/{file}" not in bad}
         rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
         then = {
@@ -406,7 +400,7 @@ def _read(
             if shards:
                 names = read_classes(root)
                 arrays, bad = _measure_shards(root / split, shards, len(names), progress)
-                folders: list[tuple[str, int]] = []
+                folders: list[int] = []
             else:
                 arrays, bad, folders = _measure_folders(root, split, names, progress)
         ignored = list_ignored(root, split)
@@ -440,9 +434,13 @@ def _read(
 
 def _measure_folders(
     root: Path, split: str, classes: Sequence[str], progress: Progress
-) -> tuple[Arrays, list[Bad], list[tuple[str, int]]]:
+) -> tuple[Arrays, list[Bad], list[int]]:
     folders = [scan_class(root / split, name) for name in classes]
-    paths = [f"{split}/{folder.name}/{name}" for folder in folders for name in folder.names]
+    paths = [
+        f"{split}/{class_name}/{name}"
+        for class_name, folder in zip(classes, folders, strict=True)
+        for name in folder.names
+    ]
     lengths = [size for folder in folders for size in folder.sizes]
     measured = np.zeros((len(paths), len(Size._fields)), dtype=np.int64)  # zeros: a bad image
     reasons: dict[int, str] = {}
@@ -477,7 +475,7 @@ def _measure_folders(
         "names": names.view(np.uint8).reshape(len(usable), names.itemsize),
     }
     bad = [Bad(paths[row], reasons[row]) for row in sorted(reasons)]
-    return arrays, bad, [(folder.name, folder.mtime) for folder in folders]
+    return arrays, bad, [folder.mtime for folder in folders]
 
 
 def _measure_file(path: str, num_bytes: int) -> Size:

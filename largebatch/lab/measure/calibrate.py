@@ -51,8 +51,8 @@ READ_SECONDS = 1.0
 """Seconds that images are read; the first batches, which open the decoder, do not count."""
 
 
-def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[str]:
-    """Write a cluster file of this machine and return a description of the measurements.
+def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> None:
+    """Write a cluster file of this machine.
 
     Raises LargebatchError if the file exists, cannot be written, or is not named *.yaml, and for
     Muon, whose workers share an update.
@@ -71,7 +71,6 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     text = f"# Measured with largebatch plan --calibrate on {recipe.name}.\n" + dump_yaml(cluster)
     with out.open("x", encoding="utf-8") as file:
         file.write(text)
-    return [*describe(measured), f"cluster file: {out}"]
 
 
 def cluster_of(measured: Measured, *, name: str) -> Cluster:
@@ -85,19 +84,6 @@ def cluster_of(measured: Measured, *, name: str) -> Cluster:
         cpu_cores=available_cores(),
         software="launched",
     )
-
-
-def describe(measured: Measured) -> list[str]:
-    """Describe the measurements."""
-    rate, latency = measured.exchange_gigabytes_per_second, 1e6 * measured.exchange_seconds
-    exchange = "not measured" if rate is None else f"{latency:.0f} us and {rate:.2f} GB/s"
-    return [
-        f"pass: {1000 * measured.seconds_per_pass:.2f} ms",
-        f"image: {1000 * measured.seconds_per_image:.3f} ms",
-        f"update: {1000 * measured.seconds_per_update:.2f} ms",
-        f"all-reduce: {exchange}, {measured.messages} an update",
-        f"reading: {measured.images_per_second_read:,.0f} images/s a worker",
-    ]
 
 
 def measure(

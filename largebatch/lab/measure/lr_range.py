@@ -219,10 +219,6 @@ class Bound:
         """True if the seeds agree."""
         return self.high <= APART * self.low
 
-    def over(self, factor: float) -> "Bound":
-        """Return the rate divided by a factor."""
-        return Bound(self.value / factor, self.low / factor, self.high / factor)
-
 
 def bound(rates: Sequence[float | None]) -> Bound | None:
     """Combine the rates of several seeds; None if one of them has none.
@@ -273,7 +269,10 @@ class RangeTest:
     @property
     def upper(self) -> Bound | None:
         """Upper bound: the geometric mean of `turn` and `turn / overshoot`."""
-        return None if self.turn is None else self.turn.over(math.sqrt(self.overshoot))
+        turn, factor = self.turn, math.sqrt(self.overshoot)
+        if turn is None:
+            return None
+        return Bound(turn.value / factor, turn.low / factor, turn.high / factor)
 
     @property
     def peak_is(self) -> Literal["below", "inside", "above"] | None:

@@ -8,7 +8,7 @@ messages.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.optim import SGD
 from largebatch.data.order import samples_at
 from largebatch.data.pipeline import divide_samples
 from largebatch.data.types import Batch
-from largebatch.distributed.backend import Work, own_part
-from largebatch.distributed.serial import Done
+from largebatch.distributed.backend import own_part
+from largebatch.distributed.serial import Done, Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
@@ -54,18 +54,18 @@ class Message(NamedTuple):
     """Bytes that this worker contributes."""
 
 
-class Rehearsed:
+class Rehearsed(Serial):
     """A Backend of one real worker that records its messages; the other workers are simulated."""
 
     name = "torch"
-    device = _CPU
 
     def __init__(self, *, rank: int, workers: int, local_size: int = 1) -> None:
+        super().__init__(_CPU)
         self.rank, self.world_size = rank, workers
         self.local_rank, self.local_size = rank % local_size, local_size
         self.messages: list[Message] = []
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Done:
         """Record a message, and leave `tensor` unchanged."""
         self.messages.append(Message("sum", self.world_size, tensor.nbytes))
         return Done()
@@ -75,24 +75,12 @@ class Rehearsed:
         self.messages.append(Message("gather", self.world_size, tensor.nbytes))
         return tensor.expand(self.world_size, *tensor.shape).clone()
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Leave `tensor` unchanged."""
-
-    def split(self, parts: Sequence[Sequence[int]]) -> "Rehearsed":
+    def split(self, parts: Sequence[Sequence[int]]) -> Self:
         """Return this worker's subgroup, which records its messages here."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
-        group = Rehearsed(rank=own.index(self.rank), workers=len(own))
+        group = type(self)(rank=own.index(self.rank), workers=len(own))
         group.messages = self.messages
         return group
-
-    def started(self) -> None:
-        """Do nothing: nothing is waited for."""
-
-    def barrier(self) -> None:
-        """Return immediately."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -435,11 +435,11 @@ def draft(found: Suggestion) -> str:
     comments = {
         "duration": f"{found.law_epochs:.1f} to 75.9 % on ImageNet, by the law",
         "data": f"as in {found.base.name}, with network, loss and execution",
-        "batch.bn_span": f"the nearest divisor; {_points_have(found, 'bn_span')}",
-        "optimizer.momentum": f"for LARS; {_points_have(found, 'momentum')}",
-        "optimizer.weight_decay": f"for LARS; {_points_have(found, 'weight_decay')}",
+        "batch.bn_span": "the nearest divisor",
+        "optimizer.momentum": "for LARS",
+        "optimizer.weight_decay": "for LARS",
         "optimizer.eta": "MLPerf's, as eps, power and end_lr",
-        "schedule.peak_lr": f"for LARS; {_points_have(found, 'peak_lr')}",
+        "schedule.peak_lr": "for LARS",
         "schedule.warmup": f"for LARS; {share:.0%} of the run",
         "polish": "no reference point has it",
         "polish.clean": "the share of Fujitsu's entry",
@@ -452,10 +452,3 @@ def draft(found: Suggestion) -> str:
         "Where to begin, not a result. Measured here: not yet.",
     )
     return dump_commented(validate_tree(Recipe, tree, source=found.name), comments, header=header)
-
-
-def _points_have(found: Suggestion, key: str) -> str:
-    lower, upper = getattr(found.lower, key), getattr(found.upper, key)
-    if found.lower is found.upper:
-        return f"the point has {lower:g}"
-    return f"the points have {lower:g} and {upper:g}"

@@ -8,14 +8,11 @@ the same number of updates.
 import copy
 import json
 import math
-from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,38 +30,6 @@ from largebatch.tracking.events import Step
 from largebatch.training.state import TrainState
 from largebatch.training.updates import Part, Training, Updates, synchronous_updates
 
-NAME = "protocol"
-"""Name of this state in checkpoints and in summary.json."""
-
-_GRADIENTS = TypeAdapter(list[int])
-
-
-@dataclass(slots=True)
-class ProtocolState:
-    """The state of a protocol, an ExtraState of the run."""
-
-    gradients: list[int] = field(default_factory=list)
-    """Number of gradients that the first server received, by learner."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
-        return self.summary()
-
-    def load_state_dict(self, state: dict[str, Any], _: Optimizer) -> None:
-        """Load what `state_dict` returned; raise ValueError if it is something else."""
-        self.gradients = _GRADIENTS.validate_python(state.get("gradients", []))
-
-    def drop_momentum(self) -> None:
-        """Do nothing: the optimizer has it."""
-
-    def summary(self) -> dict[str, Any]:
-        """Return plain values for summary.json."""
-        return {"gradients": list(self.gradients)}
-
-    def remarks(self) -> list[str]:
-        """Return nothing to remark on."""
-        return []
-
 
 @dataclass(frozen=True)
 class ProtocolUpdates:
@@ -72,7 +37,6 @@ class ProtocolUpdates:
 
     recipe: Recipe
     exchange: Exchange
-    state: ProtocolState
 
     def __call__(self, training: Training, part: Part) -> Generator[None, None, None]:
         """Make these updates of a stage."""
@@ -87,16 +51,14 @@ class ProtocolUpdates:
 def open_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -> Updates:
     """Return what makes the updates of a stage; without a backend, for a run that makes none.
 
-    The state of the protocol joins `state.extra`, because checkpoints hold it. Raises RecipeError
-    if a stage trains fewer tensors than the protocol has servers.
+    Raises RecipeError if a stage trains fewer tensors than the protocol has servers.
     """
     assert recipe.protocol is not None
-    protocol = state.extra[NAME] = ProtocolState()
     if backend is None:
         return synchronous_updates
     affine = recipe.polish is not None and recipe.polish.affine is not None
     require_tensors(state.model, servers=recipe.protocol.num_servers, affine=affine)
-    return ProtocolUpdates(recipe, Exchange.open(backend, recipe.protocol), protocol)
+    return ProtocolUpdates(recipe, Exchange.open(backend, recipe.protocol))
 
 
 class _Segment:
@@ -106,7 +68,7 @@ class _Segment:
         self._training, self._part, recipe = training, part, updates.recipe
         section = recipe.protocol
         assert section is not None
-        self._section, self._exchange, self._state = section, updates.exchange, updates.state
+        self._exchange = updates.exchange
         self._every = recipe.execution.checkpoints.every_steps
         self._path = training.log.folder / ARRIVALS
         self._size = section.mini_batch(recipe.batch.global_batch)
@@ -147,9 +109,6 @@ class _Segment:
             average_statistics(training.state.model, training.backend, learners=learners)
             if training.backend.rank == 0:
                 self._write(record)
-            pushed = Counter(arrival.learner for arrival in record.arrivals[0])
-            before = self._state.gradients or [0] * learners
-            self._state.gradients = [number + pushed[n] for n, number in enumerate(before)]
             training.requests.share()
             diverged = self._add(record)
         if diverged is not None:
@@ -164,7 +123,7 @@ class _Segment:
         the step of a checkpoint is that of the record.
         """
         state, weights = self._training.state, self._gradients.weights
-        model, protocol = state.model, self._state.state_dict()
+        model = state.model
         progress = copy.deepcopy(state.progress)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         momentum = _momentum(self._optimizer, weights).clone()
@@ -173,7 +132,6 @@ class _Segment:
             yield
         except BaseException:
             model.load_state_dict(before)
-            self._state.load_state_dict(protocol, self._optimizer)
             state.progress = progress
             if had:
                 _load_momentum(self._optimizer, weights, momentum)

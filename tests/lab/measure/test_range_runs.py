@@ -1,7 +1,6 @@
 """Range tests of real runs: their losses against plain PyTorch, whatever the division."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +27,7 @@ from largebatch.models.lenet5 import LeNet5
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
-from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
-from largebatch.runs.run import start
 
 LENET = ("model={name: lenet5}", "batch={global_batch: 48, bn_span: null}", "polish=null",
          "data.image_size=16", "execution.cache=memory", "loss.label_smoothing=0.1")  # fmt: skip
@@ -202,25 +199,3 @@ def test_a_stop_request_starts_no_further_run_of_a_range_test(
     assert main(["lab", "range", "digits_96", "--out", str(tmp_path / "out")]) == 75
     assert started == [tmp_path / "out" / "seed-1"]
     assert str(tmp_path / "out") in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_a_resumed_range_test_has_the_same_losses(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates = ranged(a_recipe("sgd", weights), "sgd")
-    original = start
-
-    def stop(recipe: Recipe, options: Options) -> SimpleNamespace:
-        original(recipe, replace(options, resume="auto", max_steps=8))
-        return SimpleNamespace(status="interrupted")
-
-    whole = train_range(rates, Options(out=tmp_path / "whole"))
-    monkeypatch.setattr(lr_range, "start", stop)
-    with pytest.raises(InterruptedStudyError):
-        train_range(rates, Options(out=tmp_path / "parts"))
-    monkeypatch.setattr(lr_range, "start", original)
-    ours = train_range(rates, Options(out=tmp_path / "parts"))
-    assert ours is not None
-    assert whole is not None
-    assert ours.curves[0].losses.tolist() == whole.curves[0].losses.tolist()

@@ -16,7 +16,6 @@ from mlperf_logs import (
     finish,
     lines,
     recipe,
-    rewrite,
     start,
     update,
     whole_run,
@@ -245,41 +244,6 @@ def test_a_log_without_its_start_or_with_a_damaged_line_is_not_continued(
         write(tmp_path, of, [start(of, step=7)])
 
 
-def test_a_rolled_back_run_continues_in_the_same_block(tmp_path: Path) -> None:
-    of = recipe("32768_mlperf")
-    events: list[Event] = [
-        start(of),
-        update(0),
-        start(of, step=0),
-        update(0),
-        evaluation(55, REACHED),
-    ]
-    path = write(tmp_path, of, [*events, finish()])
-    assert len(lines(path, "block_start")) == len(lines(path, "run_start")) == 1
-
-
-@pytest.mark.parametrize(
-    ("key", "changes", "reason"),
-    [
-        ("lars_epsilon", {"value": 1e-9}, "CHECK for 'lars_epsilon' failed"),
-        ("seed", {"drop": True}, None),
-        ("gradient_accumulation_steps", {"drop": True}, "'gradient_accumulation_steps' but found"),
-        ("run_start", {"drop": True}, "EXACTLY_ONE occurrence of 'run_start'"),
-        ("eval_accuracy", {"value": 0.7583}, "Failed checks for eval_accuracy"),
-    ],
-)
-def test_the_checker_looks_at_the_log(
-    key: str, changes: dict[str, object], reason: str | None, tmp_path: Path
-) -> None:
-    """What passes above fails when one line is changed; seeds have a checker of their own."""
-    of = recipe("32768_mlperf")
-    path = write(tmp_path, of, whole_run(of, reached_at=55.0))
-    rewrite(path, key, **changes)
-    code, printed = checker(path)
-    assert code == (reason is not None)
-    assert (reason or "SUCCESS") in printed
-
-
 def test_a_folder_is_indexed_before_the_run_for_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,14 +262,6 @@ def test_a_folder_is_indexed_before_the_run_for_the_log(
     assert "images" in capsys.readouterr().out
     run(of_folder, data=data, out=out, max_steps=1)
     assert lines(out / "mlperf.log", "run_start")
-
-
-def test_polishing_what_was_trained_is_no_run_of_mlperfs(tmp_path: Path) -> None:
-    recipe_of_both = a_recipe(STATISTICS, changes=("tracking=[mlperf]",))
-    run(recipe_of_both, out=tmp_path / "run", max_steps=1)
-    assert main(["polish", str(tmp_path / "run"), "--out", str(tmp_path / "polished")]) == 0
-    assert not (tmp_path / "polished" / "mlperf.log").exists()
-    assert not [note for note in log(tmp_path / "polished", "note") if "MLPerf" in note["text"]]
 
 
 def test_the_environment_names_the_submission(

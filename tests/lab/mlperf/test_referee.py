@@ -153,14 +153,7 @@ def test_the_open_division_is_not_held_to_the_reference(tmp_path: Path) -> None:
         ("run_start", {"drop": True}, "Required EXACTLY_ONE occurrence of 'run_start' but found 0"),
         ("eval_accuracy", {"value": 0.7}, "Failed checks for eval_accuracy"),
         ("eval_accuracy", {"value": None}, "the checker stopped: TypeError"),
-        (
-            "block_start",
-            {"metadata": {"epoch_count": "x", "first_epoch_num": 0}},
-            "Failed executing CHECK code: v['metadata']['epoch_count'] > 0",
-        ),
         ("eval_start", {"metadata": {}}, "CHECK for 'eval_start' failed"),
-        ("submission_org", {"value": ""}, "CHECK for 'submission_org' failed"),
-        ("submission_division", {"value": "ajar"}, "CHECK for 'submission_division' failed"),
         ("opt_name", {"value": "adam"}, "CHECK for 'opt_name' failed"),
     ],
 )
@@ -239,11 +232,8 @@ def test_logs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("", "holds no line of mlperf-logging"),
-        ("\x00\x01 nothing\n", "holds no line of mlperf-logging"),
         (':::MLLOG {"key": "run_start"\n', "is damaged: .* in a line that begins ':::MLLOG"),
         (':::MLLOG {"key": "run_start"}\n', "is damaged: KeyError: 'time_ms'"),
-        (":::MLLOG [1, 2]\n", "is damaged: TypeError"),
-        (':::MLLOG {"time_ms": 1, "key": ["x"], "value": 1, "metadata": {}}\n', "is damaged"),
         (
             ':::MLLOG {"time_ms": 1, "key": "run_stop", "value": 1, "metadata": {}}\n',
             "submission_benchmark is None, expected 'resnet'",

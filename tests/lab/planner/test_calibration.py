@@ -7,14 +7,12 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.studies.planner.planner import (
     PRIOR,
     RUNS,
     covered,
-    fit,
     fitted,
     leave_generation_out,
     left_out,
@@ -97,21 +95,6 @@ def test_the_spread_of_a_generation_is_that_of_the_fit(generation: Generation) -
     found = math.exp(quantile(left_out()) * fitted().deviation(largest.predicted))
     assert found <= SPREAD[generation] * 1.01
     assert found > 1 + 0.6 * (SPREAD[generation] - 1)
-
-
-def test_planted_constants_are_found_again() -> None:
-    planted = replace(fitted().constants, level=6e-4, scale=4.6)
-    runs = [replace(run, seconds=run.predicted(planted)) for run in read_runs(RUNS)]
-    again = fit(runs, near=fitted()).constants
-    assert again.level == pytest.approx(6e-4, rel=0.06)
-    assert again.scale == pytest.approx(4.6, rel=0.06)
-
-
-def test_the_quantile_is_the_one_of_conformal_prediction() -> None:
-    """The 26th of 27 scores: ceil(0.9 x 28), as Lei et al. count it."""
-    scores = np.sort([abs(math.log(1 + one.error)) / one.deviation for one in left_out()])
-    assert len(scores) == 27
-    assert quantile(left_out()) == pytest.approx(scores[25])
 
 
 def test_the_extent_of_published_runs_is_that_of_the_rows() -> None:

@@ -11,7 +11,6 @@ from largebatch.lab.planner.model import (
     FITTED,
     Load,
     Machine,
-    evaluation_seconds,
     exchange_seconds,
     images_per_second,
     machine,
@@ -79,44 +78,6 @@ def test_workers_beyond_the_cores_take_turns_on_a_measured_machine() -> None:
     load = partial(Load, device_batch=32, gradient_bytes=1e6)
     two, four = (step_seconds(cores, load(workers=workers)) for workers in (2, 4))
     assert four.compute == pytest.approx(2 * two.compute)
-
-
-def test_evaluating_takes_turns_too() -> None:
-    """Two workers on each of two cores evaluate no sooner than one on each."""
-    cores = replace(NODE, workers_per_node=2, cores=True, evaluation=0.01)
-    two, four = (evaluation_seconds(cores, workers=workers, samples=800) for workers in (2, 4))
-    assert two == pytest.approx(0.01 + 400 * 1e-3 / 3)
-    assert four == pytest.approx(2 * (0.01 + 200 * 1e-3 / 3))
-
-
-@pytest.mark.parametrize("name", sorted(installed_clusters()))
-@pytest.mark.parametrize(
-    "figure",
-    ["tensor_teraflops", "memory_gigabytes_per_second", "watts", "link_gigabytes_per_second"],
-)
-def test_no_figure_of_a_gpu_makes_it_slower_by_being_larger(name: str, figure: str) -> None:
-    constants, cluster = FITTED, installed_clusters()[name]
-    assert cluster.gpu is not None
-    load = Load(workers=cluster.gpus_per_node, device_batch=64)
-    seconds = [
-        step_seconds(
-            machine(
-                cluster.model_copy(
-                    update={
-                        "gpu": cluster.gpu.model_copy(
-                            update={figure: factor * getattr(cluster.gpu, figure)}
-                        )
-                    }
-                ),
-                constants,
-            ),
-            load,
-        ).seconds
-        for factor in (0.5, 1.0, 1.5, 3.0)
-    ]
-    assert seconds == sorted(seconds, reverse=True)
-    if figure not in {"watts", "link_gigabytes_per_second"}:
-        assert len(set(seconds)) == 4
 
 
 def test_an_rtx_3090_is_as_fast_as_was_measured() -> None:

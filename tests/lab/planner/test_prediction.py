@@ -16,7 +16,6 @@ from largebatch.lab.planner.cluster import (
     load_cluster,
     parse_cluster,
 )
-from largebatch.lab.planner.model import evaluation_seconds, machine
 from largebatch.lab.planner.prediction import (
     CACHED_BYTES,
     Prediction,
@@ -202,20 +201,6 @@ def test_one_measured_device_does_not_predict_a_node_of_two() -> None:
         )
 
 
-def test_a_device_batch_that_does_not_fit_limits_the_run() -> None:
-    """Autograd keeps 43 MB of an image in half precision, so that 512 take 22 GB."""
-    recipe = load_recipe(FUJITSU, ["batch.global_batch=4096", "batch.bn_span=512"])
-    small, large = (
-        predicted(recipe, load_cluster(name), workers=8) for name in ("abci-v100", "dgx-a100")
-    )
-    assert small.memory_bytes is not None
-    assert small.memory_available is not None
-    assert small.memory_bytes > small.memory_available
-    assert small.limit == "memory"
-    assert "execution.device_batch" in small.help
-    assert large.limit == "compute"
-
-
 @pytest.mark.parametrize(
     ("overrides", "workers", "text"),
     [
@@ -258,36 +243,6 @@ def test_a_cache_that_the_pipeline_refuses_is_refused() -> None:
     imagenet = ["execution.decoder=null", "execution.cache=device"]
     with pytest.raises(PlanError, match="193 GB or more, and a cache holds 17 GB"):
         predicted(load_recipe(FUJITSU, imagenet), load_cluster("dgx-a100"), workers=8)
-
-
-def test_images_cached_on_the_device_take_its_memory() -> None:
-    """90,000 images of 224 x 224 are 13.5 GB."""
-    few = "data.train_samples=90000"
-    found = [
-        predicted(
-            load_recipe(FUJITSU, ["execution.decoder=null", f"execution.cache={cache}", few]),
-            load_cluster("abci-v100"),
-            workers=512,
-        )
-        for cache in ("memory", "device")
-    ]
-    on_host, on_device = (one.memory_bytes or 0 for one in found)
-    assert on_device - on_host == pytest.approx(90_000 * 224 * 224 * 3)
-    assert [one.limit == "memory" for one in found] == [False, True]
-
-
-def test_the_generalization_gap_shows_all_training_images_at_the_end_of_every_stage() -> None:
-    cluster, gap = load_cluster("dgx-a100"), ["monitor=generalization_gap"]
-    for held_out, stages in ((0, 1), (1000, 3)):
-        polish = "{clean: {epochs: 2}, statistics: {samples: 50000}, keep: better, held_out: 1000}"
-        changes = [f"polish={polish if held_out else 'null'}"]
-        plain, monitored = (
-            predicted(load_recipe(FUJITSU, words), cluster, workers=512).parts["evaluation"]
-            for words in (changes, [*changes, *gap])
-        )
-        on = machine(cluster)
-        one = evaluation_seconds(on, workers=512, samples=1_281_167 - held_out)
-        assert monitored - plain == pytest.approx(stages * one)
 
 
 @pytest.mark.parametrize(

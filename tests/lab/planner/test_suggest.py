@@ -1,7 +1,6 @@
 """Recipes between the reference points: against NumPy, and against the points themselves."""
 
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,12 +74,6 @@ def test_the_interval_is_of_points_that_are_left_out() -> None:
         shortest, critical = law([one for one in MEANS if one != batch])
         expected.append(shortest * (1 + batch / critical) / mean - 1)
     assert epoch_errors(reference_points()) == pytest.approx(expected)
-    (line,) = (line for line in words(suggest(20_000)) if line.startswith("epochs to 75.9 %"))
-    numbers = re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", line)
-    assert numbers is not None
-    middle, low, high = map(float, numbers.groups())
-    assert high / middle - 1 == pytest.approx(max(map(abs, expected)), abs=2e-3)
-    assert 1 - low / middle == pytest.approx(max(map(abs, expected)), abs=2e-3)
 
 
 @pytest.mark.parametrize("batch", [1_920, 6_000, 10_240, 24_576, 40_960, 57_344, 66_560])
@@ -249,35 +242,16 @@ def test_a_recipe_keeps_its_images_network_and_loss(
     assert "BatchNorm span " in printed
 
 
-def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine, out = tmp_path / "mine.yaml", tmp_path / "out.yaml"
-    mine.write_text(
-        "\n".join(
-            [
-                "name: mine\nseed: 3\nduration: {epochs: 9}",
-                "data: {source: digits, classes: 10, train_samples: 1437, val_samples: 360,",
-                "  image_size: 16, mean: [0.3, 0.3, 0.3], std: [0.4, 0.4, 0.4], crop_area: null,",
-                "  flip: false, eval_resize: 16}",
-                "model: {name: lenet5}\nbatch: {global_batch: 96, bn_span: null}",
-                "optimizer: {kind: sgd}",
-                "schedule: {peak_lr: 0.1, warmup: null, decay: {kind: constant}}",
-                "execution: {device_batch: 96, cache: memory}",
-            ]
-        )
-    )
-    assert main(["lab", "suggest", str(mine), "--batch", "64", "--out", str(out)]) == DONE
-    found = load_recipe(out)
-    assert found.batch.bn_span is None
-    assert found.polish is None
-    assert found.seed == 3
-    assert found.execution.cache == "memory"
+def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing() -> None:
+    changes = ("model={name: lenet5}", "batch.bn_span=null", "polish=null", "seed=3")
+    mine = load_recipe("digits_96", [*changes, "execution.device_batch=96"])
+    suggested = suggest(64, base=mine)
+    found = parse_recipe(draft(suggested))
+    assert (found.batch.bn_span, found.polish, found.seed) == (None, None, 3)
+    assert found.execution.cache == mine.execution.cache
     assert found.execution.device_batch is None
-    printed, text = capsys.readouterr().out, out.read_text()
+    printed = "\n".join(words(suggested))
     assert not [word for word in ("BatchNorm", "span", "polish") if word in printed]
-    assert "  bn_span: null\n" in text
-    assert "polish: null\n" in text
 
 
 def test_far_fewer_updates_than_any_reference_point_are_warned_of() -> None:

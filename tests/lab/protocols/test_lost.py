@@ -1,17 +1,13 @@
 """A learner or a server is killed in the middle: nothing hangs, and the run can resume."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from killed import kill_worker
 from on_forked_workers import SERVER, environment_of
-from short_runs import DIGITS, SMALL, log
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.optim import SGD
 
@@ -112,47 +108,3 @@ def test_all_others_end_when_one_is_killed_or_stopped(
     ended = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
     assert ended.keys() == others
     assert all("lost contact with" in text for text in ended.values())
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> list[str]:
-    changes = [*SMALL, "model={name: cifar_resnet8}", "batch.bn_span=16", "polish=null"]
-    changes += ["duration={steps: 60}", "schedule.warmup={steps: 5}", "evaluation={}"]
-    changes += ["execution.checkpoints.every_steps=5"]
-    sets = [word for change in changes for word in ("--set", change)]
-    start = [sys.executable, "-m", "largebatch", "train", str(DIGITS), *sets]
-    return [*start, "--out", str(tmp_path / "run"), "--workers", str(WORKERS), "--restarts", "1"]
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("ends")
-@pytest.mark.parametrize(
-    ("kind", "victim"),
-    [
-        pytest.param("asynchronous, modulation: n", SERVER_RANK, id="asynchronous, server"),
-        pytest.param("asynchronous, modulation: n", RECORDER, id="asynchronous, learner 0"),
-        pytest.param("hardsync", SERVER_RANK, id="hardsync, server"),
-        pytest.param("hardsync", LEARNER, id="hardsync, learner"),
-        pytest.param("asynchronous, modulation: n", LEARNER, id="asynchronous, learner"),
-    ],
-)
-def test_a_run_that_cannot_go_on_without_it_goes_on_from_its_checkpoint(
-    command: list[str], kind: str, victim: int, tmp_path: Path
-) -> None:
-    protocol = f"protocol={{kind: {kind}, learners: 2, servers: {{centralised: 1}}}}"
-    out = tmp_path / "run"
-    process = subprocess.Popen(
-        [*command, "--set", protocol], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        kill_worker(victim, out, at_step=10)
-        assert process.wait(timeout=600) == 0
-    finally:
-        process.kill()
-    first, second = log(out, "start")
-    assert first["resume_step"] == 0
-    assert second["resume_step"] >= 5
-    lines = [json.loads(line) for line in (out / "arrivals.jsonl").read_text().splitlines()]
-    numbers = [one["mini_batch"] for one in lines]
-    assert len(set(numbers)) == len(numbers)
-    assert len(numbers) == 60 * (1 if kind.startswith("asynchronous") else 2)

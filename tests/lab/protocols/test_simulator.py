@@ -15,7 +15,7 @@ from largebatch.lab.protocols.cluster import (
     Serving,
 )
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.simulator import Direction, End, FairLinks, Simulation, simulate
+from largebatch.lab.protocols.simulator import Direction, End, FairLinks, simulate
 
 EXPONENTIAL = Exponential(kind="exponential", mean=0.5)
 NARROW = Lognormal(kind="lognormal", median=1.0, sigma=0.1)
@@ -50,15 +50,6 @@ def test_an_update_takes_as_long_as_theory_has_it_for_exponential_learners(
     assert found == pytest.approx(EXPONENTIAL.mean * expected, rel=0.02)
 
 
-def test_a_least_time_shifts_hardsync_and_delays_asynchronous_updates_by_its_share() -> None:
-    shifted = Exponential(kind="exponential", mean=0.5, least=1.0)
-    cluster = Cluster(learners=8, compute=shifted)
-    waiting = simulate(Rule.hardsync(8), cluster, servers=1, updates=2000, seed=2)
-    free = simulate(softsync(8, 8), cluster, servers=1, updates=16_000, seed=2)
-    assert waiting.seconds_per_update == pytest.approx(1.0 + 0.5 * harmonic(8), rel=0.02)
-    assert free.seconds_per_update == pytest.approx(1.5 / 8, rel=0.02)
-
-
 @pytest.mark.parametrize("n", [1, 2, 4, 15, 30])
 def test_staleness_is_about_n_and_at_most_twice_that(n: int) -> None:
     """Rudra, arXiv:1509.04210."""
@@ -79,28 +70,6 @@ def test_hardsync_has_no_staleness_and_each_update_one_gradient_of_every_learner
         updates = arrivals.learner.reshape(40, 5)
         assert (np.sort(updates, axis=1) == np.arange(5)).all()
         assert (arrivals.mini_batch == 5 * arrivals.update + arrivals.learner).all()
-
-
-def test_every_server_takes_every_mini_batch_once() -> None:
-    cluster = Cluster(
-        learners=6, compute=EXPONENTIAL, link=Link(bandwidth=1e3, latency=0.01), model_bytes=60.0
-    )
-    found = simulate(softsync(6, 3), cluster, servers=None, updates=50, seed=6)
-    orders = [arrivals.mini_batch for arrivals in found.arrivals]
-    assert all((np.sort(order) == np.arange(100)).all() for order in orders)
-    assert any((order != orders[0]).any() for order in orders)
-
-
-def test_the_same_seed_gives_the_same_events_and_another_one_gives_others() -> None:
-    cluster = Cluster(learners=7, compute=EXPONENTIAL, slow={3: 4.0})
-
-    def run(seed: int) -> Simulation:
-        return simulate(softsync(7, 7), cluster, servers=2, updates=300, seed=seed)
-
-    first, again, other = run(1), run(1), run(2)
-    assert (first.ends == again.ends).all()
-    assert (first.arrivals[1].learner == again.arrivals[1].learner).all()
-    assert (first.ends != other.ends).any()
 
 
 def test_a_slow_learner_pushes_less_where_none_waits_and_slows_all_where_they_wait() -> None:
