@@ -2,13 +2,11 @@
 
 import sys
 
-from largebatch.distributed.environment import ended_by_ctrl_c
-
 
 def main() -> int:
     """Run the command of this process's arguments and return its exit code."""
-    with ended_by_ctrl_c():
-        from largebatch.cli import main as command_line
+    from largebatch.cli import main as command_line
+
     return command_line.main()
 
 

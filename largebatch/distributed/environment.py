@@ -2,13 +2,10 @@
 
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
 from largebatch.errors import BackendError
@@ -203,20 +200,6 @@ def _joined() -> tuple[int, int] | None:
     elif hvd is not None and hvd.is_initialized():
         rank, size = hvd.rank(), hvd.size()
     return (rank, size) if size > 1 else None
-
-
-@contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
-    """Make Ctrl-C end this process at once, while it imports its modules.
-
-    A KeyboardInterrupt there prints a traceback, or becomes another error that hides it.
-    """
-    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if handled:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    yield
-    if handled:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def configure_libraries() -> None:

@@ -5,11 +5,9 @@ JOB is the recipe and the options as JSON; the result is the run folder.
 
 import sys
 
-from largebatch.distributed.environment import ended_by_ctrl_c
-
 if __name__ == "__main__":
-    with ended_by_ctrl_c():
-        from largebatch.runs.launch import reporting_errors
-        from largebatch.runs.run import JOB, run_worker
+    from largebatch.runs.launch import reporting_errors
+    from largebatch.runs.run import JOB, run_worker
+
     with reporting_errors():
         run_worker(*JOB.validate_json(sys.argv[1]))

@@ -33,12 +33,9 @@ class RunLog:
         """Send an event to the trackers."""
         record(self.trackers, event)
 
-    def note(
-        self, stage: StageName, text: str, *, kind: NoteKind = "remark", **numbers: float
-    ) -> None:
-        """Emit a note, with the numbers that its kind has."""
-        step = self._state.progress.step
-        self.emit(Note(kind=kind, stage=stage, step=step, text=text, numbers=numbers))
+    def note(self, stage: StageName, text: str, *, kind: NoteKind = "remark") -> None:
+        """Emit a note."""
+        self.emit(Note(kind=kind, stage=stage, step=self._state.progress.step, text=text))
 
 
 class Requests:

@@ -82,16 +82,16 @@ def test_resume_works_with_and_without_a_word(words: list[str], resume: object) 
 
 
 def test_a_flag_works_with_and_without_a_word_and_leaves_a_path_alone() -> None:
-    for words, onnx in (
-        (["--onnx", "run"], True),
-        (["--onnx", "no", "run"], False),
-        (["run", "--onnx", "yes"], True),
+    for words, training in (
+        (["--training", "run"], True),
+        (["--training", "no", "run"], False),
+        (["run", "--training", "yes"], True),
         (["run"], False),
     ):
-        call, _ = parse(["export", *words, "--out", "out"])
+        call, _ = parse(["evaluate", *words])
         assert isinstance(call, partial)
         assert call.args == (Path("run"),)
-        assert call.keywords.get("onnx", False) is onnx
+        assert call.keywords.get("training", False) is training
 
 
 def test_the_command_line_run_and_the_workers_share_one_declaration() -> None:
@@ -144,6 +144,9 @@ def right():
 
 def never_sums():
     return parts(lambda model: model)
+
+def unknown_key():
+    return (*parts(DistributedDataParallel), {"step_number": 2})
 """
 
 
@@ -153,6 +156,7 @@ def never_sums():
         ("mine:right", DONE, "no fault"),
         ("mine:never_sums", USER, "fault"),
         ("mine:none", USER, "mine:none"),
+        ("mine:unknown_key", USER, "set_epoch"),
     ],
 )
 def test_audit_checks_a_users_own_training_on_two_workers(

@@ -11,7 +11,7 @@ from schedules_of import course_of, schedule_of
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 DIGITS = (
@@ -120,7 +120,7 @@ def test_every_kind_is_lrbenchs_function_after_the_warm_up(
 def test_lrbenchs_name_is_a_second_spelling(short: str, long: str) -> None:
     ours, other = (digits(f"schedule.decay={{{words}}}") for words in (short, long))
     assert course_of(ours).rates == course_of(other).rates
-    assert parse_recipe(dump_recipe(ours)) == ours
+    assert parse_recipe(dump_yaml(ours)) == ours
 
 
 @pytest.mark.parametrize("first", [0, 1])

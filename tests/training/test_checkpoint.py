@@ -7,12 +7,16 @@ import stat
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
 from checkpoint_files import rewritten
+from on_forked_workers import on_forked_workers
+from short_runs import CLEAN, a_recipe
 
+from largebatch import run
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import (
@@ -27,6 +31,7 @@ from largebatch.training.checkpoint import (
     parse_checkpoint,
     write_checkpoint,
 )
+from largebatch.training.saving import Saver
 from largebatch.training.state import Progress
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
@@ -85,14 +90,14 @@ def test_a_checkpoint_is_a_file_of_safetensors_as_readable_as_others(tmp_path: P
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
 
 
-def test_the_newest_stay_and_the_best_and_every_tenth(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=2, every=10))
+def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, Retention(last=2))
     (tmp_path / "notes.txt").write_text("not ours")
     for step in (5, 10, 12, 15, 17):
         best = {"best": 0.9, "best_step": 12} if step >= 12 else {}
         writer.write(checkpoint(step, progress={"step": step, **best}))
     writer.wait()
-    kept = [f"step-{step:08d}.safetensors" for step in (10, 12, 15, 17)]
+    kept = [f"step-{step:08d}.safetensors" for step in (12, 15, 17)]
     assert names(tmp_path) == ["notes.txt", *kept]
 
 
@@ -106,7 +111,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "run").mkdir()
-    writer = Writer(tmp_path / "run/checkpoints", Retention(last=1, every=None))
+    writer = Writer(tmp_path / "run/checkpoints", Retention(last=1))
     writer.write(checkpoint(5))
     writer.wait()
     with monkeypatch.context() as patched:
@@ -124,7 +129,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
 
 
 def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=1, every=None))
+    writer = Writer(tmp_path, Retention(last=1))
     writer.write(checkpoint(5))
     writer.write(checkpoint(6, model={"weight": torch.tensor([1.0, float("nan")])}))
     with pytest.raises(CheckpointError, match="model/weight"):
@@ -245,7 +250,33 @@ def test_a_checkpoint_is_due_by_time(
 
 
 def test_the_writer_measures_what_a_file_costs(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=1, every=None))
+    writer = Writer(tmp_path, Retention(last=1))
     writer.write(checkpoint(5))
     writer.wait()
     assert 0 < writer.seconds < 60
+
+
+def save_by_the_clock_of_worker_0(folder: Path) -> None:
+    """Train on one of two workers; write the steps of its saves. The clock of worker 1 is ahead."""
+    steps: list[int] = []
+    save, rank = Saver.save, int(os.environ["RANK"])
+
+    def is_late(_: SaveClock) -> bool:
+        return rank == 1 or (bool(due) and due.pop(0))
+
+    def noted(saver: Saver) -> None:
+        steps.append(saver.state.progress.step)
+        save(saver)
+
+    due = [step == 2 for step in range(6)]
+    with (
+        mock.patch.object(SaveClock, "is_late", is_late),
+        mock.patch.object(Saver, "save", noted),
+    ):
+        run(a_recipe(CLEAN), out=folder / "run", report=False)
+    (folder / str(rank)).write_text(str(steps))
+
+
+def test_two_workers_save_after_the_same_update_by_the_clock_of_worker_0(tmp_path: Path) -> None:
+    on_forked_workers(save_by_the_clock_of_worker_0, tmp_path, workers=2)
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "[3, 6, 8]"

@@ -160,28 +160,6 @@ def test_a_measurement_writes_a_recipe_with_its_sources(
     assert "# the critical batch is" in path.read_text()
 
 
-@pytest.mark.long
-def test_the_edges_of_two_batches_decide_the_rate(
-    tmp_path: Path,
-    fixed_times: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def twice(rows: tuple[Row, ...], **_: object) -> Row:
-        return next(row for row in rows if row.batch == 24)
-
-    monkeypatch.setattr(module, "recommend", twice)
-    small = ("batch.global_batch=12", "schedule.peak_lr=0.02", "schedule.warmup=null")
-    found = measure(1.0, tmp_path / "out", *small)
-    assert found["chosen"] == 24
-    assert sorted(tmp_path.glob("out/range-*/seed-1/log.jsonl"))
-    edges = []
-    for batch in (12, 24):
-        content = json.loads((tmp_path / "out" / f"range-{batch}" / "range.json").read_text())
-        edges.append((batch, content["upper"]["value"]))
-    expected = 0.02 * 2 ** exponent(edges)
-    assert found["rate"] == pytest.approx(expected, rel=0.01)
-
-
 def test_a_wide_noise_scale_is_remarked_on_and_one_without_a_value_is_refused(
     tmp_path: Path,
 ) -> None:

@@ -145,16 +145,6 @@ def test_noise_alone_is_hardly_ever_taken_for_a_fall() -> None:
     assert "2 of 2 seeds" in describe(test)[0]
 
 
-def test_bounds_in_noise_lie_about_those_without_it() -> None:
-    rates = np.geomspace(1e-4, 10, 100)
-    shape = {"center": 0.01, "fall": 1.0, "wall": 5.0}
-    clean = Curve(0, rates, sigmoid(rates, **shape))
-    for name in ("lower", "turn"):
-        expected = getattr(clean, name)
-        for seed in range(20):
-            assert expected / 4 < getattr(noisy(rates, seed, **shape), name) < expected * 4
-
-
 def test_a_side_beyond_the_range_names_the_option_that_widens_it() -> None:
     falling = np.geomspace(1e-4, 0.02, 60)
     test = ranged(Curve(0, falling, sigmoid(falling, center=0.01, fall=1, wall=5)))

@@ -185,17 +185,6 @@ def test_no_other_trackers_work_is_on_the_clock(tmp_path: Path) -> None:
         assert run_stop["time_ms"] <= other.times[2][0] + 1
 
 
-def test_a_setup_of_more_than_the_30_minutes_allowed_is_in_the_log(tmp_path: Path) -> None:
-    of = recipe("32768_mlperf")
-    events = whole_run(of, reached_at=55.0)
-    for minutes, code in ((29, 0), (31, 1)):
-        path = write(tmp_path / str(minutes), of, events, setup=60.0 * minutes)
-        assert checker(path)[0] == code
-        cleared, begun, ended = lines(path, "cache_clear", "init_start", "init_stop")
-        assert begun["time_ms"] == cleared["time_ms"]
-        assert ended["time_ms"] - begun["time_ms"] >= 60_000 * minutes
-
-
 def test_blocks_last_from_one_evaluation_to_the_next(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     path = write(tmp_path, of, whole_run(of, reached_at=11.0))

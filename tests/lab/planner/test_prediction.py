@@ -187,20 +187,6 @@ def test_more_nodes_of_measured_cores_are_refused() -> None:
         parse_cluster(dump_yaml(two), source="here.yaml")
 
 
-def test_one_measured_device_does_not_predict_a_node_of_two() -> None:
-    assert HERE.measured is not None
-    alone = HERE.measured.model_copy(
-        update={"device": "cuda", "exchange_gigabytes_per_second": None, "exchange_seconds": 0.0}
-    )
-    one = HERE.model_copy(update={"measured": alone, "gpus_per_node": 1})
-    assert parse_cluster(dump_yaml(one), source="here.yaml") == one
-    assert predicted(DIGITS, one, workers=1).step["exchange"] == 0
-    with pytest.raises(ClusterError, match="measured with one"):
-        parse_cluster(
-            dump_yaml(one).replace("gpus_per_node: 1", "gpus_per_node: 2"), source="here.yaml"
-        )
-
-
 @pytest.mark.parametrize(
     ("overrides", "workers", "text"),
     [
@@ -209,12 +195,6 @@ def test_one_measured_device_does_not_predict_a_node_of_two() -> None:
         pytest.param(["execution.device_batch=21"], 2048, "28 to 208", id="small"),
         pytest.param([], 64, "one micro-batch", id="accumulation"),
         pytest.param(["optimizer={kind: lamb, weight_decay: 0.1}"], 2048, "of lamb", id="LAMB"),
-        pytest.param(
-            ["reduction={kind: adasum, parts: 2048, dtype: fp32}"],
-            2048,
-            "adasum",
-            id="Adasum",
-        ),
     ],
 )
 def test_what_no_published_run_has_is_named(overrides: list[str], workers: int, text: str) -> None:
