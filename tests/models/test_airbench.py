@@ -225,9 +225,3 @@ def test_nesterov_makes_the_weights_of_airbenchs_loop(folder: Path) -> None:
     for name, weight in weights.items():
         if "running" not in name:
             torch.testing.assert_close(ours[name], weight.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_an_unknown_early_weight_is_refused_with_the_nearest(folder: Path, tmp_path: Path) -> None:
-    recipe = short("cifar10_airbench_2000", "model.early.names=[whiten.bia]")
-    with pytest.raises(RecipeError, match=r"no weight 'whiten.bia'; did you mean 'whiten.bias'"):
-        run(recipe, data=folder, out=tmp_path / "run")

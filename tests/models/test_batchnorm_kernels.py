@@ -277,28 +277,6 @@ def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -
 
 
 @runs
-def test_checkpointed_layers_count_once() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
-    plain = with_span(layers.to(DEVICE), 2)
-    again = copy.deepcopy(plain)
-    images = draw(4, 3, 2, 2)
-    results = []
-    for model, recomputed in ((plain, False), (again, True)):
-        pair(model)
-        spans = Spans(model, CPU)
-        out = checkpoint(model, images, use_reentrant=False) if recomputed else model(images)
-        out.square().sum().backward()
-        spans.reduce()
-        spans.update()
-        weight_grad = model.get_parameter("0.weight").grad
-        assert weight_grad is not None
-        results.append([weight_grad, *model.state_dict().values()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@runs
 @pytest.mark.parametrize("span", [4, 2])
 def test_a_graph_of_torch_compile_calls_the_operator(span: int) -> None:
     """It is traced with the shapes that the operator declares; Triton's code is a GPU's matter."""

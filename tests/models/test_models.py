@@ -188,15 +188,6 @@ def test_the_recipes_model_has_its_span_and_the_seeds_weights() -> None:
     assert not other.get_parameter("conv1.weight").equal(one.get_parameter("conv1.weight"))
 
 
-def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
-    model = build_model(digits("precision=bf16"), CPU)
-    seen: list[torch.dtype] = []
-    model.get_submodule("layer1").register_forward_hook(lambda *args: seen.append(args[2].dtype))
-    model(torch.zeros(48, 3, 32, 32))
-    assert seen == [torch.bfloat16]
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -111,15 +111,3 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
 def test_a_wrong_hyper_parameter_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LARS([nn.Parameter(torch.ones(1))], **options)
-
-
-def test_a_refused_group_does_not_change_the_optimizer() -> None:
-    first, second = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1, 2))
-    optimizer = LARS([first], lr=0.1)
-    group = {"params": [second], "lr": math.nan}
-    with pytest.raises(ValueError, match="lr must be 0 or above and finite, got nan"):
-        optimizer.add_param_group(group)
-    assert [group["params"] for group in optimizer.param_groups] == [[first]]
-    group["lr"] = 0.2
-    optimizer.add_param_group(group)
-    assert optimizer.param_groups[1]["base_lr"] == 0.2

@@ -1,7 +1,6 @@
 """Every way to compute the LARS update against the formula."""
 
 import importlib.util
-from copy import deepcopy
 from itertools import product
 from typing import Any
 
@@ -140,25 +139,6 @@ def test_the_limits_match_plain_pytorch() -> None:
         weight.grad = grad
         optimizer.step()
     torch.testing.assert_close(weight.detach(), plain, rtol=1e-12, atol=1e-12)
-
-
-@every_convention
-@pytest.mark.parametrize(("first", "second"), [("fused", "batched"), ("batched", "apex")])
-def test_a_run_continues_with_another_implementation_from_a_state_dict(
-    path: Path, convention: Convention, first: str, second: str
-) -> None:
-    weights = parameters(torch.float32)
-    optimizer = LARS(weights, max(RATES), weight_decay=0.05, eta=ETA, convention=convention)
-    formulas = [Formula(weight, optimizer.param_groups[0]) for weight in weights]
-    path(first)
-    take_steps(optimizer, weights, formulas, range(3))
-    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
-    restored = LARS(copies)
-    restored.load_state_dict(deepcopy(optimizer.state_dict()))
-    path(second)
-    take_steps(restored, copies, formulas, range(3, len(RATES)))
-    for weight, formula in zip(copies, formulas, strict=True):
-        assert_close(weight, formula.w, 1e-6)
 
 
 @every_path

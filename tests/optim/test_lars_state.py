@@ -131,17 +131,6 @@ def test_a_table_reads_gradients_of_1_x_1_convolutions_in_place(path: Path) -> N
     assert_close(weight, formula.w, 1e-6)
 
 
-def test_a_checkpoint_does_not_change_the_kernels() -> None:
-    first, second = LARS([nn.Parameter(torch.ones(1))]), LARS([nn.Parameter(torch.ones(1))])
-    saved = first.state_dict()
-    saved["param_groups"][0]["kernels"] = "apex"
-    second.load_state_dict(saved)
-    assert second.param_groups[0]["kernels"] == "torch"
-    del saved["param_groups"][0]["kernels"]  # written before there was a choice
-    second.load_state_dict(saved)
-    assert second.param_groups[0]["kernels"] == "torch"
-
-
 def stepped(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
     """Return an optimizer of a 2 x 3 weight and a bias after one step."""
     weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]

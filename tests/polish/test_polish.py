@@ -114,22 +114,6 @@ def test_no_data_and_no_batchnorm_are_refused() -> None:
         polish(nn.Sequential(nn.Conv2d(3, 3, 1)), batches(4), CPU)
 
 
-def test_an_unused_layer_keeps_its_statistics() -> None:
-    class Partial(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
-
-        def forward(self, images: Tensor) -> Tensor:
-            result: Tensor = self.used(images)
-            return result
-
-    model = Partial()
-    drift = polish(model, batches(4), CPU)
-    assert [layer.name for layer in drift] == ["used"]
-    assert model.idle.running_var.equal(torch.ones(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
-
-
 def test_drift_measures_shift_and_variance_against_the_running_statistics() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3, eps=1e-12).double())
     ((images, labels),) = batches(10)
