@@ -76,13 +76,6 @@ def require_mlperf(module: str, purpose: str) -> ModuleType:
     return _import(f"mlperf_logging.{module}", "mlperf-logging", purpose)
 
 
-def require_onnx() -> ModuleType:
-    """Import onnx, and onnxscript, with which PyTorch exports."""
-    purpose, install = "export --onnx", "pip install 'largebatch[onnx]'"
-    _import("onnxscript", "onnxscript", purpose, install=install)
-    return _import("onnx", "onnx", purpose, install=install)
-
-
 require_dali = partial(
     _import,
     "nvidia.dali",

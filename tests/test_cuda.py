@@ -24,7 +24,7 @@ from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
-from largebatch.distributed.reducer import Reducer, constant
+from largebatch.distributed.reducer import Reducer, by_bytes
 from largebatch.distributed.serial import Serial
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -95,7 +95,7 @@ def test_channels_last_gradients_are_summed_in_their_layout(dtype: torch.dtype |
     alone = [weight.grad for weight in model.parameters()]
     model.zero_grad()
     workers = Twice(torch.device("cuda"))
-    with Reducer(model.named_parameters(), workers, grouping=constant(2), dtype=dtype) as reducer:
+    with Reducer(model.named_parameters(), workers, grouping=by_bytes(900), dtype=dtype) as reducer:
         for _ in range(2):
             reducer.zero()
             reducer.arm()

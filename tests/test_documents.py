@@ -26,7 +26,6 @@ NEEDS = {
     "photographs",
     "ImageNet",
     "ImageNet and GPUs",
-    "ImageNet and weights",
     "the archives of Fashion-MNIST",
     "the network",
 }

@@ -44,7 +44,7 @@ def main() -> None:
         update(model, optimizer, images, labels)
     copies, writes, alone, while_writing = [], [], [], []
     with tempfile.TemporaryDirectory() as name:
-        writer = Writer(Path(name) / "checkpoints", Retention(last=2, every=None))
+        writer = Writer(Path(name) / "checkpoints", Retention(last=2))
         for step in range(args.rounds):
             alone.append(update(model, optimizer, images, labels))
             start = time.perf_counter()

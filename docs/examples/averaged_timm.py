@@ -3,7 +3,6 @@
 python docs/examples/averaged_timm.py resnet18 output/train/.../last.pth.tar DIR
 
 DIR has train/<class>/* and val/<class>/*.
-`largebatch polish --model resnet18 --weights FILE --ema --data DIR --out NEW` does the same.
 """
 
 import sys

@@ -3,8 +3,7 @@
 python docs/examples/timm_train.py pytorch-image-models/train.py --data-dir DIR \
     --model with_span --model-kwargs of=resnet18 span=16 --opt larsreference --lr 4 ...
 
-What it saves is polished by
-largebatch polish --model resnet18 --weights output/train/.../last.pth.tar --data DIR --out FILE
+averaged_timm.py polishes what it saves.
 """
 
 import runpy

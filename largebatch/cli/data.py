@@ -129,7 +129,6 @@ def pack(folder: Path, /, *, out: Folder, shard_mb: Count = 256) -> None:
 
 
 def _check_written(out: Path) -> None:
-    """Print that the shards are complete, then check their images, which takes longer."""
     check = f"largebatch data index {out}"
     line = f"{out}: written; its images are checked now, or later with: {check}"
     print(printable(line), flush=True)

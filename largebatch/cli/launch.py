@@ -16,9 +16,8 @@ from string import Template
 from typing import Literal
 
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe.arithmetic.plan import make_plan, require_workers
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.recipe import require_backend
 from largebatch.runs.options import Count, Overrides, RecipeFile
 
 Kind = Literal[
@@ -65,12 +64,11 @@ def launch(
     if kind not in BY_TORCH:
         use = f"launch {', '.join(BY_TORCH[:-1])} or {BY_TORCH[-1]}"
         try:
-            require_backend(loaded, "horovod", use=use)
+            loaded.require_backend("horovod", use=use)
         except RecipeError as error:
             raise RecipeError(f"launch {kind}: {error}") from None
     try:
-        require_workers(loaded, workers=nodes * gpus_per_node)
-        make_plan(loaded, workers=nodes * gpus_per_node)
+        make_plan(loaded, workers=nodes * gpus_per_node, backend="torch")
     except PlanError as error:
         raise PlanError(f"--nodes {nodes} with {gpus_per_node} GPUs each: {error}") from None
     if data is None and loaded.data.source == "folder":

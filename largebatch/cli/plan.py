@@ -8,14 +8,14 @@ from typing import Annotated
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import duration, three_digits
+from largebatch.formatting import duration, plural, three_digits
 from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
     describe_division,
     describe_protocol,
     describe_spans,
 )
-from largebatch.recipe.arithmetic.plan import Plan, make_plan, require_workers
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -74,16 +74,17 @@ def plan(  # noqa: PLR0913 -- its options
 
 
 def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
-    if recipe.protocol is not None:
+    protocol = recipe.protocol
+    if protocol is not None:
         if workers != 1:
-            require_workers(recipe, workers=workers)
-        workers = recipe.protocol.workers
+            protocol.require_workers(workers)
+        workers = protocol.workers
     plan = make_plan(recipe, workers=workers)
     course = follow(recipe.schedule, plan)
     rates, peak = course.rates, course.peak
     division = {"global batch": describe_division(plan)}
-    if recipe.protocol:
-        division = {"protocol": describe_protocol(recipe)}
+    if protocol:
+        division = {"protocol": describe_protocol(protocol, global_batch=plan.global_batch)}
     rows = {
         "recipe": recipe.name,
         **division,
@@ -91,7 +92,7 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
         + (", held out of the training images" if recipe.data.held_out else ""),
-        "images": describe_decoding(recipe),
+        "images": describe_decoding(recipe.execution, recipe.data.source),
         **_image_sizes(plan, usual=recipe.data.image_size),
         "an epoch": _epoch(plan),
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
@@ -105,11 +106,9 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     print_rows(rows)
     from largebatch.data.datasets.own import import_own
     from largebatch.lab.measure.estimate import estimate
-    from largebatch.runs.reduction import describe_groups
 
     for module in imports:
         import_own(module)
-    print_rows({"gradient groups": describe_groups(recipe)})  # last: this takes seconds
     found = estimate(recipe, plan)
     machine = (
         f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on {found.device} in "
@@ -129,9 +128,9 @@ def _batch_changes(plan: Plan) -> dict[str, str]:
     """Return a row for each change of the global batch."""
     later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
     return {
-        f"from {piece.step:,}": f"{size:,} = {plan.workers} workers x {accumulation} micro-batches "
-        f"x {plan.device_batch}, epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule "
-        f"x {piece.lr_factor:g}"
+        f"from {piece.step:,}": f"{size:,} = {plural(plan.workers, 'worker')} x "
+        f"{plural(accumulation, 'micro-batch', 'micro-batches')} x {plan.device_batch}, "
+        f"epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule x {piece.lr_factor:g}"
         for piece, (_, size, accumulation) in later
     }
 

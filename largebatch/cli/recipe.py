@@ -13,16 +13,17 @@ from cyclopts import App
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
 from largebatch.formatting import aligned, plural
-from largebatch.recipe.arithmetic.plan import make_plan, plan_updates
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.explain import explain as explain_key
 from largebatch.recipe.installed import by_data_set, installed, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.recipe.optimizers import LARS
-from largebatch.recipe.recipe import Recipe, require_backend
+from largebatch.recipe.optimizers import LARS, Optimizer
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.options import Overrides, RecipeFile
 from largebatch.schedules.build import build_schedule, follow
 
 if TYPE_CHECKING:
+    from largebatch.lab.mlperf.rules import BrokenRule
     from largebatch.report.rates import Rates
 
 BREAKS_RULES = 1
@@ -52,38 +53,37 @@ def check(
     for path in (recipe, *recipes):
         try:
             loaded = load_recipe(path, overrides)
-            build_schedule(loaded.schedule, plan_updates(loaded))
+            build_schedule(loaded.schedule, make_plan(loaded.mathematics))
         except LargebatchError as error:
             problems.append(str(error))
         else:
-            verdict, breaks = _closed(loaded) if mlperf_closed else (f"ok{_hint(loaded)}", False)
-            broken = broken or breaks
+            if mlperf_closed:
+                from largebatch.lab.mlperf.rules import broken_rules
+
+                rules = broken_rules(loaded)
+                verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
+            else:
+                verdict = "ok"
+                try:
+                    loaded.require_backend("horovod")
+                except RecipeError as error:
+                    verdict += f"; {error}"
             print(printable(f"{path}: {verdict}"))
     if problems:
         raise LargebatchError("\n".join(problems))
     return BREAKS_RULES if broken else 0
 
 
-def _hint(recipe: Recipe) -> str:
-    """Return why Horovod cannot train a valid recipe, and what can; empty if it can."""
-    try:
-        require_backend(recipe, "horovod")
-    except RecipeError as error:
-        return f"; {error}"
-    return ""
+def _describe(rules: "Sequence[BrokenRule]", optimizer: Optimizer) -> str:
+    """Describe the rules of MLPerf's closed division that a recipe breaks."""
+    from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND
 
-
-def _closed(recipe: Recipe) -> tuple[str, bool]:
-    """Describe the rules of MLPerf's closed division that a recipe breaks; True if it does."""
-    from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND, broken_rules
-
-    rules = broken_rules(recipe)
     division = f"MLPerf's closed division (Training {ROUND}, ResNet)"
     if not rules:
-        remark = f"; {LARS_REMARK}" if isinstance(recipe.optimizer, LARS) else ""
-        return f"keeps the rules of {division}{remark}", False
+        remark = f"; {LARS_REMARK}" if isinstance(optimizer, LARS) else ""
+        return f"keeps the rules of {division}{remark}"
     table = textwrap.indent(aligned([(it.setting, it.found, it.rule) for it in rules]), "  ")
-    return f"breaks {plural(len(rules), 'rule')} of {division}\n{table}", True
+    return f"breaks {plural(len(rules), 'rule')} of {division}\n{table}"
 
 
 def explain(
@@ -123,7 +123,9 @@ def _draw_schedules(
     for path, recipe in zip(paths, recipes, strict=True):
         label = recipe.name if names.count(recipe.name) == 1 else str(path)
         try:
-            drawn.append(Rates(label, recipe, follow(recipe.schedule, plan_updates(recipe))))
+            drawn.append(
+                Rates(label, recipe, follow(recipe.schedule, make_plan(recipe.mathematics)))
+            )
         except RecipeError as error:  # of several recipes: which?
             raise RecipeError(f"{path}: {error}") from None
     figure = out or Path("learning-rates.png")
@@ -188,7 +190,7 @@ def _list() -> None:
         headings[len(rows)] = f"\n{data_set} ({where})"
         for name in sorted(found, key=lambda name: not found[name][1].measured):
             recipe, header = found[name]
-            plan = plan_updates(recipe)
+            plan = make_plan(recipe.mathematics)
             source = f"after {header.after}" if header.after else "not measured here"
             words = re.split(r" \(|, ", header.measured)[0] or source
             short = textwrap.shorten(words, width, placeholder="...")

@@ -19,7 +19,7 @@ from largebatch.runs.options import (
     RecipeFile,
     chosen_folder,
 )
-from largebatch.tracking.events import REPORT, Status
+from largebatch.tracking.events import REPORT, Summary
 
 if TYPE_CHECKING:
     from largebatch.training.evaluation import Metrics
@@ -38,16 +38,20 @@ def train(recipe: RecipeFile, /, *, options: Annotated[Options, Given] = Options
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:
-        _print_end(summary.status, options.out, max_steps=options.max_steps)
+        _print_end(summary, options.out, max_steps=options.max_steps)
     return INTERRUPTED if summary.status == "interrupted" else 0
 
 
-def _print_end(status: Status, folder: Path, *, max_steps: int | None) -> None:
+def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None:
     """Print how to resume a run that was stopped, and where its report is."""
+    status = summary.status
     if status in {"interrupted", "paused"}:
         resume = f"to resume: the same command with --resume --out {folder}"
         if status == "paused":
-            resume = f"--max-steps {max_steps} is reached; {resume} and without --max-steps"
+            reached = f"--max-steps {max_steps} is reached"
+            if max_steps is not None and summary.steps > max_steps:
+                reached = f"the run has {summary.steps:,} steps already (--max-steps {max_steps})"
+            resume = f"{reached}; {resume} and without --max-steps"
         print(printable(resume))
     page = folder / REPORT
     report = f"report: {page}"
@@ -86,16 +90,15 @@ def _scores(metrics: "Metrics") -> str:
     return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
 
 
-def export(checkpoint: Path, /, *, out: Folder, onnx: bool = False, imports: Imports = ()) -> None:
-    """Write a saved model for timm, and as ONNX.
+def export(checkpoint: Path, /, *, out: Folder, imports: Imports = ()) -> None:
+    """Write the weights of a saved model, with timm's configuration.
 
     Args:
         checkpoint: A .safetensors file or a run folder.
         out: New folder.
-        onnx: Also write model.onnx.
         imports: Module to import first: it may register models with timm.
     """
     from largebatch.runs.export import export as write
 
-    for path in write(checkpoint, out, onnx=onnx, imports=imports):
+    for path in write(checkpoint, out, imports=imports):
         print(printable(str(path)))

@@ -14,7 +14,7 @@ is copied there; the later ones add to the view. A single worker needs no buffer
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import count
 from typing import Self
 
 import torch
@@ -35,22 +35,6 @@ def cubic(sizes: Sequence[int]) -> list[range]:
     [3, 21, 57, 80]
     """
     return _cut(len(sizes), (3 * (k + 1) ** 3 - 3 * k**3 for k in count()))
-
-
-def quadratic(sizes: Sequence[int]) -> list[range]:
-    """Form groups of 3 (k+1)^2 - 3 k^2 tensors.
-
-    >>> [len(group) for group in quadratic([4] * 161)]
-    [3, 9, 15, 21, 27, 33, 39, 14]
-    """
-    return _cut(len(sizes), (3 * (k + 1) ** 2 - 3 * k**2 for k in count()))
-
-
-def constant(tensors: int) -> Grouping:
-    """Form groups of the same number of tensors."""
-    if tensors < 1:
-        raise ValueError(f"a group needs at least 1 tensor, got {tensors}")
-    return lambda sizes: _cut(len(sizes), repeat(tensors))
 
 
 def by_bytes(limit: float) -> Grouping:

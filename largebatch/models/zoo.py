@@ -66,24 +66,6 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
         raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
 
 
-def same_name(name: str) -> list[str]:
-    """Return the full names of this model in timm and torchvision.
-
-    Raises RecipeError with the nearest names of timm if neither has one.
-    """
-    names, errors = [], []
-    for full_name in [name] if name.startswith(TORCHVISION) else [name, TORCHVISION + name]:
-        try:
-            require_known(full_name)
-        except RecipeError as error:
-            errors.append(error)
-        else:
-            names.append(full_name)
-    if not names:
-        raise errors[0]
-    return names
-
-
 def preparation(name: str) -> dict[str, Any]:
     """Return the model's image preparation in evaluation, as keys of a recipe's data section."""
     if name.startswith(TORCHVISION):

@@ -14,21 +14,6 @@ class CubicGroups(Section):
     kind: Literal["cubic"]
 
 
-class QuadraticGroups(Section):
-    """3 (k+1)^2 - 3 k^2 tensors: 3, 9, 15, 21 ..."""
-
-    kind: Literal["quadratic"]
-
-
-class ConstantGroups(Section):
-    """The same number of tensors in each."""
-
-    kind: Literal["constant"]
-
-    tensors: Annotated[int, Field(gt=0, le=1_000_000)]
-    """Tensors in a group."""
-
-
 class GroupsByBytes(Section):
     """As many tensors as fill a number of bytes, at least one."""
 
@@ -39,7 +24,7 @@ class GroupsByBytes(Section):
     type they are sent in."""
 
 
-Groups: TypeAlias = CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes
+Groups: TypeAlias = CubicGroups | GroupsByBytes
 """The ways to put gradients into groups; each group is sent as one tensor."""
 
 
@@ -53,17 +38,6 @@ class Checkpoints(Section):
 
     keep_last: Updates = 2
     """Number of newest checkpoints to keep; that of the best evaluation is kept too."""
-
-    keep_every: Updates | None = None
-    """Keep checkpoints whose number of updates is a multiple of this too."""
-
-    on_error: Literal["stop", "continue"] = "stop"
-    """Reaction to a checkpoint that cannot be written, as on a full disk. `continue`: log it and
-    continue training."""
-
-    upload: bool = False
-    """Send the last checkpoint of a finished run to W&B and MLflow, where `tracking` has them: with
-    the state of the optimizer, two to four times the size of the weights."""
 
 
 class Execution(Section):

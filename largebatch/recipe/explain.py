@@ -72,8 +72,7 @@ def meanings(key: str, root: type[Section] = Recipe) -> list[Meaning]:
     chooser = chooser_of(fields[0][0]) or "kind"
     for section, field in fields:
         meaning = (_values(section, field, last), field.description or "")
-        names = kinds_of(section) if chooser == "source" else kinds_of(section)[:1]  # not aliases
-        owners.setdefault(meaning, []).extend(names)
+        owners.setdefault(meaning, []).extend(kinds_of(section))
     return [Meaning(tuple(kinds), chooser, *meaning) for meaning, kinds in owners.items()]
 
 
@@ -120,19 +119,14 @@ def _list_fields(prefix: str, section: type[Section]) -> str:
     """List every key of a section, with its first sentence."""
     kinds = kinds_of(section)
     head = (section.__doc__ or "").strip().splitlines()[0]
-    chooser = chooser_of(section)
-    lines = [f"{chooser}: {' or '.join(kinds)}: {head}" if kinds else head]
-    fields = {prefix + name: field for name, field in section.model_fields.items()}
-    fields.pop(f"{prefix}kind", None)  # the head has it
-    width = max(map(len, fields), default=0) + 4
+    fields = {name: field for name, field in section.model_fields.items() if name != "kind"}
+    width = max((len(prefix + name) for name in fields), default=0) + 4
+    lines = [f"{chooser_of(section)}: {' or '.join(kinds)}: {head}" if kinds else head]
     for name, field in fields.items():
-        text = _first_sentence(section, field, name.removeprefix(prefix))
-        indent = " " * width
-        lines.append(
-            textwrap.fill(
-                text, _WIDTH, initial_indent=f"  {name:<{width - 2}}", subsequent_indent=indent
-            ).rstrip()
-        )
+        text = _first_sentence(section, field, name)
+        begin = f"  {prefix + name:<{width - 2}}"
+        filled = textwrap.fill(text, _WIDTH, initial_indent=begin, subsequent_indent=" " * width)
+        lines.append(filled.rstrip())
     return "\n".join(lines)
 
 
@@ -147,7 +141,7 @@ def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
     return _values(section, field, name)
 
 
-def _in_words(schema: dict[str, Any]) -> str:
+def _in_words(schema: dict[str, Any]) -> str:  # noqa: PLR0911 -- one for each form
     """Describe the values that a JSON schema allows."""
     if "$ref" in schema or "oneOf" in schema:
         return "section"
@@ -156,23 +150,16 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         values = schema.get("enum") or [schema["const"]]
         return " | ".join(each if isinstance(each, str) else json.dumps(each) for each in values)
-    if schema.get("type") in {"array", "object"}:
-        return _collection(schema)
+    if "prefixItems" in schema:
+        return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
+    if schema.get("type") == "array":
+        return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
+    if schema.get("type") == "object":
+        return "mapping"
     bounds = [
         f"{sign} {_number(schema[bound])}" for bound, sign in _BOUNDS.items() if bound in schema
     ]
     return f"{schema.get('type', 'any value')} {' and '.join(bounds)}".rstrip()
-
-
-def _collection(schema: dict[str, Any]) -> str:
-    """Describe the content of a list or a mapping."""
-    if "prefixItems" in schema:
-        return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
-    if schema["type"] == "array":
-        return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
-    by_name = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
-    inside = [_in_words(one) for one in by_name if isinstance(one, dict)]
-    return " to ".join(["mapping", *inside]).replace("section", "sections")
 
 
 def _number(bound: float) -> str:

@@ -12,7 +12,7 @@ from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import Execution
 from largebatch.recipe.model import Model
-from largebatch.recipe.optimizers import LAMB, LARS, SGD, AdamW, Muon, ScheduleFree, Shampoo
+from largebatch.recipe.optimizers import Optimizer
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.schedule import Schedule
@@ -89,46 +89,19 @@ class BatchSizes(Section):
             if self.bn_span is not None and batch % self.bn_span:
                 name = key.removeprefix("batch.")
                 raise ValueError(
-                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}); "
-                    f"{self._suggest_fit(batch, self.bn_span)}"
+                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}), such as "
+                    f"{max(1, round(batch / self.bn_span)) * self.bn_span}"
                 )
         return self
 
-    def _suggest_fit(self, batch: int, span: int) -> str:
-        """Suggest a span that is a little smaller, or else the nearest batch."""
-        for smaller in range(span - 1, max(1, (span - 1) // 2), -1):
-            if not any(each % smaller for each in self.by_key.values()):
-                return f"bn_span: {smaller} divides it"
-        return f"the nearest one is {max(1, round(batch / span)) * span}"
-
 
 class Reduction(Section):
-    """How the gradients of a global batch become one, and the type they are sent in."""
-
-    kind: Literal["sum", "adasum"] = "sum"
-    """`sum`: the mean gradient over the global batch. `adasum`: the mean gradients of `parts` of it
-    are combined in pairs by how far they agree (arXiv:2006.02924), every tensor by itself: equal
-    ones give their mean, orthogonal ones their sum."""
-
-    parts: Annotated[int, Field(ge=2, le=65_536)] | None = None
-    """For adasum, the number of parts of consecutive samples that the global batch is divided into:
-    a power of two, in the paper the number of workers. Any number of workers that divides it, or
-    that it divides, computes the same."""
+    """The type that gradients are sent in."""
 
     dtype: Precision = "fp32"
     """Gradients are sent in this type. They are divided by the global batch before they are rounded
     and summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last
     group. fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
-
-    @model_validator(mode="after")
-    def _parts_are_for_adasum(self) -> Self:
-        if (self.kind == "adasum") != (self.parts is not None):
-            raise ValueError("kind: adasum and parts belong together: give both or neither")
-        if self.parts is not None and self.parts & (self.parts - 1):
-            raise ValueError(f"parts ({self.parts}) must be a power of two: 2, 4, 8 ...")
-        if self.kind == "adasum" and self.dtype != "fp32":
-            raise ValueError(f"kind: adasum sends in fp32: leave dtype: {self.dtype} out")
-        return self
 
 
 class NonFinite(Section):
@@ -178,9 +151,7 @@ class Keys(Section):
     data: Data
     model: Model
     batch: BatchSizes
-    optimizer: Annotated[
-        LARS | SGD | Shampoo | ScheduleFree | LAMB | AdamW | Muon, Field(discriminator="kind")
-    ]
+    optimizer: Annotated[Optimizer, Field(discriminator="kind")]
     schedule: Schedule
     loss: Loss = Loss()
     precision: Precision = "fp32"
@@ -199,7 +170,7 @@ class Keys(Section):
     tracking: tuple[TrackerName, ...] = ()
     """Trackers of the run, besides the console and log.jsonl. `wandb`: Weights & Biases.
     `tensorboard`: event files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report
-    at the end, and the last checkpoint with execution.checkpoints.upload. `mlperf`: mlperf.log, as
+    at the end. `mlperf`: mlperf.log, as
     MLPerf's rules require it, for `largebatch report mlperf`."""
 
     monitor: tuple[Monitor, ...] = ()

@@ -59,12 +59,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
 def read_text(path: Path, *, what: str) -> str:
     """Return the text of a recipe or study; raise RecipeError if it is missing or too long."""
     try:
-        # Without O_NONBLOCK a pipe without a writer would block.
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise RecipeError(f"{path}: a {what} is a file, this is a pipe or a device")
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe without a writer would block
+            raise RecipeError(f"{path}: a {what} is a file, this is a pipe or a device")
+        with path.open("rb") as file:
             content = file.read(MAX_LENGTH + 1)
         if len(content) > MAX_LENGTH:
             raise RecipeError(f"{path}: too long for a {what}: at most {MAX_LENGTH:,} bytes")
@@ -161,13 +158,8 @@ def _yaml_as_json(text: str) -> str:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Set one dotted key of the tree, or each key of a mapping, which is what sweep agents pass."""
     dotted, equals, text = override.partition("=")
     shown = f"--set {clip(override, LONGEST_NAME)}"
-    if override.startswith("{"):
-        for dotted, value in parse_yaml(override, source=shown).items():
-            _set(tree, dotted.split("."), value, shown=shown)
-        return
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")

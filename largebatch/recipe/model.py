@@ -7,23 +7,15 @@ from pydantic import Field, JsonValue, field_validator
 
 from largebatch.recipe.section import Duration, Positive, Section
 
-FACTORY_KEYS = {
-    name: advice
-    for advice, names in {
-        "nothing is downloaded; initial weights are model.weights: FILE": "pretrained "
-        "pretrained_cfg pretrained_cfg_overlay pretrained_strict pretrained_filter_fn "
-        "pretrained_model_args pretrained_backbone weights weights_backbone checkpoint_path "
-        "cache_dir progress",
-        "it is model.name": "name model_name variant model_cls",
-        "it is data.classes": "num_classes",
-        "the recipe's precision and the machine decide on it": "dtype device",
-        "leave it out": "features_only feature_cfg feature_cls out_indices kwargs_filter model_cfg "
-        "scriptable exportable no_jit quantize",
-    }.items()
-    for name in names.split()
-}
-"""Arguments that timm's and torchvision's factories take, and what to do instead. All others go to
-the constructor of the network."""
+_FACTORY = (
+    "pretrained pretrained_cfg pretrained_cfg_overlay pretrained_strict pretrained_filter_fn "
+    "pretrained_model_args pretrained_backbone weights weights_backbone checkpoint_path cache_dir "
+    "progress name model_name variant model_cls num_classes dtype device features_only feature_cfg "
+    "feature_cls out_indices kwargs_filter model_cfg scriptable exportable no_jit quantize"
+)
+FACTORY_KEYS = frozenset(_FACTORY.split())
+"""Arguments of timm's and torchvision's factories: they download and read files, or a recipe has
+another key for them. All others go to the constructor of the network."""
 
 RESNET50 = ("resnet50", "torchvision/resnet50")
 """Names of ResNet-50 v1.5 in timm and torchvision; both are the same network."""
@@ -71,7 +63,12 @@ class Model(Section):
     @classmethod
     def _arguments_shape_the_network(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
         """Refuse arguments that could download, read or write: a recipe may be untrusted."""
-        refused = [f"{key}: {FACTORY_KEYS[key]}" for key in arguments if key in FACTORY_KEYS]
+        refused = [
+            f"{key}: nothing is downloaded; initial weights are model.weights; name, classes and "
+            "precision have keys of their own"
+            for key in arguments
+            if key in FACTORY_KEYS
+        ]
         refused += [
             f"{key}: a word may hold letters, digits and _ . , + = -, got {word!r}"
             for key, value in arguments.items()

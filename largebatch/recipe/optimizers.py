@@ -5,7 +5,7 @@ unless a setting says so, nor is what goes with them: class tokens, tables of po
 what the model names in `no_weight_decay()` (`largebatch.models.param_groups`).
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -265,3 +265,6 @@ class Muon(Section):
                 "AdamW; or take adjust_lr: match_rms_adamw"
             )
         return self
+
+
+Optimizer: TypeAlias = LARS | SGD | Shampoo | ScheduleFree | LAMB | AdamW | Muon

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -13,7 +13,6 @@ from largebatch.formatting import plural
 from largebatch.recipe.section import (
     Duration,
     Section,
-    chooser_of,
     every_field,
     kinds_of,
     sections_of,
@@ -32,7 +31,7 @@ SYNONYMS = {
         "duration.epochs": "epoch num_epochs n_epochs max_epochs train_epochs",
         "duration.steps": "max_steps num_steps train_steps iterations",
         "model.name": "arch architecture model model_name network",
-        "optimizer.kind": "opt optimizer_name",
+        "optimizer.kind": "opt optimizer optimizer_name",
         "optimizer.weight_decay": "wd",
         "loss.label_smoothing": "smoothing",
         "precision": "amp mixed_precision",
@@ -46,15 +45,17 @@ SYNONYMS = {
 }
 """Names in other programs, and the keys of a recipe that they mean."""
 
-# Sections in which other programs have keys that are in another section of a recipe.
+
 _MOVED = {"optimizer": "schedule.", "model": "data.", "data": "batch."}
+"""Sections in which other programs have keys that are in another section of a recipe."""
 
 
 def meant_key(word: str, root: type[Section]) -> str | None:
     """Return the key of `root` that a word means; None if there is none.
 
     The word is a synonym, or the last part of a key: of several, of the one with the fewest parts;
-    None if two have as few. A word in a section of `root` does not mean a key of another section.
+    None if two have as few. A word in a section of `root` means a key of another one only where
+    other programs have it there.
 
     >>> from largebatch.recipe.recipe import Recipe
     >>> [meant_key(word, Recipe) for word in ("batch-size", "train.lr", "momentum", "optimizer")]
@@ -62,24 +63,17 @@ def meant_key(word: str, root: type[Section]) -> str | None:
     >>> [meant_key(word, Recipe) for word in ("optimizer.lr", "polish.lr", "polish.epochs")]
     ['schedule.peak_lr', None, None]
     """
-    sections = {key: sections_of(field.annotation) for key, _, field in every_field(root)}
-    if word in sections and not sections[word]:
-        return word
+    keys = {key for key, _, _ in every_field(root)}
     parent, _, last = word.rpartition(".")
     last = _plain(last)
-    near = (f"{parent}.", _MOVED.get(parent, f"{parent}.")) if parent in sections else ("",)
-    for name in (_plain(word), last):
-        key = SYNONYMS.get(name, "")
-        if key in sections and key.startswith(near):
-            return key
-    if parent in sections:  # what belongs to the machine is in one section
-        return f"execution.{last}" if f"execution.{last}" in sections else None
-    same = sorted((key for key in sections if key.split(".")[-1] == last), key=_depth)
-    if not same or (len(same) > 1 and _depth(same[0]) == _depth(same[1])):
-        return None
-    below = sections[same[0]]
-    chooser = chooser_of(below[0]) if below else None
-    return same[0] if not below else chooser and f"{same[0]}.{chooser}"
+    meant = SYNONYMS.get(_plain(word)) or SYNONYMS.get(last)
+    near = f"{parent}.", _MOVED.get(parent, f"{parent}.")
+    if meant is not None and meant in keys and (parent not in keys or meant.startswith(near)):
+        return meant
+    if parent in keys:  # what belongs to the machine is in one section
+        return f"execution.{last}" if f"execution.{last}" in keys else None
+    same = sorted((key for key in keys if key.split(".")[-1] == last), key=_depth)
+    return same[0] if same and _depth(same[0]) < min(map(_depth, same[1:]), default=99) else None
 
 
 def _plain(word: str) -> str:
@@ -88,11 +82,6 @@ def _plain(word: str) -> str:
 
 def _depth(key: str) -> int:
     return key.count(".")
-
-
-def set_words(key: str, value: str) -> str:
-    """Return the option that sets a key, quoted for a shell."""
-    return f"--set {shlex.quote(f'{key}={value}')}"
 
 
 def meant_words(key: str, value: str, root: type[Section]) -> str:
@@ -104,26 +93,16 @@ def meant_words(key: str, value: str, root: type[Section]) -> str:
     """
     owners = {name: owner for name, owner, _ in every_field(root)}
     section, _, unit = key.rpartition(".")
-    if owners[key] is Duration:
-        return set_words(section, f"{{{unit}: {value}}}")
-    return set_words(key, value)
+    change = f"{section}={{{unit}: {value}}}" if owners[key] is Duration else f"{key}={value}"
+    return f"--set {shlex.quote(change)}"
 
 
 def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
     """Return a message with every error in a section and those below it, each by its path."""
-    errors = error.errors(include_url=False)
-    problems = [each for each in errors if not _is_explained(each, errors)]
+    problems = error.errors(include_url=False)
     lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
     head = f"{source}: {plural(len(problems), 'problem')}"
     return "\n  ".join([head, shorten(lines, between="\n  ")])
-
-
-def _is_explained(problem: ErrorDetails, every: Iterable[ErrorDetails]) -> bool:
-    """Return True if a list is too short only because some of its items have problems."""
-    where = problem["loc"]
-    if problem["type"] != "too_short" or len(problem["input"]) < problem["ctx"]["min_length"]:
-        return False
-    return any(each["loc"][: len(where)] == where != each["loc"] for each in every)
 
 
 def _explain(problem: ErrorDetails, root: type[Section]) -> str:

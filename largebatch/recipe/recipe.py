@@ -1,6 +1,6 @@
 """The recipe: one YAML file that describes a training run completely.
 
-A recipe states the mathematics of an experiment. What only makes a machine fast stands apart, in
+A recipe states the mathematics of an experiment. Settings of the machine are separate, in
 `execution`; the number of workers and the folder of the data are given on the command line. None of
 it changes the result beyond the rounding of fp32. Every section is frozen and strict; an unknown
 key is an error. What decides the result has no default, except where the literature agrees on one.
@@ -48,25 +48,22 @@ class Recipe(Keys):
         changed = self.model_dump() | {"execution": {**self.execution.model_dump(), **changes}}
         return self.model_validate(changed)
 
-
-def anywhere(recipe: Recipe) -> Recipe:
-    """Return the recipe without settings that a machine for evaluation or polishing may lack."""
-    return recipe.with_execution(kernels="torch").model_copy(
-        update={"reduction": Reduction(), "protocol": None}
-    )
-
-
-def require_backend(
-    recipe: Recipe, name: str, *, use: str = "--workers N, torchrun or srun, and --backend torch"
-) -> None:
-    """Raise RecipeError, with what to `use`, if the backend of this name cannot train it."""
-    if name != "horovod":
-        return
-    if recipe.protocol is not None and recipe.protocol.workers > 1:
-        raise RecipeError(
-            f"protocol: Horovod cannot send to one worker alone; use {use}, or leave protocol out"
+    @property
+    def without_machine_settings(self) -> Self:
+        """The recipe for evaluation or polishing, on a machine that may lack its kernels."""
+        return self.with_execution(kernels="torch").model_copy(
+            update={"reduction": Reduction(), "protocol": None}
         )
-    if recipe.reduction.dtype == "bf16":
-        raise RecipeError(
-            f"reduction.dtype: bf16: Horovod has no such type; use {use}, or another dtype"
-        )
+
+    def require_backend(
+        self, name: str, *, use: str = "--workers N, torchrun or srun, and --backend torch"
+    ) -> None:
+        """Raise RecipeError, with what to `use`, if the backend of this name cannot train it."""
+        if name == "horovod" and self.protocol is not None and self.protocol.workers > 1:
+            raise RecipeError(
+                f"protocol: Horovod cannot send to one worker alone; use {use}, or leave it out"
+            )
+        if name == "horovod" and self.reduction.dtype == "bf16":
+            raise RecipeError(
+                f"reduction.dtype: bf16: Horovod has no such type; use {use}, or another dtype"
+            )

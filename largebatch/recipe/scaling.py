@@ -4,19 +4,11 @@ from typing import Any
 
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.schedule import (
-    CosineCyclesExp,
-    Exponential,
-    Inverse,
-    Restarts,
-    Sigmoid,
-    SineExp,
-    TriangleExp,
-)
+from largebatch.recipe.schedule import Exponential, Inverse, WaveExp
 from largebatch.recipe.section import Duration, Section
 
 _RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
-_BY_FACTOR = (Exponential, TriangleExp, SineExp, CosineCyclesExp, Restarts)
+_BY_FACTOR = (Exponential, WaveExp)
 """Schedules that multiply the rate by gamma at every step."""
 
 
@@ -52,7 +44,7 @@ def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 
             changes["steps"] = max(1, round(value.steps * steps))
     if isinstance(value, _BY_FACTOR):
         changes["gamma"] = value.gamma ** (1 / steps)
-    elif isinstance(value, Inverse | Sigmoid):
+    elif isinstance(value, Inverse):
         changes["gamma"] = value.gamma / steps
     return value.model_copy(update=changes)
 

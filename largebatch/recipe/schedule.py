@@ -1,8 +1,8 @@
 """The section `schedule`: the learning rate.
 
 The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, some also under a
-longer one, and half a cosine, restarts and the two-point spline. LRBench's k0 is peak_lr and its k1
-is low_lr; its t counts optimizer steps from the end of the warm-up.
+longer one, half a cosine and restarts. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts
+optimizer steps from the end of the warm-up.
 """
 
 from typing import Annotated, Literal, Self, TypeAlias
@@ -10,8 +10,6 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from largebatch.recipe.section import Duration, Fraction, NonNegative, Positive, Section
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 Power = Annotated[float, Field(gt=0, le=1000)]
 """Exponent of a policy; beyond the bound the fall takes one step, whatever its length."""
@@ -73,19 +71,6 @@ class Inverse(Section):
     """Steepness of the fall in the long run."""
 
 
-class Sigmoid(Section):
-    """Fall from almost the peak along 1 / (1 + exp(gamma (t - half_at))), where t counts steps."""
-
-    kind: Literal["sig"]
-
-    half_at: Duration
-    """The point of half the peak, counted from the end of the warm-up; in a piece, from its
-    start."""
-
-    gamma: Positive
-    """Steepness of the fall: most of it takes 10 / gamma steps."""
-
-
 class Fall(Section):
     """Base of the decays that end at a rate."""
 
@@ -111,26 +96,6 @@ class Cosine(Fall):
     kind: Literal["cosine"]
 
 
-class Spline(Fall):
-    """Fall through two points to end_lr along a monotone cubic (arXiv:2603.10301)."""
-
-    kind: Literal["spline"]
-
-    points: tuple[tuple[Share, Share], tuple[Share, Share]]
-    """Two points, each a share of the fall's length and a share of peak_lr: [[0.3, 0.8], [0.7,
-    0.2]]."""
-
-    @model_validator(mode="after")
-    def _points_fall(self) -> Self:
-        (place1, share1), (place2, share2) = self.points
-        if not (0 < place1 < place2 < 1 and share1 >= share2):
-            raise ValueError(
-                "points: the first share of each lies between 0 and 1 and grows, the second does "
-                f"not grow; got {[list(point) for point in self.points]}"
-            )
-        return self
-
-
 class Cycle(Section):
     """Base of the policies that move between two rates."""
 
@@ -139,107 +104,47 @@ class Cycle(Section):
 
 
 class HalfCycle(Cycle):
-    """Base of the cycles that rise first by default."""
+    """Base of the policies that rise from low_lr to peak_lr and fall back, repeatedly."""
 
     half_cycle: Duration
     """Length of the rise from low_lr to peak_lr; the fall takes as long."""
 
-    begin: Literal["low", "peak"] = "low"
-    """Rate at which the first cycle begins. `peak`: LRBench's DTRI, DSIN and the like."""
+
+class Wave(HalfCycle):
+    """Rise and fall in straight lines (tri) or along half a sine wave (sin)."""
+
+    kind: Literal["tri", "tri2", "sin", "sin2"]
+    """tri2 and sin2: each cycle rises half as far above low_lr as the one before."""
 
 
-class Triangle(HalfCycle):
-    """Rise from low_lr to peak_lr in a straight line and fall back, repeatedly."""
+class WaveExp(HalfCycle):
+    """As tri or sin; the height above low_lr is multiplied by gamma at every step."""
 
-    kind: Literal["tri"]
-
-
-class Triangle2(HalfCycle):
-    """As tri; each cycle rises half as far above low_lr as the one before."""
-
-    kind: Literal["tri2"]
-
-
-class TriangleExp(HalfCycle):
-    """As tri; the height above low_lr is multiplied by gamma at every step."""
-
-    kind: Literal["triexp"]
+    kind: Literal["triexp", "sinexp"]
 
     gamma: Fraction
     """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
 
 
-class Sine(HalfCycle):
-    """Rise from low_lr to peak_lr and fall back along half a sine wave, repeatedly."""
-
-    kind: Literal["sin"]
-
-
-class Sine2(HalfCycle):
-    """As sin; each cycle rises half as far above low_lr as the one before."""
-
-    kind: Literal["sin2"]
-
-
-class SineExp(HalfCycle):
-    """As sin; the height above low_lr is multiplied by gamma at every step."""
-
-    kind: Literal["sinexp"]
-
-    gamma: Fraction
-    """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
-
-
-class WholeCycle(Cycle):
-    """Base of the cycles that fall first by default."""
-
-    cycle: Duration
-    """Length of a fall and a rise: l in the paper, and twice the l of its code."""
-
-    begin: Literal["low", "peak"] = "peak"
-    """Rate at which the first cycle begins. `low`: LRBench's UPCOS and the like."""
-
-
-class CosineCycles(WholeCycle):
+class CosineCycles(Cycle):
     """Fall from peak_lr to low_lr along half a cosine and rise back, repeatedly."""
 
     kind: Literal["cos"]
 
-
-class CosineCycles2(WholeCycle):
-    """As cos; after each low it rises half as far above low_lr."""
-
-    kind: Literal["cos2"]
-
-
-class CosineCyclesExp(WholeCycle):
-    """As cos; the height above low_lr is multiplied by gamma at every step."""
-
-    kind: Literal["cosexp"]
-
-    gamma: Fraction
-    """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
+    cycle: Duration
+    """Length of a fall and a rise: l in the paper, and twice the l of its code."""
 
 
 class Restarts(Cycle):
-    """Fall from peak_lr to low_lr and restart at the peak (SGDR, arXiv:1608.03983)."""
+    """Fall from peak_lr to low_lr along half a cosine and restart (SGDR, arXiv:1608.03983)."""
 
     kind: Literal["restarts"]
 
     every: Duration
     """Length of the first fall."""
 
-    fall: Literal["linear", "sine", "cosine"] = "cosine"
-    """Shape of the fall: LRBench's RSW, SINRSW and COSRSW."""
-
     lengthen: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Length of a fall over that of the one before; SGDR's T_mult."""
-
-    factor: Fraction = 1.0
-    """Factor of the height above low_lr at every restart; 0.5: LRBench's RSW2 and the like."""
-
-    gamma: Fraction = 1.0
-    """Factor of the height above low_lr at every step; LRBench's RSWEXP and the like."""
 
 
 Simple: TypeAlias = (
@@ -248,19 +153,11 @@ Simple: TypeAlias = (
     | MultiStepDecay
     | Exponential
     | Inverse
-    | Sigmoid
     | Polynomial
     | Cosine
-    | Spline
-    | Triangle
-    | Triangle2
-    | TriangleExp
-    | Sine
-    | Sine2
-    | SineExp
+    | Wave
+    | WaveExp
     | CosineCycles
-    | CosineCycles2
-    | CosineCyclesExp
     | Restarts
 )
 """The policies that can also be a piece of another."""

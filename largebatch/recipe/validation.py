@@ -56,7 +56,6 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
         f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
         "model.early": recipe.model.early is not None,
         "batch.schedule": bool(batch.schedule),
-        f"reduction.kind: {recipe.reduction.kind}": recipe.reduction.kind != "sum",
         f"reduction.dtype: {recipe.reduction.dtype}": recipe.reduction.dtype != "fp32",
         "precision: fp16": recipe.precision == "fp16",
         f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",
@@ -111,28 +110,19 @@ def _schedule_free(recipe: Keys, optimizer: ScheduleFree) -> Iterator[str]:
 
 def _others(recipe: Keys) -> dict[str, bool]:
     """Return the conflicts of a few keys, and True for each that a recipe has."""
-    batch, reduction, monitor = recipe.batch, recipe.reduction, recipe.monitor
-    parts, span, smoothing = reduction.parts, batch.bn_span or 1, recipe.loss.label_smoothing
-    adasum, cache = reduction.kind == "adasum", recipe.execution.cache
+    cache, smoothing = recipe.execution.cache, recipe.loss.label_smoothing
     return {
         "polish is for models with BatchNorm: give batch.bn_span too": recipe.polish is not None
-        and batch.bn_span is None,
+        and recipe.batch.bn_span is None,
         f"execution.cache: {cache} would not be used: data.source: synthetic has no files": (
             cache is not None and recipe.data.source == "synthetic"
         ),
         "reduction.dtype: fp16 needs precision: fp16, whose loss scale keeps small gradients from "
-        "vanishing; or send in bf16": reduction.dtype == "fp16" and recipe.precision != "fp16",
-        f"reduction.parts ({parts}) does not divide batch.global_batch ({batch.global_batch}) into "
-        f"parts of whole BatchNorm spans; it must divide {batch.global_batch // span}": (
-            batch.global_batch % (span * (parts or 1)) != 0 and parts is not None
+        "vanishing; or send in bf16": recipe.reduction.dtype == "fp16"
+        and recipe.precision != "fp16",
+        f"monitor: trust_ratios is for optimizer.kind: lars, got {recipe.optimizer.kind}": (
+            "trust_ratios" in recipe.monitor and recipe.optimizer.kind != "lars"
         ),
-        "reduction.kind: adasum divides every batch into parts of the same size: leave "
-        "batch.schedule out": adasum and bool(batch.schedule),
-        "monitor: noise_scale compares gradients before and after their sum, and reduction.kind: "
-        "adasum has none; leave one of the two out": adasum and "noise_scale" in monitor,
-        f"monitor: trust_ratios is for optimizer.kind: lars, got {recipe.optimizer.kind}; leave it "
-        "out (gradient_norm works with every optimizer)": "trust_ratios" in monitor
-        and recipe.optimizer.kind != "lars",
         f"loss.label_smoothing ({smoothing:g}) makes the labelled one of {recipe.data.classes} "
         "classes the least likely": smoothing > 1 - 1 / recipe.data.classes,
     }

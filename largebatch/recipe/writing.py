@@ -8,41 +8,35 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import CHOOSERS, Section
 
 COLUMN = 34  # column of the comments
 WIDTH = 100  # characters of a line; a longer value is written in several lines
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """Return the recipe as YAML with all defaults; parse_recipe reads it back."""
-    return dump_yaml(recipe)
-
-
 def dump_yaml(section: Section) -> str:
-    """Return any section as YAML with all defaults."""
+    """Return a recipe or another section as YAML with all defaults; parse_recipe reads it."""
     return dump_tree(section.model_dump(mode="json"))
 
 
-def dump_commented(recipe: Recipe, comments: Mapping[str, str], *, header: Sequence[str]) -> str:
+def dump_commented(section: Section, comments: Mapping[str, str], *, header: Sequence[str]) -> str:
     """Return a recipe as YAML to be edited, with the keys that were set and not their defaults.
 
     `comments` are those of dotted keys, of the sections of a recipe and the keys in them; `header`
     has the lines of the comment above.
     """
     blocks = [[f"# {line}" for line in header], []]
-    for key, value in recipe.model_dump(mode="json", exclude_unset=True).items():
+    for key, value in section.model_dump(mode="json", exclude_unset=True).items():
         if not isinstance(value, dict) or len(value) <= 1:
             own = [f"{key}.{below}" for below in value] if isinstance(value, dict) else []
             comment = next(filter(None, map(comments.get, [key, *own])), None)
             blocks[-1].append(_line(key, value, comment))
             continue
-        section = [
+        lines = [
             _line(below, one, comments.get(f"{key}.{below}"), indent="  ")
             for below, one in value.items()
         ]
-        blocks += [[_commented(f"{key}:", comments.get(key)), *section], []]
+        blocks += [[_commented(f"{key}:", comments.get(key)), *lines], []]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 

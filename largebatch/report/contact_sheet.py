@@ -23,7 +23,7 @@ from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import clip
-from largebatch.recipe.arithmetic.plan import plan_updates
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.style import MUTED, require_png, write_chart
@@ -114,7 +114,9 @@ def write_sheet(
     Raises LargebatchError if the images cannot be read or the file cannot be written.
     """
     require_png(path)
-    pipeline = open_images(recipe, plan_updates(recipe), Serial(), folder=folder, progress=progress)
+    pipeline = open_images(
+        recipe, make_plan(recipe.mathematics), Serial(), folder=folder, progress=progress
+    )
     shown = show(pipeline)
     columns = len(shown.training[0]) + 1 + CHECKS
     size = _LABEL + _TILE * columns, _TILE * len(shown.classes) + 6 * _LINE

@@ -1,15 +1,13 @@
-"""Recipe and machine -> every object of a run: the model, the optimizer, the reducer."""
+"""Recipe and machine -> a session: the workers, the model, the images, and what trains them."""
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,33 +18,28 @@ from largebatch.distributed.agreement import Facts, require_agreement, share_wei
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
-from largebatch.errors import MissingPackageError, PlanError
-from largebatch.models.of_recipe import build_model, prepare_training
-from largebatch.recipe.arithmetic.division import may_split
-from largebatch.recipe.arithmetic.plan import Plan, measuring_plan, plan_run
-from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.errors import MissingPackageError, PlanError, RecipeError
+from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_session, build_state, build_training
+from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import TRACE, Tracker
+from largebatch.tracking.events import TRACE
 from largebatch.training.session import Session
-from largebatch.training.state import TrainState
 from largebatch.training.updates import Updates, synchronous_updates
-
-_LOG = logging.getLogger(__name__)
-
-_SPIN = (
-    "PyTorch's threads spin while they wait for each other, and on a busy machine a run takes "
-    "several times as long: import run from largebatch before torch, or set OMP_WAIT_POLICY=PASSIVE"
-)
 
 
 @contextmanager
 def join(
-    options: Options, facts: Facts, *, starting: bool = False, splits: bool = False
+    options: Options,
+    facts: Facts,
+    *,
+    starting: bool = False,
+    splits: bool = False,
 ) -> Iterator[Backend]:
-    """Connect to the other workers; possible once in a process, because their address serves once.
+    """Connect to the other workers; possible once in a process, as their address serves once.
 
     `starting` and `splits` are passed to connect. The backend is closed only on success: after an
     error the other workers may be gone. Raises MismatchError on every worker unless all have the
@@ -61,85 +54,88 @@ def join(
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, available_cores() // backend.local_size)
         torch.set_num_threads(threads)
-    spins = torch.get_num_threads() > 1 and "OMP_WAIT_POLICY" not in os.environ
-    if spins and backend.device.type == "cpu":
-        _LOG.warning(_SPIN)
     torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
     yield backend
     backend.close()
 
 
 @contextmanager
-def open_session(
-    recipe: Recipe, options: Options, facts: Facts, *, joined: Backend | None = None
-) -> Iterator[Session]:
-    """Build every object of a run, on the workers that have `joined` or that join now.
+def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
+    """Build every object of a run, on all workers.
 
     Trackers can be added later. `facts` and errors are those of join.
     """
-    with _joined(recipe, options, facts, joined, starting=True) as backend:
+    splits = True
+    with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
+        splits = make_plan(recipe, workers=world_size()).sync_workers > 1
+    facts, protocol = {**facts, **recipe.model_dump(mode="json")}, recipe.protocol
+    with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
-        plan = plan_run(recipe, workers=backend.world_size, backend=backend.name)
-        model = build_model(recipe, backend.device)
-        prepare_training(model, recipe, plan, backend.device)
-        limit = time_limit(recipe, options, rank=backend.rank)
-        alone = recipe.protocol is not None  # each worker's gradients are its own, for the servers
+        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
+        section, device = recipe.model, backend.device
+        model = build_model(recipe, device)
+        require_trainable(model, section.name)
+        sizes = {piece.image_size for piece in plan.sizes}
+        require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
+        if recipe.execution.compile:
+            from largebatch.models.compiled import compile_model
+
+            mode, shares_spans = recipe.execution.compile, plan.sync_workers > 1
+            compile_model(model, mode, device, shares_spans=shares_spans)
+        # A server without a learner sees the time only when learners rest, and would mistake the
+        # time between for the time that a stop needs.
+        serves = protocol is not None and backend.rank >= protocol.learners
+        limit = None if serves else options.time_limit
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
+        alone = protocol is not None  # each worker's gradients are its own, for the servers
+        folder, dataset = options.data, options.dataset
         with (
-            closing(_open_images(recipe, plan, backend, options)) as pipeline,
+            closing(open_images(recipe, plan, backend, folder=folder, dataset=dataset)) as pipeline,
             stop_requests(handles_signals=handles_signals, limit=limit, begun=begun) as wants_stop,
         ):
             if backend.rank == 0:  # worker 0 sends its weights to the others
                 _init_from_images(model, pipeline)
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
-                training = build_training(
+                updates: Updates = synchronous_updates
+                if protocol is not None:
+                    updates = plugged_in("updates", "protocol")(recipe, state, backend)
+                yield build_session(
                     recipe,
                     pipeline,
                     backend,
                     state,
+                    updates,
                     folder=options.out,
                     alone=alone,
                     wants_stop=wants_stop,
+                    began=began,
                 )
-                updates = choose_updates(recipe, state, backend)
-                yield build_session(recipe, training, updates, began=began)
 
 
 @contextmanager
-def open_measuring(
-    recipe: Recipe, options: Options, facts: Facts, *, joined: Backend | None = None
-) -> Iterator[Session]:
+def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build the objects that evaluate or polish a saved run, as open_session does.
 
     Nothing is trained: the number of workers is free, and settings of the training machine are
     ignored.
     """
-    with _joined(recipe, options, facts, joined, starting=False) as backend:
-        plan = measuring_plan(recipe, workers=backend.world_size)
+    facts, here = {**facts, **recipe.model_dump(mode="json")}, recipe.without_machine_settings
+    device_batch, folder = recipe.execution.device_batch, options.data
+    with join(options, facts) as backend:
+        alone = make_plan(recipe.mathematics)
+        plan = alone.measuring(workers=backend.world_size, device_batch=device_batch)
         model = build_model(recipe, backend.device)
-        with closing(_open_images(recipe, plan, backend, options)) as pipeline:
+        with closing(
+            open_images(recipe, plan, backend, folder=folder, dataset=options.dataset)
+        ) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-            here = anywhere(recipe)
             with closing(build_state(here, plan, model, backend)) as state:
-                updates = choose_updates(recipe, state, None)
-                training = build_training(here, pipeline, backend, state, folder=options.out)
-                yield build_session(recipe, training, updates)
-
-
-def _joined(
-    recipe: Recipe, options: Options, facts: Facts, joined: Backend | None, *, starting: bool
-) -> AbstractContextManager[Backend]:
-    if joined is not None:
-        return nullcontext(joined)
-    splits = may_split(recipe, workers=world_size())
-    facts = {**facts, **recipe.model_dump(mode="json")}
-    return join(options, facts, starting=starting, splits=splits)
-
-
-def _open_images(recipe: Recipe, plan: Plan, backend: Backend, options: Options) -> Pipeline:
-    return open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
+                updates: Updates = synchronous_updates
+                if recipe.protocol is not None:  # it makes none and adds its state
+                    updates = plugged_in("updates", "protocol")(recipe, state, None)
+                yield build_session(here, pipeline, backend, state, updates, folder=options.out)
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
@@ -156,17 +152,6 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     parts = (pipeline.training_samples(range(*span)) for span in zip(starts, ends, strict=True))
     with closing(pipeline.clean("train", parts)) as batches:
         init(batch.images for batch in batches)
-
-
-def choose_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -> Updates:
-    """Return the function that makes the updates of a stage: the training loop, or a protocol.
-
-    Without a backend no updates are made, and a protocol adds only its state.
-    """
-    if recipe.protocol is None:
-        return synchronous_updates
-    updates: Updates = _plugged_in("updates", "protocol")(recipe, state, backend)
-    return updates
 
 
 def with_profiler(
@@ -210,7 +195,7 @@ def with_profiler(
     return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler
 
 
-def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
+def plugged_in(kind: str, name: str) -> Callable[..., Any]:
     """Load what a package plugs into a run under `name`: an entry point of `largebatch.KIND`."""
     found = entry_points(group=f"largebatch.{kind}", name=name)
     if not found:
@@ -221,40 +206,3 @@ def _plugged_in(kind: str, name: str) -> Callable[..., Any]:
         )
     plugged: Callable[..., Any] = next(iter(found)).load()
     return plugged
-
-
-def open_trackers(session: Session, folder: Path) -> Iterator[Tracker]:
-    """Open each tracker of the recipe once."""
-    recipe = session.saver.recipe
-    config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
-    upload = recipe.execution.checkpoints.upload
-    for name in dict.fromkeys(recipe.tracking):
-        match name:
-            case "wandb":
-                from largebatch.tracking.wandb import Wandb
-
-                note = partial(session.log.note, "train")
-                yield Wandb(folder, config, note=note, checkpoint=upload)
-            case "tensorboard":
-                from largebatch.tracking.tensorboard import TensorBoard
-
-                yield TensorBoard(folder, config)
-            case "mlflow":
-                from largebatch.tracking.mlflow import MLflow
-
-                yield MLflow(folder, config, checkpoint=upload)
-            case "mlperf":
-                yield _plugged_in("trackers", name)(folder, recipe, began=session.began)
-            case _:
-                assert_never(name)
-
-
-def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:
-    """Return the seconds after which this worker requests to stop; None if it never does.
-
-    Learners check the time after every gradient. A server without a learner checks it only when
-    the learners rest, and would mistake the time between for the time that a stop needs.
-    """
-    section = recipe.protocol
-    serves = section is not None and rank >= section.learners
-    return None if serves else options.time_limit

@@ -1,60 +1,63 @@
-"""A saved run -> files for other programs: weights, timm's configuration, a model card, ONNX."""
+"""A saved run -> the files of a model: weights, timm's configuration, a card, and the recipe."""
 
 import json
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
-import torch
-from torch import nn
 
 from largebatch.data.datasets.own import import_own
 from largebatch.errors import CheckpointError
 from largebatch.models import build, is_timms
-from largebatch.optional import require_onnx
-from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.data import Data
+from largebatch.recipe.model import Model
+from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
-from largebatch.tracking.environment import versions
 from largebatch.tracking.events import RECIPE
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.saving import require_fit
 
-WEIGHTS, CONFIG, CARD, ONNX = "model.safetensors", "config.json", "README.md", "model.onnx"
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+
+_TIMM = """import timm
+from PIL import Image
+
+model = timm.create_model("local-dir:<this folder>", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+scores = model(transform(Image.open("photo.jpg").convert("RGB"))[None]).softmax(1)"""
+
+_OURS = """import largebatch.models
+import safetensors.torch
+
+model = largebatch.models.build("{name}", num_classes={classes}, arguments={arguments}).eval()
+model.load_state_dict(safetensors.torch.load_file("model.safetensors"))"""
 
 
-def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] = ()) -> list[Path]:
+def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
     """Write the model of a checkpoint, or of the newest one of a run folder; return the files.
 
-    `timm.create_model("local-dir:OUT", pretrained=True)` loads a model of timm from there. ONNX
-    takes N x 3 x H x W images, normalised by the recipe's mean and std, and returns N x classes.
-    `imports` are those of Options.
+    `timm.create_model("local-dir:OUT", pretrained=True)` loads a model of timm from there; another
+    one is built by `largebatch.models.build`, and its weights are loaded by safetensors. `imports`
+    are those of Options.
 
-    Raises CheckpointError if `out` holds files or cannot be written, RecipeError for a language
-    model.
+    Raises CheckpointError if `out` holds files or cannot be written.
     """
     for module in imports:
         import_own(module)
     path, checkpoint = find_checkpoint(path)
-    recipe = checkpoint.recipe
-    model = build(
-        recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
-    )
+    section, data = checkpoint.recipe.model, checkpoint.recipe.data
     weights = checkpoint.model(source=path)
+    model = build(section.name, num_classes=data.classes, arguments=section.arguments)
     with require_fit(str(path)):
         model.load_state_dict(weights)
-    model.eval()
-    if onnx:
-        require_onnx()
     files = {
         WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
-        CARD: _card(checkpoint, source=path).encode(),
-        RECIPE: dump_recipe(recipe).encode(),
+        CARD: _card(checkpoint).encode(),
+        RECIPE: dump_yaml(checkpoint.recipe).encode(),
     }
-    if is_timms(recipe.model.name):
-        config = timm_config(recipe, checkpoint.origin.classes)
+    if is_timms(section.name):
+        config = timm_config(section, data, checkpoint.origin.classes)
         files[CONFIG] = json.dumps(config, indent=2).encode()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -62,21 +65,52 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
             raise CheckpointError(f"{out}: already holds files; choose another --out")
         for name, content in files.items():
             write_whole(out / name, content)
-        if onnx:
-            _write_onnx(model, recipe, out / ONNX)
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written: {error.strerror}") from None
     return sorted(out.iterdir())
 
 
-def timm_config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
-    """Return timm's configuration of a model."""
-    data = recipe.data
+def _card(checkpoint: Checkpoint) -> str:
+    """Describe the model: the code that loads it, its input, and its accuracy after each stage."""
+    recipe, section, data = checkpoint.recipe, checkpoint.recipe.model, checkpoint.recipe.data
+    code = _TIMM if is_timms(section.name) else _OURS
+    load = code.format(name=section.name, classes=data.classes, arguments=section.arguments)
+    side, resize = data.image_size, data.eval_resize
+    shown = f"the centre of the image, whose short side has {resize}" if resize else "the image"
+    rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4] if checkpoint.stages else []
+    for stage in checkpoint.stages:
+        name = stage.name if stage.kept else f"{stage.name} (rolled back)"
+        rows.append((name, f"{stage.top1:.2%}", f"{stage.top5:.2%}", f"{stage.loss:.4f}"))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    names = ", ".join(f"{label} `{name}`" for label, name in enumerate(checkpoint.origin.classes))
+    return f"""---
+library_name: {"timm" if is_timms(section.name) else "largebatch"}
+pipeline_tag: image-classification
+---
+# {recipe.name}: {section.name}, {data.classes} classes
+
+Trained with largebatch for {checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it.
+
+```python
+{load}
+```
+
+Input: RGB from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}; {side} x {side} pixels
+of {shown} ({data.interpolation}). Classes: {names or "by number"}.
+
+Measured on {data.val_split:,} validation images{":" if rows else " after a stage; none has ended."}
+
+{table}
+"""
+
+
+def timm_config(section: Model, data: Data, classes: Sequence[str]) -> dict[str, object]:
+    """Return timm's configuration of a model, with the names of its classes."""
     return {
-        "architecture": recipe.model.name.partition(".")[0],
+        "architecture": section.name.partition(".")[0],
         "num_classes": data.classes,
         **({"label_names": list(classes)} if classes else {}),
-        "model_args": recipe.model.arguments,
+        "model_args": section.arguments,
         "pretrained_cfg": {
             "input_size": [3, data.image_size, data.image_size],
             "interpolation": data.interpolation,
@@ -88,96 +122,3 @@ def timm_config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
             "num_classes": data.classes,
         },
     }
-
-
-def loading_code(recipe: Recipe) -> tuple[str, str]:
-    """Return the library that loads the model, and Python code that loads it."""
-    name, arguments = recipe.model.name, recipe.model.arguments
-    if is_timms(name):
-        code = (
-            'import timm\n\nmodel = timm.create_model("local-dir:<this folder>", pretrained=True)'
-        )
-        return "timm", code
-    given = f", arguments={arguments}" if arguments else ""
-    return "largebatch", (
-        "import largebatch.models\nimport safetensors.torch\n\n"
-        f'model = largebatch.models.build("{name}", num_classes={recipe.data.classes}{given})\n'
-        f'model.load_state_dict(safetensors.torch.load_file("{WEIGHTS}"))'
-    )
-
-
-def _card(checkpoint: Checkpoint, *, source: Path) -> str:
-    recipe, name = checkpoint.recipe, checkpoint.recipe.model.name
-    library, load = loading_code(recipe)
-    rows = [
-        f"| {stage.name} | {stage.top1:.2%} | {stage.top5:.2%} | {stage.loss:.4f} | "
-        f"{'yes' if stage.kept else 'rolled back'} |"
-        for stage in checkpoint.stages
-    ]
-    rounding = " (the weights are fp32, with which it differs slightly)"
-    rounding = "" if recipe.precision == "fp32" else rounding
-    evaluated = ["No stage had ended, so that it was not evaluated."]
-    if rows:
-        images = f"{recipe.data.val_split:,} validation images"
-        evaluated = [
-            f"On {images}, computed in {recipe.precision}{rounding}, after each stage that ended:",
-            "",
-            "| stage | top-1 | top-5 | loss | kept |",
-            "|---|---|---|---|---|",
-            *rows,
-        ]
-    batches = ", then ".join(f"{size:,}" for size in recipe.batch.by_key.values())
-    return f"""---
-library_name: {library}
-pipeline_tag: image-classification
----
-# {recipe.name}: {name}, {recipe.data.classes} classes
-
-Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
-{checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it. From `{source.name}`.
-
-```python
-{load}
-```
-
-{_describe_input(recipe, checkpoint.origin.classes)}
-
-{chr(10).join(evaluated)}
-"""
-
-
-def _describe_input(recipe: Recipe, classes: Sequence[str]) -> str:
-    data = recipe.data
-    side, how = data.image_size, data.interpolation
-    cut = f"the whole image, resized ({how})"
-    if data.eval_resize:
-        cut = f"the centre after the short side is resized to {data.eval_resize} ({how})"
-    rows = [
-        "| input | RGB, channels first, values from 0 to 1, then (value - mean) / std |",
-        "|---|---|",
-        f"| size | {side} x {side} pixels, {cut} |",
-        f"| mean | {', '.join(map(str, data.mean))} |",
-        f"| std | {', '.join(map(str, data.std))} |",
-    ]
-    if classes:
-        names = ", ".join(f"{label} `{name}`" for label, name in enumerate(classes))
-        rows += ["", f"Classes by label: {names}"]
-    return "\n".join(rows)
-
-
-def _write_onnx(model: nn.Module, recipe: Recipe, path: Path) -> None:
-    """Write the model for batches of any size."""
-    side = recipe.data.image_size
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's exporter uses what PyTorch deprecates
-        torch.onnx.export(
-            model,
-            (torch.zeros(2, 3, side, side),),
-            path,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
-            external_data=False,
-            dynamo=True,
-            verbose=False,
-        )

@@ -5,8 +5,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,11 +16,10 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
-from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
-from largebatch.runs.build import open_trackers
+from largebatch.recipe.writing import dump_yaml
+from largebatch.runs.build import plugged_in
 from largebatch.runs.options import Resume
-from largebatch.storage import find_leftovers, remove_leftovers, write_whole
+from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     CHECKPOINTS,
@@ -46,7 +47,28 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
 
     Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
-    trackers: list[Tracker] = [Console(), *open_trackers(session, folder)]
+    recipe, note = session.saver.recipe, partial(session.log.note, "train")
+    config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
+    trackers: list[Tracker] = [Console()]
+    for name in dict.fromkeys(recipe.tracking):
+        match name:
+            case "wandb":
+                from largebatch.tracking.wandb import Wandb
+
+                trackers.append(Wandb(folder, config, note=note))
+            case "tensorboard":
+                from largebatch.tracking.tensorboard import TensorBoard
+
+                trackers.append(TensorBoard(folder, config))
+            case "mlflow":
+                from largebatch.tracking.mlflow import MLflow
+
+                trackers.append(MLflow(folder, config))
+            case "mlperf":
+                tracker = plugged_in("trackers", name)
+                trackers.append(tracker(folder, recipe, began=session.began))
+            case _:
+                assert_never(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -57,7 +79,7 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
             remove_leftovers(folder, folder / CHECKPOINTS)
             set_aside_damaged(folder / CHECKPOINTS, step=session.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
-            write_whole(folder / RECIPE, dump_recipe(session.saver.recipe).encode())
+            write_whole(folder / RECIPE, dump_yaml(recipe).encode())
         except OSError as error:
             raise _unwritable(folder, error) from None
         trackers.insert(1, log)
@@ -91,19 +113,19 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
 
 def require_same_run(
     checkpoint: Checkpoint,
-    recipe: Recipe,
+    here: Mapping[str, Any],
     splits: Mapping[str, object],
     folder: Path,
     *,
     allow: Sequence[str],
 ) -> None:
-    """Raise CheckpointError, with every difference, unless a checkpoint has this recipe and data.
+    """Raise CheckpointError, with every difference, unless a checkpoint is of this run.
 
-    `allow` has the keys that may differ: those of the recipe, and `data.index`; not the kind of
-    optimizer, whose state no other can use.
+    `here` is the mathematics of the recipe, `splits` its data. `allow` has the keys that may
+    differ: those of the recipe, and `data.index`; not the kind of optimizer, whose state no other
+    can use.
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
-    here = recipe.mathematics.model_dump(mode="json")
     data = checkpoint.origin.data, splits
     changed = {
         key: f"{key} is {_written(old)} there and {_written(new)} here"
@@ -158,18 +180,8 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
         resume = (folder / RECIPE).exists()
     if resume and not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
-    if not resume and _holds_files(folder):
+    if not resume and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(
             f"{folder}: already holds files; choose another --out, or add --resume to continue "
             "the run in it"
         )
-
-
-def _holds_files(folder: Path) -> bool:
-    """Return True if a folder has files, except those of a run that could not write its recipe."""
-    content = set(folder.iterdir()) if folder.exists() else set()
-    files = {path for path in content if not path.is_dir() or any(path.iterdir())}
-    log = folder / LOG
-    if log in files and not log.stat().st_size:
-        files -= {log, *find_leftovers(folder)}
-    return bool(files)

@@ -46,7 +46,7 @@ from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard, sh
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
-"""Seconds that the others have to exit after a worker failed, or to note that they continue."""
+"""Seconds that the others have to exit after a worker failed."""
 
 CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
 """Exit codes of a worker that reported an error, an error that the user can fix, a divergence, or
@@ -68,7 +68,14 @@ def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False
     the second request.
     """
     configure_libraries()
-    store = _open_store()
+    listener = socket.create_server((HOST, 0))  # TCPStore's own would be on all interfaces
+    store = TCPStore(
+        HOST,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
         server = horovods_server(f"localhost:{workers}", workers=workers)
@@ -96,18 +103,6 @@ def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False
             raise _cause(result.failures, stopping=group.requests.any, ended=group.ended)
 
 
-def _open_store() -> TCPStore:
-    """Open the store through which workers find each other; its default is all interfaces."""
-    listener = socket.create_server((HOST, 0))
-    return TCPStore(
-        HOST,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
 @contextmanager
 def horovods_server(
     hosts: str, *, workers: int, address: str = HOST, interface: str | None = None
@@ -124,31 +119,7 @@ def horovods_server(
 
     interface = interface or loopback()
 
-    class Handler(RendezvousHandler):  # type: ignore[misc]  # Horovod has no types
-        def parse_request(self) -> bool:
-            """Read the head of a request; return False for one that is not a worker's."""
-            known = (
-                super().parse_request()
-                and self.command in {"DELETE", "GET", "PUT"}
-                and self.path.count("/") == 2
-                and self.headers.get("Content-Length", "0").isdecimal()
-            )
-            if not known:
-                self.close_connection = True
-                self.server.handle_error()
-            return known
-
-    class Server(RendezvousHTTPServer):  # type: ignore[misc]
-        disturbed = False
-
-        def handle_error(self, *_: object) -> None:
-            """Print one line the first time, and no traceback."""
-            if not self.disturbed:
-                self.disturbed = True
-                port = f"port {self.server_address[1]} (Horovod's rendezvous)"
-                sys.stderr.write(f"largebatch: {port} ignored bytes that no worker sent\n")
-
-    with Server((address, 0), Handler, 0) as server:
+    with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
         server.init(get_host_assignments(parse_hosts(hosts), workers))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         own = {
@@ -218,12 +189,11 @@ def _cause(
         for rank, failure in failures.items()
         if failure.exitcode == -signal.SIGKILL and ended is not None and rank not in ended
     ]
-    rank = min(
-        failures,
-        key=lambda rank: (
-            len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
-        ),
-    )
+
+    def informative(rank: int) -> int:
+        return len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
+
+    rank = min(failures, key=informative)
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
         return LargebatchError("stopped before the workers could save")
@@ -247,20 +217,13 @@ def _describe(failure: ProcessFailure) -> str:
 
 
 def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[str, str]:
-    own = {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(workers),
-        "HOROVOD_LOCAL_RANK": str(rank),
-        "HOROVOD_LOCAL_SIZE": str(workers),
-        "HOROVOD_CROSS_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "1",
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    if horovod:
+        numbers |= {"HOROVOD_RANK": rank, "HOROVOD_SIZE": workers}
+        numbers |= {"HOROVOD_LOCAL_RANK": rank, "HOROVOD_LOCAL_SIZE": workers}
+        numbers |= {"HOROVOD_CROSS_RANK": 0, "HOROVOD_CROSS_SIZE": 1}
     return {
-        **(own if horovod else {}),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
+        **{name: str(number) for name, number in numbers.items()},
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # worker 0 opens none
@@ -291,14 +254,10 @@ def reporting_errors() -> Iterator[None]:
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:
         return
-    _report(message)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _report(message: str) -> None:
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
     part.replace(path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -16,7 +16,9 @@ from largebatch.recipe import optimizers
 from largebatch.recipe.recipe import Recipe
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimizer:
+def build_optimizer(  # noqa: PLR0911 -- one case for each kind
+    recipe: Recipe, model: nn.Module, workers: Group
+) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
 
     `workers` share the work of an update, where the optimizer can divide it.
@@ -27,24 +29,31 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
     Raises RecipeError where `execution.kernels` or Muon cannot update this model,
     MissingPackageError where the kernels, or the optimizer's library, are not installed.
     """
-    section, lr = recipe.optimizer, recipe.schedule.peak_lr
+    section, lr, kernels = recipe.optimizer, recipe.schedule.peak_lr, recipe.execution.kernels
     if isinstance(section, optimizers.Muon):
         return _build_muon(section, model, workers, lr=lr)
     groups = param_groups(model, weight_decay=section.weight_decay)
     if isinstance(section, optimizers.LARS):
-        return _build_lars(section, groups, recipe)
+        settings = section.model_dump(exclude={"kind", "weight_decay"})
+        try:
+            return LARS(groups, lr=lr, kernels=kernels, **settings)
+        except ValueError as error:
+            raise RecipeError(f"execution.kernels: {error}") from None
     for group in groups:
         del group["adapt"]
     match section:
         case optimizers.SGD():
-            momentum, scaled = section.momentum, recipe.precision == "fp16"
-            nesterov = section.nesterov
-            biases = {
+            groups[1] |= {
                 "weight_decay": section.bias_weight_decay,
                 "lr_factor": (section.bias_lr or lr) / lr,
             }
-            groups[1] |= biases
-            return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)
+            return build_sgd(
+                groups,
+                lr=lr,
+                momentum=section.momentum,
+                nesterov=section.nesterov,
+                scaled=recipe.precision == "fp16",
+            )
         case optimizers.Shampoo():
             return _build_shampoo(section, groups, lr=lr)
         case optimizers.ScheduleFree():
@@ -57,27 +66,13 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
             )
             optimizer.train()  # type: ignore[attr-defined]  # schedulefree's have it
             return optimizer
-        case optimizers.LAMB() | optimizers.AdamW():
-            return _build_adam(section, groups, lr=lr)
+        case optimizers.AdamW():
+            betas = section.beta1, section.beta2
+            return AdamW(groups, lr=lr, betas=betas, eps=section.eps)
+        case optimizers.LAMB():
+            return _build_lamb(section, groups, lr=lr)
         case _:
             assert_never(section)
-
-
-def _build_lars(section: optimizers.LARS, groups: ParamsT, recipe: Recipe) -> Optimizer:
-    try:
-        return LARS(
-            groups,
-            lr=recipe.schedule.peak_lr,
-            momentum=section.momentum,
-            eta=section.eta,
-            eps=section.eps,
-            clip_ratio=section.clip_ratio,
-            clip_gradient=section.clip_gradient,
-            convention=section.convention,
-            kernels=recipe.execution.kernels,
-        )
-    except ValueError as error:
-        raise RecipeError(f"execution.kernels: {error}") from None
 
 
 def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -> Optimizer:
@@ -98,19 +93,14 @@ def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -
     )
 
 
-def _build_adam(
-    section: optimizers.LAMB | optimizers.AdamW, groups: ParamsT, *, lr: float
-) -> Optimizer:
-    betas = (section.beta1, section.beta2)
-    if isinstance(section, optimizers.AdamW):
-        return AdamW(groups, lr=lr, betas=betas, eps=section.eps)
+def _build_lamb(section: optimizers.LAMB, groups: ParamsT, *, lr: float) -> Optimizer:
     require_timm()
     from timm.optim.lamb import Lamb
 
     lamb: Optimizer = Lamb(
         groups,
         lr=lr,
-        betas=betas,
+        betas=(section.beta1, section.beta2),
         eps=section.eps,
         bias_correction=section.bias_correction,
         max_grad_norm=section.max_grad_norm,
@@ -129,19 +119,9 @@ def _build_muon(
             f"optimizer.kind: muon: {type(model).__name__} has no matrices besides its first layer "
             "and its classifier; take sgd or adamw"
         )
-    return Muon(
-        matrices,
-        _build_others(section.others, model, matrices, muon_lr=lr),
-        workers,
-        lr=lr,
-        momentum=section.momentum,
-        nesterov=section.nesterov,
-        weight_decay=section.weight_decay,
-        ns_steps=section.ns_steps,
-        ns_dtype=section.ns_dtype,
-        adjust_lr=section.adjust_lr,
-        normalize_weights=section.normalize_weights,
-    )
+    others = _build_others(section.others, model, matrices, muon_lr=lr)
+    settings = section.model_dump(exclude={"kind", "others"})
+    return Muon(matrices, others, workers, lr=lr, **settings)
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -208,9 +188,10 @@ def _build_others(
             assert_never(section)
 
 
-def build_momentum_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
+def build_momentum_sgd(
+    own: optimizers.Optimizer, model: nn.Module, *, lr: float, scaled: bool
+) -> SGD:
     """Build plain momentum SGD with the decay and the momentum of the recipe's optimizer."""
-    own = recipe.optimizer
     section = own.others if isinstance(own, optimizers.Muon) else own
     if isinstance(section, optimizers.LAMB | optimizers.AdamW | optimizers.MuonAdamW):
         decay, momentum = 0.0, section.beta1  # its own decay is of another scale
@@ -220,5 +201,4 @@ def build_momentum_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     for group in groups:
         del group["adapt"]
     nesterov = isinstance(section, optimizers.SGD | optimizers.MuonSGD) and section.nesterov
-    scaled = recipe.precision == "fp16"
     return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)

@@ -1,8 +1,7 @@
 """The options of a run that are not in its recipe, declared once.
 
 The command line reads their names, help and types here, `run` takes them as keywords, and local
-workers get them as JSON. `Parameter` adds what only words typed by a person need: a name, and how
-such as 90m is parsed.
+workers get them as JSON.
 """
 
 import math
@@ -13,16 +12,8 @@ from functools import wraps
 from inspect import Parameter as Argument
 from inspect import signature
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Concatenate,
-    Literal,
-    ParamSpec,
-    Self,
-    TypeVar,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import get_type_hints as hints_of
 
 from cyclopts import Parameter, Token
 
@@ -34,7 +25,7 @@ Resume = bool | Literal["auto"]
 NEW_FOLDER = Path("runs/<name>-<time>")
 """Default of `out`, in place of which a run gets a folder of its recipe's name and the time."""
 
-_ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".onnx", ".pth", ".csv"}
+_ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".pth", ".csv"}
 _SCALE = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -76,23 +67,13 @@ def _positive(_: object, value: float | None) -> None:
 
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
-"""A whole number, 1 or more."""
-
 Number = Annotated[float, Parameter(validator=_positive)]
-"""A finite number above 0."""
-
 Folder = Annotated[Path, Parameter(converter=_folder, metavar="DIR")]
-"""A folder to write; the name of a file is a mistake."""
-
 Seconds = Annotated[float, Parameter(converter=_seconds, metavar="TIME")]
-"""Seconds, or 5m, or 1.5h."""
-
 Given = Parameter(name="*")
 """Marks a dataclass of options: each field is an option of the command."""
 
 RecipeFile = Annotated[Path, Parameter(help="A YAML file, or the name of an installed recipe.")]
-"""A recipe, as a command takes it."""
-
 Overrides = Annotated[
     Sequence[str],
     Parameter(
@@ -101,10 +82,7 @@ Overrides = Annotated[
         help="Override a key of the recipe, such as seed=3; may be repeated.",
     ),
 ]
-"""Changes to a recipe."""
-
 Imports = Annotated[Sequence[str], Parameter(name="--import", metavar="MODULE")]
-"""The user's own modules."""
 
 if TYPE_CHECKING:
 
@@ -129,7 +107,7 @@ class Workers:
     """Library that sums gradients; auto: the launcher's."""
 
     timeout: Seconds = TIMEOUT_SECONDS
-    """Time to wait for a worker that does nothing (six times as long until the first update)."""
+    """Seconds, or such as 5m, to wait for a worker (six times as long until the first update)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +167,7 @@ class Options(Machine):
     """Run folder."""
 
     resume: Annotated[Resume, Parameter(metavar="yes|auto", show_choices=False)] = False
-    """Continue the run in --out; auto: if there is one, else start one."""
+    """yes: continue the run in --out; auto: if it has a checkpoint, else start it."""
 
     restarts: Annotated[int, Parameter(metavar="N")] = 0
     """Restart --workers that died, at most N times."""
@@ -246,7 +224,7 @@ def with_options(
         def call(recipe: _First, /, *args: _P.args, **options: _P.kwargs) -> _Result:
             return function(recipe, make(*args, **options))
 
-        hints = get_type_hints(Options)  # without what the command line needs
+        hints = hints_of(Options)  # without what the command line needs
         keywords = [
             Argument(field.name, Argument.KEYWORD_ONLY, default=field.default,
                      annotation=hints[field.name])

@@ -1,47 +1,29 @@
-"""Polish weights that were trained elsewhere: any model of timm or torchvision.
+"""Polish weights that were trained elsewhere: a model of timm or torchvision.
 
 Their recipe follows from the folder of images and from how the model's library prepares images;
-the rest is the polishing of our own runs. Only running means and variances differ in the file that
-is written.
+the rest is the polishing of our own runs. Only running means and variances change.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+import safetensors.torch
 
-from largebatch.data.index.index import open_content
-from largebatch.distributed.agreement import Facts, checksum
-from largebatch.distributed.backend import Backend
-from largebatch.distributed.connection import broadcast_bytes
+from largebatch.data.index.index import Index, check_same_classes, load_or_read
+from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DataError
 from largebatch.models import zoo
 from largebatch.polish import Drift
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import join, open_measuring, open_session
-from largebatch.runs.checkpoints import Comparison, compare, with_statistics, with_updates
+from largebatch.runs.build import open_measuring
+from largebatch.runs.checkpoints import with_statistics
 from largebatch.runs.options import Options
-from largebatch.runs.weights import Weights, check_new, read_weights
+from largebatch.runs.weights import read_weights, state_for
+from largebatch.storage import write_whole
 from largebatch.training.evaluation import Metrics
-from largebatch.training.judging import describe_unsettled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pretrained:
-    """Weights to polish, and their model."""
-
-    model: str
-    """Name in timm or torchvision; the prefix `torchvision/` chooses torchvision."""
-
-    weights: Path
-    ema: bool = False
-    """True to polish the EMA in the file in place of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,105 +33,56 @@ class Polished:
     before: Metrics
     after: Metrics
     drift: Drift
-    note: str | None
-    """A remark: that statistics never came to rest."""
 
 
-def polish_weights(what: Pretrained, options: Options, *, samples: int | None = None) -> Polished:
-    """Write a polished file to `options.out`; return the metrics before and after.
+def polish_weights(
+    name: str, path: Path, options: Options, *, ema: bool = False, samples: int | None = None
+) -> Polished:
+    """Write polished weights to `options.out` as .safetensors, under the model's own names.
 
-    `samples` is the number of clean training images to measure; None: all of them.
-    """
-    names = zoo.same_name(what.model)
-    check_new(options.out)
-    weights = read_weights(what.weights, ema=what.ema)
-    facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
-    with join(options, facts) as backend:
-        recipe, state = fit_model(names, weights, options, backend)
-        recipe = with_statistics(recipe, samples)
-        assert recipe.polish is not None
-        section = recipe.polish.statistics
-        assert section is not None
-        nowhere = replace(options, out=Path())
-        with open_measuring(recipe, nowhere, {}, joined=backend) as session:
-            session.state.model.load_state_dict(state)
-            before = session.evaluator.validation()
-            drift = session.evaluator.statistics(section.samples, sequential=section.sequential)
-            after = session.evaluator.validation()
-            if backend.rank == 0:
-                weights.replace(_statistics(session.state.model))
-                weights.write(options.out)
-    return Polished(before=before, after=after, drift=drift, note=describe_unsettled(drift))
-
-
-@contextmanager
-def compare_weights(
-    what: Pretrained, options: Options, *, samples: int | None, epochs: float, lr: float | None
-) -> Iterator[Comparison]:
-    """Measure what each way of polishing does to a copy of the weights."""
-    names = zoo.same_name(what.model)
-    weights = read_weights(what.weights, ema=what.ema)
-    asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
-    facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
-    with join(options, facts, starting=True) as backend:
-        recipe, state = fit_model(names, weights, options, backend)
-        recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=lr)
-        nowhere = replace(options, out=Path())
-        with open_session(recipe, nowhere, {}, joined=backend) as session:
-            session.state.model.load_state_dict(state)
-            yield compare(session)
-
-
-def _facts(what: Pretrained, weights: Weights) -> Facts:
-    return {"--model": what.model, "--weights": checksum(weights.tensors)}
-
-
-def fit_model(
-    names: list[str], weights: Weights, options: Options, backend: Backend
-) -> tuple[Recipe, dict[str, Tensor]]:
-    """Return a recipe for the first model of `names` that fits the weights, and the weights for it.
-
-    timm and torchvision have models with the same name and different parts.
+    `name` is a model of timm, or of torchvision with `torchvision/` before it; `ema` takes the
+    moving average in the file, and `samples` is the number of clean training images to measure
+    (None: all of them). Raises CheckpointError for weights that cannot be read or do not fit the
+    model, or if the output exists, RecipeError for an unknown model, DataError for images that
+    cannot be used.
     """
     if options.data is None:
         raise DataError("polishing measures images; pass --data DIR")
-    classes, train, val = _count(options.data, backend)
-    problems = []
-    for name in names:
-        with torch.device("meta"):
-            model = zoo.build(name, num_classes=classes, arguments={})
-        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-            raise CheckpointError(f"{name} has no BatchNorm statistics to polish")
+    out = options.out
+    if out.suffix != ".safetensors" or out.exists():
+        raise CheckpointError(f"{out}: expected the name of a new file that ends in .safetensors")
+    zoo.require_known(name)
+    weights = read_weights(path, ema=ema)
+    train, val = (load_or_read(options.data, split) for split in ("train", "val"))
+    check_same_classes(options.data, train.classes, val.classes)
+    recipe = with_statistics(recipe_for(name, train, val, options.overrides), samples)
+    facts = {"command": "polish", "--weights": checksum(weights)}
+    with open_measuring(recipe, replace(options, out=Path()), facts) as session:
+        model, evaluator = session.state.model, session.evaluator
         try:
-            state = weights.state_for(model)
+            model.load_state_dict({**model.state_dict(), **state_for(model, weights)})
         except CheckpointError as error:
-            problems.append(f"{name}, {classes} classes: {error}")
-            continue
-        numbers = {"classes": classes, "train_samples": train, "val_samples": val}
-        return _recipe(name, numbers, options.overrides), state
-    raise CheckpointError("\n".join(problems))
+            raise CheckpointError(f"{path}: {error}") from None
+        before = evaluator.validation()
+        drift = evaluator.statistics(samples or len(train))
+        after = evaluator.validation()
+        if session.training.backend.rank == 0:
+            state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
+            write_whole(out, safetensors.torch.save(state, metadata={"format": "pt"}))
+    return Polished(before=before, after=after, drift=drift)
 
 
-def _count(folder: Path, backend: Backend) -> tuple[int, int, int]:
-    """Return the numbers of classes, training images and validation images in a folder.
-
-    Only worker 0 counts them: without an index, every image is opened.
-    """
-    numbers = None
-    if backend.rank == 0:
-        train, val = (open_content(folder, split) for split in ("train", "val"))
-        images = [len(content.arrays["labels"]) for content in (train, val)]
-        numbers = json.dumps([len(train.header["classes"]), *images]).encode()
-    classes, of_train, of_val = json.loads(broadcast_bytes(numbers, backend))
-    return classes, of_train, of_val
-
-
-def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Recipe:
+def recipe_for(name: str, train: Index, val: Index, overrides: Sequence[str]) -> Recipe:
     """Return a recipe that shows images to a model as its library does in evaluation.
 
     Its schedule is not used. Spans of 64 are a usual device batch when such models are trained;
     smaller spans would give the statistics of another network.
     """
+    numbers = {
+        "classes": len(train.classes),
+        "train_samples": len(train),
+        "val_samples": len(val),
+    }
     tree = {
         "name": name.replace("/", "-"),
         "seed": 0,
@@ -167,20 +100,3 @@ def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Rec
         "schedule": {"peak_lr": 1.0, "warmup": None, "decay": {"kind": "constant"}},
     }
     return parse_recipe(json.dumps(tree), overrides, source=f"the recipe of {name}")
-
-
-def _statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return the running means and variances under the names they have in a state_dict.
-
-    These are all that `polish()` measures: also those of InstanceNorm.
-    """
-    layers = {
-        name: layer
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, _NormBase) and layer.running_mean is not None
-    }
-    return {
-        f"{name}.{key}": getattr(layer, key)
-        for name, layer in layers.items()
-        for key in ("running_mean", "running_var")
-    }

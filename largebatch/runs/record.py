@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
@@ -47,45 +46,18 @@ def record(
             with suppress(CheckpointError):
                 _finish(session, folder, status, draws=draws, diverged=diverged)
             raise
-        if complete:
-            return _finish(session, folder, "finished", draws=draws)
-        status = "interrupted" if session.training.requests.stopped else "paused"
+        stopped = session.training.requests.stopped
+        status = "finished" if complete else "interrupted" if stopped else "paused"
         return _finish(session, folder, status, draws=draws)
 
 
 def _finish(
     session: Session, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
 ) -> Summary:
-    summary = replace(summarize(session, status), diverged=diverged)
-    if session.training.backend.rank == 0:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: was removed while the run wrote to it")
-        try:
-            summary.write(folder / SUMMARY)
-            if draws and not session.training.requests.stopped:  # a stopped run has no time for it
-                _draw(folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
-        session.log.emit(Finish(time=now(), summary=summary))
-    return summary
-
-
-def _draw(folder: Path) -> None:
-    try:
-        write_report(folder)
-    except (OSError, LargebatchError):
-        raise
-    except Exception as error:  # the run is recorded; its own error matters more
-        again = f"largebatch report {folder}"
-        _LOG.warning("%s: the report was not drawn: %s; draw it with `%s`", folder, error, again)
-
-
-def summarize(session: Session, status: Status) -> Summary:
-    """Return the summary of the run so far."""
     plan, state, backend = session.training.plan, session.state, session.training.backend
     progress, last = state.progress, state.last_kept
     timed = progress.images and progress.train_seconds
-    return Summary(
+    summary = Summary(
         recipe=session.saver.recipe.name,
         commit=source_commit() if backend.rank == 0 else None,
         versions=versions(),
@@ -106,4 +78,26 @@ def summarize(session: Session, status: Status) -> Summary:
         weights_sha256=state.weights_sha256,
         stages=tuple(state.stages),
         status=status,
+        diverged=diverged,
     )
+    if backend.rank == 0:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: was removed while the run wrote to it")
+        try:
+            summary.write(folder / SUMMARY)
+            if draws and not session.training.requests.stopped:  # a stopped run has no time for it
+                _draw(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
+        session.log.emit(Finish(time=now(), summary=summary))
+    return summary
+
+
+def _draw(folder: Path) -> None:
+    try:
+        write_report(folder)
+    except (OSError, LargebatchError):
+        raise
+    except Exception as error:  # the run is recorded; its own error matters more
+        again = f"largebatch report {folder}"
+        _LOG.warning("%s: the report was not drawn: %s; draw it with `%s`", folder, error, again)

@@ -6,23 +6,17 @@ charts and checkpoints/. It is made after everything that a user can get wrong h
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from largebatch.data.index.index import require_stored
 from largebatch.distributed.environment import join_slurm, require_alone, worker_rank
-from largebatch.errors import (
-    BackendError,
-    PlanError,
-    WorkerFailedError,
-)
+from largebatch.errors import BackendError, PlanError, WorkerFailedError
 from largebatch.formatting import plural
 from largebatch.models.fusion import describe_pairs
-from largebatch.recipe.arithmetic.plan import plan_run
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, with_profiler
@@ -33,11 +27,9 @@ from largebatch.runs.folder import (
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
-from largebatch.runs.launch import start_workers
 from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
 from largebatch.tracking.events import SUMMARY, Summary
-from largebatch.training.session import Session
 from largebatch.training.stages import require_resumable, run_stages
 
 _SLOW = (
@@ -68,7 +60,17 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
 
     Raises LargebatchError for what the user can fix.
     """
-    return start(_as_recipe(recipe, options.changes), options.without_changes())
+    changes = options.changes
+    if isinstance(recipe, (str, Path)):
+        recipe = load_recipe(recipe, changes)
+    elif not isinstance(recipe, Recipe):
+        raise TypeError(
+            "recipe: expected the name of an installed recipe, the path of a file or what "
+            f"load_recipe returns, got {type(recipe).__name__}"
+        )
+    elif changes:
+        raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
+    return start(recipe, options.without_changes())
 
 
 def start(recipe: Recipe, options: Options) -> Summary:
@@ -79,25 +81,14 @@ def start(recipe: Recipe, options: Options) -> Summary:
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
         if "mlperf" in recipe.tracking and recipe.data.source == "folder" and options.data:
+            from largebatch.data.index.index import require_stored
+
             require_stored(options.data, purpose="tracking: [mlperf]")
     if options.workers == 1:
         return run_worker(recipe, options)
-    plan_run(recipe, workers=options.workers, backend=options.backend)
+    make_plan(recipe, workers=options.workers, backend=options.backend)
     restarting(recipe, options)
     return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
-
-
-def _as_recipe(recipe: Recipe | Path | str, changes: Sequence[str]) -> Recipe:
-    if isinstance(recipe, (str, Path)):
-        return load_recipe(recipe, changes)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            "recipe: expected the name of an installed recipe, the path of a file or what "
-            f"load_recipe returns, got {type(recipe).__name__}"
-        )
-    if changes:
-        raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
-    return recipe
 
 
 def _require_options(options: Options) -> None:
@@ -127,6 +118,8 @@ def restarting(recipe: Recipe, options: Options) -> None:
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
     before a worker died, fewer workers are started, as the plan allows, but at least `min_workers`.
     """
+    from largebatch.runs.launch import start_workers
+
     workers, restarts = options.workers, options.restarts
     least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
@@ -134,16 +127,16 @@ def restarting(recipe: Recipe, options: Options) -> None:
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            start_workers(
-                command,
-                workers=workers,
-                horovod=options.backend == "horovod",
-            )
+            start_workers(command, workers=workers, horovod=options.backend == "horovod")
         except WorkerFailedError as error:
             if not left:
                 raise
             if describe_saved(options.out) == saved:
-                workers = _fewer(recipe, options, workers, least=least)
+                for number in range(workers - 1, least - 1, -1):  # the next one that divides it
+                    with suppress(PlanError):
+                        make_plan(recipe, workers=number, backend=options.backend)
+                        workers = number
+                        break
             if limit is not None:  # it is the command's, not each start's
                 limit_left = max(0.0, limit - (time.monotonic() - start))
                 options = replace(options, time_limit=limit_left)
@@ -156,15 +149,6 @@ def restarting(recipe: Recipe, options: Options) -> None:
             return
 
 
-def _fewer(recipe: Recipe, options: Options, workers: int, *, least: int) -> int:
-    """Return the next smaller number of workers that the recipe can be divided over."""
-    for number in range(workers - 1, least - 1, -1):
-        with suppress(PlanError):
-            plan_run(recipe, workers=number, backend=options.backend)
-            return number
-    return workers
-
-
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Run one worker of a run."""
     folder = options.out
@@ -172,8 +156,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         training, saver = session.training, session.saver
         checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
         if checkpoint is not None:
-            splits = training.pipeline.splits
-            require_same_run(checkpoint, recipe, splits, folder, allow=options.allow)
+            here, splits = recipe.mathematics.model_dump(mode="json"), training.pipeline.splits
+            require_same_run(checkpoint, here, splits, folder, allow=options.allow)
             require_resumable(checkpoint, training.plan, folder)
             saver.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, training.backend)
@@ -189,22 +173,17 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            for remark in _remarks(session, options, resumed=checkpoint is not None):
+            remarks = [] if checkpoint is not None else [*training.pipeline.remarks]
+            if recipe.precision != "fp32" and training.backend.device.type == "cpu":
+                remarks.append(_SLOW.format(recipe.precision))
+            if recipe.execution.compile:
+                remarks.append(_COMPILING)
+            remarks += describe_pairs(session.state.model)
+            if options.resume == "auto" and checkpoint is None:
+                remarks.append(f"no checkpoint in {folder}; starting a new run")
+            for remark in remarks:
                 session.log.note("train", remark)
             with profiler:
                 return run_stages(profiled, until=until)
 
         return record(session, folder, train, resume=bool(options.resume), draws=options.report)
-
-
-def _remarks(session: Session, options: Options, *, resumed: bool) -> Iterator[str]:
-    """Yield remarks to log before the first update."""
-    training, recipe = session.training, session.saver.recipe
-    yield from () if resumed else training.pipeline.remarks
-    if recipe.precision != "fp32" and training.backend.device.type == "cpu":
-        yield _SLOW.format(recipe.precision)
-    if recipe.execution.compile:
-        yield _COMPILING
-    yield from describe_pairs(session.state.model)
-    if options.resume == "auto" and not resumed:
-        yield f"no checkpoint in {options.out}; starting a new run"

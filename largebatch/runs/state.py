@@ -2,27 +2,34 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
-from largebatch.models import affine_parameters
+from largebatch.models import affine_parameters, norm_parameters
 from largebatch.models.batchnorm import Spans
+from largebatch.models.compiled import reuses_memory
 from largebatch.optim.rates import train_early
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.choices import Compile, Precision
+from largebatch.recipe.execution import Execution, Groups, GroupsByBytes
+from largebatch.recipe.keys import Loss, Reduction
+from largebatch.recipe.model import EarlyWeights
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
-from largebatch.runs.reduction import build_reducer
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.events import CHECKPOINTS, Note, Step, System
@@ -37,60 +44,132 @@ from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Requests, RunLog, StepLog
 from largebatch.training.updates import Training, Updates
 
+_SENT_AS: Mapping[Precision, torch.dtype | None] = MappingProxyType(
+    {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
+
 
 def build_state(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, alone: bool = False
 ) -> TrainState:
     """Build the optimizer, the schedule, the reducer, the loss scaler and the averages.
 
-    Every worker keeps its own gradients if it is `alone`: something else sums them.
+    Every worker keeps its own gradients if it is `alone`: something else sums them. The updater of
+    the stage `polish.affine` is built when it begins, because that freezes weights.
     """
     group = Serial(backend.device) if alone else backend
+    polish = recipe.polish or Polish.model_construct()
+    lr, scaled = recipe.schedule.peak_lr, recipe.precision == "fp16"
     optimizer = build_optimizer(recipe, model, group)
-    _train_early(optimizer, recipe, plan, model)
+    if recipe.model.early is not None:
+        _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
+    reducer = partial(
+        build_reducer,
+        recipe.reduction,
+        recipe.execution,
+        plan,
+        model,
+        group,
+        keeps_gradients=alone,
+    )
+
+    def build_affine() -> Updater:
+        """Build the updater of BatchNorm's scales and shifts and the classifier.
+
+        The optimizer is momentum SGD without a trust ratio, as LARS treats most of these weights.
+        The rate falls to zero, so that no single batch weighs more at the end. The noise scale is
+        not measured, because few weights have gradients.
+        """
+        assert polish.affine is not None
+        trained = affine_parameters(model)
+        for weight in model.parameters():
+            weight.requires_grad_(weight in trained)
+        affine_lr = polish.affine.lr
+        fall = cosine(peak=affine_lr, steps=plan.affine_steps)
+        sgd = build_momentum_sgd(recipe.optimizer, model, lr=affine_lr, scaled=scaled)
+        return Updater(sgd, lambda step: fall(step - plan.steps), reducer(measure=False))
+
+    average: EMA | SWA | None = None
+    if polish.ema is not None:
+        average = EMA(model, decay=polish.ema)
+    elif plan.swa_after:
+        average = SWA(model, after=plan.swa_after)
+    rate = build_schedule(recipe.schedule, plan)
     return TrainState(
         model=model,
-        updater=Updater(
-            optimizer,
-            build_schedule(recipe.schedule, plan),
-            build_reducer(recipe, plan, model, group, keeps_gradients=alone),
-        ),
-        scaler=build_scaler(recipe, plan, group),
-        average=_build_average(recipe, plan, model),
-        build_affine=partial(build_affine, recipe, plan, model, group, keeps_gradients=alone),
+        updater=Updater(optimizer, rate, reducer(measure="noise_scale" in recipe.monitor)),
+        scaler=_build_scaler(plan, group.device.type, enabled=scaled),
+        average=average,
+        build_affine=build_affine,
     )
 
 
-def build_training(  # noqa: PLR0913 -- the parts of a run
+def build_session(  # noqa: PLR0913 -- the parts of a run
     recipe: Recipe,
     pipeline: Pipeline,
     backend: Backend,
     state: TrainState,
+    updates: Updates,
     *,
     folder: Path,
     alone: bool = False,
     wants_stop: Callable[[], bool] = lambda: False,
-) -> Training:
-    """Build what makes updates; their records go into the run folder. `alone` as in build_state."""
-    plan, section, log = pipeline.plan, recipe.nonfinite, RunLog(folder, state)
-    minutes = recipe.execution.checkpoints.every_minutes
-    requests = Requests(backend, wants_stop=wants_stop, save_minutes=minutes)
-    return Training(
+    began: float | None = None,
+) -> Session:
+    """Build what runs the stages; its records go into the run folder. `alone` as in build_state.
+
+    `began` is the start of this worker in seconds since 1970.
+    """
+    plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
+    nonfinite, optimizer = recipe.nonfinite, recipe.optimizer
+    polish = recipe.polish or Polish.model_construct()
+    log = RunLog(folder, state)
+    requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
+    group = Serial(backend.device) if alone else backend
+    training = Training(
         state=state,
         plan=plan,
         pipeline=pipeline,
         backend=backend,
-        criterion=build_criterion(recipe),
-        spans=Spans(
-            state.model,
-            Serial(backend.device) if alone else backend,
-            sync_workers=plan.sync_workers,
-        ),
+        criterion=build_criterion(recipe.loss),
+        spans=Spans(state.model, group, sync_workers=plan.sync_workers),
         log=log,
         step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
         requests=requests,
         seed=recipe.seed,
-        skip_nonfinite=section.action == "skip" and not state.scaler.is_enabled(),
+        skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
+    )
+    saver = Saver(
+        recipe=recipe,
+        state=state,
+        backend=backend,
+        pipeline=pipeline,
+        requests=requests,
+        log=log,
+        writer=Writer(folder / CHECKPOINTS, Retention(last=checkpoints.keep_last)),
+    )
+    evaluator = Evaluator(
+        state=state,
+        pipeline=pipeline,
+        backend=backend,
+        views=recipe.evaluation.views,
+        average_samples=optimizer.statistics_samples
+        if isinstance(optimizer, ScheduleFree)
+        else None,
+    )
+    judge = Judge(
+        evaluator=evaluator,
+        saver=saver,
+        log=log,
+        decides=polish.keep == "better",
+        measures_gap="generalization_gap" in recipe.monitor,
+    )
+    return Session(
+        training=training,
+        updates=updates,
+        judge=judge,
+        polish=polish,
+        began=time.time() if began is None else began,
     )
 
 
@@ -117,68 +196,69 @@ def build_step_log(
     )
 
 
-def build_session(
-    recipe: Recipe, training: Training, updates: Updates, *, began: float | None = None
-) -> Session:
-    """Build what runs the stages; `began` is the start of this worker in seconds since 1970."""
-    state, pipeline, backend = training.state, training.pipeline, training.backend
-    checkpoints, optimizer = recipe.execution.checkpoints, recipe.optimizer
-    polish = recipe.polish or Polish.model_construct()
-    saver = Saver(
-        recipe=recipe,
-        state=state,
-        backend=backend,
-        pipeline=pipeline,
-        requests=training.requests,
-        log=training.log,
-        writer=Writer(
-            training.log.folder / CHECKPOINTS,
-            Retention(last=checkpoints.keep_last, every=checkpoints.keep_every),
-        ),
-    )
-    evaluator = Evaluator(
-        state=state,
-        pipeline=pipeline,
-        backend=backend,
-        views=recipe.evaluation.views,
-        average_samples=optimizer.statistics_samples
-        if isinstance(optimizer, ScheduleFree)
-        else None,
-    )
-    return Session(
-        training=training,
-        updates=updates,
-        judge=Judge(
-            evaluator=evaluator,
-            saver=saver,
-            log=training.log,
-            decides=polish.keep == "better",
-            measures_gap="generalization_gap" in recipe.monitor,
-        ),
-        polish=polish,
-        began=time.time() if began is None else began,
+def build_criterion(section: Loss) -> Criterion:
+    """Build the loss."""
+    return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
+
+
+def build_reducer(  # noqa: PLR0913 -- what decides on the messages
+    section: Reduction,
+    execution: Execution,
+    plan: Plan,
+    model: nn.Module,
+    backend: Backend,
+    *,
+    measure: bool = False,
+    keeps_gradients: bool = False,
+) -> Reducer:
+    """Build the reducer, which sums gradients and with `measure` measures their noise scale.
+
+    `keeps_gradients`: an update's gradients are needed while the next ones are computed.
+    """
+    copies = copies_gradients(plan, execution.compile, backend.device)
+    return Reducer(
+        model.named_parameters(),
+        backend,
+        grouping=grouping_of(execution.groups),
+        dtype=_SENT_AS[section.dtype],
+        divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
+        exact=kept_exact(section.dtype, model),
+        measure=measure,
+        copies=copies or (keeps_gradients and reuses_memory(execution.compile, backend.device)),
     )
 
 
-def _train_early(optimizer: Optimizer, recipe: Recipe, plan: Plan, model: nn.Module) -> None:
-    """Stop training the weights of `model.early` in time; raise RecipeError if one is unknown."""
-    section, weights = recipe.model.early, dict(model.named_parameters())
-    for name in section.names if section else ():
+def copies_gradients(plan: Plan, compiled: Compile, device: torch.device) -> bool:
+    """Return True if a compiled pass may overwrite the gradients of the micro-batch before."""
+    accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
+    return accumulates and reuses_memory(compiled, device)
+
+
+def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters whose gradients are sent in fp32 where the others are in `dtype`."""
+    return set() if dtype == "fp32" else norm_parameters(model)
+
+
+def grouping_of(section: Groups) -> Grouping:
+    """Return how gradients are divided into groups."""
+    return by_bytes(section.megabytes * 1e6) if isinstance(section, GroupsByBytes) else cubic
+
+
+def _train_early(
+    optimizer: Optimizer, section: EarlyWeights, plan: Plan, model: nn.Module, *, peak_lr: float
+) -> None:
+    """Stop training the early weights in time; raise RecipeError if one is unknown."""
+    weights = dict(model.named_parameters())
+    for name in section.names:
         if name not in weights:
             hint = nearest(name, list(weights), otherwise=f"the first is {next(iter(weights))}")
             raise RecipeError(f"model.early.names: the model has no weight {name!r}; {hint}")
-        assert section is not None
-        until, peak_lr = plan.steps_in(section.until), recipe.schedule.peak_lr
+        until = plan.steps_in(section.until)
         train_early(optimizer, weights[name], peak_lr=peak_lr, until=until)
 
 
-def build_criterion(recipe: Recipe) -> Criterion:
-    """Build the loss."""
-    return cross_entropy(smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target)
-
-
-def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
-    """Build what scales the loss in fp16; disabled in fp32 and bf16.
+def _build_scaler(plan: Plan, device: str, *, enabled: bool) -> GradScaler:
+    """Build what scales the loss in fp16.
 
     The loss is a mean over the global batch, so the first scale is 2^16 for 64 samples, as usual,
     and grows with the batch, so that a sample's gradients keep their distance from underflow. The
@@ -186,43 +266,8 @@ def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
     sooner it would overflow again and again.
     """
     return GradScaler(
-        backend.device.type,
-        enabled=recipe.precision == "fp16",
+        device,
+        enabled=enabled,
         init_scale=2.0 ** (16 + max(0, round(math.log2(plan.global_batch / 64)))),
         growth_interval=max(50, min(2000, plan.steps // 20)),
     )
-
-
-def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | None:
-    if recipe.polish is not None and recipe.polish.ema is not None:
-        return EMA(model, decay=recipe.polish.ema)
-    return SWA(model, after=plan.swa_after) if plan.swa_after else None
-
-
-def build_affine(
-    recipe: Recipe,
-    plan: Plan,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    all_weights: bool = False,
-    keeps_gradients: bool = False,
-) -> Updater:
-    """Build the updater of the stage `polish.affine`, and freeze the weights it does not change.
-
-    It trains BatchNorm's scales and shifts and the classifier, or `all_weights`. The optimizer is
-    momentum SGD without a trust ratio, as LARS treats most of these weights. The rate falls to
-    zero, so that no single batch weighs more at the end. The noise scale is not measured, because
-    few weights have gradients.
-    """
-    assert recipe.polish is not None
-    assert recipe.polish.affine is not None
-    lr = recipe.polish.affine.lr
-    trained = set(model.parameters()) if all_weights else affine_parameters(model)
-    for weight in model.parameters():
-        weight.requires_grad_(weight in trained)
-    fall = cosine(peak=lr, steps=plan.affine_steps)
-    unmonitored = recipe.model_copy(update={"monitor": ()})
-    reducer = build_reducer(unmonitored, plan, model, backend, keeps_gradients=keeps_gradients)
-    optimizer = build_momentum_sgd(recipe, model, lr=lr)
-    return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)

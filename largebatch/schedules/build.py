@@ -15,11 +15,8 @@ from largebatch.recipe import schedule
 from largebatch.recipe.arithmetic.pieces import Pieces, piece_at
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.section import Duration
-from largebatch.schedules import cycles, functions
+from largebatch.schedules import functions
 from largebatch.schedules.functions import Policy, Schedule
-
-FEW = 8
-"""Number of segments of equal learning rates up to which they are listed."""
 
 
 def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
@@ -82,14 +79,6 @@ class _Segment:
             )
         return length
 
-    def fall(self, fall: schedule.Fall) -> int:
-        """Return the steps of a fall."""
-        return self.length("over", fall.over, limit=self.steps) if fall.over else self.steps
-
-    def rise(self, cycle: schedule.HalfCycle) -> int:
-        """Return the steps of half a cycle, which ends with the last step or earlier."""
-        return self.length("half_cycle", cycle.half_cycle, limit=self.steps - 1)
-
     def points(self, durations: tuple[Duration, ...]) -> list[int]:
         """Return the points in steps from the start of the policy."""
         points = [self.steps_in(duration) for duration in durations]
@@ -106,67 +95,42 @@ class _Segment:
 def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
     decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
 ) -> Policy:
+    last = segment.steps - 1
     match decay:
         case schedule.Constant():
             return functions.constant(peak=peak)
         case schedule.StepDecay(every=every, gamma=gamma):
-            stairs = segment.length("every", every, limit=segment.steps - 1)
+            stairs = segment.length("every", every, limit=last)
             return functions.step(peak=peak, steps=stairs, gamma=gamma)
         case schedule.MultiStepDecay(at=at, gamma=gamma):
             return functions.multistep(peak=peak, boundaries=segment.points(at), gamma=gamma)
         case schedule.Exponential(gamma=gamma, begin="low"):
-            return functions.exponential_rise(peak=peak, gamma=gamma, steps=segment.steps - 1)
+            return functions.exponential_rise(peak=peak, gamma=gamma, steps=last)
         case schedule.Exponential(gamma=gamma):
             return functions.exponential(peak=peak, gamma=gamma)
-        case schedule.Sigmoid(half_at=half_at, gamma=gamma):
-            half = segment.length("half_at", half_at, limit=segment.steps - 1)
-            return functions.sigmoid(peak=peak, steps=half, gamma=gamma)
         case schedule.Inverse(gamma=gamma, power=power):
             return functions.inverse(peak=peak, gamma=gamma, power=power)
-        case schedule.Polynomial(power=power, end_lr=end):
-            fall = segment.fall(decay)
-            return functions.polynomial(peak=peak, steps=fall, power=power, end=end)
-        case schedule.Cosine(end_lr=end):
-            return functions.cosine(peak=peak, steps=segment.fall(decay), end=end)
-        case schedule.Spline(points=points, end_lr=end):
-            return functions.spline(peak=peak, steps=segment.fall(decay), points=points, end=end)
-        case schedule.Cycle():
-            return _build_cycles(decay, peak, segment)
+        case schedule.Fall(over=over, end_lr=end):
+            fall = segment.length("over", over, limit=segment.steps) if over else segment.steps
+            if isinstance(decay, schedule.Cosine):
+                return functions.cosine(peak=peak, steps=fall, end=end)
+            return functions.polynomial(peak=peak, steps=fall, power=decay.power, end=end)
+        case schedule.HalfCycle(low_lr=low, half_cycle=half):
+            steps = segment.length("half_cycle", half, limit=last)
+            wave = functions.triangular if decay.kind.startswith("tri") else functions.sine
+            factor = 0.5 if decay.kind.endswith("2") else 1.0
+            gamma = decay.gamma if isinstance(decay, schedule.WaveExp) else 1.0
+            return wave(peak=peak, low=low, steps=steps, factor=factor, gamma=gamma)
+        case schedule.CosineCycles(low_lr=low, cycle=cycle):
+            steps = segment.length("cycle", cycle, limit=2 * last)
+            return functions.cosine_cycles(peak=peak, low=low, steps=steps)
+        case schedule.Restarts(low_lr=low, every=every, lengthen=lengthen):
+            steps = segment.length("every", every, limit=last)
+            return functions.restarts(peak=peak, low=low, steps=steps, lengthen=lengthen)
         case schedule.Piecewise(pieces=pieces):
             return _join(pieces, segment)
         case _:
             assert_never(decay)
-
-
-_CYCLES: dict[type[schedule.Cycle], Callable[..., Policy]] = {
-    schedule.Triangle: cycles.triangular,
-    schedule.Triangle2: cycles.triangular2,
-    schedule.TriangleExp: cycles.triangular_exp,
-    schedule.Sine: cycles.sine,
-    schedule.Sine2: cycles.sine2,
-    schedule.SineExp: cycles.sine_exp,
-    schedule.CosineCycles: cycles.cosine_cycles,
-    schedule.CosineCycles2: cycles.cosine_cycles2,
-    schedule.CosineCyclesExp: cycles.cosine_cycles_exp,
-    schedule.Restarts: cycles.restarts,
-}
-
-
-def _build_cycles(decay: schedule.Cycle, peak: float, segment: _Segment) -> Policy:
-    match decay:
-        case schedule.Restarts(every=every):
-            steps = segment.length("every", every, limit=segment.steps - 1)
-        case schedule.WholeCycle(cycle=cycle):
-            steps = segment.length("cycle", cycle, limit=2 * (segment.steps - 1))
-        case schedule.HalfCycle():
-            steps = segment.rise(decay)
-        case _:
-            raise AssertionError(decay)
-    lengths = {"kind", "low_lr", "every", "cycle", "half_cycle"}
-    others = {
-        name: getattr(decay, name) for name in type(decay).model_fields if name not in lengths
-    }
-    return _CYCLES[type(decay)](peak=peak, low=decay.low_lr, steps=steps, **others)
 
 
 def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
@@ -217,13 +181,6 @@ class Course:
         """The first step at the highest rate."""
         return max(range(len(self.rates)), key=self.rates.__getitem__)
 
-    @property
-    def stretches(self) -> tuple[int, ...]:
-        """The first step of every segment of equal rates after the warm-up; none if too many."""
-        later = range(self.begin + 1, len(self.rates))
-        changes = [step for step in later if self.rates[step] != self.rates[step - 1]]
-        return (self.begin, *changes) if len(changes) < FEW else ()
-
     def facts(self) -> dict[str, str]:
         """Return the most important facts about the schedule in words."""
         steps = len(self.rates)
@@ -235,8 +192,6 @@ class Course:
         }
         if self.begin:
             rows["warm-up"] = f"before step {self.begin:,} (epoch {self._epoch(self.begin)})"
-        if len(self.stretches) > 1:
-            rows["rates"] = ", ".join(map(self._at, self.stretches))
         if self.plan.batch_changes:
             changes = self.plan.batch_changes
             rows["batches"] = f"{self.plan.global_batch:,}, " + ", ".join(

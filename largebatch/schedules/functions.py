@@ -8,28 +8,16 @@ from 0; `rate(step)` is the rate used *for* that update.
 >>> [rate(step) for step in range(7)]
 [0.0, 4.0, 8.0, 4.5, 2.0, 0.5, 0.0]
 
-The policies of LRBench (Wu et al. 2019, arXiv:1908.06477) that fall once are here, and those that
-rise again in `cycles`, each with the short name of the paper or its code in capitals. `peak` and
-`low` are the larger and the smaller of its k0 and k1, `steps` is its l. `cosine`, a single fall,
-`spline`, `warmup`, `skip` and `piecewise` are not from LRBench.
+The thirteen policies of LRBench (Wu et al. 2019, arXiv:1908.06477) have its short names in
+capitals. `peak` and `low` are the larger and the smaller of its k0 and k1, `steps` is its l. The
+others are `exponential_rise`, `cosine`, `restarts`, `warmup`, `skip` and `piecewise`. Functions
+raise ValueError for arguments that are not a rate, a length or a factor.
 """
 
 import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-
-from largebatch.schedules.bounds import (
-    between,
-    half_cosine,
-    require_above_zero,
-    require_fraction,
-    require_increasing,
-    require_not_negative,
-    require_order,
-    require_positive,
-    require_rates,
-)
 
 Schedule = Callable[[int], float]
 """Function from the number of an update to its rate."""
@@ -44,7 +32,7 @@ def constant(*, peak: float) -> Policy:
     >>> constant(peak=0.1)(7)
     0.1
     """
-    require_rates(peak=peak)
+    _require("rate", peak=peak)
     return lambda _: peak
 
 
@@ -55,9 +43,9 @@ def step(*, peak: float, steps: int, gamma: float) -> Policy:
     >>> [rate(step) for step in (0, 2, 3, 4, 5, 6)]
     [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
     """
-    require_rates(peak=peak)
-    require_positive(steps)
-    require_fraction(gamma)
+    _require("rate", peak=peak)
+    _require("length", steps=steps)
+    _require("fraction", gamma=gamma)
     return lambda step: peak * gamma ** (step // steps)
 
 
@@ -68,9 +56,9 @@ def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Policy
     >>> [rate(step) for step in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     """
-    require_rates(peak=peak)
-    require_increasing(boundaries)
-    require_fraction(gamma)
+    _require("rate", peak=peak)
+    _require_increasing(boundaries)
+    _require("fraction", gamma=gamma)
     return lambda step: peak * gamma ** bisect.bisect_right(boundaries, step)
 
 
@@ -81,8 +69,8 @@ def exponential(*, peak: float, gamma: float) -> Policy:
     >>> [rate(step) for step in range(4)]
     [8.0, 4.0, 2.0, 1.0]
     """
-    require_rates(peak=peak)
-    require_fraction(gamma)
+    _require("rate", peak=peak)
+    _require("fraction", gamma=gamma)
     return lambda step: peak * gamma**step
 
 
@@ -93,9 +81,9 @@ def exponential_rise(*, peak: float, gamma: float, steps: int) -> Policy:
     >>> [rate(step) for step in range(5)]
     [1.0, 2.0, 4.0, 8.0, 8.0]
     """
-    require_rates(peak=peak)
-    require_fraction(gamma)
-    require_not_negative(steps)
+    _require("rate", peak=peak)
+    _require("fraction", gamma=gamma)
+    _require("count", steps=steps)
     return lambda step: peak * gamma ** max(0.0, steps - step)
 
 
@@ -106,8 +94,8 @@ def inverse(*, peak: float, gamma: float, power: float) -> Policy:
     >>> [rate(step) for step in (0, 1, 3)]
     [4.0, 1.0, 0.25]
     """
-    require_rates(peak=peak)
-    require_above_zero(gamma=gamma, power=power)
+    _require("rate", peak=peak)
+    _require("positive", gamma=gamma, power=power)
     return lambda step: peak * (1.0 + gamma * step) ** -power
 
 
@@ -118,13 +106,13 @@ def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Po
     >>> [rate(step) for step in (0, 1, 3, 4, 5, 9)]
     [8.0, 4.5, 0.5, 0.0, 0.0, 0.0]
     """
-    require_positive(steps)
-    require_above_zero(power=power)
-    require_order(end, peak)
+    _require("length", steps=steps)
+    _require("positive", power=power)
+    _require_order(end, peak)
 
     def rate(step: float) -> float:
         remaining = 1.0 - min(step, steps) / steps
-        return between(end, peak, math.pow(remaining, power))
+        return _between(end, peak, math.pow(remaining, power))
 
     return rate
 
@@ -138,88 +126,124 @@ def cosine(*, peak: float, steps: int, end: float = 0.0) -> Policy:
     >>> [round(rate(step), 12) for step in (0, 2, 4, 9)]
     [2.0, 1.0, 0.0, 0.0]
     """
-    require_positive(steps)
-    require_order(end, peak)
-    return lambda step: between(end, peak, half_cosine(min(step, steps) / steps))
+    _require("length", steps=steps)
+    _require_order(end, peak)
+    return lambda step: _between(end, peak, _half_cosine(min(step, steps) / steps))
 
 
-def sigmoid(*, peak: float, steps: int, gamma: float) -> Policy:
-    """Fall from almost `peak` along 1 / (1 + exp(gamma (t - l))): half of it at `steps` (SIG).
+def triangular(
+    *, peak: float, low: float, steps: int, factor: float = 1.0, gamma: float = 1.0
+) -> Policy:
+    """Rise from `low` to `peak` in `steps` steps and fall back in as many, repeatedly (TRI).
 
-    Caffe and LRBench's code write the same with a negative gamma; with a positive one it rises.
+    The height above `low` is multiplied by `factor` in every new cycle (0.5: TRI2) and by `gamma`
+    at every step (TRIEXP). The triangle is the paper's (2 / pi) |arcsin(sin(pi t / 2l))|, computed
+    from the remainder of t by 2l, so it is exact at every multiple of l.
 
-    >>> rate = sigmoid(peak=8.0, steps=100, gamma=0.1)
-    >>> [round(rate(step), 2) for step in (0, 50, 100, 150, 200)]
-    [8.0, 7.95, 4.0, 0.05, 0.0]
+    >>> rate = triangular(peak=3.0, low=1.0, steps=4)
+    >>> [rate(step) for step in (0, 1, 3, 4, 5, 7, 8, 9, 12)]
+    [1.0, 1.5, 2.5, 3.0, 2.5, 1.5, 1.0, 1.5, 3.0]
+    >>> rate = triangular(peak=5.0, low=1.0, steps=2, gamma=0.5)
+    >>> [rate(step) for step in range(7)]
+    [1.0, 2.0, 2.0, 1.25, 1.0, 1.0625, 1.0625]
     """
-    require_rates(peak=peak)
-    require_positive(steps)
-    require_above_zero(gamma=gamma)
+    return _cycles(
+        lambda phase: min(phase, 2.0 - phase),
+        peak=peak, low=low, steps=steps, factor=factor, gamma=gamma,
+    )  # fmt: skip
+
+
+def sine(*, peak: float, low: float, steps: int, factor: float = 1.0, gamma: float = 1.0) -> Policy:
+    """Rise and fall as `triangular` does, along |sin(pi t / 2l)| (SIN, SIN2, SINEXP).
+
+    >>> rate = sine(peak=5.0, low=1.0, steps=3, factor=0.5)
+    >>> [round(rate(step), 12) for step in (0, 1, 3, 5, 6, 7, 9, 12, 15)]
+    [1.0, 3.0, 5.0, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0]
+    """
+    return _cycles(
+        lambda phase: math.sin(math.pi * phase / 2.0),
+        peak=peak, low=low, steps=steps, factor=factor, gamma=gamma,
+    )  # fmt: skip
+
+
+def _cycles(
+    shape: Callable[[float], float],
+    *,
+    peak: float,
+    low: float,
+    steps: int,
+    factor: float,
+    gamma: float,
+) -> Policy:
+    """Repeat `shape`, the height of the rate at a phase from 0 at `low` over 1 at the peak to 2."""
+    _require("length", steps=steps)
+    _require_order(low, peak)
+    _require("fraction", factor=factor, gamma=gamma)
 
     def rate(step: float) -> float:
-        height = math.exp(-gamma * abs(step - steps))  # at most 1: it cannot overflow
-        return peak * (height if step > steps else 1.0) / (1.0 + height)
+        number, within = divmod(step, 2 * steps)
+        return _between(low, peak, shape(within / steps) * factor**number * gamma**step)
 
     return rate
 
 
-def spline(
-    *, peak: float, steps: int, points: Sequence[tuple[float, float]], end: float = 0.0
-) -> Policy:
-    """Fall from `peak` at step 0 through two points to `end` at `steps`, then stay there.
+def cosine_cycles(*, peak: float, low: float, steps: int) -> Policy:
+    """Fall from `peak` to `low` and rise again in `steps`: (1 + cos(2 pi t / l)) / 2 (COS).
 
-    A point is a share of the steps and a share of `peak`; between points the rate is the monotone
-    cubic of Fritsch and Butland (SciPy's PchipInterpolator). This is the two-point spline of
-    arXiv:2603.10301.
+    Here l is a whole cycle, as in the paper. The authors' code computes cos(pi t / l), where l is
+    half a cycle: give twice its l.
 
-    >>> rate = spline(peak=8.0, steps=8, points=[(0.25, 0.75), (0.5, 0.25)])
-    >>> [rate(step) for step in (0, 2, 4, 8, 9)]
-    [8.0, 6.0, 2.0, 0.0, 0.0]
+    >>> rate = cosine_cycles(peak=3.0, low=1.0, steps=4)
+    >>> [round(rate(step), 12) for step in (0, 1, 2, 3, 4, 5, 8)]
+    [3.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0]
     """
-    require_positive(steps)
-    require_order(end, peak)
-    places = [0.0, *(place * steps for place, _ in points), float(steps)]
-    rates = [peak, *(share * peak for _, share in points), end]
-    falls = all(later <= earlier for earlier, later in itertools.pairwise(rates))
-    if not falls or not all(earlier < later for earlier, later in itertools.pairwise(places)):
-        raise ValueError(
-            f"points must be between 0 and 1, in increasing order, and fall from the peak to the "
-            f"end, got {list(points)}"
-        )
-    curve = _pchip(places, rates)
-    return lambda step: min(peak, max(end, curve(step))) if step < steps else end
+    _require("length", steps=steps)
+    _require_order(low, peak)
+    half = steps / 2
+
+    def rate(step: float) -> float:
+        phase = (step + half) % (2 * half) / half
+        return _between(low, peak, (1.0 - math.cos(math.pi * phase)) / 2.0)
+
+    return rate
 
 
-def _pchip(xs: Sequence[float], ys: Sequence[float]) -> Policy:
-    """Interpolate by cubics without overshoot (Fritsch and Butland 1984, doi 10.1137/0905021)."""
-    widths = [b - a for a, b in itertools.pairwise(xs)]
-    slopes = [(b - a) / width for (a, b), width in zip(itertools.pairwise(ys), widths, strict=True)]
+def restarts(*, peak: float, low: float, steps: int, lengthen: float = 1.0) -> Policy:
+    """Fall from `peak` to `low` along half a cosine in `steps` steps and restart at the peak.
 
-    def at_end(width: float, following: float, slope: float, next_slope: float) -> float:
-        found = ((2 * width + following) * slope - width * next_slope) / (width + following)
-        if found * slope <= 0:
-            return 0.0
-        return 3 * slope if slope * next_slope <= 0 and abs(found) > 3 * abs(slope) else found
+    Each fall is `lengthen` times as long as the one before. This is SGDR (Loshchilov and Hutter
+    2017, arXiv:1608.03983, equation 5, T_mult).
 
-    if len(slopes) == 1:
-        tangents = [slopes[0], slopes[0]]
-    else:
-        tangents = [at_end(*widths[:2], *slopes[:2])]
-        for (before, after), (m, n) in zip(
-            itertools.pairwise(widths), itertools.pairwise(slopes), strict=True
-        ):
-            first, second = 2 * after + before, after + 2 * before
-            tangents.append((first + second) / (first / m + second / n) if m * n > 0 else 0.0)
-        tangents.append(at_end(widths[-1], widths[-2], slopes[-1], slopes[-2]))
+    >>> rate = restarts(peak=5.0, low=1.0, steps=2, lengthen=2.0)
+    >>> [round(rate(step), 12) for step in (0, 1, 2, 4, 6)]
+    [5.0, 3.0, 5.0, 3.0, 5.0]
+    """
+    _require("length", steps=steps, lengthen=lengthen)
+    _require_order(low, peak)
 
-    def curve(x: float) -> float:
-        k = min(max(bisect.bisect_right(xs, x) - 1, 0), len(widths) - 1)
-        width, slope, past = widths[k], slopes[k], x - xs[k]
-        first, last = tangents[k], tangents[k + 1]
-        square, cube = (3 * slope - 2 * first - last) / width, (first + last - 2 * slope) / width**2
-        return ys[k] + past * (first + past * (square + past * cube))
+    def rate(step: float) -> float:
+        time = step / steps
+        phase = time % 1.0 if lengthen == 1.0 else _phase(time, lengthen)
+        return _between(low, peak, _half_cosine(phase))
 
-    return curve
+    return rate
+
+
+def _phase(time: float, lengthen: float) -> float:
+    """Return the completed share of the current fall, below 1; `time` counts first falls.
+
+    Fall n begins at 1 + m + ... + m^(n-1) = (m^n - 1) / (m - 1).
+    """
+
+    def begin(number: int) -> float:
+        return (lengthen**number - 1.0) / (lengthen - 1.0)
+
+    number = int(math.log1p(time * (lengthen - 1.0)) / math.log(lengthen))
+    while begin(number + 1) <= time:  # the logarithm may be an ulp too small
+        number += 1
+    while begin(number) > time:
+        number -= 1
+    return (time - begin(number)) / lengthen**number
 
 
 def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
@@ -229,7 +253,7 @@ def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
     >>> [rate(step) for step in (0, 2, 3, 4)]
     [4.0, 4.0, 2.0, 1.0]
     """
-    require_increasing(boundaries)
+    _require_increasing(boundaries)
     if len(pieces) != len(boundaries) + 1:
         raise ValueError(
             f"{len(pieces)} pieces need {len(pieces) - 1} boundaries, got {list(boundaries)}"
@@ -253,8 +277,8 @@ def warmup(after: Policy, *, steps: int, start: float = 0.0) -> Policy:
     >>> [rate(step) for step in range(4)]
     [1.0, 2.5, 4.0, 4.0]
     """
-    require_not_negative(steps)
-    require_rates(start=start)
+    _require("count", steps=steps)
+    _require("rate", start=start)
     if steps and start > after(0):
         raise ValueError(
             f"start ({start:g}) must not exceed the rate that the warm-up rises to ({after(0):g})"
@@ -277,5 +301,46 @@ def skip(schedule: Policy, *, steps: int) -> Policy:
     >>> [rate(step) for step in range(3)]
     [2.0, 4.0, 4.0]
     """
-    require_not_negative(steps)
+    _require("count", steps=steps)
     return lambda step: schedule(step + steps)
+
+
+def _between(low: float, peak: float, share: float) -> float:
+    """Return low + share (peak - low), but exact at both ends and never outside them."""
+    if share < 0.5:
+        return low + (peak - low) * share
+    return peak - (peak - low) * (1.0 - share)
+
+
+def _half_cosine(phase: float) -> float:
+    """Return the height of a cosine that falls from 1 at phase 0 to 0 at phase 1."""
+    return (1.0 + math.cos(math.pi * phase)) / 2.0
+
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "rate": (lambda it: 0.0 <= it < math.inf, "a rate, 0 or above and finite"),
+    "length": (lambda it: 1 <= it < math.inf, "1 or more and finite"),
+    "count": (lambda it: 0 <= it < math.inf, "0 or more and finite"),
+    "fraction": (lambda it: 0.0 < it <= 1.0, "above 0 and at most 1"),
+    "positive": (lambda it: 0.0 < it < math.inf, "above 0 and finite"),
+}
+"""Conditions on arguments, false for NaN, and how a message calls them."""
+
+
+def _require(kind: str, **values: float) -> None:
+    holds, words = _RANGES[kind]
+    for name, value in values.items():
+        if not holds(value):
+            raise ValueError(f"{name} must be {words}, got {value:g}")
+
+
+def _require_order(low: float, peak: float) -> None:
+    _require("rate", low=low, peak=peak)
+    if low > peak:
+        raise ValueError(f"the lower rate ({low:g}) must not exceed the peak ({peak:g})")
+
+
+def _require_increasing(boundaries: Sequence[int]) -> None:
+    steps = [0, *boundaries, math.inf]
+    if not all(earlier < later for earlier, later in itertools.pairwise(steps)):
+        raise ValueError(f"boundaries must be above 0 and increase, got {list(boundaries)}")

@@ -25,7 +25,7 @@ from largebatch.errors import CheckpointError, RecipeError
 from largebatch.optim.schedule_free import is_averaging
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.storage import checksum, whole_path
 from largebatch.tracking.events import StageResult
 from largebatch.training.state import Progress
@@ -107,8 +107,6 @@ class Retention(NamedTuple):
     """The checkpoints of a run that stay on the disk, besides the one with the best accuracy."""
 
     last: int
-    every: int | None
-    """Number of updates whose multiples are retained; None: no others."""
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -120,7 +118,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     tensors: dict[str, Tensor] = {}
     content = {
         "format": FORMAT,
-        "recipe": dump_recipe(checkpoint.recipe),
+        "recipe": dump_yaml(checkpoint.recipe),
         "origin": asdict(checkpoint.origin),
         "state": _plain(checkpoint.state, tensors),
     }
@@ -191,10 +189,8 @@ class Writer:
         begin = time.thread_time()
         write_checkpoint(self._folder, checkpoint)
         self.seconds = time.thread_time() - begin
-        best, every = checkpoint.progress.best_step, self._retention.every
         for path in _newest_first(self._folder)[self._retention.last :]:
-            step = _step(path)
-            if step != best and not (every and step % every == 0):
+            if _step(path) != checkpoint.progress.best_step:
                 path.unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
 """Saves a run and restores it, and compares the weights of the workers."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ class Saver:
         """Start to write a checkpoint of the state, which must be the same on every worker.
 
         Raises CheckpointError on worker 0, which writes, if the previous checkpoint could not be
-        written and the recipe stops for that; DesynchronizedError as `compare`.
+        written; DesynchronizedError as `compare`.
         """
         begin = time.perf_counter()
         if self.recipe.execution.compare_every is not None:
@@ -67,23 +67,13 @@ class Saver:
                     classes=list(map(printable, self.pipeline.classes)),
                 ),
             )
-            self._write(lambda: self.writer.write(checkpoint))
+            self.writer.write(checkpoint)
         seconds = time.perf_counter() - begin + self.writer.seconds
         self.requests.note_saved(seconds=seconds)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk; raises as `save` does."""
-        self._write(self.writer.wait)
-
-    def _write(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except CheckpointError as error:
-            if self.recipe.execution.checkpoints.on_error == "stop":
-                raise
-            stage = self.pipeline.plan.stage_after(self.state.progress.step)
-            self.log.note(stage, str(error), kind="checkpoint")
-            write()
+        self.writer.wait()
 
     def compare(self) -> None:
         """Raise DesynchronizedError on every worker unless all have the same weights."""

@@ -178,7 +178,7 @@ def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     shown = " | ".join(" ".join(line) for line in lines)
     for part in (
-        "86,016 = 1,024 workers x 1 micro-batches x 84",
+        "86,016 = 1,024 workers x 1 micro-batch x 84",
         "42 samples, 2 in a device batch",
         "14.89 steps",
         "1,350 = 1,275 augmented + 75 clean",

@@ -82,16 +82,16 @@ def test_resume_works_with_and_without_a_word(words: list[str], resume: object) 
 
 
 def test_a_flag_works_with_and_without_a_word_and_leaves_a_path_alone() -> None:
-    for words, onnx in (
-        (["--onnx", "run"], True),
-        (["--onnx", "no", "run"], False),
-        (["run", "--onnx", "yes"], True),
+    for words, training in (
+        (["--training", "run"], True),
+        (["--training", "no", "run"], False),
+        (["run", "--training", "yes"], True),
         (["run"], False),
     ):
-        call, _ = parse(["export", *words, "--out", "out"])
+        call, _ = parse(["evaluate", *words])
         assert isinstance(call, partial)
         assert call.args == (Path("run"),)
-        assert call.keywords.get("onnx", False) is onnx
+        assert call.keywords.get("training", False) is training
 
 
 def test_the_command_line_run_and_the_workers_share_one_declaration() -> None:

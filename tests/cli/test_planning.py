@@ -41,7 +41,7 @@ def test_the_same_prediction_as_json_needs_no_torch() -> None:
     [
         pytest.param(["--cluster", "abci"], "'abci-v100'", id="unknown cluster"),
         pytest.param(["--cluster", "abci-v100", "--workers", "6144"], "4,352", id="too many"),
-        pytest.param(["--cluster", "abci-v100", "--workers", "2000"], "2000", id="no division"),
+        pytest.param(["--cluster", "abci-v100", "--workers", "2000"], "2,000", id="no division"),
         pytest.param(["--json"], "--cluster", id="JSON of nothing"),
         pytest.param(["--out", "a.yaml"], "--calibrate", id="file of nothing"),
         pytest.param(["--calibrate"], "--out", id="calibrated to nowhere"),

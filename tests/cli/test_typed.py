@@ -28,8 +28,6 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train digits_96 --model 'my net'", "write --set 'model.name=my net'"),
         ("train digits_96 lr=0.1", "'lr': write --set schedule.peak_lr=0.1"),
         ("evaluate run --lr 1", "--lr; `largebatch evaluate --help`"),
-        ("polish run --learning-rate -0.1", "`largebatch polish --help`"),
-        ("polish run --ema-decay 1", "--ema-decay; `largebatch polish --help`"),
         ("lab suggest --batch 9 --batch-size 64", "--batch-size; did you mean '--batch'?"),
         ("train digits_96 --wrkers 2", "--wrkers; did you mean '--workers'?"),
         ("report run --lr 1", "--lr; `largebatch report --help`"),
@@ -56,7 +54,7 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ),
         *(
             (words, "--out")
-            for words in ("lab range digits_96 --out range.png", "export run --out model.onnx",
+            for words in ("lab range digits_96 --out range.png", "export run --out model.pth",
                           "lab noise digits_96 --out noise.png", "data pack data --out x.json")
         ),
     ],

@@ -273,19 +273,6 @@ def test_one_wrong_bit_or_a_lost_end_is_detected_and_the_index_is_replaced(root:
     assert (root / PLACE).read_bytes() == whole
 
 
-def test_an_index_that_cannot_be_stored_is_still_used(
-    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(file: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    content = make(root, "train")
-    assert content.file is None
-    assert len(content.arrays["labels"]) == 4
-    assert [path.name for path in root.iterdir()] == ["train"]
-
-
 def _share_in_a_process(root: Path) -> None:
     from largebatch.distributed.torch_distributed import TorchDistributed
 

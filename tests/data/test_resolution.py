@@ -103,4 +103,4 @@ def test_a_fixed_size_model_is_refused_before_training(tmp_path: Path) -> None:
         pass
     vit = digits("model={name: vit_tiny_patch16_224}", "batch.bn_span=null", "polish=null")
     with pytest.raises(RecipeError, match=r"vit_tiny_patch16_224 does not take .* 192 x 192 \("):
-        require_accepted(vit, [192, 224])
+        require_accepted(vit.model, classes=10, image_sizes=[192, 224])

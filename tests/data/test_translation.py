@@ -60,15 +60,6 @@ def test_flips_alternate_by_epoch_also_within_a_batch(tmp_path: Path) -> None:
     assert all(flips == [flips[0], not flips[0]] * 2 for flips in shown.values())
 
 
-def test_any_number_of_workers_and_any_start_see_the_same_images() -> None:
-    """Images of 20 positions in updates of 4, the samples and their augmentation in one."""
-    recipe = load_recipe("digits_96", [*MOVED, *SMALL, "data.source=synthetic"])
-    whole = images(recipe, range(5))
-    shared = [images(recipe, range(5), workers=2, rank=rank).view(5, 2, -1) for rank in (0, 1)]
-    torch.testing.assert_close(torch.cat(shared, dim=1).flatten(), whole.flatten())
-    torch.testing.assert_close(images(recipe, range(3, 5)), whole[12:])
-
-
 @pytest.mark.parametrize(
     "settings",
     [

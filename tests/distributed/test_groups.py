@@ -88,14 +88,15 @@ def test_parts_of_four_workers_compute_together_and_compressed_sums_stay_finite(
     ids=["bf16", "protocol"],
 )
 def test_a_protocol_that_horovod_cannot_run_is_refused_before_data_are_read(
-    change: str, message: str, tmp_path: Path
+    change: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(DIGITS, [change, "data.source=folder"])
     backend = Serial(torch.device("cpu"))
     backend.name = "horovod"
+    monkeypatch.setattr("largebatch.runs.build.connect", lambda *_, **__: backend)
     with (
         pytest.raises(RecipeError, match=message),
-        open_session(recipe, Options(out=tmp_path), {}, joined=backend),
+        open_session(recipe, Options(out=tmp_path), {}),
     ):
         pass
     with pytest.raises(RecipeError, match=message):  # nor are workers started for it

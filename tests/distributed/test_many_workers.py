@@ -4,7 +4,6 @@ Each request of a worker to the store, and each note that it reads, is multiplie
 workers, for all of them do the same at the same time.
 """
 
-import math
 import re
 from collections import Counter
 from contextlib import suppress
@@ -14,11 +13,8 @@ from typing import NamedTuple
 import pytest
 from one_of_many import CountingStore, Counts, Waits, one_of_many
 from short_runs import DIGITS
-from torch import nn
 
 from largebatch import load_recipe, run
-from largebatch.distributed.adasum import Adasum
-from largebatch.distributed.connection import connect
 from largebatch.distributed.torch_distributed import require_one_type
 from largebatch.errors import MismatchError
 
@@ -161,13 +157,3 @@ def test_one_worker_compares_device_types_and_all_raise_the_same_error(workers: 
         require_one_type(store, "cuda", rank=3, world_size=workers)
     assert str(error.value) == messages[0]
     assert store.keys - before <= 6
-
-
-@pytest.mark.parametrize("workers", [8, 2048])
-def test_a_worker_combines_by_adasum_in_one_group_for_each_doubling(workers: int) -> None:
-    model = nn.Linear(2, 2)
-    with one_of_many(workers // 2 + 1, workers) as counts:
-        backend = connect("torch")
-        Adasum(model, backend, parts=workers, accumulation=1).close()
-        backend.close()
-    assert counts.groups == math.log2(workers)

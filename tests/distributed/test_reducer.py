@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, constant, cubic, quadratic
+from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
 from largebatch.distributed.serial import Serial
 from largebatch.errors import UnusedParametersError
 
@@ -41,8 +41,6 @@ def net() -> nn.Sequential:
     ("grouping", "full"),
     [
         pytest.param(cubic, [3, 21, 57, 111, 183, 273], id="cubic"),
-        pytest.param(quadratic, [3, 9, 15, 21, 27, 33, 39, 45, 51, 57, 63, 69, 75], id="quadratic"),
-        pytest.param(constant(7), [7] * 100, id="constant"),
         pytest.param(by_bytes(12), [3] * 200, id="bytes"),
     ],
 )

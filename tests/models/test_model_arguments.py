@@ -79,8 +79,7 @@ def test_an_untrusted_checkpoint_downloads_and_writes_nothing(
         ("{cache_dir: theirs, pretrained_strict: false}", "; pretrained_strict: nothing is"),
         ("{weights: DEFAULT}", "model.arguments: weights: nothing is downloaded"),
         ("{weights_backbone: DEFAULT}", "weights_backbone: nothing is downloaded"),
-        ("{features_only: true}", "features_only: leave it out"),
-        ("{num_classes: 3}", "num_classes: it is data.classes"),
+        ("{num_classes: 3}", "num_classes: "),
         ("{act_layer: 'http://127.0.0.1/x'}", "act_layer: a word may hold letters, digits and"),
         ("{norm_layer: [batchnorm2d, hf-hub:a/b]}", "and _ . , + = -, got 'hf-hub:a/b'"),
         ("{block: {file: ../../secret}}", "+ = -, got '../../secret'"),
@@ -104,7 +103,7 @@ def test_arguments_of_the_factories_themselves_are_refused() -> None:
             for name, parameter in inspect.signature(factory).parameters.items()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
-        assert named - FACTORY_KEYS.keys() == set(), factory
+        assert named - FACTORY_KEYS == set(), factory
 
 
 @pytest.mark.parametrize(

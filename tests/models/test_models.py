@@ -163,10 +163,10 @@ def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> Non
     recipe = digits(*words, "model.arguments={init_weights: false}")
     model = build_model(recipe, CPU)
     with pytest.raises(RecipeError, match="torchvision/googlenet has auxiliary classifiers"):
-        require_trainable(model, recipe)
+        require_trainable(model, recipe.model.name)
     assert isinstance(model(torch.zeros(2, 3, 64, 64)), tuple)
     without = digits(*words, "model.arguments={init_weights: false, aux_logits: false}")
-    require_trainable(build_model(without, CPU), without)
+    require_trainable(build_model(without, CPU), without.model.name)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,6 @@ def test_a_hostile_recipe_is_one_short_message(text: str, expected: str, ends: N
         ("data.train_samples=1000000000000", "less than or equal to 33554432"),
         ("data.crop_aspect=[1.0e-300, 1.0e300]", "greater than or equal to 0.01"),
         ("schedule.peak_lr=1.0e300", "less than or equal to 3e+38"),
-        ("execution.groups={kind: constant, tensors: 99999999999999999999}", "less than or equal"),
         (f"name={'x' * 300}", "name: "),
         (f"a{'.a' * 1_000}=1", "nested"),
         (f"seed={'9' * 5_000}", "--set seed="),

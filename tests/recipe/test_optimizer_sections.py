@@ -28,17 +28,6 @@ FREE = (
             "polish.swa: ",
         ),
         (
-            (
-                "reduction={kind: adasum, parts: 2}",
-                "batch.schedule=[{after: {epochs: 2}, global_batch: 192, lr_factor: 1.0}]",
-            ),
-            "reduction.kind: adasum divides every batch into parts",
-        ),
-        (
-            ("monitor=noise_scale", "reduction={kind: adasum, parts: 2}"),
-            "monitor: noise_scale compares gradients before and after their sum, and reduction",
-        ),
-        (
             (*FREE, "polish={clean: {steps: 2}, keep: better, held_out: 100}"),
             "polish.clean cannot be rolled back",
         ),

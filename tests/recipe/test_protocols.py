@@ -6,7 +6,7 @@ from short_runs import DIGITS
 from largebatch import load_recipe
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.arithmetic.describe import describe_protocol
-from largebatch.recipe.arithmetic.plan import make_plan, require_workers
+from largebatch.recipe.arithmetic.plan import make_plan
 
 SOFTSYNC = "protocol={kind: softsync, learners: 4, n: 2, modulation: staleness}"
 """Updates of 2 gradients of 48 samples."""
@@ -32,7 +32,6 @@ SOFTSYNC = "protocol={kind: softsync, learners: 4, n: 2, modulation: staleness}"
         ([SOFTSYNC, "precision=fp16"], "precision: fp16 has no meaning with protocol"),
         ([SOFTSYNC, "monitor=noise_scale"], "monitor: noise_scale has no meaning with protocol"),
         ([SOFTSYNC, "nonfinite.action=skip"], "nonfinite.action: skip has no meaning"),
-        ([SOFTSYNC, "reduction={kind: adasum, parts: 2}"], "reduction.kind: adasum has no meaning"),
         ([SOFTSYNC, "batch.schedule=[{after: {epochs: 2}, global_batch: 192, lr_factor: 1}]"],
          "batch.schedule has no meaning with protocol"),
         ([SOFTSYNC, "optimizer={kind: lamb}"], "optimizer.kind: lamb has no meaning"),
@@ -60,13 +59,11 @@ def test_an_update_keeps_its_samples_whatever_the_protocol() -> None:
 
 def test_dedicated_servers_are_workers_too() -> None:
     recipe = load_recipe(DIGITS, [SOFTSYNC, "protocol.servers={centralised: 2}"])
-    require_workers(recipe, workers=6)
-    with pytest.raises(PlanError) as found:
-        require_workers(recipe, workers=4)
-    assert str(found.value) == (
-        "protocol has 4 learners + 2 servers, which are 6 workers, got 4: start 6 workers, or "
-        "change protocol.learners"
-    )
-    assert describe_protocol(recipe) == (
+    protocol = recipe.protocol
+    assert protocol is not None
+    protocol.require_workers(6)
+    with pytest.raises(PlanError, match="protocol has 4 learners . 2 servers: start 6 workers"):
+        protocol.require_workers(4)
+    assert describe_protocol(protocol, global_batch=96) == (
         "softsync: 96 samples an update = 2 gradients x 48; 4 learners, 2 servers: 6 workers"
     )

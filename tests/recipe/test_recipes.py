@@ -120,23 +120,3 @@ def test_it_starts_on_real_images(
     assert [record["lr"] for record in records] == pytest.approx([rate(step) for step in range(3)])
     assert records[0]["loss"] == pytest.approx(math.log(10), abs=1.0)
     assert all(math.isfinite(record["loss"]) for record in records)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("data", PAIRS)
-def test_the_large_batch_recipes_run_to_the_end(
-    data: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training, clean and statistics, in a few updates: each stage ends with an evaluation."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    small = (
-        *("batch.global_batch=64", "duration={steps: 4}", "schedule.warmup={steps: 1}"),
-        *("polish={clean: {steps: 1}, statistics: {samples: 64}}", "evaluation.every_epochs=null"),
-    )
-    size = ("data.image_size=64", "data.eval_resize=73") if data == "imagenette224" else ()
-    recipe = load(PAIRS[data][1], *SAMPLES, *small, *size)
-    summary = run(recipe, data=folders[data], out=tmp_path / "run")
-    assert summary.status == "finished"
-    assert [stage.name for stage in summary.stages] == ["train", "clean", "statistics"]
-    assert all(0 <= stage.top1 <= stage.top5 <= 1 for stage in summary.stages)
-    assert all(math.isfinite(stage.loss) for stage in summary.stages)

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from real_subsets import CLASSES, SAMPLES, TRAIN, write_subset
-from short_runs import log
 
-from largebatch import load_recipe, run
+from largebatch import load_recipe
 from largebatch.recipe.arithmetic.plan import make_plan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -31,17 +29,3 @@ def test_the_sizes_are_ffcvs_in_proportion() -> None:
     ]
     assert [size for size, _ in epochs] == [96, 128]
     assert [end for _, end in epochs] == pytest.approx([60, 80], abs=0.02)
-
-
-def test_the_progressive_recipe_starts_on_real_images_across_a_change(
-    real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = write_subset(real_data / "imagenette224", tmp_path / "images")
-    sizes = "[{until: {steps: 2}, image_size: 32}, {until: null, image_size: 48}]"
-    small = ("data.image_size=64", "data.eval_resize=73", f"data.resolution={sizes}")
-    recipe = load_recipe(PROGRESSIVE, [*SAMPLES, *small])
-    assert recipe.train_samples == CLASSES * TRAIN
-    summary = run(recipe, data=folder, out=tmp_path / "run", max_steps=3)
-    assert (summary.status, summary.samples) == ("paused", 3 * 32)
-    assert [record["step"] for record in log(tmp_path / "run", "step")] == [0, 1, 2]

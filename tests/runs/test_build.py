@@ -1,31 +1,13 @@
 """The model that a recipe configures."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from short_runs import SMALL
-from torch import Tensor
 
-from largebatch import load_recipe, run
+from largebatch import load_recipe
 from largebatch.models.of_recipe import build_model
-from largebatch.training.checkpoint import load_checkpoint
 
 NINE_LAYERS = ("model.name=cifar_resnet9", "model.arguments={width: 4}", *SMALL)
-
-
-def trained(out: Path, memory_format: str) -> dict[str, Tensor]:
-    """Return the weights after three updates."""
-    recipe = load_recipe("digits_96", [*NINE_LAYERS, f"execution.memory_format={memory_format}"])
-    run(recipe, out=out, max_steps=3)
-    newest = max((out / "checkpoints").iterdir())
-    weights: dict[str, Tensor] = load_checkpoint(newest).state["model"]
-    return weights
-
-
-def test_the_memory_format_changes_the_order_in_memory_and_no_weight(tmp_path: Path) -> None:
-    plain, last = (trained(tmp_path / each, each) for each in ("contiguous", "channels_last"))
-    torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from short_runs import CLEAN, STATISTICS, a_recipe
 
 from largebatch import run
 from largebatch.cli.main import DONE, main
-from largebatch.runs import build
-from largebatch.runs.options import Options
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +43,3 @@ def test_threads_sleep_while_they_wait_unless_the_user_chose(
             monkeypatch.setenv("OMP_WAIT_POLICY", before)
         assert main(["recipes"]) == DONE
         assert os.environ["OMP_WAIT_POLICY"] == after
-
-
-@pytest.mark.parametrize(
-    ("chosen", "cores", "warned"),
-    [
-        pytest.param({}, 2, True, id="too late"),
-        pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, 2, False, id="chosen in time"),
-        pytest.param({"OMP_NUM_THREADS": "1"}, 2, False, id="one thread chosen"),
-    ],
-)
-def test_a_program_whose_threads_spin_is_told_what_to_import_first(
-    chosen: dict[str, str],
-    cores: int,
-    warned: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in chosen.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(build, "available_cores", lambda: cores)
-    threads = [int(chosen.get("OMP_NUM_THREADS", 1))]
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    with build.join(Options(out=tmp_path), {}):
-        pass
-    assert ("import run from largebatch before torch" in caplog.text) == warned

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from largebatch import load_recipe, models, run
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.reduction import copies_gradients
+from largebatch.runs.state import copies_gradients
 
 COMPILED = "execution.compile=true"
 STEPS = 4
@@ -109,5 +109,5 @@ def test_gradients_that_cuda_graphs_would_overwrite_are_copied(
     """One pass's gradients are needed in the next one of the same update."""
     chosen = load_recipe(DIGITS, [GRAPHS, "execution.device_batch=96", *changes])
     plan, gpu = make_plan(chosen, workers=1), torch.device("cuda")
-    assert copies_gradients(chosen, plan, gpu) == copied
-    assert not copies_gradients(chosen, plan, torch.device("cpu"))
+    assert copies_gradients(plan, chosen.execution.compile, gpu) == copied
+    assert not copies_gradients(plan, chosen.execution.compile, torch.device("cpu"))

@@ -1,14 +1,14 @@
-"""What `export` writes, loaded by timm and by ONNX's own interpreter."""
+"""What `export` writes, loaded by timm."""
 
-import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 from short_runs import DIGITS, weights
 from torch import Tensor
 
@@ -62,71 +62,53 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     recipe = load_recipe(trained["resnet10t"] / "recipe.yaml")
     assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.data.mean, recipe.data.std)
     assert list(model.pretrained_cfg["label_names"]) == [str(digit) for digit in range(10)]
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.DOTALL
+    )
+    Image.new("L", (40, 30)).save(tmp_path / "photo.jpg")
+    code = code.replace("<this folder>", str(tmp_path / "out"))
+    made: dict[str, Any] = {}
+    exec(code.replace("photo.jpg", str(tmp_path / "photo.jpg")), made)
+    assert made["scores"].shape == (1, 10)
 
 
 @pytest.mark.parametrize(("size", "resize"), [(224, 256), (192, 225), (32, 36), (64, 93)])
 def test_timm_resizes_as_the_recipe_does(size: int, resize: int) -> None:
     data = {"data.image_size": size, "data.eval_resize": resize}
     recipe = load_recipe(DIGITS, [f"{key}={value}" for key, value in data.items()])
-    found: Any = timm_config(recipe, [])["pretrained_cfg"]
+    found: Any = timm_config(recipe.model, recipe.data, [])["pretrained_cfg"]
     shown = require_timm().data.create_transform(
         **{key: found[key] for key in ("input_size", "crop_pct", "crop_mode", "interpolation")}
     )
     assert (shown.transforms[0].size, tuple(shown.transforms[1].size)) == (resize, (size, size))
 
 
-def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert main(["export", str(trained["cifar_resnet8"]), "--out", str(out)]) == DONE
-    card = (out / "README.md").read_text()
-    summary = json.loads((trained["cifar_resnet8"] / "summary.json").read_text())
-    for stage in summary["stages"]:
-        assert f"| {stage['name']} | {stage['top1']:.2%} | {stage['top5']:.2%} |" in card
-    assert 'largebatch.models.build("cifar_resnet8", num_classes=10)' in card
-    assert not (out / "config.json").exists()  # timm has no such model
-    assert "library_name: largebatch\n" in card
-    mean, std = (", ".join([f"{value}"] * 3) for value in (0.305, 0.376))
-    assert f"| mean | {mean} |\n| std | {std} |" in card
-    assert "| size | 16 x 16 pixels, the centre after the short side is resized to 18" in card
-    assert "Classes by label: 0 `0`, 1 `1`, 2 `2`," in card
-    found = safetensors.torch.load_file(out / "model.safetensors")
-    torch.testing.assert_close(found, weights(trained["cifar_resnet8"]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("command", ["export", "polish --compare", "polish --compare --ema"])
 def test_tensors_of_another_shape_are_refused_in_one_line(
-    command: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = find_checkpoint(trained["resnet10t"])[1]
-    polish = checkpoint.recipe.polish.model_copy(update={"ema": 0.5})  # type: ignore[union-attr]
-    recipe = checkpoint.recipe.model_copy(update={"polish": polish})
-    state = {**checkpoint.state, "ema": {"n_averaged": torch.tensor(1)}}
-    if "--ema" not in command:
-        state["model"] = {**state["model"], "fc.bias": torch.zeros(3)}
-    path = write_checkpoint(tmp_path, replace(checkpoint, recipe=recipe, state=state))
-    out = ["--out", str(tmp_path / "out")] if command == "export" else []
-    assert main([*command.split()[:1], str(path), *command.split()[1:], *out]) == USER
+    model = {**checkpoint.state["model"], "fc.bias": torch.zeros(3)}
+    path = write_checkpoint(
+        tmp_path, replace(checkpoint, state={**checkpoint.state, "model": model})
+    )
+    assert main(["export", str(path), "--out", str(tmp_path / "out")]) == USER
     shown = capsys.readouterr().err
     assert shown.startswith(f"largebatch: {path}: does not fit")
     assert shown.count("\n") == 1
 
 
-@pytest.mark.long
-def test_onnx_gives_the_same_for_any_number_of_images(
+def test_a_model_of_ours_is_its_weights_and_its_recipe(
     trained: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Computed by the reference implementation of the ONNX package."""
-    pytest.importorskip("onnx", reason="no ONNX: pip install 'largebatch[onnx]'")
-    from onnx.reference import ReferenceEvaluator
-
     out, folder = tmp_path / "out", trained["cifar_resnet8"]
-    assert main(["export", str(folder), "--out", str(out), "--onnx"]) == DONE
-    session = ReferenceEvaluator(str(out / "model.onnx"))
-    for num in (1, 3):
-        images = torch.randn(num, 3, 16, 16)
-        (found,) = session.run(None, {"images": images.numpy()})
-        expected = logits(folder, build("cifar_resnet8", num_classes=10), images)
-        np.testing.assert_allclose(np.asarray(found), expected.numpy(), rtol=1e-4, atol=1e-4)
+    assert main(["export", str(folder), "--out", str(out)]) == DONE
+    assert {path.name for path in out.iterdir()} == {
+        "README.md",
+        "model.safetensors",
+        "recipe.yaml",
+    }
+    found = safetensors.torch.load_file(out / "model.safetensors")
+    torch.testing.assert_close(found, weights(folder), rtol=0, atol=0)
 
 
 def test_nothing_is_overwritten(

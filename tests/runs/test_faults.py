@@ -99,41 +99,6 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_end_alike(
     assert_same_end(out, whole)
 
 
-def test_a_folder_that_a_full_disk_left_at_the_start_can_be_used(
-    tmp_path: Path,
-    whole: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    full_after: Callable[[int], None],
-) -> None:
-    out = tmp_path / "run"
-    full_after(0)
-    with pytest.raises(CheckpointError, match=r"No space left .*; make room or choose another"):
-        run(recipe(), out=out)
-    assert [path.name for path in out.iterdir()] == ["log.jsonl"]
-    monkeypatch.undo()
-    (out / ".recipe.yaml.0123.partial").write_bytes(b"killed")
-    (out / "checkpoints").mkdir()
-    run(recipe(), out=out, resume="auto")
-    assert_same_end(out, whole)
-    assert not list(out.glob(".*"))
-
-
-def test_a_run_may_go_on_without_a_checkpoint(
-    tmp_path: Path,
-    whole: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    full_after: Callable[[int], None],
-) -> None:
-    out = tmp_path / "run"
-    full_after(4)
-    checkpoints = "execution.checkpoints={every_steps: 2, on_error: continue}"
-    with pytest.raises(CheckpointError, match="summary.json|cannot be written"):
-        run(recipe(checkpoints), out=out)  # it is as full at the end
-    assert [step for step, _ in steps(out)] == list(range(STEPS))
-    assert "No space left on device" in log(out, "note")[0]["text"]
-    assert saves(out) == [2]
-
-
 def test_a_folder_that_is_removed_is_the_error_that_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,7 +266,7 @@ def bad_numbers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def plant(*calls: int) -> None:
         monkeypatch.setattr(
             "largebatch.runs.state.build_criterion",
-            lambda recipe: _BadOnce(set(calls), build_criterion(recipe)),
+            lambda section: _BadOnce(set(calls), build_criterion(section)),
         )
 
     return plant

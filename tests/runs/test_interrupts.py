@@ -1,7 +1,5 @@
 """Requests to stop: which signals are one, which are two, and what the second one prints."""
 
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -60,16 +58,6 @@ def answers(
 @pytest.mark.parametrize("number", ["SIGINT", "SIGUSR1"])
 def test_every_signal_that_schedulers_send_is_a_request_to_stop(number: str) -> None:
     assert answers((signal.Signals[number], 0)) == ["True"]
-
-
-def test_a_closed_terminal_is_a_request_to_stop_that_is_not_answered() -> None:
-    """As when a connection is lost: a write to the terminal fails."""
-    terminal, program = pty.openpty()
-    os.close(terminal)
-    with pytest.raises(OSError, match="Input/output error"):
-        os.write(program, b"received")
-    assert answers((signal.SIGHUP, 0), stderr=program) == ["True"]
-    os.close(program)
 
 
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed() -> None:

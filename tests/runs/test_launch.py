@@ -3,14 +3,12 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.runs.interrupts import stop_requests
-from largebatch.runs.launch import horovods_server, start_workers
+from largebatch.runs.launch import start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 long = pytest.mark.long
@@ -207,36 +205,3 @@ def test_workers_leave_when_what_started_them_is_killed(tmp_path: Path) -> None:
         launcher.kill()
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         time.sleep(0.05)
-
-
-def sent(port: int, *contents: bytes) -> None:
-    """Send bytes to a port of this machine, each over its own connection."""
-    for content in contents:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
-            stranger.sendall(content)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(1000):
-                pass
-
-
-def test_strangers_at_horovods_server_are_one_line_with_its_port(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("horovod.torch", reason="horovod is not installed")
-    with horovods_server("localhost:2", workers=2) as variables:
-        port = int(variables["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-        for request in ("GET /", "GET /a/b/c", "HEAD /a/b", "PUT /a/b"):
-            sent(port, f"{request} HTTP/1.1\r\n\r\n".encode())
-            sent(port, f"{request} HTTP/1.1\r\nContent-Length: x\r\n\r\n".encode())
-        sent(port, b"", b"\x16\x03\x01\n")
-        worker = HTTPConnection("127.0.0.1", port)
-        for method, body in (("PUT", b"here"), ("GET", None)):
-            worker.request(method, "/global/0", body)
-            answer = worker.getresponse()
-            found = answer.read()
-            assert answer.status == 200
-    assert found == b"here"
-    written = capfd.readouterr().err
-    assert written.count("\n") == 1
-    assert str(port) in written
-    assert not caplog.records

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log
 
 from largebatch import run
 from largebatch.errors import BackendError, DataError, LargebatchError, WorkerFailedError
+from largebatch.runs import launch
 from largebatch.runs import run as runs
 from largebatch.runs.options import Options
 from largebatch.runs.run import JOB, restarting
@@ -43,11 +43,8 @@ class Machine:
         self.started: list[tuple[int, object]] = []
         self.limits: list[float | None] = []
 
-    def start(
-        self, command: list[str], *, workers: int, horovod: bool, optional: Sequence[int]
-    ) -> None:
+    def start(self, command: list[str], *, workers: int, horovod: bool) -> None:
         _, options = JOB.validate_json(command[-1])
-        assert not optional  # the recipe has no protocol
         self.started.append((workers, options.resume))
         self.limits.append(options.time_limit)
         end = self.ends[len(self.started) - 1]
@@ -79,7 +76,7 @@ def test_workers_that_died_are_started_again(
     started: list[tuple[int, object]],
 ) -> None:
     machine = Machine(tmp_path, ends)
-    monkeypatch.setattr(runs, "start_workers", machine.start)
+    monkeypatch.setattr(launch, "start_workers", machine.start)
     options = Options(out=tmp_path, workers=4, restarts=3, min_workers=least)
     restarting(a_recipe(CLEAN), options)
     assert machine.started == started
@@ -97,7 +94,7 @@ def test_workers_are_not_restarted_indefinitely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], error: type[Exception]
 ) -> None:
     machine = Machine(tmp_path, ends)
-    monkeypatch.setattr(runs, "start_workers", machine.start)
+    monkeypatch.setattr(launch, "start_workers", machine.start)
     with pytest.raises(error):
         restarting(a_recipe(CLEAN), Options(out=tmp_path, workers=2, restarts=2))
     assert len(machine.started) == len(ends)
@@ -108,7 +105,7 @@ def test_the_time_limit_is_that_of_all_starts_together(
 ) -> None:
     machine = Machine(tmp_path, ["saved", "saved", "well"])
     times = iter([0.0, 100.0, 260.0])
-    monkeypatch.setattr(runs, "start_workers", machine.start)
+    monkeypatch.setattr(launch, "start_workers", machine.start)
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(times)))
     options = Options(out=tmp_path, time_limit=250.0, workers=2, restarts=2)
     restarting(a_recipe(CLEAN), options)

@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import io
 import json
-import math
 import shutil
 import signal
 import subprocess
@@ -148,18 +147,6 @@ def test_every_stage_reports_what_it_changed(finished: dict[str, Path]) -> None:
     assert all(layer["mean_shift"] > 0 for layer in drift["layers"])
 
 
-def test_clean_steps_see_clean_images_in_the_same_order(finished: dict[str, Path]) -> None:
-    """The loss falls when augmentation ends, and not because the rate jumped."""
-    steps = log(finished["torch"], "step")
-    assert [step["stage"] for step in steps] == ["train"] * 45 + ["clean"] * 15
-    before = [step["loss"] for step in steps[35:45]]
-    after = [step["loss"] for step in steps[45:55]]
-    assert sum(after) < sum(before)
-    rates = [step["lr"] for step in steps]
-    assert max(rates) == rates[15] == 0.5
-    assert rates[44] > rates[45] > rates[46]
-
-
 def run_on(
     workers: int,
     recipe: Recipe,
@@ -254,24 +241,6 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_imagenet_recipe_starts_on_synthetic_images(tmp_path: Path) -> None:
-    recipe = load_recipe(
-        FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml",
-        [
-            *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
-            *("batch.global_batch=8", "batch.bn_span=4", "model.name=resnet50"),
-            *("duration={steps: 1400}", "schedule.warmup={steps: 540}"),
-            "model.arguments.layers=[1, 1, 1, 1]",
-        ],
-    )
-    result = run(recipe.with_execution(device_batch=4), out=tmp_path / "run", max_steps=2)
-    assert (result.status, result.steps, result.accumulation) == ("paused", 2, 2)
-    first, second = log(tmp_path / "run", "step")
-    assert first["loss"] == pytest.approx(math.log(1000), abs=0.7)
-    assert math.isfinite(second["loss"])
-
-
-@pytest.mark.long
 def test_a_saved_run_can_be_evaluated_and_polished(
     finished: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,18 +266,6 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     same = load_checkpoint(checkpoint).state["model"]
     assert state["conv1.weight"].equal(same["conv1.weight"])
     assert not state["bn1.running_mean"].equal(same["bn1.running_mean"])
-
-
-@pytest.mark.long
-def test_evaluation_takes_any_number_of_workers(finished: dict[str, Path]) -> None:
-    """Five does not divide the global batch of 96."""
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
-    words = ["--nproc-per-node=5", "-m", "largebatch", "evaluate", str(finished["one"])]
-    words += ["--device-batch", "144"]
-    done = subprocess.run(
-        [*torchrun, *words], check=True, timeout=600, capture_output=True, text=True
-    )
-    assert f"top-1 {summary(finished['one'])['top1']:.2%}" in done.stdout
 
 
 def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) -> None:

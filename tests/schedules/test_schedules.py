@@ -1,4 +1,3 @@
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -11,16 +10,17 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scipy.interpolate import PchipInterpolator
 
-from largebatch.schedules import cycles, functions
+from largebatch.schedules import functions
 from largebatch.schedules.functions import (
     Schedule,
     constant,
     cosine,
     multistep,
     polynomial,
+    sine,
     skip,
+    triangular,
     warmup,
 )
 
@@ -33,61 +33,14 @@ OURS: dict[str, Callable[[float, float, int, float, float], Schedule]] = {
     "exp": lambda peak, low, n, gamma, p: functions.exponential(peak=peak, gamma=gamma),
     "inv": lambda peak, low, n, gamma, p: functions.inverse(peak=peak, gamma=gamma, power=p),
     "poly": lambda peak, low, n, gamma, p: polynomial(peak=peak, steps=n, power=p),
-    "tri": lambda peak, low, n, gamma, p: cycles.triangular(peak=peak, low=low, steps=n),
-    "tri2": lambda peak, low, n, gamma, p: cycles.triangular2(peak=peak, low=low, steps=n),
-    "triexp": lambda peak, low, n, gamma, p: cycles.triangular_exp(
-        peak=peak, low=low, steps=n, gamma=gamma
-    ),
-    "sin": lambda peak, low, n, gamma, p: cycles.sine(peak=peak, low=low, steps=n),
-    "sin2": lambda peak, low, n, gamma, p: cycles.sine2(peak=peak, low=low, steps=n),
-    "sinexp": lambda peak, low, n, gamma, p: cycles.sine_exp(
-        peak=peak, low=low, steps=n, gamma=gamma
-    ),
-    "cos": lambda peak, low, n, gamma, p: cycles.cosine_cycles(peak=peak, low=low, steps=n),
-    "sig": lambda peak, low, n, gamma, p: functions.sigmoid(peak=peak, steps=n, gamma=gamma),
-    **{
-        f"d{name}": partial(
-            lambda make, peak, low, n, gamma, p: make(peak=peak, low=low, steps=n, begin="peak"),
-            make,
-        )
-        for name, make in {
-            "tri": cycles.triangular,
-            "tri2": cycles.triangular2,
-            "sin": cycles.sine,
-            "sin2": cycles.sine2,
-        }.items()
-    },
-    "dtriexp": lambda peak, low, n, gamma, p: cycles.triangular_exp(
-        peak=peak, low=low, steps=n, gamma=gamma, begin="peak"
-    ),
-    "dsinexp": lambda peak, low, n, gamma, p: cycles.sine_exp(
-        peak=peak, low=low, steps=n, gamma=gamma, begin="peak"
-    ),
-    "upcos": lambda peak, low, n, gamma, p: cycles.cosine_cycles(
-        peak=peak, low=low, steps=2 * n, begin="low"
-    ),
-    "cos2": lambda peak, low, n, gamma, p: cycles.cosine_cycles2(peak=peak, low=low, steps=2 * n),
-    "upcos2": lambda peak, low, n, gamma, p: cycles.cosine_cycles2(
-        peak=peak, low=low, steps=2 * n, begin="low"
-    ),
-    "cosexp": lambda peak, low, n, gamma, p: cycles.cosine_cycles_exp(
-        peak=peak, low=low, steps=2 * n, gamma=gamma
-    ),
-    "upcosexp": lambda peak, low, n, gamma, p: cycles.cosine_cycles_exp(
-        peak=peak, low=low, steps=2 * n, gamma=gamma, begin="low"
-    ),
-    **{
-        f"{prefix}rsw{end}": partial(
-            lambda fall, end, peak, low, n, gamma, p: cycles.restarts(
-                peak=peak, low=low, steps=n, fall=fall,
-                factor=0.5 if end == "2" else 1.0, gamma=gamma if end == "exp" else 1.0,
-            ),
-            fall, end,
-        )
-        for prefix, fall in (("", "linear"), ("sin", "sine"), ("cos", "cosine"))
-        for end in ("", "2", "exp")
-    },
-}  # fmt: skip
+    "tri": lambda peak, low, n, gamma, p: triangular(peak=peak, low=low, steps=n),
+    "tri2": lambda peak, low, n, gamma, p: triangular(peak=peak, low=low, steps=n, factor=0.5),
+    "triexp": lambda peak, low, n, gamma, p: triangular(peak=peak, low=low, steps=n, gamma=gamma),
+    "sin": lambda peak, low, n, gamma, p: sine(peak=peak, low=low, steps=n),
+    "sin2": lambda peak, low, n, gamma, p: sine(peak=peak, low=low, steps=n, factor=0.5),
+    "sinexp": lambda peak, low, n, gamma, p: sine(peak=peak, low=low, steps=n, gamma=gamma),
+    "cos": lambda peak, low, n, gamma, p: functions.cosine_cycles(peak=peak, low=low, steps=n),
+}
 
 every_policy = pytest.mark.parametrize("name", OURS)
 lengths = st.integers(1, 2000)
@@ -103,12 +56,6 @@ def around(length: int) -> list[int]:
     return sorted(
         {step for step in edges if step >= 0} | {length * part // 7 for part in range(42)}
     )
-
-
-def test_every_policy_has_a_referee() -> None:
-    """NSTEP, the thirteenth, takes boundaries and has a test of its own."""
-    assert {*lrbench.DECAYS, *lrbench.CYCLES} == set(OURS)
-    assert len(OURS) == 12 + 21
 
 
 @every_policy
@@ -147,9 +94,7 @@ def test_multistep_is_lrbenchs_nstep(boundaries: Sequence[int], peak: float, gam
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
 
 
-@pytest.mark.parametrize(
-    "name", ["tri2", "sin2", "step", "exp", "triexp", "inv", "sig", "upcos2", "rsw2", "cosrswexp"]
-)
+@pytest.mark.parametrize("name", ["tri2", "sin2", "step", "exp", "triexp", "inv"])
 def test_a_policy_that_decays_indefinitely_does_not_overflow(name: str) -> None:
     ours = OURS[name](1.0, 0.25, 1, 0.5, 3.0)
     assert 0.0 <= ours(10**7 + 1) <= 0.25
@@ -162,7 +107,7 @@ def test_a_policy_that_decays_indefinitely_does_not_overflow(name: str) -> None:
 )
 def test_restarts_are_those_of_torch(length: int, lengthen: float, peak: float) -> None:
     """CosineAnnealingWarmRestarts takes whole lengthenings alone; the others add up by hand."""
-    ours = cycles.restarts(peak=peak, low=0.0, steps=length, lengthen=lengthen)
+    ours = functions.restarts(peak=peak, low=0.0, steps=length, lengthen=lengthen)
     begins = [length * sum(lengthen**past for past in range(number)) for number in range(5)]
     for number, begin in enumerate(begins):
         for share in (0.0, 0.25, 0.5, 0.875):
@@ -177,40 +122,6 @@ def test_restarts_are_those_of_torch(length: int, lengthen: float, peak: float) 
         for step in (0, 1, length - 1, length, length + 1, 4 * length):
             theirs.step(step)
             assert ours(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9, abs=1e-12)
-
-
-def hundredths(least: int, most: int) -> st.SearchStrategy[float]:
-    return st.integers(least, most).map(lambda number: number / 100)
-
-
-def two_point_spline(
-    steps: int, y1: float, delta: tuple[float, float, float]
-) -> Callable[[int], float]:
-    """The decay of google/init2winit's optlrschedule, without a warm-up (x0 = 0, y0 = 1)."""
-    x1 = delta[0]
-    x2 = x1 + delta[1] * (1 - x1)
-    curve = PchipInterpolator([0, x1 * steps, x2 * steps, steps], [1.0, y1, delta[2] * y1, 0.0])
-    return lambda step: float(curve(step))
-
-
-@given(
-    peak=st.floats(1e-3, 10),
-    y1=hundredths(0, 100),
-    delta=st.tuples(hundredths(5, 95), hundredths(5, 95), hundredths(0, 100)),
-)
-def test_a_spline_is_that_of_its_authors_and_falls(
-    peak: float, y1: float, delta: tuple[float, float, float]
-) -> None:
-    x1 = delta[0]
-    points = [(x1, y1), (x1 + delta[1] * (1 - x1), delta[2] * y1)]
-    ours = functions.spline(peak=peak, steps=1000, points=points)
-    theirs = two_point_spline(1000, y1, delta)
-    rates = [ours(step) for step in range(0, 1001, 10)]
-    assert rates == pytest.approx(
-        [peak * theirs(step) for step in range(0, 1001, 10)], rel=1e-9, abs=1e-12
-    )
-    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
-    assert (rates[0], rates[-1], ours(2000)) == (peak, 0.0, 0.0)
 
 
 def listed(rates: list[float]) -> functions.Policy:
@@ -256,6 +167,10 @@ def test_schedule_gives_these_rates(schedule: Schedule, expected: list[float]) -
 NAN, INF = math.nan, math.inf
 NO_RATE = (-1.0, NAN, INF)
 NO_LENGTH = (-3, 0, NAN, INF)
+NO_FRACTION = (-0.5, 0.0, 1.5, NAN, INF)
+NOT_POSITIVE = (-1.0, 0.0, NAN, INF)
+OF_TWO_RATES = {"peak": NO_RATE, "low": (*NO_RATE, 2.0), "steps": NO_LENGTH}
+OF_WAVES = OF_TWO_RATES | {"factor": NO_FRACTION, "gamma": NO_FRACTION}
 
 # A schedule that can be -> the values that one of its arguments cannot have.
 WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[Any, ...]]]] = {
@@ -263,7 +178,7 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
     "step": (
         functions.step,
         {"peak": 1.0, "steps": 3, "gamma": 0.5},
-        {"peak": NO_RATE, "steps": NO_LENGTH, "gamma": (-0.5, 0.0, 1.5, NAN, INF)},
+        {"peak": NO_RATE, "steps": NO_LENGTH, "gamma": NO_FRACTION},
     ),
     "multistep": (
         multistep,
@@ -271,90 +186,47 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
         {
             "peak": NO_RATE,
             "boundaries": ([-2, 4], [2, NAN], [NAN], [2, INF], [4, 2]),
-            "gamma": (-0.5, 0.0, 1.5, NAN, INF),
+            "gamma": NO_FRACTION,
         },
     ),
     "exponential": (
         functions.exponential,
         {"peak": 1.0, "gamma": 0.5},
-        {"peak": NO_RATE, "gamma": (-0.5, 0.0, 1.5, NAN, INF)},
+        {"peak": NO_RATE, "gamma": NO_FRACTION},
     ),
     "exponential_rise": (
         functions.exponential_rise,
         {"peak": 1.0, "gamma": 0.5, "steps": 3},
-        {"peak": NO_RATE, "gamma": (-0.5, 0.0, 1.5, NAN, INF), "steps": (-1, NAN, INF)},
+        {"peak": NO_RATE, "gamma": NO_FRACTION, "steps": (-1, NAN, INF)},
     ),
     "inverse": (
         functions.inverse,
         {"peak": 1.0, "gamma": 0.5, "power": 2.0},
-        {"peak": NO_RATE, "gamma": (-0.5, 0.0, NAN, INF), "power": (-1.0, 0.0, NAN, INF)},
+        {"peak": NO_RATE, "gamma": NOT_POSITIVE, "power": NOT_POSITIVE},
     ),
     "polynomial": (
         polynomial,
         {"peak": 1.0, "steps": 3, "power": 2.0, "end": 0.1},
-        {
-            "peak": NO_RATE,
-            "steps": NO_LENGTH,
-            "power": (-1.0, 0.0, NAN, INF),
-            "end": (*NO_RATE, 2.0),
-        },
+        {"peak": NO_RATE, "steps": NO_LENGTH, "power": NOT_POSITIVE, "end": (*NO_RATE, 2.0)},
     ),
     "cosine": (
         cosine,
         {"peak": 1.0, "steps": 3, "end": 0.1},
         {"peak": NO_RATE, "steps": NO_LENGTH, "end": (*NO_RATE, 2.0)},
     ),
-    "sigmoid": (
-        functions.sigmoid,
-        {"peak": 1.0, "steps": 3, "gamma": 0.5},
-        {"peak": NO_RATE, "steps": NO_LENGTH, "gamma": (-0.5, 0.0, NAN, INF)},
-    ),
-    "spline": (
-        functions.spline,
-        {"peak": 1.0, "steps": 3, "end": 0.1, "points": [(0.2, 0.8), (0.6, 0.3)]},
-        {
-            "peak": NO_RATE,
-            "steps": NO_LENGTH,
-            "end": (*NO_RATE, 2.0, 0.31),
-            "points": (
-                *([(0.0, 0.8), (0.6, 0.3)], [(0.7, 0.8), (0.6, 0.3)], [(0.2, 0.8), (1.0, 0.3)]),
-                *([(0.2, 0.2), (0.6, 0.3)], [(0.2, 1.1), (0.6, 0.3)], [(NAN, 0.8), (0.6, 0.3)]),
-            ),
-        },
-    ),
     "restarts": (
-        cycles.restarts,
-        {"peak": 1.0, "low": 0.1, "steps": 3, "lengthen": 2.0, "factor": 0.5, "gamma": 0.9},
-        {
-            "peak": NO_RATE,
-            "low": (*NO_RATE, 2.0),
-            "steps": NO_LENGTH,
-            "lengthen": (0.5, NAN, INF),
-            **dict.fromkeys(("factor", "gamma"), (-0.5, 0.0, 1.5, NAN, INF)),
-        },
+        functions.restarts,
+        {"peak": 1.0, "low": 0.1, "steps": 3, "lengthen": 2.0},
+        OF_TWO_RATES | {"lengthen": (0.5, NAN, INF)},
+    ),
+    "cosine_cycles": (
+        functions.cosine_cycles, {"peak": 1.0, "low": 0.1, "steps": 3}, OF_TWO_RATES,
     ),
     **{
-        name: (
-            getattr(cycles, name),
-            {"peak": 1.0, "low": 0.1, "steps": 3},
-            {"peak": NO_RATE, "low": (*NO_RATE, 2.0), "steps": NO_LENGTH},
+        make.__name__: (
+            make, {"peak": 1.0, "low": 0.1, "steps": 3, "factor": 0.5, "gamma": 0.9}, OF_WAVES,
         )
-        for name in (
-            *("triangular", "triangular2", "sine", "sine2", "cosine_cycles", "cosine_cycles2"),
-        )
-    },
-    **{
-        name: (
-            getattr(cycles, name),
-            {"peak": 1.0, "low": 0.1, "steps": 3, "gamma": 0.5},
-            {
-                "peak": NO_RATE,
-                "low": (*NO_RATE, 2.0),
-                "steps": NO_LENGTH,
-                "gamma": (-0.5, 0.0, 1.5, NAN, INF),
-            },
-        )
-        for name in ("triangular_exp", "sine_exp", "cosine_cycles_exp")
+        for make in (triangular, sine)
     },
     "piecewise": (
         partial(functions.piecewise, [DECAY, DECAY]),
@@ -367,17 +239,7 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
         {"steps": (-3, NAN, INF), "start": (*NO_RATE, 9.0)},
     ),
     "skip": (partial(skip, DECAY), {"steps": 1}, {"steps": (-1, NAN, INF)}),
-}
-
-
-def test_every_schedule_is_asked_for_what_it_refuses() -> None:
-    public = {
-        name
-        for module in (functions, cycles)
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    }
-    assert {name for name in public if not name.startswith("_")} == set(WRONG)
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from schedules_of import course_of, schedule_of
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 DIGITS = (
@@ -19,17 +19,6 @@ DIGITS = (
 )  # 14.97 steps an epoch, 75 steps of warm-up, 599 steps
 DELL = "{peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 10}, {epochs: 60}]}}"
 WARMUP, STEPS = 75, 599
-LRBENCHS_LATER = {
-    "dtri": "kind: tri, begin: peak",
-    "dsin2": "kind: sin2, begin: peak",
-    "dsinexp": "kind: sinexp, begin: peak",
-    "upcos": "kind: cos, begin: low",
-    "upcosexp": "kind: cosexp, begin: low",
-    "sinrsw": "kind: restarts, fall: sine",
-    "cosrsw2": "kind: restarts",
-    "rswexp": "kind: restarts, fall: linear",
-}
-"""What a recipe calls them."""
 
 
 def digits(*overrides: str) -> Recipe:
@@ -105,32 +94,12 @@ def test_the_recipes_schedule_has_these_rates(
             {"n": 50, "k1": 0.25, "gamma": 0.99},
         ),
         ("kind: cos, low_lr: 0.25, cycle: {steps: 100}", {"n": 100, "k1": 0.25}),
-        ("kind: sig, half_at: {steps: 200}, gamma: 0.05", {"n": 200, "gamma": 0.05}),
-        ("kind: dtri, low_lr: 0.25, half_cycle: {steps: 50}", {"n": 50, "k1": 0.25}),
-        ("kind: dsin2, low_lr: 0.25, half_cycle: {steps: 50}", {"n": 50, "k1": 0.25}),
-        (
-            "kind: dsinexp, low_lr: 0.25, half_cycle: {steps: 50}, gamma: 0.99",
-            {"n": 50, "k1": 0.25, "gamma": 0.99},
-        ),
-        ("kind: upcos, low_lr: 0.25, cycle: {steps: 100}", {"n": 50, "k1": 0.25}),
-        ("kind: cos2, low_lr: 0.25, cycle: {steps: 100}", {"n": 50, "k1": 0.25}),
-        (
-            "kind: upcosexp, low_lr: 0.25, cycle: {steps: 100}, gamma: 0.99",
-            {"n": 50, "k1": 0.25, "gamma": 0.99},
-        ),
-        ("kind: sinrsw, low_lr: 0.25, every: {steps: 50}", {"n": 50, "k1": 0.25}),
-        ("kind: cosrsw2, low_lr: 0.25, every: {steps: 50}, factor: 0.5", {"n": 50, "k1": 0.25}),
-        (
-            "kind: rswexp, low_lr: 0.25, every: {steps: 50}, gamma: 0.99",
-            {"n": 50, "k1": 0.25, "gamma": 0.99},
-        ),
     ],
 )
 def test_every_kind_is_lrbenchs_function_after_the_warm_up(
     words: str, reference: dict[str, Any]
 ) -> None:
     name = words.split(",", maxsplit=1)[0].removeprefix("kind: ")
-    words = words.replace(f"kind: {name}", LRBENCHS_LATER.get(name, f"kind: {name}"))
     rate = schedule_of(digits("schedule.peak_lr=1.5", f"schedule.decay={{{words}}}"))
     known = {"k0": 1.5, "k1": 0.0, "n": 1, "gamma": 1.0, "p": 1.0} | reference
     expected = lrbench.rates(name, np.arange(STEPS - WARMUP, dtype=float), **known)
@@ -151,7 +120,7 @@ def test_every_kind_is_lrbenchs_function_after_the_warm_up(
 def test_lrbenchs_name_is_a_second_spelling(short: str, long: str) -> None:
     ours, other = (digits(f"schedule.decay={{{words}}}") for words in (short, long))
     assert course_of(ours).rates == course_of(other).rates
-    assert parse_recipe(dump_recipe(ours)) == ours
+    assert parse_recipe(dump_yaml(ours)) == ours
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -165,13 +134,6 @@ def test_an_exponential_that_begins_low_is_numpys_geometric_series(first: int) -
     assert rates[-1] == 20
 
 
-def test_a_spline_goes_through_its_points_after_the_warm_up() -> None:
-    words = "{kind: spline, end_lr: 0.1, points: [[0.25, 0.8], [0.5, 0.3]], over: {steps: 400}}"
-    rate = schedule_of(digits("schedule.peak_lr=2", f"schedule.decay={words}"))
-    rates = {step: rate(WARMUP + step) for step in (0, 100, 200, 400, 450)}
-    assert rates == pytest.approx({0: 2.0, 100: 1.6, 200: 0.6, 400: 0.1, 450: 0.1})
-
-
 def test_dells_schedule_is_a_line_of_a_recipe() -> None:
     """FACTS section 9: 0.4 for 10 epochs, 0.04 until 60, 0.004 until 90."""
     assert f"schedule: {DELL}" in (FOLDER.parent / "docs" / "learning-rates.md").read_text()
@@ -182,7 +144,6 @@ def test_dells_schedule_is_a_line_of_a_recipe() -> None:
         epoch = step / per_epoch
         if abs(epoch - 10) > 1 / per_epoch and abs(epoch - 60) > 1 / per_epoch:
             assert rate(step) == pytest.approx(0.4 if epoch < 10 else 0.04 if epoch < 60 else 0.004)
-    assert course_of(recipe).stretches == (0, 150, 898)  # 149.69 and 898.12 steps
 
 
 def test_pieces_begin_at_the_end_of_the_warm_up_and_epochs_do_not_drift() -> None:
@@ -241,10 +202,6 @@ LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
             "schedule.decay={kind: restarts, low_lr: 0.1, every: {steps: 524}}",
             "decay.every .* at most 523",
         ),
-        (
-            "schedule.decay={kind: sig, half_at: {steps: 524}, gamma: 0.1}",
-            "decay.half_at .* at most 523",
-        ),
         ("schedule.decay={kind: tri, low_lr: 0, half_cycle: {epochs: 5}}", "start_lr"),
         ("schedule.start_lr=0.5", "start_lr"),
         (pieces(FIX.replace("10", "36"), LAST), "pieces.0.length"),
@@ -299,7 +256,6 @@ def test_the_longest_cycle_reaches_its_other_rate_at_the_last_step(kind: str) ->
             "schedule.decay={kind: restarts, low_lr: 0.1, every: {epochs: 1}, lengthen: 0.5}",
             "schedule.decay.lengthen",
         ),
-        ("schedule.decay={kind: spline, points: [[0.7, 0.8], [0.3, 0.2]]}", "points"),
         ("schedule.decay={kind: nstep, at: [{epoch: 1}]}", "schedule.decay.at.0.epoch"),
         (pieces(LAST), "schedule.decay: "),
         (pieces(LAST, LAST), "length"),

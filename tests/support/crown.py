@@ -18,7 +18,6 @@ from torch.optim import SGD, Optimizer
 
 from largebatch import load_recipe
 from largebatch.data.types import Batch
-from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.backend import Backend, Group
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import BackendName
@@ -127,9 +126,8 @@ def solve(
     *,
     accumulation: int,
     changes: tuple[BatchPiece, ...] = (),
-    parts: int = 1,
 ) -> nn.Module:
-    """Train with everything largebatch has, and return the model; several parts are for Adasum."""
+    """Train with everything largebatch has, and return the model."""
     steps = len(SIZES) if changes else STEPS
     device_batch = GLOBAL_BATCH // backend.world_size // accumulation
     plan = Plan(
@@ -140,7 +138,6 @@ def solve(
         batch_changes=changes,
         bn_span=SPAN,
         sync_workers=max(1, SPAN // device_batch),
-        parts=parts,
         train_samples=STEPS * GLOBAL_BATCH,
         val_samples=1,
         steps=steps,
@@ -158,11 +155,7 @@ def solve(
 
     model = with_span(net(net_kind), SPAN)
     optimizer = make_optimizer(optimizer_kind, model, backend)
-    with (
-        Reducer(model.named_parameters(), backend)
-        if parts == 1
-        else Adasum(model, backend, parts=parts, accumulation=accumulation)
-    ) as reducer:
+    with Reducer(model.named_parameters(), backend) as reducer:
         train_piece = partial(
             train,
             model,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 
 Metrics = dict[str, float]
 
@@ -185,7 +185,7 @@ class FakeRun:
 
 def give_recipe(folder: Path, *overrides: str) -> Path:
     """Replace the recipe of a run with a real one with these settings."""
-    text = dump_recipe(load_recipe(RECIPE, overrides))
+    text = dump_yaml(load_recipe(RECIPE, overrides))
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     return folder
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from documents import blocks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -264,14 +266,25 @@ def polished_after_update_bn() -> tuple[dict[str, Tensor], Case]:
     return plain_state(model), measured(model)
 
 
-def refusal_of_a_sharded_model() -> str:
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def refusals_of_sharded_models() -> list[str]:
+    """Return what polish and evaluate raise for FSDP1, FSDP2 and tensor parallelism."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    try:
-        polish(FullyShardedDataParallel(network(), device_id=torch.device("cpu")), share())
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    divided = parallelize_module(network(), mesh, {"6": ColwiseParallel()})
+    models: list[Any] = [
+        FullyShardedDataParallel(network(), device_id=torch.device("cpu")),
+        fully_shard(network(), mesh=mesh),
+        divided,
+    ]
+    found = []
+    for model in models:
+        for use in (polish, evaluate):
+            with pytest.raises(ValueError, match="copy") as caught:
+                use(model, share())
+            found.append(str(caught.value))
+    return found
 
 
 def run_the_page() -> list[str]:
@@ -343,9 +356,8 @@ def under_torch() -> dict[str, Any]:
     headings = run_the_page()
     found: dict[str, Any] = {name: measured(make()) for name, make in (MODELS | PARALLEL).items()}
     found |= {kind: measured(network(), reshaped(kind, share())) for kind in BATCHES}
-    found["sequential"] = measured(parallel(), sequential=True, tolerance=0)
     found["update_bn"], found["after update_bn"] = polished_after_update_bn()
-    found["sharded"] = refusal_of_a_sharded_model()
+    found["sharded"] = refusals_of_sharded_models()
     total = torch.tensor(rank())
     dist.all_reduce(total)
     assert total.item() == 1

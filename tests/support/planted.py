@@ -206,13 +206,6 @@ MUTANTS = (
         "training/test_guard.py::test_a_stage_that_is_undone_leaves_no_loss_scale",
     ),
     Mutant(
-        "what polishing is compared with has been polished already",
-        "runs/checkpoints.py",
-        "        state.model.load_state_dict(weights)\n",
-        "",
-        "runs/test_checkpoints.py::test_each_row_of_a_comparison_is_momentum_sgd_from_the_checkpoint",
-    ),
-    Mutant(
         "training goes on from what was polished of an unfinished run",
         "runs/run.py",
         "            require_resumable(checkpoint, training.plan, folder)\n",

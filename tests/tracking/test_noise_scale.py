@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from largebatch import load_recipe
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.reducer import Reducer, constant
+from largebatch.distributed.reducer import Reducer, by_bytes
 from largebatch.distributed.serial import Serial
 from largebatch.errors import PlanError
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -57,7 +57,7 @@ def measured(worker: Backend, *, device_batch: int) -> list[Squares]:
     model, found = Quadratic(), []
     accumulation = BATCH // worker.world_size // device_batch
     with Reducer(
-        model.named_parameters(), worker, grouping=constant(1), divisor=1.0, measure=True
+        model.named_parameters(), worker, grouping=by_bytes(1), divisor=1.0, measure=True
     ) as reducer:
         for update in range(UPDATES):
             shares = targets(update).view(accumulation, worker.world_size, device_batch, -1)

@@ -213,7 +213,7 @@ def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(
 
     changes = (
         *("duration={steps: 4}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL),
-        "execution.checkpoints={every_steps: 1, keep_last: 4, upload: true}",
+        "execution.checkpoints={every_steps: 1, keep_last: 4}",
     )
     followed = load_recipe(
         DIGITS, [*changes, "tracking=[tensorboard, mlflow]", "monitor=[trust_ratios, system]"]

@@ -4,7 +4,6 @@ The average is computed here from the two sets of weights in a checkpoint, and i
 plain PyTorch over the whole training set at once.
 """
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -129,18 +128,6 @@ def test_a_run_before_the_end_is_exported_only_when_it_was_polished(
     polished = weights(tmp_path / "polished")
     for name in (name for name in found if not _is_buffer(name)):
         torch.testing.assert_close(polished[name], found[name], rtol=1e-5, atol=1e-6)
-
-
-def test_the_average_is_what_ways_of_polishing_are_compared_on(tmp_path: Path) -> None:
-    run(free(), out=tmp_path / "run", max_steps=3)
-    assert main(["polish", str(tmp_path / "run"), "--out", str(tmp_path / "polished")]) == DONE
-    out = tmp_path / "table.json"
-    words = ["--compare", str(tmp_path / "run"), "--epochs", "0.1", "--out", str(out)]
-    assert main(["polish", *words]) == DONE
-    rows = {row["mode"]: row["loss"] for row in json.loads(out.read_text())["rows"]}
-    before, after = (record["loss"] for record in log(tmp_path / "polished", "evaluation"))
-    assert rows["none"] == pytest.approx(before, rel=1e-5)
-    assert rows["statistics"] == pytest.approx(after, rel=1e-5)
 
 
 def test_a_run_that_was_ended_before_its_last_evaluation_ends_as_if_it_had_not_been(

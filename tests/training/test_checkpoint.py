@@ -90,14 +90,14 @@ def test_a_checkpoint_is_a_file_of_safetensors_as_readable_as_others(tmp_path: P
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
 
 
-def test_the_newest_stay_and_the_best_and_every_tenth(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=2, every=10))
+def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, Retention(last=2))
     (tmp_path / "notes.txt").write_text("not ours")
     for step in (5, 10, 12, 15, 17):
         best = {"best": 0.9, "best_step": 12} if step >= 12 else {}
         writer.write(checkpoint(step, progress={"step": step, **best}))
     writer.wait()
-    kept = [f"step-{step:08d}.safetensors" for step in (10, 12, 15, 17)]
+    kept = [f"step-{step:08d}.safetensors" for step in (12, 15, 17)]
     assert names(tmp_path) == ["notes.txt", *kept]
 
 
@@ -111,7 +111,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "run").mkdir()
-    writer = Writer(tmp_path / "run/checkpoints", Retention(last=1, every=None))
+    writer = Writer(tmp_path / "run/checkpoints", Retention(last=1))
     writer.write(checkpoint(5))
     writer.wait()
     with monkeypatch.context() as patched:
@@ -129,7 +129,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
 
 
 def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=1, every=None))
+    writer = Writer(tmp_path, Retention(last=1))
     writer.write(checkpoint(5))
     writer.write(checkpoint(6, model={"weight": torch.tensor([1.0, float("nan")])}))
     with pytest.raises(CheckpointError, match="model/weight"):

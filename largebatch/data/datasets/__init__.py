@@ -42,8 +42,6 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
         "imagefolder": image_folder.open_archives,
         "parquet": parquet.open_parquet,
     }
-    if name not in openers:
-        raise ValueError(f"expected one of {', '.join(openers)}, got {name!r}")
     require_new(out)
     with openers[name](source, **(options or {})) as data_set:
         bad = write_shards(

@@ -99,8 +99,9 @@ def open_archives(
             try:
                 files = stack.enter_context(_open_files(archive))
             except DAMAGED as error:
-                expected = "zip or uncompressed tar"
-                raise _fault(archive, error, expected=expected) from error
+                raise DataError(
+                    f"{archive}: not a whole, readable zip or uncompressed tar ({error})"
+                ) from error
             shown = [name for name in files.names if all(map(visible, name.split("/")))]
             images = [name for name in shown if is_image(name.rpartition("/")[2])]
             placed = _placed(files, images, (split,) if split else names)
@@ -269,7 +270,11 @@ def _walk(root: Path) -> Iterator[str]:
     def fail(error: OSError) -> None:
         raise error
 
+    seen: dict[str, str] = {}
     for place, folders, names in os.walk(root, followlinks=True, onerror=fail):
+        other = seen.setdefault(os.path.realpath(place), place)
+        if other != place:  # a link: its images would have two labels, or the walk have no end
+            raise DataError(f"{place}: links to {other}, whose images would be imported twice")
         folders[:] = filter(visible, folders)
         yield from (os.path.relpath(f"{place}/{name}", root) for name in names)
 
@@ -298,11 +303,3 @@ def _tar_places(
             yield from _tar_places(archive, file, end=inner, folder=path[:-4])
         else:
             yield path, (member.size, member.offset_data)
-
-
-def _fault(path: Path, error: Exception, *, expected: str) -> DataError:
-    """Return the DataError for a file that is unreadable, incomplete or of another format."""
-    # Python's archive modules raise OSError for damage too, without an error number.
-    if isinstance(error, OSError) and error.errno is not None:
-        return DataError(f"{error.filename or path}: cannot be read ({error.strerror})")
-    return DataError(f"{path}: not a whole {expected} ({error})")

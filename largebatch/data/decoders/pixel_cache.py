@@ -142,7 +142,6 @@ def _place(index: Index) -> Path:
 
 
 def _is_whole(path: Path, total: int) -> bool:
-    """Return True if a file holds `total` bytes and their checksum."""
     try:
         length = path.stat().st_size
         return length == total + CHECKSUM_BYTES and is_undamaged(path, begin=os.fsencode(path.name))

@@ -40,8 +40,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.runs.reduction import grouping_of, kept_exact
-from largebatch.runs.state import build_criterion
+from largebatch.runs.state import build_criterion, grouping_of, kept_exact
 
 ROUNDS = 7
 SIZES = (2**12, 2**16, 2**20, 2**24)
@@ -106,7 +105,7 @@ def measure(
         torch.set_num_threads(1)
     try:
         model = build_model(recipe, device)
-        optimizer, criterion = build_optimizer(recipe, model, backend), build_criterion(recipe)
+        optimizer, criterion = build_optimizer(recipe, model, backend), build_criterion(recipe.loss)
 
         def forward_and_backward(images: torch.Tensor, labels: torch.Tensor) -> None:
             criterion(model(images), labels).backward()
@@ -128,7 +127,8 @@ def measure(
         shared.local_size = _places(device.type)
         pipeline = open_images(recipe, plan, shared, folder=data, dataset=dataset)
         read = _images_per_second(pipeline, clock)
-        exact, width = kept_exact(recipe, model), 4 if recipe.reduction.dtype == "fp32" else 2
+        dtype = recipe.reduction.dtype
+        exact, width = kept_exact(dtype, model), 4 if dtype == "fp32" else 2
         grouping = grouping_of(recipe.execution.groups)
         groups = list(divide(model.named_parameters(), grouping=grouping, exact=exact))
     finally:

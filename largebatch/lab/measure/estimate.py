@@ -16,7 +16,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.polish import Polish
-from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion
 
@@ -50,12 +50,12 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     variance. Time and activations are scaled from the last pass to the device batch.
     """
     backend = Serial()
-    recipe = anywhere(recipe)
+    recipe = recipe.without_machine_settings
     if backend.device.type == "cpu":  # where fp16 is several times slower, and no way to train
         recipe = recipe.model_copy(update={"precision": "fp32"})
     model = build_model(recipe, backend.device)
     optimizer = build_optimizer(recipe, model, backend)
-    criterion = build_criterion(recipe)
+    criterion = build_criterion(recipe.loss)
     most, span = max(2, plan.device_batch), plan.bn_span or 1
     usual = recipe.data.image_size
     num, seconds, kept, side = 2, 0.0, 0, largest_side(plan, usual=usual)

@@ -26,17 +26,11 @@ from largebatch.lab.measure.estimate import largest_side, random_batch, saved_by
 from largebatch.lab.planner.cluster import Cluster, require_workers
 from largebatch.lab.planner.prediction import FIXED_BYTES, workload
 from largebatch.models.batchnorm import Spans
-from largebatch.models.of_recipe import (
-    in_precision,
-    new_model,
-    require_accepted,
-    require_trainable,
-)
+from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.runs.reduction import kept_exact
-from largebatch.runs.state import build_criterion, build_state, build_step_log
+from largebatch.runs.state import build_criterion, build_state, build_step_log, kept_exact
 from largebatch.training.loop import Criterion, Update, step_seeds, train
 from largebatch.training.state import TrainState
 
@@ -145,16 +139,16 @@ def rehearse(
     plan = workload(recipe, workers=workers).plan
     each = None if cluster is None else min(cluster.gpus_per_node, workers)
     backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
-    require_accepted(recipe, {piece.image_size for piece in plan.sizes})
-    criterion = build_criterion(recipe)
+    sizes = {piece.image_size for piece in plan.sizes}
+    require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
+    criterion = build_criterion(recipe.loss)
     side = largest_side(plan, usual=recipe.data.image_size)
     images = partial(random_batch, side=side, classes=recipe.data.classes, device=_CPU)
-    # Two micro-batches are computed, which are equal, or Adasum's parts.
-    passes = max(min(plan.accumulation, 2), plan.parts // plan.workers)
+    passes = min(plan.accumulation, 2)  # micro-batches that are computed, which are equal
     short = replace(plan, accumulation=passes, batch_changes=(), swa_steps=0)
     with FakeTensorMode():
-        model = in_precision(new_model(recipe), recipe, _CPU)
-        require_trainable(model, recipe)
+        model = build_model(recipe, _CPU)
+        require_trainable(model, recipe.model.name)
         # An average of the weights would copy them, which fake tensors do not allow.
         plain = recipe.model_copy(update={"polish": None})
         state = build_state(plain, short, model, backend)
@@ -171,7 +165,7 @@ def rehearse(
         weights = list(model.parameters())
         parameters = sum(weight.nbytes for weight in weights)
         buffers = sum(buffer.nbytes for buffer in model.buffers())
-        exact = kept_exact(recipe, model)
+        exact = kept_exact(recipe.reduction.dtype, model)
         shorter = sum(weight.numel() for weight in weights if weight not in exact)
         gradients = sum(weight.nbytes for weight in weights if weight.requires_grad)
     averages = recipe.polish is not None and (recipe.polish.ema or plan.swa_steps)
@@ -183,7 +177,7 @@ def rehearse(
         trained=trained,
     )
     # After a step on zero gradients; its messages, which only Muon has, are recorded.
-    real = new_model(recipe)
+    real = build_model(recipe, _CPU)
     for weight in real.parameters():
         weight.grad = torch.zeros_like(weight)
     optimizer = build_optimizer(recipe, real, backend)

@@ -82,7 +82,6 @@ def broken_rules(recipe: Recipe) -> list[BrokenRule]:
         ("schedule.peak_lr", not sgd or _is_whole(schedule.peak_lr / 1e-3), "whole 0.001 for SGD"),
         ("schedule.warmup", not sgd or _is_whole(warmup), "whole epochs for SGD"),
         ("loss.label_smoothing", recipe.loss.label_smoothing in {0.0, 0.1}, "0 or 0.1"),
-        ("reduction.kind", recipe.reduction.kind == "sum", "an update takes the mean gradient"),
         *(
             (f"polish.{key}", polish is None or getattr(polish, key) is None, "no polishing")
             for key in ("clean", "ema", "swa", "affine", "statistics")

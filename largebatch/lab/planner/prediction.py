@@ -20,7 +20,7 @@ from largebatch.lab.planner.model import (
     step_seconds,
 )
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
-from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
+from largebatch.recipe.execution import Groups, GroupsByBytes
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -106,8 +106,6 @@ class Workload:
     cached_bytes: int
     """Least bytes of the decoded training images: those at the model's image size."""
 
-    adasum: bool
-
     @property
     def decodes(self) -> bool:
         """True if image files are read and decoded throughout the run."""
@@ -164,18 +162,11 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
         at_once=_is_one_group(recipe.execution.groups),
         averages=bool(polish.ema or polish.swa),
         cached_bytes=cached if cache == "device" else 0,
-        adasum=recipe.reduction.kind == "adasum",
     )
 
 
 def _is_one_group(groups: Groups) -> bool:
-    match groups:
-        case ConstantGroups():
-            return groups.tensors >= TENSORS
-        case GroupsByBytes():
-            return groups.megabytes * 1e6 >= 4 * GRADIENTS
-        case _:
-            return False
+    return isinstance(groups, GroupsByBytes) and groups.megabytes * 1e6 >= 4 * GRADIENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,8 +331,6 @@ def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
         yield f"published runs have images of {SIZE} x {SIZE}"
     if kind not in {"lars", "sgd"}:
         yield f"the additional time of an update of {kind} is unknown"
-    if work.adasum:
-        yield "additional messages of adasum are not counted"
 
 
 def require_known(work: Workload, cluster: Cluster) -> None:

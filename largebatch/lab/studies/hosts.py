@@ -14,16 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
 from largebatch.lab.studies.metrics import Interval, interval, ratio
 from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
+from largebatch.lab.studies.runner import Records
+from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import Cell, OnHosts, Task
 from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -42,8 +43,6 @@ USER = 2
 
 _PORT = 29_500
 _SHOWN_LINES = 20
-
-Json = dict[str, Any]
 
 
 class PacedCriterion:
@@ -104,9 +103,6 @@ class Start:
     """Fraction of gradients that took longer than their set time."""
 
 
-_START = TypeAdapter(Start)
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostsCell(Cell):
     """A recipe on a number of workers that are started on hosts."""
@@ -126,7 +122,7 @@ class HostsCell(Cell):
     @property
     def definition(self) -> Json:
         """Recipe, times and placement."""
-        on_hosts = self.on_hosts.model_dump(mode="json", exclude={"workers", "megabits"})
+        on_hosts = self.on_hosts.model_dump(mode="json", exclude={"workers"})
         return {
             "recipe": self.recipe.model_dump(mode="json"),
             "on_hosts": on_hosts,
@@ -145,13 +141,7 @@ class HostsCell(Cell):
             samples=self.samples,
         )
         start = measure_on_hosts(job, self.workers_per_host, megabits=self.megabits)
-        return {"seed": task.slot.seed, "start": asdict(start), **circumstances()}
-
-    def describe(self, record: Json) -> str:
-        """Describe the time of an update."""
-        start = record["start"]
-        late = f", {start['late']:.0%} of gradients late" if start["late"] else ""
-        return f"{fmean(start['seconds']):.4g} s an update{late}"
+        return {"seed": task.slot.seed, **asdict(start), **circumstances()}
 
 
 def recipe_on_hosts(
@@ -280,15 +270,10 @@ def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
     }
 
 
-def starts_of(cell: HostsCell, records: Mapping[str, Json]) -> dict[int, Start]:
-    """Return the starts of a cell by seed; raise StudyError if a record is damaged."""
-    starts = {}
-    for name, record in records.items():
-        try:
-            starts[int(record["seed"])] = _START.validate_python(record["start"])
-        except (KeyError, ValidationError):
-            raise StudyError(f"{cell.name}/{name}.json: is not a start; remove it") from None
-    return starts
+def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
+    """Return the starts of a cell by seed."""
+    found = records.get(cell.name, {}).values()
+    return {one["seed"]: Start(seconds=one["seconds"], late=one["late"]) for one in found}
 
 
 @dataclass(frozen=True)
@@ -333,15 +318,14 @@ class HostsRow:
         found = self.speed_up
         return found and found.scaled(100 / self.cell.workers)
 
-    @property
-    def late(self) -> float:
-        """Fraction of gradients that took longer than set."""
-        return fmean([one.late for one in self.starts.values()])
-
 
 def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
     """Return the columns of a table that show how fast each row is."""
     column = columns_over(rows)
+
+    def late(row: HostsRow) -> float:
+        return 100 * fmean(one.late for one in row.starts.values())
+
     return [
         column("Workers", lambda row: row.cell.workers, "d"),
         column("Samples each", lambda row: row.cell.samples, "d"),
@@ -350,7 +334,7 @@ def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
         column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
         column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
         column("An update, s", lambda row: row.seconds.mean, ",.4f"),
-        column("Late gradients, %", lambda row: 100 * row.late, ".1f"),
+        column("Late gradients, %", late, ".1f"),
         column("Starts", lambda row: len(row.starts), "d"),
     ]
 

@@ -25,14 +25,8 @@ from typing import NamedTuple
 from largebatch.distributed.environment import GRACE_SECONDS
 from largebatch.errors import BackendError, WorkerFailedError
 
-PROGRAMS = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "unshare": "util-linux",
-    "setpriv": "util-linux",
-    "mount": "mount",
-}
-"""Required programs, and the packages that contain them."""
+PROGRAMS = ("ip", "tc", "unshare", "setpriv", "mount")
+"""Required programs."""
 
 OWN_NAMESPACES = (
     *("setpriv", "--pdeathsig", "KILL"),
@@ -43,10 +37,6 @@ OWN_NAMESPACES = (
 CARD = "eth0"
 """Name of the link on each host."""
 
-SWITCH = "10.9.255.254"
-"""Address of the process that started the hosts, as seen from them."""
-
-_MOST_HOSTS = 250
 _SHORTEST_BURST, _BURST_SECONDS = 16_384, 0.001
 _QUEUE = 2**26
 """Length of a queue in bytes: more than the windows of all connections to a host."""
@@ -57,12 +47,8 @@ timestamps (32)."""
 
 
 def addresses(number: int) -> dict[str, str]:
-    """Return the names and addresses of some hosts.
-
-    >>> addresses(2)
-    {'host1': '10.9.0.1', 'host2': '10.9.0.2'}
-    """
-    assert number <= _MOST_HOSTS
+    """Return the names and addresses of some hosts: host1 at 10.9.0.1, and so on."""
+    assert number <= 250
     return {f"host{place}": f"10.9.0.{place}" for place in range(1, number + 1)}
 
 
@@ -70,8 +56,7 @@ def lacking() -> str:
     """Describe what this machine lacks for hosts; empty if nothing."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
-        packages = sorted({PROGRAMS[name] for name in absent})
-        return f"the programs {', '.join(absent)} (packages {', '.join(packages)})"
+        return f"the programs {', '.join(absent)} (packages iproute2, util-linux and mount)"
     made = subprocess.run(  # noqa: S603 -- the words are ours
         [*OWN_NAMESPACES, "ip", "link", "add", "name", "bridge", "type", "bridge"],
         capture_output=True,
@@ -103,7 +88,7 @@ def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> No
     _call("mount -t tmpfs tmpfs /run")
     _call("ip link set lo up")
     _call("ip link add name bridge type bridge")
-    _call(f"ip address add {SWITCH}/16 dev bridge")
+    _call("ip address add 10.9.255.254/16 dev bridge")
     _call("ip link set bridge up")
     for name, address in hosts.items():
         _call(f"ip netns add {name}")

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from largebatch.formatting import plural
 from largebatch.lab.studies.metrics import (
     ENOUGH_SEEDS,
@@ -27,7 +25,6 @@ from largebatch.lab.studies.metrics import (
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import Slot, Study
 from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
-from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.pages import (
     Chart,
@@ -43,12 +40,8 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.schedules.build import follow
 
 __all__ = ["cells_of", "make_page"]
-
-_POINTS = 300
-"""Points of the line of a schedule."""
 
 _NOTE = (
     "Means over seeds with Student's interval of 95 %; two policies compare by the differences of "
@@ -273,13 +266,10 @@ def _findings(cells: Sequence[CellResults], targets: Sequence[float]) -> Iterato
         rankings.append(rank(cells, by="robustness"))
     for ranking in rankings:
         yield f"{name}: {'; '.join(sentences(ranking))}."
-    runs = [run for cell in cells for run in (*cell.trials, *cell.seeds, *cell.scaled)]
-    hosts = dict.fromkeys(f"{run.host} ({run.hardware})" for run in runs if run.host)
-    yield f"{name}: {plural(len(runs), 'run')}{' on ' * bool(hosts)}{', '.join(hosts)}."
 
 
 def _schedule(cells: Sequence[CellResults], targets: Sequence[float]) -> Code:
-    """Return the schedule of the best policy by the first target, as a section of a recipe."""
+    """Return the schedule of the best policy as a section of a recipe."""
     by: Criterion = "cost" if targets else "accuracy"
     best = rank(cells, by=by, target=max(targets, default=None)).ranked[0]
     recipe = best.results.cell.recipe_of(Slot(name="seed-1", seed=1), best.results.rate)
@@ -316,7 +306,6 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
         column("±", lambda cell: cell.top1 and cell.top1.scaled(100).reach, ".2f"),
         Column("Points below the best", below),
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
-        column("At the end of the range", lambda cell: cell.edge, None),
         *(one for target in (*targets, None) for one in costs(target)),
         mean("AC", lambda run: run.average_confidence, ".4f"),
         mean("CD", lambda run: run.confidence_deviation, ".4f"),
@@ -328,40 +317,28 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
         ),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
-        column("Status", lambda cell: None if cell.finished else "unfinished", None),
     ]  # fmt: skip
     rows = [looks[cell.cell.variant] for cell in cells]
-    return Table(name="policies", columns=columns, series=rows)
+    printed = {one.title for one in columns[:6] + columns[-2:]}
+    return Table(name="policies", columns=columns, series=rows, printed=printed)
 
 
 def _charts(
     cells: Sequence[CellResults], targets: Sequence[float], looks: dict[str, Series]
-) -> list[Chart]:
-    """Return accuracy against cost, schedules, the search, and robustness of one recipe."""
+) -> Iterator[Chart]:
+    """Yield accuracy against cost, and robustness, of one recipe."""
     name, target = cells[0].cell.configuration, max(targets, default=None)
     of = "of the run" if target is None else f"to {100 * target:g} %"
-    costs, rates, trials, scales = list[Line](), list[Line](), list[Line](), list[Line]()
+    costs, scales = list[Line](), list[Line]()
     for cell in cells:
         look, found = looks[cell.cell.variant], cell.robustness
         updates = spent(cell, target, lambda one: one.step)
         if cell.top1 and math.isfinite(updates):
             costs.append(interval_line(look, [updates], [cell.top1.scaled(100)]))
-        recipe = cell.cell.recipe_of(Slot(name="seed-1", seed=1), cell.rate)
-        course = follow(recipe.schedule, plan_updates(recipe))
-        steps = np.unique(np.linspace(0, len(course.rates) - 1, _POINTS).astype(int)).tolist()
-        epochs, values = [course.epoch(n) for n in steps], [course.rates[n] for n in steps]
-        rates.append(Line(series=look, x=epochs, y=values, points=False))
-        tried = [(one.rate, 100 * one.top1) for one in cell.trials if not one.diverged]
-        if tried:
-            x, y = zip(*sorted(tried), strict=True)
-            trials.append(Line(series=look, x=x, y=y, line=False))
         if found is not None:
             means = [mean.scaled(100) for mean in found.by_scale.values()]
             scales.append(interval_line(look, list(found.by_scale), means))
-    panels = {
-        "cost": Panel(lines=costs, x=f"Updates {of}", y="Top-1, %"),
-        "rates": Panel(lines=rates, x="Epoch", y="Learning rate"),
-        "search": Panel(lines=trials, x="peak_lr", y="Held-out accuracy of trials, %", log="x"),
-        "scales": Panel(lines=scales, x="Times the rate found", y="Top-1, %", log="x"),
-    }
-    return [line_chart(f"{key}-{name}", panel) for key, panel in panels.items() if panel.lines]
+    yield line_chart(f"cost-{name}", Panel(lines=costs, x=f"Updates {of}", y="Top-1, %"))
+    if scales:
+        panel = Panel(lines=scales, x="Times the rate found", y="Top-1, %", log="x")
+        yield line_chart(f"scales-{name}", panel)

@@ -141,9 +141,11 @@ def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
                     done += 1
                     number = len(runs.left)
                     seconds = round((time.monotonic() - begun) / done * number)
+                    top1 = f": top-1 {record['top1']:.2%}" if "top1" in record else ""
                     report(
-                        f"{runs.number - number}/{runs.number}  {task.cell.name} {task.slot.name}: "
-                        f"{task.cell.describe(record)}; {timedelta(seconds=seconds)} left"
+                        f"{runs.number - number}/{runs.number}  {task.cell.name} {task.slot.name}"
+                        f"{top1}{', diverged' * bool(record.get('diverged'))}; "
+                        f"{timedelta(seconds=seconds)} left"
                     )
                 if pool.is_running:
                     continue
@@ -171,17 +173,14 @@ class _Pool:
 
     @property
     def is_running(self) -> bool:
-        """True while a process makes a run."""
         return bool(self._processes)
 
     @property
     def is_stopping(self) -> bool:
-        """True after a request to stop, or an error."""
         return self._requests.any or self.error is not None
 
     @property
     def is_full(self) -> bool:
-        """True if no further run may start now."""
         busy = bool(self._done) or len(self._processes) >= self._jobs
         return busy or self.is_stopping
 

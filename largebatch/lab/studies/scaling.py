@@ -109,7 +109,7 @@ class ScalingRow(HostsRow):
 
 def rows_of(cells: Sequence[ScalingCell], records: Records) -> list[ScalingRow]:
     """Return the cells that have records, weak scaling first, by recipe and workers."""
-    starts = {cell.name: starts_of(cell, records.get(cell.name, {})) for cell in cells}
+    starts = {cell.name: starts_of(cell, records) for cell in cells}
     rows = []
     for kind in KINDS:
         for cell in sorted(cells, key=lambda cell: (cell.configuration, cell.workers)):

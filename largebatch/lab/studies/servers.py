@@ -1,16 +1,14 @@
 """Servers: how fast each layout of the weights is, on real workers and simulated.
 
-Every layout makes the same update: its workers compute gradients of equal mini-batches, and nobody
-continues before the mean of all of them is in the weights (hardsync). Only where the weights are
-differs, and so who sends what to whom (Jaeger et al., DIDL 2018, compare layouts of two
-frameworks). More workers are simulated, from the bytes of messages and the same times of gradients:
-workers of a real start take turns on the cores of this machine.
+Every layout makes the same update of equal mini-batches (hardsync). Only where the weights are
+differs, and so who sends what to whom (Jaeger et al., DIDL 2018). More workers are simulated, from
+the bytes of messages and the same times of gradients: workers of a real start take turns on the
+cores of this machine.
 
 A worker pushes its gradient to all servers, and pulls the weights from all; what goes to the server
-on its own host crosses no link (Li et al., OSDI 2014; Jaeger et al., DIDL 2018). In a ring each of
-lambda workers sends 2 M (lambda - 1) / lambda of the M bytes of a model (Patarasuk and Yuan 2009,
-doi 10.1016/j.jpdc.2008.09.002). Servers hold whole tensors: if one tensor is most of the model, so
-is the part of its server.
+on its own host crosses no link. In a ring each of lambda workers sends 2 M (lambda - 1) / lambda of
+the M bytes of a model (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). Servers hold whole
+tensors: if one tensor is most of the model, so is the part of its server.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,7 +128,7 @@ def _cells(
                 on_hosts=on_hosts,
                 layout=layout,
                 workers_per_host=(1,) * hosts,
-                megabits=on_hosts.megabits or servers.megabits,
+                megabits=servers.megabits,
             )
         )
     return cells
@@ -145,7 +143,7 @@ class ServersRow(HostsRow):
 
 def rows_of(cells: Sequence[ServersCell], records: Records) -> list[ServersRow]:
     """Return the cells that have records, given by cell and run."""
-    starts = {cell.name: starts_of(cell, records.get(cell.name, {})) for cell in cells}
+    starts = {cell.name: starts_of(cell, records) for cell in cells}
     return [
         ServersRow(
             cell, starts[cell.name], starts.get(f"{cell.configuration}/{ALONE}-1", {}), cell.samples
@@ -166,23 +164,23 @@ def simulations(study: Study, folder: Path, measured: Sequence[ServersRow]) -> l
     assert study.servers is not None
     for name in study.recipes if study.servers.simulated else ():
         cells = _cells(study, folder, name, study.servers.simulated)
-        groups = param_groups(model_without_memory(cells[0].recipe), weight_decay=0.0)
+        recipe = cells[0].recipe
+        model = model_without_memory(recipe.model, classes=recipe.data.classes)
+        groups = param_groups(model, weight_decay=0.0)
         weights = [weight.detach() for group in groups for weight in group["params"]]
         overhead = 0.0
         for row in measured:
-            if row.cell.name == cells[0].name and row.cell.on_hosts.compute is not None:
-                gradient = row.cell.on_hosts.compute.mean(row.cell.samples)
-                overhead = max(0.0, row.seconds.mean - gradient)
-        starts = []
+            compute = row.cell.on_hosts.compute
+            if row.cell.name == cells[0].name and compute is not None:
+                gradient = compute.overhead + compute.sample * row.cell.samples
+                overhead = max(0.0, row.seconds.mean - gradient * compute.factor.expectation)
+        alone: dict[int, Start] = {}
         for cell in cells:
             protocol = cell.recipe.protocol
-            number = protocol.num_servers if protocol else 1
-            shares = server_bytes(weights, number)
-            starts.append(_simulate(cell, shares, overhead))
-        rows += [
-            ServersRow(cell, own, starts[0], cell.samples)
-            for cell, own in zip(cells, starts, strict=True)
-        ]
+            shares = server_bytes(weights, protocol.num_servers if protocol else 1)
+            own = _simulate(cell, shares, overhead)
+            alone = alone or own  # one worker comes first
+            rows.append(ServersRow(cell, own, alone, cell.samples))
     return rows
 
 
@@ -224,9 +222,8 @@ def findings(rows: Sequence[ServersRow], how: str) -> Iterator[str]:
         for other in rows:
             case = row.cell.configuration, row.cell.workers
             pair = other.cell.servers == 0 and row.cell.servers == 1
-            if pair and case == (other.cell.configuration, other.cell.workers):
-                times = ratio(other.throughputs, row.throughputs)
-                assert times is not None
+            times = ratio(other.throughputs, row.throughputs)
+            if pair and times and case == (other.cell.configuration, other.cell.workers):
                 yield (
                     f"{case[0]} on {case[1]} workers, {how}: {other.cell.layout} is "
                     f"{times.with_ends('.2f', ' times')} as fast as {row.cell.layout}."

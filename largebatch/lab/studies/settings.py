@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.errors import shorten
-from largebatch.formatting import MISSING, plural
+from largebatch.formatting import MISSING
 from largebatch.lab.studies.metrics import (
     ENOUGH_SEEDS,
     Interval,
@@ -43,14 +42,14 @@ _NOTE = (
     "diverged is that of chance, and its costs do not count."
 )
 _TABLE = (
-    "Training is the time of the updates, evaluation that of all validation images. Processor "
+    "Training is the time of the updates. Processor "
     "time, cores and memory are those of all workers, from their set-up to the last update. Memory "
     "that workers share is counted in each of them. Times need a quiet machine."
 )
 _TRANSFER = (
     "Below each value is its distance from the own best setting of the recipe of the column, over "
     "pairs of seeds, with the interval of 95 % of all settings together: in points, or as a ratio "
-    "of costs. The stronger the colour, the more is lost."
+    "of costs."
 )
 
 
@@ -99,21 +98,10 @@ class Transfer(NamedTuple):
     value: Interval | None
     """Value of `used_on` with this setting."""
 
-    own: Interval | None
-    """Value of `used_on` with its own best setting."""
-
     gap: Interval | None
-    """`value` minus `own` by seed, or the ratio of costs. None if seeds are missing, and for a
-    cost of 0. Its interval holds for the own best one against all other settings together, for it
-    was chosen among them."""
-
-    @property
-    def share(self) -> float:
-        """Fraction of its own best that `used_on` keeps: at most 1 for means of the same seeds."""
-        if self.value is None or self.own is None:
-            return 0.0
-        low, high = sorted((abs(self.value.mean), abs(self.own.mean)))
-        return low / high if high else 1.0
+    """`value` minus that of its own best setting by seed, or the ratio of costs. None if seeds are
+    missing, and for a cost of 0. Its interval holds for the own best one against all other settings
+    together, for it was chosen among them."""
 
     def describe(self, measure: Measure) -> str:
         """Return the gap: a difference in points, or a ratio of costs."""
@@ -127,11 +115,7 @@ class Transfer(NamedTuple):
 
 
 def best_setting(settings: Mapping[str, Mapping[int, float]], *, higher: bool) -> str | None:
-    """Return the setting with the best mean, of those with a value for every seed; None without.
-
-    >>> best_setting({"a": {1: 0.9, 2: 0.7}, "b": {1: 0.8, 2: 0.9}, "c": {1: 1.0}}, higher=True)
-    'b'
-    """
+    """Return the setting with the best mean, of those with a value for every seed; None without."""
     seeds = {seed for found in settings.values() for seed in found}
     means = {
         name: interval(found.values()).mean
@@ -165,7 +149,6 @@ def transfer_matrix(
             used_on=used_on,
             setting=best[best_of],
             value=interval(value.values()) if value else None,
-            own=interval(own.values()) if own else None,
             gap=gap,
         )
 
@@ -173,10 +156,7 @@ def transfer_matrix(
 
 
 def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer]:
-    """Return where the best setting of another recipe is worse than the own one, beyond the noise.
-
-    A gap of one seed has no interval.
-    """
+    """Return where the best setting of another recipe is worse than the own one, beyond noise."""
     return [
         one
         for row in matrix
@@ -219,8 +199,6 @@ def findings(cells: Sequence[CellResults]) -> Iterator[str]:
         ]
         if parts:
             yield f"{measure.best.capitalize()}: {'; '.join(parts)}."
-    runs = [run for one in cells for run in one.seeds]
-    yield f"{plural(len(runs), 'run')} with seeds on {shorten(list({run.host for run in runs}))}."
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -249,8 +227,7 @@ def draw(name: str, cells: Sequence[CellResults]) -> Page:
         title=name,
         subtitle=", ".join(recipes),
         findings=list(findings(cells)),
-        is_sound=min(len(one.seeds) for one in cells) >= ENOUGH_SEEDS
-        and all(one.finished for one in cells),
+        is_sound=all(one.finished and len(one.seeds) >= ENOUGH_SEEDS for one in cells),
         note=_NOTE,
         legend=("Settings", list(looks.values())),
         sections=[
@@ -291,7 +268,6 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
         used("Training, s", "train_seconds", ",.1f"),
         reach("± s", MEASURES[1]),
         mean("Images/s", lambda run: run.images_per_second, ",.0f"),
-        used("Evaluation, s", "evaluation_seconds", ",.2f"),
         used("Processor, s", "cpu_seconds", ",.1f"),
         used("Cores used", "cores", ".2f"),
         used("Peak memory, MB", "peak_memory_bytes", ",.0f", 1e-6),
@@ -300,16 +276,14 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
         column("peak_lr", lambda one: one.rate, ",.8g"),
         column("Seeds", lambda one: len(one.seeds), "d"),
         column("Diverged", lambda one: one.diverged, "d"),
-        column("Status", lambda one: None if one.finished else "unfinished", None),
     ]
-    return Table(
-        name="settings", columns=columns, series=[looks[one.cell.variant] for one in cells]
-    )
+    rows = [looks[one.cell.variant] for one in cells]
+    printed = {one.title for one in columns[:10]}
+    return Table(name="settings", columns=columns, series=rows, printed=printed)
 
 
 def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     matrix = _matrix_of(cells, measure)
-    largest = max((1 - one.share for row in matrix for one in row), default=0.0) or 1.0
     settings = [row[0].setting or MISSING for row in matrix]
     columns = [Column("Best setting of", [row[0].best_of for row in matrix], details=settings)]
     columns += [
@@ -319,7 +293,6 @@ def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
             measure.form,
             unit=f" {measure.unit}",
             details=[one.describe(measure) for one in column],
-            strengths=[0.0 if one.value is None else (1 - one.share) / largest for one in column],
         )
         for column in zip(*matrix, strict=True)
     ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from pydantic_core import to_json
@@ -33,6 +33,7 @@ from largebatch.lab.protocols.server import Arrivals, ParameterServer
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.metrics import Interval, difference, interval, interval_line
 from largebatch.lab.studies.runner import Records
+from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import Cell, Study, Task, naming, recipe_of
 from largebatch.lab.studies.trained import circumstances
 from largebatch.models.batchnorm import Spans
@@ -55,11 +56,9 @@ _NOTE = (
 )
 _TABLE = (
     "sigma is the staleness that a protocol aims at (0: hardsync), mu the samples of a gradient, "
-    "lambda the learners. tau is how many updates late a gradient was; the paper expects at most "
-    "2 sigma (arXiv:1509.04210). Seconds are those of the simulated cluster, for a whole run "
-    "without its evaluations."
+    "lambda the learners. tau is how many updates late a gradient was. Seconds are "
+    "those of the simulated cluster, for a whole run without its evaluations."
 )
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +109,6 @@ class StalenessCell(Cell):
     def carry_out(self, task: Task) -> Json:
         """Train with one seed, in its stages."""
         return train(self, seed=task.slot.seed, options=Options(out=task.folder, **task.options))
-
-    def describe(self, record: Json) -> str:
-        """Describe accuracy, staleness and simulated time of a run."""
-        reached = f"top-1 {record['top1']:.2%}"
-        if record["diverged"] is not None:
-            reached = f"diverged: {record['diverged']}"
-        return f"{reached}, simulated {record['simulated_seconds']:,.4g} s"
 
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
@@ -271,7 +263,14 @@ class _Learners:
                     raise _DivergedError(f"update {applied.update}: the loss is not finite")
                 if self.was_asked_to_stop():
                     raise InterruptedStudyError
-        self._average_statistics()
+        idle = self.cell.learners - len(self.buffers)
+        for place, buffer in enumerate(state.model.buffers()):  # running statistics become the mean
+            total = buffer.double() * idle
+            for own in self.buffers.values():
+                total += own[place]
+            mean = total / self.cell.learners
+            buffer.copy_(mean if buffer.is_floating_point() else mean.round())
+        self.buffers.clear()
 
     def _gradient(
         self, weights: Sequence[nn.Parameter], batches: Iterator[Batch]
@@ -299,17 +298,6 @@ class _Learners:
 
         return of
 
-    def _average_statistics(self) -> None:
-        """Set the running statistics of the model to their mean over the learners."""
-        idle = self.cell.learners - len(self.buffers)
-        for place, buffer in enumerate(self.training.state.model.buffers()):
-            total = buffer.double() * idle
-            for own in self.buffers.values():
-                total += own[place]
-            mean = total / self.cell.learners
-            buffer.copy_(mean if buffer.is_floating_point() else mean.round())
-        self.buffers.clear()
-
 
 @dataclass(frozen=True, slots=True)
 class StalenessRow:
@@ -329,31 +317,16 @@ class StalenessRow:
         return {one["seed"]: one["top1"] for one in self.records}
 
     @property
-    def error(self) -> Interval:
-        """Top-1 error, over the seeds."""
-        return interval(1 - one["top1"] for one in self.records)
-
-    @property
     def seconds(self) -> float:
         """Simulated seconds of a run, the mean over the seeds."""
         return fmean(one["simulated_seconds"] for one in self.records)
 
     @property
-    def counts(self) -> list[int]:
-        """Number of gradients that were 0, 1, 2 ... updates late, over the seeds."""
-        late = zip_longest(*(one["tau"] for one in self.records), fillvalue=0)
-        return [sum(numbers) for numbers in late]
-
-    @property
     def tau(self) -> float:
         """Mean staleness in updates over all gradients."""
-        counts = self.counts
-        return sum(late * number for late, number in enumerate(counts)) / sum(counts)
-
-    @property
-    def late(self) -> int:
-        """Number of gradients that were more than 2 sigma updates late."""
-        return sum(self.counts[2 * self.cell.sigma + 1 :])
+        late = zip_longest(*(one["tau"] for one in self.records), fillvalue=0)
+        counts = [sum(numbers) for numbers in late]
+        return float(np.average(range(len(counts)), weights=counts))
 
     @property
     def diverged(self) -> int:
@@ -375,7 +348,7 @@ def findings(rows: Sequence[StalenessRow]) -> Iterator[str]:
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
     """
     for name, inside in panels(rows).items():
-        best = min(inside, key=lambda row: row.error.mean)
+        best = max(inside, key=lambda row: row.top1.mean)
         yield (
             f"{name}: the highest top-1 is {_top1(best)}, of {_where(best)}, in "
             f"{best.seconds:,.4g} s of the simulated cluster."
@@ -416,12 +389,12 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     for place, (panel, inside) in enumerate(panels(rows).items()):
         lines = [
             interval_line(
-                looks[row.cell.protocol], [row.seconds], [row.error.scaled(100)], line=False
+                looks[row.cell.protocol], [row.seconds], [row.top1.scaled(100)], line=False
             )
             for row in inside
         ]
-        axes = Panel(lines=lines, x="Simulated seconds of a run", y="Error, %", log="x")
-        charts.append(line_chart(f"trade-off-{place}", axes, title=f"Error by time: {panel}"))
+        axes = Panel(lines=lines, x="Simulated seconds of a run", y="Top-1, %", log="x")
+        charts.append(line_chart(f"trade-off-{place}", axes, title=f"Top-1 by time: {panel}"))
     column = columns_over(rows)
     columns = [
         column("Protocol", lambda row: row.cell.protocol.partition(",")[0], None),
@@ -436,7 +409,6 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("±", lambda row: row.top1.scaled(100).reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),
         column("Mean tau", lambda row: row.tau, ".2f"),
-        column("tau > 2 sigma, %", lambda row: 100 * row.late / sum(row.counts), ".4f"),
         column("Updates", lambda row: row.records[0]["updates"], ",d"),
         column("Seeds", lambda row: len(row.records), "d"),
         column("Diverged", lambda row: row.diverged, "d"),

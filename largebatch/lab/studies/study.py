@@ -63,10 +63,6 @@ class Compute(Section):
     factor: ComputeTime = Constant(kind="constant", seconds=1.0)
     """Distribution around 1; recorded: times of single gradients over their mean."""
 
-    def mean(self, samples: float) -> float:
-        """Return the mean seconds of a gradient."""
-        return (self.overhead + self.sample * samples) * self.factor.expectation
-
     def times(self, samples: float, *, seed: int, worker: int) -> Iterator[float]:
         """Yield the seconds of each gradient of a worker, the same for each variant and seed."""
         usual = self.overhead + self.sample * samples
@@ -86,9 +82,6 @@ class OnHosts(Section):
     compute: Compute | None = None
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
     workers may share a core."""
-
-    megabits: Megabits | None = None
-    """For servers: megabits per second of the links; null: those of the study."""
 
     warm_up: Updates = 2
     updates: Updates = 10
@@ -429,10 +422,6 @@ class Cell:
         """Make one run in its folder and return its record, as JSON."""
         raise NotImplementedError
 
-    def describe(self, record: dict[str, Any]) -> str:
-        """Describe the record of a run on a line."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -493,16 +482,9 @@ def recipe_of(entry: StudyRecipe, folder: Path, changes: Mapping[str, Any] | Non
     overrides = [f"{key}={json.dumps(value)}" for key, value in every.items()]
     file = folder / entry.recipe
     recipe = load_recipe(file if file.is_file() else entry.recipe, overrides)
-    if recipe.protocol is not None:
-        raise RecipeError(
-            f"{entry.recipe}: the recipe has a protocol, which only the study's sections "
-            "staleness and servers may set; remove it from the recipe"
-        )
-    if recipe.data.held_out is not None:
-        raise RecipeError(
-            f"{entry.recipe}: the recipe has data.held_out, and a study holds out images by "
-            "itself; remove it from the recipe"
-        )
+    for key, value in (("protocol", recipe.protocol), ("data.held_out", recipe.data.held_out)):
+        if value is not None:
+            raise RecipeError(f"{entry.recipe}: a study sets {key} itself; remove it")
     return recipe
 
 

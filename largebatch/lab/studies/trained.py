@@ -11,7 +11,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,7 @@ from largebatch.lab.studies.metrics import (
     measurements,
     robustness,
 )
+from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import (
     SCALES,
     TRIAL_SEED,
@@ -65,38 +66,6 @@ from largebatch.training.evaluation import five_best
 FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 """Multiples of the recipe's own rate that the first trials of every search have."""
 
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Usage of a run over all workers.
-
-    All but the first two fields are measured by monitor: system, from the set-up of a worker to the
-    last update, with evaluations in training; NaN if not measured.
-    """
-
-    train_seconds: Measured
-    """Seconds of the updates."""
-
-    evaluation_seconds: Measured
-    """Seconds of all evaluations on validation images."""
-
-    cpu_seconds: Measured = math.nan
-    """Core-seconds, summed over the workers."""
-
-    cores: Measured = math.nan
-    """Mean number of busy cores."""
-
-    peak_memory_bytes: Measured = math.nan
-    """Peak resident bytes, summed over the workers; shared memory counts in each."""
-
-    gpu_percent: Measured = math.nan
-    """Fraction of the time in which the GPU worked, mean over the workers."""
-
-    gpu_memory_bytes: Measured = math.nan
-    """Peak GPU memory in bytes of any worker."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -112,7 +81,6 @@ class Result:
     top1: float
     """Accuracy at the end; chance if the run diverged."""
 
-    loss: Measured
     average_confidence: Measured = math.nan
     confidence_deviation: Measured = math.nan
     class_confidence_deviation: Measured = math.nan
@@ -124,12 +92,8 @@ class Result:
 
     evaluations: tuple[Measurement, ...] = ()
     images_per_second: float | None = None
-    usage: Usage | None = None
-    hardware: str = ""
-    host: str = ""
-    weights_sha256: str | None = None
-    folder: str = ""
-    """Run folder on its host."""
+    usage: Mapping[str, Measured] = field(default_factory=dict)
+    """As usage_of returns it."""
 
     def cost(self, target: float) -> Measurement | None:
         """Return the cost of the run up to a top-1 accuracy (a fraction).
@@ -139,10 +103,8 @@ class Result:
         return None if self.diverged else cost(self.evaluations, target)
 
     def used(self, name: str) -> float:
-        """Return a field of its usage; NaN where it was not measured, or the run diverged."""
-        if self.usage is None or self.diverged is not None:
-            return math.nan
-        return float(getattr(self.usage, name))
+        """Return a value of its usage; NaN where it was not measured, or the run diverged."""
+        return math.nan if self.diverged else self.usage.get(name, math.nan)
 
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
@@ -214,12 +176,6 @@ class TrainedCell(Cell):
                     section[key] = min(section[key], left)
         return validate_tree(Recipe, tree, source=self.name)
 
-    def check(self) -> None:
-        """Raise LargebatchError if a run of the cell cannot be made."""
-        for slot in {bool(slot.trial): slot for slot in self.slots}.values():
-            recipe = self.recipe_of(slot, None)
-            build_schedule(recipe.schedule, make_plan(recipe, workers=self.workers))
-
     def rate(self, trials: list[Json], slot: Slot) -> float | None:
         """Return the base rate of a run: drawn for a trial, else that which the search found.
 
@@ -245,18 +201,9 @@ class TrainedCell(Cell):
         record = train(self.recipe_of(task.slot, task.rate), task.folder, options)
         return {**record, "rate": task.rate, "scale": task.slot.scale}
 
-    def describe(self, record: Json) -> str:
-        """Describe how a run ended, and its rate."""
-        ended = "diverged" if record.get("diverged") else f"top-1 {record['top1']:.2%}"
-        return ended if record["rate"] is None else f"{ended}, peak_lr {record['rate']:g}"
-
 
 def rounded(value: float) -> float:
-    """Round a value to four digits, as recipes have them.
-
-    >>> rounded(0.123456)
-    0.1235
-    """
+    """Round a value to four digits, as recipes have them."""
     return float(f"{value:.4g}")
 
 
@@ -395,7 +342,9 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
                     workers=setting.workers, backend=setting.backend, threads=setting.threads,
                     environment=setting.environment,
                 )  # fmt: skip
-                cell.check()
+                for slot in {bool(slot.trial): slot for slot in cell.slots}.values():
+                    first = cell.recipe_of(slot, None)
+                    build_schedule(first.schedule, make_plan(first, workers=cell.workers))
             cells.append(cell)
     return cells
 
@@ -445,7 +394,7 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
         "diverged": diverged,
         "evaluations": measurements(read),
         "loss_difference": read.last_gap and read.last_gap.gap,
-        "usage": asdict(usage_of(read)),
+        "usage": usage_of(read),
         "images_per_second": done and done.images_per_second,
         "weights_sha256": done and done.weights_sha256,
         "folder": str(folder.resolve()),
@@ -464,28 +413,31 @@ def circumstances() -> Json:
     }
 
 
-def usage_of(read: Run) -> Usage:
-    """Return the resources that a run used, from its log."""
-    times = {
-        "train_seconds": math.fsum(step.step_seconds for step in read.steps),
-        "evaluation_seconds": math.fsum(one.seconds for one in read.evaluations),
-    }
+def usage_of(read: Run) -> dict[str, float]:
+    """Return the resources that a run used, from its log.
+
+    Seconds are those of the updates. The rest needs monitor: system, and is measured from the
+    set-up of a worker to the last update, with evaluations: `cpu_seconds`, core-seconds of all
+    workers; `cores`, the mean number of busy ones; `peak_memory_bytes`, resident, summed over the
+    workers; `gpu_percent`, the mean over the workers; `gpu_memory_bytes`, the peak of any worker.
+    """
+    used = {"train_seconds": math.fsum(step.step_seconds for step in read.steps)}
     if not read.system or not all(one.seconds for one in read.system):
-        return Usage(**times)
+        return used
 
     def table(name: str) -> FloatArray:  # a row per record, a column per worker
         return np.array([getattr(record, name) for record in read.system], dtype=np.float64)
 
     seconds = table("seconds")
     cpu_seconds = float((table("cpu_percent") / 100 * seconds).sum())
-    return Usage(
-        **times,
-        cpu_seconds=cpu_seconds,
-        cores=cpu_seconds / float(seconds.mean(axis=1).sum()),
-        peak_memory_bytes=float(table("peak_memory_bytes").max(axis=0).sum()),
-        gpu_percent=float((table("gpu_percent") * seconds).sum() / seconds.sum()),
-        gpu_memory_bytes=float(table("gpu_memory_bytes").max()),
-    )
+    return {
+        **used,
+        "cpu_seconds": cpu_seconds,
+        "cores": cpu_seconds / float(seconds.mean(axis=1).sum()),
+        "peak_memory_bytes": float(table("peak_memory_bytes").max(axis=0).sum()),
+        "gpu_percent": float((table("gpu_percent") * seconds).sum() / seconds.sum()),
+        "gpu_memory_bytes": float(table("gpu_memory_bytes").max()),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,17 @@
 
 import math
 
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.execution import Execution
+from largebatch.recipe.protocols import Protocol
 
 
 def describe_division(plan: Plan) -> str:
     """Describe the division of the first global batch."""
-    return (
-        f"{plan.global_batch:,} = {plan.workers:,} workers x {plan.accumulation} micro-batches x "
-        f"{plan.device_batch}"
-    )
+    passes = plural(plan.accumulation, "micro-batch", "micro-batches")
+    workers = plural(plan.workers, "worker")
+    return f"{plan.global_batch:,} = {workers} x {passes} x {plan.device_batch}"
 
 
 def describe_spans(plan: Plan) -> str:
@@ -23,28 +24,24 @@ def describe_spans(plan: Plan) -> str:
     share = math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
     reason = "because of the device batch"
     if share % plan.bn_span:
-        reason = f"a worker's {share} samples of the global batch are no whole spans"
+        reason = f"a worker's {share} samples are not a multiple of the span"
     return (
         f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, which "
         f"exchange statistics ({reason})"
     )
 
 
-def describe_decoding(recipe: Recipe) -> str:
+def describe_decoding(execution: Execution, source: str) -> str:
     """Describe the source of the pixels."""
-    execution = recipe.execution
-    if recipe.data.source == "synthetic":
+    if source == "synthetic":
         return "synthetic"
     if execution.cache is None:
         return f"decoded by {execution.decoder or 'torchvision'}"
-    where = "; on CPU workers: the same as memory" if execution.cache == "device" else ""
-    return f"decoded once, cached as bytes (execution.cache: {execution.cache}{where})"
+    return f"decoded once, cached as bytes (execution.cache: {execution.cache})"
 
 
-def describe_protocol(recipe: Recipe) -> str:
+def describe_protocol(protocol: Protocol, *, global_batch: int) -> str:
     """Describe the gradients of an update, and the place of the weights."""
-    protocol, global_batch = recipe.protocol, recipe.batch.global_batch
-    assert protocol is not None
     where = f"{protocol.dedicated} servers" if protocol.dedicated else "a server beside each"
     return (
         f"{protocol.kind}: {global_batch:,} samples an update = {protocol.gradients} gradients x "

@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from largebatch.errors import RecipeError
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.data import Data
+from largebatch.recipe.keys import BatchSizes
 from largebatch.recipe.section import Duration, Section
 
 Rounding = Callable[[float], int]
@@ -48,17 +49,19 @@ class SizePiece:
 Pieces = tuple[BatchPiece, ...]
 
 
-def find_pieces(recipe: Recipe) -> Pieces:
-    """Return the pieces of a run, in order; raise RecipeError if the recipe has another order."""
-    pieces = [BatchPiece(global_batch=recipe.batch.global_batch)]
-    for place, change in enumerate(recipe.batch.schedule):
+def find_pieces(batch: BatchSizes, *, samples: int) -> Pieces:
+    """Return the pieces of a run; raise RecipeError unless their changes are in order.
+
+    `samples` are those of an epoch, here and below.
+    """
+    pieces = [BatchPiece(global_batch=batch.global_batch)]
+    for place, change in enumerate(batch.schedule):
         before = pieces[-1]
-        step = _count(before, recipe, change.after)
+        step = _count(before, samples, change.after)
         if step <= before.step:
             raise RecipeError(
-                f"batch.schedule.{place}.after (step {step}) must come later than that of "
-                f"batch.schedule.{place - 1} (step {before.step}): the changes stand in their "
-                "order, and no sample is left out or shown twice"
+                f"batch.schedule.{place}.after (step {step}) must come after step {before.step}, "
+                "where the batch before begins"
             )
         pieces.append(
             BatchPiece(
@@ -71,24 +74,23 @@ def find_pieces(recipe: Recipe) -> Pieces:
     return tuple(pieces)
 
 
-def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, ...]:
+def find_sizes(data: Data, pieces: Pieces, *, samples: int, end: int) -> tuple[SizePiece, ...]:
     """Return the image sizes of the updates before `end`; none if all have the same size.
 
     Raises RecipeError where a size has no update.
     """
     sizes: list[SizePiece] = []
-    for place, part in enumerate(recipe.data.resolution):
+    for place, part in enumerate(data.resolution):
         begin = sizes[-1].end if sizes else 0
-        stop = end if part.until is None else steps_from_start(pieces, recipe, part.until)
+        stop = end if part.until is None else steps_from_start(pieces, samples, part.until)
         if not begin < stop <= end:
             raise RecipeError(
-                f"data.resolution.{place}.until (step {stop}) must lie after step {begin}, where "
-                f"this size begins, and not after step {end}, where training on augmented images "
-                "ends"
+                f"data.resolution.{place}.until (step {stop}) must be after step {begin}, where "
+                f"this size begins, and at most {end}, the end of training on augmented images"
             )
         sizes.append(SizePiece(end=stop, image_size=part.image_size))
     if sizes and sizes[-1].end < end:
-        sizes.append(SizePiece(end=end, image_size=recipe.data.image_size))
+        sizes.append(SizePiece(end=end, image_size=data.image_size))
     return tuple(sizes)
 
 
@@ -114,14 +116,14 @@ def position_at(pieces: Pieces, step: int) -> int:
 
 
 def steps_from_start(
-    pieces: Pieces, recipe: Recipe, duration: Duration, rounding: Rounding = round
+    pieces: Pieces, samples: int, duration: Duration, rounding: Rounding = round
 ) -> int:
     """Return the number of updates from the start of the run in a duration."""
     if duration.epochs is None:
-        return _count(pieces[0], recipe, duration)
-    positions = [piece.position / recipe.train_samples for piece in pieces]
+        return _count(pieces[0], samples, duration)
+    positions = [piece.position / samples for piece in pieces]
     place = bisect.bisect_right(positions, duration.epochs)
-    return _count(pieces[place - 1], recipe, duration, rounding)
+    return _count(pieces[place - 1], samples, duration, rounding)
 
 
 def steps_for(pieces: Pieces, samples: int) -> int:
@@ -135,18 +137,18 @@ def steps_for(pieces: Pieces, samples: int) -> int:
     return piece.step - (piece.position - samples) // piece.global_batch
 
 
-def steps_to_end(pieces: Pieces, recipe: Recipe, duration: Duration, *, end: int) -> int:
+def steps_to_end(pieces: Pieces, samples: int, duration: Duration, *, end: int) -> int:
     """Return the number of updates in a duration that ends at step `end`; epochs are rounded."""
     if duration.steps is not None:
         return duration.steps
     assert duration.epochs is not None
     last = piece_at(pieces, end - 1)
-    steps = duration.epochs * (recipe.train_samples / last.global_batch)
+    steps = duration.epochs * (samples / last.global_batch)
     if last.step == 0 or steps <= end - last.step:
         return whole(steps)
-    epochs = duration.epochs - (end - last.step) * last.global_batch / recipe.train_samples
+    epochs = duration.epochs - (end - last.step) * last.global_batch / samples
     rest = Duration.model_construct(epochs=epochs)
-    return end - last.step + steps_to_end(pieces, recipe, rest, end=last.step)
+    return end - last.step + steps_to_end(pieces, samples, rest, end=last.step)
 
 
 def whole(steps: float, rounding: Rounding = round) -> int:
@@ -155,10 +157,7 @@ def whole(steps: float, rounding: Rounding = round) -> int:
 
 
 def steps_of(duration: Duration, *, samples: int, global_batch: int) -> int:
-    """Return a length as updates of one global batch: the nearest number, but at least one.
-
-    `samples` are those of an epoch.
-    """
+    """Return a length as updates of one global batch: the nearest number, but at least one."""
     if duration.steps is not None:
         return duration.steps
     assert duration.epochs is not None
@@ -181,13 +180,10 @@ def within(pieces: Pieces, steps: range) -> list[tuple[BatchPiece, range]]:
     return [(piece, part) for piece, part in zip(pieces, cut, strict=True) if part]
 
 
-def _count(
-    piece: BatchPiece, recipe: Recipe, duration: Duration, rounding: Rounding = round
-) -> int:
+def _count(piece: BatchPiece, samples: int, duration: Duration, rounding: Rounding = round) -> int:
     """Return the number of updates from the start in a duration that ends in this piece."""
     if duration.steps is not None:
         return duration.steps
     assert duration.epochs is not None
-    samples = recipe.train_samples
     epochs = duration.epochs - piece.position / samples
     return whole(piece.step + epochs * (samples / piece.global_batch), rounding)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe.arithmetic.division import divide_batch
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.pieces import (
     BatchPiece,
     Pieces,
@@ -25,13 +25,16 @@ from largebatch.recipe.arithmetic.pieces import (
     steps_to_end,
     within,
 )
-from largebatch.recipe.polish import Polish
-from largebatch.recipe.problems import set_words
-from largebatch.recipe.recipe import Recipe, require_backend
+from largebatch.recipe.keys import BatchSizes, Evaluation
+from largebatch.recipe.polish import SWA, Polish
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import MAX_UPDATES, Duration
 
 MAX_EVALUATIONS = 100_000
 """Evaluations of a run: to plan more of them would take longer than a second."""
+
+DEVICE_BATCH_LIMIT = 256
+"""The largest device batch that is chosen by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +57,6 @@ class Plan:
 
     sync_workers: int = 1
     """Number of adjacent workers that share each span in training; 1: each holds whole spans."""
-
-    parts: int = 1
-    """Number of parts of a global batch, of consecutive samples, that Adasum combines."""
 
     train_samples: int
     """Number of training images, without held-out ones."""
@@ -146,6 +146,10 @@ class Plan:
         found = self.sized(range(step, step + 1), otherwise=otherwise)
         return found[0][1] if found else otherwise
 
+    def measuring(self, *, workers: int, device_batch: int | None) -> "Plan":
+        """Return the plan of an evaluation or a polishing, whose positions are not of updates."""
+        return replace(self, workers=workers, device_batch=device_batch or self.device_batch)
+
     def batch_at(self, step: int) -> int:
         """Return the global batch of this update."""
         return piece_at(self.pieces, step).global_batch
@@ -168,90 +172,144 @@ class Plan:
         """Return the positions of one device batch.
 
         The workers' device batches of one micro-batch are adjacent, so the samples that share
-        BatchNorm statistics are the same consecutive ones however the global batch is divided. For
-        Adasum, whose parts are consecutive too, the device batches of one worker are adjacent, and
-        each holds whole spans.
+        BatchNorm statistics are the same consecutive ones however the global batch is divided.
         """
-        if self.parts > 1:
-            place = rank * self.accumulation + micro
-            start = self.position(step) + place * self.device_batch
-            return range(start, start + self.device_batch)
         per_micro = self.workers * self.device_batch
         start = self.position(step) + micro * per_micro + rank * self.device_batch
         return range(start, start + self.device_batch)
 
 
-def make_plan(recipe: Recipe, *, workers: int) -> Plan:
-    """Divide a recipe over workers.
+def make_plan(recipe: Recipe, *, workers: int = 1, backend: str | None = None) -> Plan:
+    """Divide a recipe over workers, and check that the backend of this name can train it.
 
     If `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
     BatchNorm spans in a device batch are preferred; if a worker's share has none, several workers
-    share each span. The device batch is the same in all pieces of a batch schedule.
+    share each span. The device batch is the same in all pieces of a batch schedule. With a
+    protocol it is a learner's mini-batch, and an update takes whole mini-batches, whichever
+    learners compute them.
 
     Raises PlanError if a global batch cannot be divided so, RecipeError if the recipe's own lengths
-    contradict each other.
+    contradict each other, or for the backend.
     """
-    device_batch = divide_batch(recipe, workers=workers)
-    batch, samples, pieces = recipe.batch, recipe.train_samples, find_pieces(recipe)
-    accumulation = batch.global_batch // (workers * device_batch)
-    if recipe.protocol is not None:
-        accumulation = 1  # an update takes whole mini-batches, whichever learners compute them
+    if backend is not None:
+        recipe.require_backend(backend)
+    batch, samples, protocol = recipe.batch, recipe.train_samples, recipe.protocol
+    if protocol is None:
+        noise = "noise_scale" in recipe.monitor
+        asked = recipe.execution.device_batch
+        device_batch = _divide(batch, workers=workers, asked=asked, measures_noise=noise)
+        accumulation = batch.global_batch // (workers * device_batch)
+    else:
+        if backend is not None:
+            protocol.require_workers(workers)
+        device_batch, accumulation = protocol.mini_batch(batch.global_batch), 1
+    pieces = find_pieces(batch, samples=samples)
     polish = recipe.polish or Polish.model_construct()
     clean, swa, affine = polish.clean, polish.swa, polish.affine
-    steps = _count_steps(recipe, pieces)
+    steps = steps_from_start(pieces, samples, recipe.duration, math.ceil)
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
+            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
+        )
+    warmup, first = 0, batch.global_batch
+    if recipe.schedule.warmup is not None:  # in updates of the first batch
+        warmup = steps_of(recipe.schedule.warmup, samples=samples, global_batch=first)
+        warmup = steps_for(pieces, warmup * first)
     plan = Plan(
         workers=workers,
-        global_batch=batch.global_batch,
+        global_batch=first,
         device_batch=device_batch,
         accumulation=accumulation,
         batch_changes=pieces[1:],
         bn_span=batch.bn_span,
         sync_workers=max(1, (batch.bn_span or 1) // device_batch),
-        parts=recipe.reduction.parts or 1,
         train_samples=samples,
         val_samples=recipe.data.val_split,
         steps=steps,
-        warmup_steps=_count_warmup(recipe, pieces),
-        clean_steps=steps_to_end(pieces, recipe, clean, end=steps) if clean else 0,
-        swa_steps=steps_to_end(pieces, recipe, swa.over, end=steps) if swa else 0,
+        warmup_steps=warmup,
+        clean_steps=steps_to_end(pieces, samples, clean, end=steps) if clean else 0,
+        swa_steps=steps_to_end(pieces, samples, swa.over, end=steps) if swa else 0,
         swa_every=steps_of(swa.every, samples=samples, global_batch=batch.last) if swa else 0,
         affine_steps=steps_of(affine, samples=samples, global_batch=batch.last) if affine else 0,
-        evaluate_after=_evaluations(recipe, pieces, steps=steps),
+        evaluate_after=_evaluations(recipe.evaluation, pieces, samples=samples, steps=steps),
     )
-    _require_lengths(recipe, plan)
-    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps))
+    _require_lengths(plan, ema=polish.ema, swa=swa)
+    sizes = find_sizes(recipe.data, pieces, samples=samples, end=plan.train_steps)
+    return replace(plan, sizes=sizes)
 
 
-def plan_run(recipe: Recipe, *, workers: int, backend: str) -> Plan:
-    """Plan a run on these workers.
+def _divide(batch: BatchSizes, *, workers: int, asked: int | None, measures_noise: bool) -> int:
+    """Return the device batch; raise PlanError if a global batch cannot be divided."""
+    common = math.gcd(*batch.by_key.values())  # its divisors divide the batch of every piece
+    over = f"over {plural(workers, 'worker')}"
+    for key, size in batch.by_key.items():
+        if workers < 1 or size % workers:
+            raise PlanError(
+                f"{key}: {size} samples cannot be divided {over}; possible numbers "
+                f"of workers: {_some(_divisors(common))}"
+            )
+    span = batch.bn_span or 1
+    possible = device_batches(common // workers, workers=workers, span=span)
+    if measures_noise:  # which compares a device batch of whole spans with the global batch
+        least = min(batch.by_key.values())
+        possible = [size for size in possible if size % span == 0 and size < least]
+        if not possible:
+            raise PlanError(
+                f"monitor: noise_scale needs a device batch of whole BatchNorm spans ({span}) that "
+                f"is smaller than the global batch ({least}); on {workers} workers there is none"
+            )
+    if asked is None:
+        whole = [size for size in possible if size % span == 0] or possible
+        fitting = [size for size in whole if size <= DEVICE_BATCH_LIMIT]
+        return max(fitting, default=min(whole))
+    if asked not in possible:
+        key, size = next(
+            ((key, size) for key, size in batch.by_key.items() if size // workers % asked),
+            ("batch.global_batch", common),
+        )
+        raise PlanError(
+            f"a device batch of {asked} does not divide {key} ({size}) {over} "
+            f"into whole BatchNorm spans ({span}); possible device batches: {_some(possible)}"
+        )
+    return asked
 
-    Raises as make_plan and require_workers, and RecipeError if the backend of this name cannot
-    train the recipe.
+
+def device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
+    """Return the divisors of a worker's share that keep every span whole, smallest first.
+
+    Either a device batch holds whole spans, or a group of workers holds one span. At least one is
+    possible: the greatest common divisor of share and span, since the global batch is a multiple of
+    both.
+
+    >>> device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
+    [12, 24]
+    >>> device_batches(96, workers=1, span=48)
+    [48, 96]
     """
-    require_backend(recipe, backend)
-    plan = make_plan(recipe, workers=workers)
-    require_workers(recipe, workers=workers)
-    return plan
+    return [
+        size
+        for size in _divisors(per_worker)
+        if size % span == 0 or (span % size == 0 and workers % (span // size) == 0)
+    ]
 
 
-def require_workers(recipe: Recipe, *, workers: int) -> None:
-    """Raise PlanError where a recipe's protocol is for another number of workers."""
-    protocol = recipe.protocol
-    if protocol is None or workers == protocol.workers:
-        return
-    servers = f" + {protocol.dedicated} servers" if protocol.dedicated else ""
-    raise PlanError(
-        f"protocol has {protocol.learners} learners{servers}, which are {protocol.workers} "
-        f"workers, got {workers}: start {protocol.workers} workers, or change protocol.learners"
-    )
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
-def _require_lengths(recipe: Recipe, plan: Plan) -> None:
+def _some(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:12]))
+    return shown if len(numbers) <= 12 else f"{shown}, ... {numbers[-1]}"
+
+
+def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     """Raise RecipeError where a part of the schedule is as long as all of it, or comes after it."""
     for place, piece in enumerate(plan.batch_changes):
         if piece.step >= plan.steps:
             raise RecipeError(
-                f"batch.schedule.{place}.after (step {piece.step}) must lie before the end of the "
+                f"batch.schedule.{place}.after (step {piece.step}) must be before the end of the "
                 f"run ({plan.steps} steps): no update would have that batch"
             )
     parts = {
@@ -265,80 +323,38 @@ def _require_lengths(recipe: Recipe, plan: Plan) -> None:
         shorter = f"{{steps: {max(1, plan.steps // 8)}}}" if plan.steps > 1 else "null"
         raise RecipeError(
             f"{found} must be shorter than duration ({plan.steps} steps): train longer, or add "
-            + " ".join(set_words(key, shorter) for key in long)
+            + " ".join(f"--set '{key}={shorter}'" for key in long)
         )
     if plan.swa_steps and plan.swa_every >= plan.swa_steps:
         raise RecipeError(
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
             f"({plan.swa_steps} steps): the mean would hold one state of the weights"
         )
-    _require_interval(recipe, plan)
-    ema = recipe.polish.ema if recipe.polish else None
+    begin = plan.steps - plan.swa_steps
+    changes = [piece.step for piece in plan.batch_changes if piece.step > begin]
+    if swa is not None and swa.every.steps is None and changes:
+        raise RecipeError(
+            f"polish.swa.every: {swa.every.epochs:g} epochs are not as many updates before and "
+            f"after the change of the batch at step {changes[-1]}; give it in steps, or a shorter "
+            "polish.swa.over"
+        )
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(
             f"polish.ema ({ema:g}) reaches back over {1 / (1 - ema):,.0f} updates and the schedule "
-            f"has {plan.steps:,}: the EMA would hold weights from the start; give less than "
-            f"{1 - 1 / plan.steps:.6g}"
+            f"has {plan.steps:,}; give less than {1 - 1 / plan.steps:.6g}"
         )
 
 
-def _require_interval(recipe: Recipe, plan: Plan) -> None:
-    """Raise RecipeError where an interval in epochs would change with the batch."""
-    swa = recipe.polish.swa if recipe.polish else None
-    first = plan.steps - plan.swa_steps
-    if swa is None or swa.every.steps is not None or not plan.batch_changes:
-        return
-    if first < plan.batch_changes[-1].step:
-        raise RecipeError(
-            f"polish.swa.over (from step {first}) begins before the last change of batch.schedule "
-            f"(step {plan.batch_changes[-1].step}), so that {swa.every.epochs:g} epochs are not as "
-            "many updates throughout; give polish.swa.every in steps, or a shorter over"
-        )
-
-
-def _count_steps(recipe: Recipe, pieces: Pieces) -> int:
-    """Return the updates of the schedule; raise RecipeError where they are too many."""
-    steps = steps_from_start(pieces, recipe, recipe.duration, math.ceil)
-    if steps > MAX_UPDATES:
-        raise RecipeError(
-            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
-            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
-        )
-    return steps
-
-
-def _count_warmup(recipe: Recipe, pieces: Pieces) -> int:
-    """Return the updates of the warm-up, whose length is in updates of the first batch."""
-    warmup, batch = recipe.schedule.warmup, recipe.batch.global_batch
-    if warmup is None:
-        return 0
-    steps = steps_of(warmup, samples=recipe.train_samples, global_batch=batch)
-    return steps_for(pieces, steps * batch)
-
-
-def plan_updates(recipe: Recipe) -> Plan:
-    """Plan the updates of a recipe on one worker with any device batch."""
-    return make_plan(recipe.mathematics, workers=1)
-
-
-def measuring_plan(recipe: Recipe, *, workers: int) -> Plan:
-    """Plan an evaluation or a polishing on any number of workers, with any device batch.
-
-    Its positions are not those of updates: use it for forward passes only.
-    """
-    alone = plan_updates(recipe)
-    device_batch = recipe.execution.device_batch or alone.device_batch
-    return replace(alone, workers=workers, device_batch=device_batch)
-
-
-def _evaluations(recipe: Recipe, pieces: Pieces, *, steps: int) -> tuple[int, ...]:
+def _evaluations(
+    section: Evaluation, pieces: Pieces, *, samples: int, steps: int
+) -> tuple[int, ...]:
     """Return the numbers of updates after which accuracy is measured within the schedule."""
-    every, offset = recipe.evaluation.every_epochs, recipe.evaluation.offset_epochs
+    every, offset = section.every_epochs, section.offset_epochs
     if every is None:
         return ()
-    last_epoch = position_at(pieces, steps) / recipe.train_samples
+    last_epoch = position_at(pieces, steps) / samples
     smallest = min(piece.global_batch for piece in pieces)
-    each_step = every * (recipe.train_samples / smallest) <= 1  # not possible more often
+    each_step = every * (samples / smallest) <= 1  # not possible more often
     number = steps if each_step else round(last_epoch / every)
     if number > MAX_EVALUATIONS:
         raise RecipeError(
@@ -347,7 +363,7 @@ def _evaluations(recipe: Recipe, pieces: Pieces, *, steps: int) -> tuple[int, ..
         )
 
     def at(epoch: float) -> int:
-        return steps_from_start(pieces, recipe, Duration.model_construct(epochs=epoch))
+        return steps_from_start(pieces, samples, Duration.model_construct(epochs=epoch))
 
     if each_step:
         return tuple(range(at(offset), steps + 1))

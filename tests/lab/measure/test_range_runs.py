@@ -115,7 +115,7 @@ def test_the_losses_are_those_of_plain_pytorch_whatever_the_division(
 
 def test_everything_but_the_rate_is_the_recipes() -> None:
     """Its seed, optimizer, batch, span, images, augmentation, loss, precision, reduction."""
-    changes = ("reduction={kind: adasum, parts: 2}", "monitor=gradient_norm", "precision=bf16")
+    changes = ("reduction.dtype=bf16", "monitor=gradient_norm", "precision=bf16")
     recipe = load_recipe("digits_96", changes)
     (derived,) = plan_range(recipe, low=0.05, high=0.5, steps=41).runs
     differ = {

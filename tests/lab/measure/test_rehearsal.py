@@ -43,7 +43,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(changes: Sequence[
     images, labels = random_batch(
         plan.device_batch, recipe.data.image_size, classes=10, device=torch.device("cpu")
     )
-    measured = activation_bytes(model, build_criterion(recipe), images, labels)
+    measured = activation_bytes(model, build_criterion(recipe.loss), images, labels)
     assert rehearse(recipe, workers=1).memory.activations == measured
 
 

@@ -122,7 +122,6 @@ def test_nvidias_and_googles_entries_break_none_and_fujitsus_breaks_these() -> N
         ("model.name=resnet50d", "model.name"),
         ("model.arguments={drop_rate: 0.1}", "model.arguments"),
         ("model.weights=others.pth", "model.weights"),
-        ("reduction={kind: adasum, parts: 16}", "reduction.kind"),
         ("polish={ema: 0.99}", "polish.ema"),
         ("evaluation.offset_epochs=0", None),
         ("evaluation.offset_epochs=3.5", "evaluation.offset_epochs"),

@@ -209,12 +209,6 @@ def test_one_measured_device_does_not_predict_a_node_of_two() -> None:
         pytest.param(["execution.device_batch=21"], 2048, "28 to 208", id="small"),
         pytest.param([], 64, "one micro-batch", id="accumulation"),
         pytest.param(["optimizer={kind: lamb, weight_decay: 0.1}"], 2048, "of lamb", id="LAMB"),
-        pytest.param(
-            ["reduction={kind: adasum, parts: 2048, dtype: fp32}"],
-            2048,
-            "adasum",
-            id="Adasum",
-        ),
     ],
 )
 def test_what_no_published_run_has_is_named(overrides: list[str], workers: int, text: str) -> None:

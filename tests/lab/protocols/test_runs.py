@@ -18,8 +18,6 @@ from largebatch.lab.protocols.stage import _Segment, require_tensors
 from largebatch.models import affine_parameters
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import time_limit
-from largebatch.runs.options import Options
 from largebatch.tracking.events import Step
 from largebatch.training.step_log import StepLog
 
@@ -158,13 +156,6 @@ def test_updates_that_cannot_be_recorded_are_undone(
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     assert [each["step"] for each in log(tmp_path / "run", "step")][-2:] == [2, 3]
     assert [one["update"] for one in arrivals(tmp_path / "run")] == [0, 1, 2, 3]
-
-
-def test_a_server_without_a_learner_does_not_watch_the_time_limit() -> None:
-    options = Options(out=Path(), time_limit=3600.0)
-    limits = [time_limit(recipe(HARDSYNC), options, rank=rank) for rank in range(3)]
-    assert limits == [3600.0, 3600.0, None]
-    assert time_limit(recipe(), options, rank=2) == 3600.0
 
 
 def test_more_servers_than_tensors_are_refused() -> None:

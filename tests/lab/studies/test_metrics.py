@@ -23,7 +23,7 @@ from largebatch.lab.studies.metrics import (
     ratio,
     robustness,
 )
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.report.run import Run, read_run
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
@@ -44,7 +44,7 @@ def a_run(folder: Path) -> FakeRun:
 
 def reread(run: FakeRun) -> Run:
     folder = run.write()
-    (folder / "recipe.yaml").write_text(dump_recipe(load_recipe(DIGITS)), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(dump_yaml(load_recipe(DIGITS)), encoding="utf-8")
     return read_run(folder)
 
 

@@ -166,5 +166,5 @@ def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     assert found["peak_lr"] == [0.5] * 3
     assert found["Worst drop, points"] == pytest.approx([35.0, 81.0, 0.0], abs=0.01)
     assert found["Diverged"] == [0, 0, 1]
-    assert len(page.sections[1].parts) == 4 + 1
+    assert len(page.sections[1].parts) == 2 + 1
     assert "<svg" in page.html()

@@ -1,6 +1,5 @@
 """Studies of scaling: their cells, rates bit for bit, and efficiency."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from on_hosts import needs_hosts
 from short_studies import SCALING, cells_in, write_study
 
-from largebatch.lab.studies.hosts import Start
 from largebatch.lab.studies.runner import study
 from largebatch.lab.studies.scaling import ScalingCell, make_page, rows_of
 from largebatch.lab.studies.store import Store
@@ -56,7 +54,8 @@ def made(folder: Path) -> dict[str, Any]:
         cell.name: {
             f"seed-{seed}": {
                 "seed": seed,
-                "start": asdict(Start(seconds=[SECONDS[cell.name] * (1 + 0.01 * seed)] * 3)),
+                "late": 0.0,
+                "seconds": [SECONDS[cell.name] * (1 + seed / 100)],
             }
             for seed in (1, 2, 3)
         }
@@ -102,4 +101,4 @@ def test_real_starts_in_one_host_and_on_hosts(tmp_path: Path) -> None:
     for cell in cells_here(tmp_path).values():
         record = Store(tmp_path / "out").read(cell, cell.slots[0])
         assert record is not None
-        assert len(record["start"]["seconds"]) == 4
+        assert len(record["seconds"]) == 4

@@ -128,5 +128,5 @@ def test_a_real_start_of_each_layout(tmp_path: Path) -> None:
     for cell in cells_here(tmp_path).values():
         record = Store(out).read(cell, cell.slots[0])
         assert record is not None
-        assert len(record["start"]["seconds"]) == 4
-        assert min(record["start"]["seconds"]) > GRADIENT
+        assert len(record["seconds"]) == 4
+        assert min(record["seconds"]) > GRADIENT

@@ -81,8 +81,8 @@ def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
         run.records.append({"event": "system", "stage": "train", "step": step, **record})
     found = usage_of(read_run(run.write()))
     cpu = (table["cpu_percent"] * seconds).sum() / 100
-    assert found.cpu_seconds == pytest.approx(cpu)
-    assert found.cores == pytest.approx(cpu / seconds[:, 0].sum())
-    assert found.peak_memory_bytes == table["peak_memory_bytes"][-1].sum()
-    assert found.gpu_percent == pytest.approx(75)
-    assert math.isnan(found.gpu_memory_bytes)
+    assert found["cpu_seconds"] == pytest.approx(cpu)
+    assert found["cores"] == pytest.approx(cpu / seconds[:, 0].sum())
+    assert found["peak_memory_bytes"] == table["peak_memory_bytes"][-1].sum()
+    assert found["gpu_percent"] == pytest.approx(75)
+    assert math.isnan(found["gpu_memory_bytes"])

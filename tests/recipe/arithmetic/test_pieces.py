@@ -14,11 +14,10 @@ from schedules_of import course_of, schedule_of
 
 from largebatch.cli.main import USER, main
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe.arithmetic.describe import describe_spans
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.writing import dump_recipe
+from largebatch.recipe.writing import dump_yaml
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 DIGITS = FOLDER / "quickstart" / "digits_96.yaml"
@@ -151,7 +150,7 @@ def test_between_two_updates_of_the_first_batch_the_policy_is_the_formula(batch:
     change = f"{{after: {{steps: 10}}, global_batch: {batch}, lr_factor: 1.5}}"
     recipe = digits(
         *("duration={steps: 30}", "polish=null", f"batch.schedule=[{change}]"),
-        "schedule={peak_lr: 2.0, warmup: {steps: 4}, decay: {kind: poly, power: 2, end_lr: 0.0}}",
+        "schedule={peak_lr: 2.0, warmup: {steps: 4}, decay: {kind: polynomial}}",
     )
     rate = schedule_of(recipe)
     total = math.ceil((10 * 96 + 20 * batch) / 96)
@@ -164,7 +163,7 @@ def test_between_two_updates_of_the_first_batch_the_policy_is_the_formula(batch:
 
 def test_a_batch_schedule_is_read_back_as_it_was_written() -> None:
     recipe = digits(DOUBLED)
-    assert parse_recipe(dump_recipe(recipe)) == recipe
+    assert parse_recipe(dump_yaml(recipe)) == recipe
     assert recipe.batch.last == 192
 
 
@@ -179,20 +178,19 @@ def change(**values: object) -> str:
         pytest.param(
             [change(after={"epochs": 20}), change()],
             RecipeError,
-            r"batch.schedule.1.after \(step 224\) must come later than that of batch.schedule.0 "
-            r"\(step 299\): .* no sample is left out or shown twice",
+            r"batch.schedule.1.after \(step 224\) .* step 299",
             id="in another order",
         ),
         pytest.param(
             [change(), change(after={"epochs": 10.001})],
             RecipeError,
-            r"schedule.1.after \(step 150\) must come later .*\(step 150\)",
+            r"schedule.1.after \(step 150\) .* step 150",
             id="no update between them",
         ),
         pytest.param(
             [change(after={"epochs": 50})],
             RecipeError,
-            r"schedule.0.after \(step 748\) must lie before the end of the run \(599 steps\)",
+            r"schedule.0.after \(step 748\) .* \(599 steps\)",
             id="after the end",
         ),
         pytest.param(
@@ -204,8 +202,7 @@ def change(**values: object) -> str:
         pytest.param(
             [change(global_batch=240)],
             PlanError,
-            r"the global batch \(batch.schedule.0.global_batch\) of 240 cannot be divided over 32 "
-            "workers; possible numbers of workers: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48$",
+            "batch.schedule.0.global_batch: 240 .*: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48$",
             id="no whole share",
         ),
     ],
@@ -220,13 +217,10 @@ def test_a_batch_schedule_that_cannot_be_is_refused_by_its_key(
 def test_a_device_batch_that_does_not_divide_a_later_batch_is_refused_with_possible_ones() -> None:
     recipe = digits("batch.schedule=[{after: {epochs: 10}, global_batch: 144, lr_factor: 1}]")
     assert make_plan(recipe, workers=1).device_batch == 48
-    with pytest.raises(PlanError, match=r"batch of 96 .* 144 samples of batch.schedule.0.* 48$"):
+    with pytest.raises(PlanError, match=r"batch of 96 .* batch.schedule.0.*144.* 48$"):
         make_plan(recipe.with_execution(device_batch=96), workers=1)
     shared = make_plan(recipe, workers=6)
     assert (shared.device_batch, shared.sync_workers) == (8, 6)
-    assert describe_spans(shared).endswith(
-        "(a worker's 8 samples of the global batch are no whole spans)"
-    )
 
 
 def test_the_command_line_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +233,7 @@ def test_the_command_line_refuses_in_one_line(capsys: pytest.CaptureFixture[str]
 def test_the_plan_has_a_row_for_each_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(DIGITS), "--workers", "2", "--set", DOUBLED]) == 0
     shown = capsys.readouterr().out
-    assert "global batch  96 = 2 workers x 1 micro-batches x 48\n" in shown
+    assert "global batch  96 = 2 workers x 1 micro-batch x 48\n" in shown
     row = "from 150  192 = 2 workers x 2 micro-batches x 48, epoch 10.02, learning rate of the"
     assert row in shown
     assert "samples seen  57,600 (40.08 epochs)" in shown

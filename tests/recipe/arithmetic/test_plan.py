@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.arithmetic.describe import describe_spans
-from largebatch.recipe.arithmetic.plan import make_plan, measuring_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
@@ -65,29 +65,19 @@ def test_the_device_batch_is_the_largest_that_holds_whole_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "device_batch", "message"),
+    ("workers", "device_batch", "possible"),
     [
-        (
-            *(5, None),
-            "96 cannot be divided over 5 workers; possible numbers of workers: 1, 2, 3, 4, .* 96$",
-        ),
-        (0, None, "cannot be divided over 0 workers"),
-        (
-            1,
-            32,
-            "device batch of 32 does not divide .* spans of 48; possible device batches: 48, 96",
-        ),
-        (
-            *(2, 16),  # three workers would have to share a span
-            "48 samples into whole .* spans of 48, nor a span evenly .*; possible .*: 24, 48$",
-        ),
-        (4, 8, "possible device batches: 12, 24$"),
+        (5, None, "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96"),
+        (0, None, "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96"),
+        (1, 32, "48, 96"),
+        (2, 16, "24, 48"),  # three workers would have to share a span
+        (4, 8, "12, 24"),
     ],
 )
-def test_a_batch_that_cannot_be_divided_is_refused(
-    workers: int, device_batch: int | None, message: str
+def test_a_batch_that_cannot_be_divided_is_refused_with_possible_numbers(
+    workers: int, device_batch: int | None, possible: str
 ) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=f": {possible}$"):
         make_plan(digits().with_execution(device_batch=device_batch), workers=workers)
 
 
@@ -124,7 +114,7 @@ def test_every_division_of_the_global_batch_has_a_plan_with_whole_spans(
 
 def test_measuring_takes_any_device_batch_and_whole_spans_for_statistics() -> None:
     for device_batch, whole in ((None, 96), (5, 48), (48, 48), (60, 96)):
-        plan = measuring_plan(digits().with_execution(device_batch=device_batch), workers=5)
+        plan = make_plan(digits()).measuring(workers=5, device_batch=device_batch)
         assert (plan.workers, plan.device_batch) == (5, device_batch or 96)
         assert (plan.statistics_batch, plan.sync_workers) == (whole, 1)
 
