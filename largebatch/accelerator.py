@@ -106,11 +106,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seed(number: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of one device.
-
-    torch.manual_seed takes half a millisecond without a GPU: for every missing type of device it
-    records the call with the whole stack.
-    """
+    """Seed the generators of the CPU and of one device; torch.manual_seed takes half a ms."""
     torch.default_generator.manual_seed(number)
     if is_remote(device):
         torch.get_device_module(device).manual_seed(number)
@@ -133,10 +129,7 @@ def usage(device: torch.device) -> tuple[float, float]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped
-    """Launch a Triton kernel outside of compiled graphs, with 8 warps a program.
-
-    Triton launches on the current device; that of the first argument, a tensor, may be another.
-    """
+    """Launch a Triton kernel on the device of its first argument, with 8 warps a program."""
     assert isinstance(args[0], torch.Tensor)
     with torch.accelerator.device_index(args[0].device.index):
         kernel[grid](*args, num_warps=8, **constants)

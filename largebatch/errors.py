@@ -24,11 +24,7 @@ def shorten(words: Sequence[str], *, most: int = SHOWN, between: str = ", ") -> 
 
 
 def clip(text: str, most: int) -> str:
-    """Truncate a text to `most` characters and append its length.
-
-    >>> clip("conv" * 5_000, 16)
-    'convconvconvconv... (20,000 characters)'
-    """
+    """Truncate a text to `most` characters and append its length."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
@@ -55,9 +51,6 @@ def nearest(
     """Return a "did you mean" question with the closest known names, or `otherwise` if none is.
 
     `cutoff` is the minimum similarity, from 0 to 1, of a close name.
-
-    >>> nearest("momentun", ["eta", "momentum"], otherwise="`largebatch explain` lists them")
-    "did you mean 'momentum'?"
     """
     close = difflib.get_close_matches(name[:LONGEST_NAME], list(known), n=most, cutoff=cutoff)
     return f"did you mean {', '.join(map(repr, close))}?" if close else otherwise

@@ -26,6 +26,7 @@ NEEDS = {
     "photographs",
     "ImageNet",
     "ImageNet and GPUs",
+    "ImageNet and weights",
     "the archives of Fashion-MNIST",
     "the network",
 }

@@ -141,7 +141,7 @@ def arguments() -> argparse.Namespace:
 
 def default_batch() -> int:
     """Return 256, or the largest power of two that fits the device's memory."""
-    memory = accelerator.memory_bytes() if accelerator.count() else 2**34
+    memory = torch.accelerator.get_memory_info()[1] if accelerator.count() else 2**34
     return min(256, 1 << max(0, (memory // IMAGE_BYTES).bit_length() - 1))
 
 

@@ -1,7 +1,7 @@
 """Audit of a training loop on several workers: compare its updates with those of one process.
 
-`auditing` is the call, `updates` makes the script's own updates, and the other modules are checks.
-`restoring` undoes everything; `ranks` keeps the workers together when one of them fails.
+`auditing` is the call and makes the script's own updates; the other modules are checks. `restoring`
+undoes everything; `ranks` keeps the workers together when one of them fails.
 """
 
 from largebatch.audit.auditing import audit as audit

@@ -7,25 +7,28 @@ between two exchanges, after which all of them continue or all of them stop.
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from largebatch import accelerator
+from largebatch.audit import norms
 from largebatch.audit.evaluation import check_evaluation
-from largebatch.audit.findings import Finding, Findings, fault, fine, note, unknown
-from largebatch.audit.randomness import check_augmentation
+from largebatch.audit.findings import Finding, Findings, Level, fault, fine, note, unknown
+from largebatch.audit.gradient import check_gradient
+from largebatch.audit.randomness import check_augmentation, check_dropout
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
-from largebatch.audit.rates import require_base
-from largebatch.audit.restoring import held_by, restored
+from largebatch.audit.rates import check_rates, require_base
+from largebatch.audit.recording import Recorder
+from largebatch.audit.reference import option_of, reference_of
+from largebatch.audit.replicas import ReplicaCheck, averaged_tensors, check_modes, check_moves
+from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.samples import check_samples
-from largebatch.audit.subject import Checker, Forward, Step, Subject
-from largebatch.audit.updates import check_updates
+from largebatch.audit.subject import Forward, Step, Subject
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
@@ -33,13 +36,8 @@ from largebatch.errors import BackendError, PeerLostError, shorten
 from largebatch.formatting import plural
 from largebatch.models.wrappers import device_of, has_divided_weights, local_model, uncompiled
 
-CHECKS: tuple[Checker, ...] = (
-    check_updates,
-    check_samples,
-    check_augmentation,
-    check_evaluation,
-)
-"""The checks, in the order in which they run."""
+_MOST_CALLS = 64
+"""Largest number of calls of the step per update; a step that needs more is taken to make none."""
 
 
 def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check needs
@@ -117,8 +115,7 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
 
 def _check_world(ranks: Ranks) -> Finding:
     """Compare the number of connected workers with the variables of launchers."""
-    local, hosts = ranks.backend.local_size, ranks.gather(socket.gethostname())
-    size, idle = plural(ranks.size, "worker"), accelerator.count() - local
+    hosts, size = ranks.gather(socket.gethostname()), plural(ranks.size, "worker")
     started = {"launcher": launched_size(), "command srun": slurm_tasks()}
     what, most = max(started.items(), key=lambda it: it[1])
     if most > ranks.size:
@@ -126,10 +123,6 @@ def _check_world(ranks: Ranks) -> Finding:
         remedy = "initialise the process group from the launcher's variables: init_process_group "
         remedy += "with env://, or hvd.init, and torchrun with --nnodes and a --rdzv-endpoint"
         return fault("world size", text, remedy, float(most))
-    if idle > 0:
-        text = f"{size} connected; {local} on a machine where each sees {local + idle} GPUs"
-        remedy = f"start {local + idle} workers on each machine, or ignore this if that is meant"
-        return note("world size", text, remedy, float(idle))
     text = f"{size} on {plural(len(set(hosts)), 'host')}, as launched"
     return fine("world size", text, figure=float(ranks.size))
 
@@ -170,7 +163,6 @@ def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the argu
 
 
 def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
-    """Make an update with a batch."""
     subject.optimizer.zero_grad()
     subject.loss_on(subject.model, batch)[0].backward()
     subject.optimizer.step()
@@ -178,23 +170,175 @@ def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the
 
 def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
     """Run all checks, restore everything after each, and add their findings to `found`."""
-    for check in CHECKS:
+    objects = [subject.model, subject.averaged, subject.optimizer]
+    loaders = [subject.loader, subject.val_loader]
+    functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
+    for check in (check_updates, check_samples, check_augmentation, check_evaluation):
+        copied = restored(objects, loaders, [*functions, subject.forward])
         with ExitStack() as stack, uncompiled():
+            enter = partial(stack.enter_context, copied)
             try:
-                _restore_after(stack, subject, ranks)
+                ranks.attempt("gradient scale", "copying the model, to restore it,", enter)
                 found += check(subject, ranks)
             except StoppedError as stopped:
                 if all(it.text != str(stopped) for it in found):  # several checks use the loader
                     found.append(stopped.finding)
 
 
-def _restore_after(stack: ExitStack, subject: Subject, ranks: Ranks) -> None:
-    """Copy what a check may change, and restore it when the stack ends."""
-    objects = [subject.model, subject.averaged, subject.optimizer]
-    loaders = [subject.loader, subject.val_loader]
-    functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
-    functions.append(subject.forward)
-    copied = restored(objects, loaders, functions)
-    what = "copying the model, to restore it,"
-    remedy = "run the model once before the audit; copies of it and of the optimizer need memory"
-    ranks.attempt("gradient scale", what, lambda: stack.enter_context(copied), remedy=remedy)
+def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
+    """Make updates as the script does, and check each; the caller restores everything."""
+    optimizer, model, averaged = (
+        _without_wrappers(subject.optimizer),
+        subject.inner,
+        subject.averaged,
+    )
+    are_broadcast = getattr(subject.model, "broadcast_buffers", False)
+    replicas = ReplicaCheck(model, optimizer, averaged, ranks, are_broadcast=are_broadcast)
+    replicas.compare("at the start")
+    distances = [norms.distance_of_statistics(model, ranks)]
+    before = norms.tracked(model)
+    recorder = Recorder(
+        model,
+        optimizer,
+        lambda micros: reference_of(micros, subject, ranks.size),
+        sends_float16=_sends_float16(subject.model),
+        averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
+    )
+    found = check_dropout(model, ranks)
+    batches: list[Any] = []
+    with recorder.recording():
+        found += _make_updates(subject, ranks, recorder, batches)
+    counts = ranks.gather(len(recorder.updates))
+    number = min(counts)
+    if number < max(counts):  # the step failed on some workers, after which they are not equal
+        return found + replicas.findings(0)
+    replicas.compare(f"after {plural(number, 'update')}")
+    distances.append(norms.distance_of_statistics(model, ranks))
+    found += replicas.findings(number)
+    found += check_moves(recorder.moves, ranks)
+    found += check_modes(model, recorder.evaluated, ranks)
+    found += norms.check_span(model, recorder.norm_samples, ranks)
+    micros = max((it.micros for it in recorder.updates), default=1)
+    found += norms.check_momentum(model, before, recorder.passes, micros=micros)
+    found += check_rates(subject, recorder.updates, ranks)
+    found += norms.check_statistics(model, distances)
+    if averaged is not None:
+        try:  # the other findings on these updates are kept
+            found += norms.check_averaged(before, batches, subject, ranks)
+        except StoppedError as stopped:
+            found.append(stopped.finding)
+    return found
+
+
+def _make_updates(
+    subject: Subject, ranks: Ranks, recorder: Recorder, batches: list[Any]
+) -> list[Finding]:
+    """Call the step until it has made its updates; compare each, and keep the first batches."""
+    for parameter in subject.inner.parameters():
+        parameter.grad = None  # what the script has not used yet is restored later
+    weights = [it.detach().clone() for it in recorder.parameters]
+    stream, results, stopped = _endless(subject.loader), list[tuple[int, list[Finding]]](), []
+    try:
+        for _ in range(subject.steps * _MOST_CALLS):
+            batch = ranks.attempt("samples", "the loader", lambda: next(stream))
+            batches += [batch] if len(batches) < subject.steps else []
+            results += _call(batch, subject, ranks, recorder)
+            if len(recorder.updates) >= subject.steps:
+                break
+            if min(ranks.gather(recorder.elsewhere)) > subject.steps:
+                break
+    except StoppedError as error:
+        stopped = [error.finding]
+    found = _worst(results)
+    if any(it.level == "fault" for it in found):
+        return found  # an error is a consequence
+    if stopped or (recorder.updates and not recorder.skipped):
+        return found + stopped
+    if recorder.skipped:
+        text = f"{len(recorder.updates)} updates were made and {recorder.skipped} skipped"
+        remedy = "a GradScaler skips some at first; if it continues, gradients are infinite or NaN"
+        return [*found, note("precision", text, remedy, float(recorder.skipped))]
+    if recorder.elsewhere:
+        text = f"the optimizer has 0 of {plural(len(weights), 'tensor')} of the model"
+        remedy = "make the optimizer from the parameters of the model that is trained, not a copy"
+        pairs = zip(weights, recorder.parameters, strict=True)
+        if all(before.equal(it) for before, it in pairs):
+            text += f", which stays as it is in {plural(recorder.elsewhere, 'step')}"
+            return [fault("updates", text, remedy, 0.0)]
+        return [unknown("updates", f"{text}: what it changes is copied into the model", remedy)]
+    text = f"no update in {subject.steps * _MOST_CALLS:,} calls of step"
+    remedy = "make updates in `step`, with the optimizer that is passed; if it accumulates over "
+    remedy += f"more than {_MOST_CALLS} batches, pass more `steps`"
+    return [unknown("updates", text, remedy)]
+
+
+def _call(
+    batch: Any,  # noqa: ANN401 -- as the loader has it
+    subject: Subject,
+    ranks: Ranks,
+    recorder: Recorder,
+) -> list[tuple[int, list[Finding]]]:
+    """Call the step once; return micro-batches and findings of the updates it made."""
+    made, micros = len(recorder.updates), len(recorder.micros) + 1
+    recorder.give(batch)
+    remedy = "call it without the audit on that worker, which shows the traceback; after an error "
+    remedy += "in backward wrap the model in DistributedDataParallel again"
+    ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)
+    counts = [it[0] for it in ranks.gather([len(recorder.updates), recorder.skipped])]
+    if min(counts) < max(counts):
+        text = f"workers made {min(counts)} to {max(counts)} updates"
+        remedy = "make the update in the same call of `step` on every worker"
+        raise StoppedError(fault("updates", text, remedy, float(min(counts))))
+    names = [name for name, it in subject.inner.named_parameters() if it.requires_grad]
+    weights = option_of(subject.loss_fn, "weight", None)
+    results = []
+    for update in recorder.updates[made:]:
+        found = check_gradient(
+            update, recorder.parameters, names, ranks, has_weights=isinstance(weights, Tensor)
+        )
+        results.append((max(ranks.gather(micros)), found))
+        update.gradients, update.reference = [], None  # frees their memory
+    return results
+
+
+def _worst(results: list[tuple[int, list[Finding]]]) -> list[Finding]:
+    """Return the worst finding of each check over the updates with all their micro-batches.
+
+    The first update may have fewer, if the script counts its micro-batches from another number.
+    """
+    most = max((micros for micros, _ in results), default=0)
+    levels = get_args(Level)
+    worst: dict[str, Finding] = {}
+    for finding in [it for micros, found in results if micros == most for it in found]:
+        before = worst.get(finding.check)
+        if before is None or levels.index(finding.level) < levels.index(before.level):
+            worst[finding.check] = finding
+    return list(worst.values())
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches, in as many epochs as are needed."""
+    number = 1
+    while number:
+        number = 0
+        for number, batch in enumerate(without_iterator(loader), 1):  # noqa: B007 -- used above
+            yield batch
+    raise ValueError("the loader has no batch on this worker")
+
+
+def _without_wrappers(optimizer: Any) -> Optimizer:  # noqa: ANN401 -- of any library
+    """Return the optimizer within those of Accelerate and Lightning."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and inner is not optimizer:
+        return _without_wrappers(inner)
+    if not isinstance(optimizer, Optimizer):
+        text = f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        remedy = "pass the torch.optim.Optimizer that makes the update"
+        raise StoppedError(unknown("gradient scale", text, remedy))
+    return optimizer
+
+
+def _sends_float16(model: nn.Module) -> bool:
+    """Return True if a communication hook of DistributedDataParallel compresses to float16."""
+    hooks = [hook for it in model.modules() for hook, _ in getattr(it, "_comm_hooks", [])]
+    return any("fp16" in getattr(hook, "__name__", "") for hook in hooks)

@@ -15,10 +15,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from largebatch.audit.findings import Finding, fault, fine, note, unknown
-from largebatch.audit.order import Epoch, Numbers, around, torch_loader, whole
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.replicas import depends_on_mode
-from largebatch.audit.samples import Readings, count_readings, numbered_epochs
+from largebatch.audit.samples import (
+    Epoch,
+    Numbers,
+    Readings,
+    around,
+    count_readings,
+    numbered_epochs,
+    torch_loader,
+    whole,
+)
 from largebatch.audit.subject import Subject
 from largebatch.distributed.serial import Serial
 from largebatch.formatting import percent, plural
@@ -100,11 +108,9 @@ def _check_samples(
 def _coverage(readings: Readings, world_size: int) -> Finding:
     size, never, twice = readings.size, readings.never, readings.twice
     if readings.everything:
-        text = f"every worker reads all {plural(size, 'sample')}"
-        return fine("evaluation samples", text)
+        return fine("evaluation samples", f"every worker reads all {plural(size, 'sample')}")
     if not never and not twice:
-        text = f"each of {plural(size, 'sample')} is read once"
-        return fine("evaluation samples", text)
+        return fine("evaluation samples", f"each of {plural(size, 'sample')} is read once")
     moves = max(twice / max(1, size + twice), never / max(1, size))
     text = (
         f"{plural(size, 'sample')}: {never:,} never read, {twice:,} read again"
@@ -194,9 +200,8 @@ def _usual_figures(measure: Measure, epoch: Epoch, ranks: Ranks) -> dict[str, fl
     batches = [measure[numbers] for numbers in epoch.batches() if len(numbers)]
     means = sum(float(batch.mean()) for batch in batches)
     total, number = float(sum(batch.sum() for batch in batches)), int(epoch.sizes.sum())
-    full = int(epoch.sizes.max(initial=0)) * len(batches)
-    everyone = ranks.gather([total, number, means, len(batches), full])
-    totals, numbers, means, counts, fulls = np.array(everyone, dtype=np.float64).T
+    everyone = ranks.gather([total, number, means, len(batches)])
+    totals, numbers, means, counts = np.array(everyone, dtype=np.float64).T
     with np.errstate(invalid="ignore"):  # a worker may have no sample
         own, of_means = totals / numbers, means / counts
     figures = {
@@ -206,7 +211,6 @@ def _usual_figures(measure: Measure, epoch: Epoch, ranks: Ranks) -> dict[str, fl
         "the mean of the worker means": own.mean(),
         "the sum over the workers, not their mean": own.sum(),
         "the sum over the workers of batch means": of_means.sum(),
-        "the sum over full batches, of which some are not full": totals.sum() / fulls.sum(),
         "the sum over the number of batches, not of samples": totals.sum() / counts.sum(),
         "the figure of worker 0's samples": own[0],
     }

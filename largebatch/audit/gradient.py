@@ -7,14 +7,15 @@ of unequal means, the last micro-batch, gradients clipped before they are averag
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from largebatch.audit.comparison import Fit, Transform, compare, compare_alone
 from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.recording import Update
@@ -49,6 +50,69 @@ _OTHER_LOSS = 0.99
 
 _LOST = 0.01
 """Part of a gradient's values that become zero in a type before this is a fault."""
+
+
+Numbers = npt.NDArray[np.float64]
+
+Transform = Callable[[Tensor, nn.Parameter], Tensor]
+"""Function that does to a reference what the script did to its gradient after the reduction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How gradients and a reference compare; arrays have a value for each parameter.
+
+    A Fit over several workers is their mean, and equal on all of them.
+    """
+
+    own: Numbers
+    """Squared lengths of the script's gradients."""
+
+    product: Numbers
+    """Products of the script's gradients with the references."""
+
+    exact: Numbers
+    """Squared lengths of the references."""
+
+    lost: Numbers
+    """Numbers of values that are zero, while those of the references are not."""
+
+    nonzero: Numbers
+    """Numbers of values of the references that are not zero."""
+
+    @property
+    def scale(self) -> float:
+        """Factor by which the reference is multiplied for the least distance."""
+        square = float(self.exact.sum())
+        return float(self.product.sum()) / square if square else math.nan
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between gradient and reference; 1 if both are zero."""
+        length = math.sqrt(float(self.own.sum()) * float(self.exact.sum()))
+        if not length:
+            return 1.0 if not self.own.sum() and not self.exact.sum() else 0.0
+        return float(self.product.sum()) / length
+
+    @property
+    def residual(self) -> float:
+        """Part of the gradient's length that no factor of the reference explains, 0 .. 1."""
+        own, product, exact = (float(it.sum()) for it in (self.own, self.product, self.exact))
+        if not exact:
+            return float(own > 0)
+        rest, largest = own - product**2 / exact, max(own, product**2 / exact)
+        return math.sqrt(max(rest, 0.0) / largest) if largest else 0.0
+
+    def names_of_unequal(
+        self, names: Sequence[str], tolerance: float, *, scale: float = 1.0
+    ) -> list[str]:
+        """Return the names of the gradients that differ from `scale` times the references by this
+        part or more, those that differ most first.
+        """
+        rest = self.own - 2 * scale * self.product + scale**2 * self.exact
+        limit = tolerance**2 * np.maximum(self.own, 1e-12 * self.own.sum())
+        order = np.argsort(-rest / np.maximum(limit, np.finfo(np.float64).tiny), kind="stable")
+        return [names[place] for place in order if rest[place] > limit[place]]
 
 
 def check_gradient(
@@ -150,8 +214,12 @@ class _Comparison:
         if any(it.level == "fault" for it in found):
             return found
         if _is_same(exact):
-            text = f"{exact.scale:.4f} times that of one process with all {self.samples:,.0f} "
-            scale = fine("gradient scale", f"{text}samples", figure=exact.scale)
+            text = (
+                f"{exact.scale:.4f} times that of one process with all {self.samples:,.0f} samples"
+            )
+            few, number = len(self.update.places), len(self.names)
+            text += f", of {few} of {number} tensors" * (few < number)
+            scale = fine("gradient scale", text, figure=exact.scale)
             cosine = fine("gradient direction", f"cosine {exact.cosine:.6f}", figure=exact.cosine)
             return [*found, scale, cosine]
         other = self._left_or_zeroed(exact) or self._by_hooks(exact)
@@ -170,7 +238,6 @@ class _Comparison:
         )
 
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Clip the exact gradient of a parameter as the script clipped its own."""
         for clip in self.update.clips:
             if id(parameter) not in clip.lengths:
                 continue
@@ -228,11 +295,10 @@ class _Comparison:
             remedy = "nothing if weights are averaged on purpose (local SGD)"
             return [unknown("gradient direction", text, remedy)]
         exact = self._fit(self.reference.total, self.samples)
-        alone = compare_alone(self.update.gradients, self.reference.total, self.parameters)
         what = f"{len(unequal)} of {len(self.names)} gradients differ between workers "
         what += f"({shorten(unequal, most=3)})"
         remedy = "average all gradients before each update, of these parameters too"
-        if all(it <= SAME for it in self.ranks.gather(alone.residual)):
+        if len(unequal) == (exact.exact > 0).sum():
             what = "every worker uses its own gradient"
             remedy = "average the gradients before each update: call the DistributedDataParallel "
             remedy += "model, not its module, and leave no_sync on the last micro-batch"
@@ -382,26 +448,17 @@ class _Comparison:
 
     def _of_some_tensors(self, exact: Fit) -> Finding | None:
         """Return a fault if some tensors are right, and others a factor of the workers off."""
-        used, size = exact.exact > 0, self.ranks.size
-        factors = exact.product[used] / exact.exact[used]
-        rest = np.abs(exact.own[used] - factors**2 * exact.exact[used])
-        right, more, less = (np.abs(factors / it - 1) <= _SAME_SCALE for it in (1, size, 1 / size))
-        is_parallel = rest <= SAME**2 * exact.own[used]
-        if not (is_parallel & (right | more | less)).all() or not right.any() or right.all():
-            return None
-        names = [name for name, it in zip(self.names, used, strict=True) if it]
-        wrong = [name for name, it in zip(names, right, strict=True) if not it]
-        factor = float(factors[~right][0])
-        text = (
-            f"{len(wrong)} of {len(names)} gradients are {three_digits(factor)} times those of one "
-            f"process ({shorten(wrong, most=3)}), the others are right"
-        )
-        return fault(
-            "gradient direction", text, "divide every gradient by the workers once", factor
-        )
+        wrong = exact.names_of_unequal(self.names, SAME)
+        for factor in (self.ranks.size, 1 / self.ranks.size):
+            others = exact.names_of_unequal(self.names, SAME, scale=factor)
+            if len(wrong) < (exact.exact > 0).sum() and not set(wrong) & set(others):
+                text = f"{len(wrong)} of {len(self.names)} gradients are {three_digits(factor)} "
+                text += f"times those of one process ({shorten(wrong, most=3)}), the others right"
+                remedy = "divide every gradient by the workers once"
+                return fault("gradient direction", text, remedy, factor)
+        return None
 
     def _scale(self, exact: Fit) -> Finding:
-        """Name the cause of a gradient that is a multiple of the exact one."""
         batch = self.samples / sum(map(len, self.counts))
         causes = causes_of(
             exact.scale,
@@ -499,3 +556,36 @@ def _likeness(exact: Fit) -> str:
     if abs(exact.scale - 1) <= _SAME_SCALE:
         return text
     return f"{text}, and {three_digits(exact.scale)} times as long along it"
+
+
+def compare(
+    gradients: Gradients,
+    parts: Gradients,
+    parameters: Sequence[nn.Parameter],
+    ranks: Ranks,
+    *,
+    divisor: float,
+    transform: Transform | None = None,
+) -> Fit:
+    """Compare the workers' gradients with the sum of their parts over `divisor`."""
+    rows = []
+    for own, part, parameter in zip(gradients, parts, parameters, strict=True):
+        exact = ranks.sum(_filled(part, parameter)) / divisor
+        exact = transform(exact, parameter) if transform else exact
+        rows.append(_row(_filled(own, parameter), exact))
+    table = ranks.sum(torch.stack(rows, 1)) / ranks.size
+    return Fit(*table.cpu().numpy())  # sync: in an audit only
+
+
+def _row(own: Tensor, exact: Tensor) -> Tensor:
+    used = exact != 0
+    return torch.stack(
+        [own @ own, own @ exact, exact @ exact, (used & (own == 0)).sum(), used.sum()]
+    ).double()
+
+
+def _filled(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    """Return a gradient as a vector of float64; zeros if there is none."""
+    if gradient is None:
+        return torch.zeros(parameter.numel(), dtype=torch.float64, device=parameter.device)
+    return gradient.to_dense().flatten().double()

@@ -5,12 +5,11 @@ so what differs is a note with its figure. Averaged weights with statistics of o
 fault, because evaluation is then of a model that nobody trained.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.audit.findings import Finding, fault, fine, note, unknown
@@ -86,8 +85,7 @@ def check_momentum(
     most, momentum = max(moved), layers_of(model)[0].momentum
     if most <= 1.5 or momentum is None:
         return []
-    why = "once per micro-batch" if most <= 1.5 * micros else "more than once per micro-batch"
-    text = f"running statistics move {most:.3g} times per update, {why}: a momentum of "
+    text = f"running statistics move {most:.3g} times per update: a momentum of "
     text += f"{momentum:g} acts as {1 - (1 - momentum) ** most:.3g}"
     remedy = "for the same average over updates set momentum to "
     remedy += f"{1 - (1 - momentum) ** (1 / most):.3g}"
@@ -100,37 +98,32 @@ def tracked(model: nn.Module) -> list[int]:
     return [0 if it is None else int(it) for it in counts]  # sync: in an audit only
 
 
-def distance_of_statistics(model: nn.Module, ranks: Ranks) -> tuple[float, float]:
-    """Return the largest distance of the workers' running statistics; every worker calls this.
+def distance_of_statistics(model: nn.Module, ranks: Ranks) -> float:
+    """Return the largest distance of the workers' running means in standard deviations.
 
-    The first number is that of means in standard deviations, the second that of ln(variance): the
-    largest over workers and layers of the root mean square over channels.
+    It is the largest over workers and layers of the root mean square over channels.
     """
-    own = [(0.0, 0.0)]
+    own = [0.0]
     for layer in layers_of(model):
         assert layer.running_mean is not None
         assert layer.running_var is not None
         mean = ranks.sum(layer.running_mean) / ranks.size
         var = ranks.sum(layer.running_var) / ranks.size + layer.eps
         shift = (layer.running_mean.double() - mean) / var.sqrt()
-        ratio = torch.log((layer.running_var.double() + layer.eps) / var)
-        own.append((_rms(shift), _rms(ratio)))
-    everyone = ranks.gather([max(it) for it in zip(*own, strict=True)])
-    shift_most, ratio_most = (max(it) for it in zip(*everyone, strict=True))
-    return shift_most, ratio_most
+        own.append(float(shift.square().mean().sqrt()))
+    return float(max(ranks.gather(max(own))))
 
 
-def check_statistics(model: nn.Module, distances: Sequence[tuple[float, float]]) -> list[Finding]:
-    """Report how far the workers' running statistics differ, at the start and after updates."""
+def check_statistics(model: nn.Module, distances: Sequence[float]) -> list[Finding]:
+    """Report how far the workers' running means differ, at the start and after updates."""
     if not layers_of(model):
         return []
-    shift, ratio = (max(it) for it in zip(*distances, strict=True))
-    text = f"workers' running means differ by up to {three_digits(shift)} standard deviations, "
-    text += f"variances by a factor of {math.exp(ratio):.3g}"
-    if max(shift, ratio) <= _FAR:
-        return [fine("running statistics", text, figure=shift)]
+    text = "workers' running means differ by up to "
+    text += f"{three_digits(max(distances))} standard deviations"
+    if max(distances) <= _FAR:
+        return [fine("running statistics", text, figure=max(distances))]
     remedy = "before evaluating, pool them on all workers: largebatch.polish.polish"
-    return [note("running statistics", text, remedy, shift)]
+    return [note("running statistics", text, remedy, max(distances))]
 
 
 def check_averaged(
@@ -177,7 +170,3 @@ def loss_of(model: nn.Module, batches: Sequence[Any], subject: Subject, ranks: R
     what = "the loss in evaluation mode"
     sums = ranks.gather(ranks.attempt("averaged statistics", what, own, remedy=remedy))
     return float(sum(it[0] for it in sums) / sum(it[1] for it in sums))
-
-
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.square().mean().sqrt())

@@ -15,10 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader, IterableDataset
 
 from largebatch.audit.findings import Finding, fault, fine, note
-from largebatch.audit.order import torch_loader
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.restoring import generator_state
-from largebatch.audit.samples import fingerprint
+from largebatch.audit.samples import fingerprint, torch_loader
 from largebatch.audit.subject import Subject
 from largebatch.distributed.agreement import have_same_bytes
 from largebatch.formatting import plural

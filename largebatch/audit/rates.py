@@ -8,7 +8,6 @@ MLPerf's rules, and BatchNorm has none in Goyal's.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
@@ -39,53 +38,43 @@ _MOST_UPDATES = 100_000
 Rate = Callable[[int], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Numbers of a script's updates."""
-
-    global_batch: int
-    """Number of samples of an update."""
-
-    accumulation: int
-    """Number of micro-batches of an update on a worker."""
-
-    world_size: int
-
-
 def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> list[Finding]:
     """Check learning rates and the plan of the run; `updates` are the first of the script."""
     if not updates:
         return []
     samples = max(update.samples for update in updates)  # not those of an epoch's last batch
     micros = max(update.micros for update in updates)
-    counts = Counts(sum(ranks.gather(samples)), micros, ranks.size)
+    batch = sum(ranks.gather(samples))
     remedy = "`rate` must return a number for each update of the run, counted from 0"
     try:
         return ranks.attempt(
             "warm-up",
             "comparing the rates",
-            lambda: _compare(subject, updates, counts),
+            lambda: _compare(subject, updates, batch, micros, ranks.size),
             remedy=remedy,
         )
     except StoppedError as stopped:  # the other findings on these updates are kept
         return [stopped.finding]
 
 
-def _compare(subject: Subject, updates: Sequence[Update], counts: Counts) -> list[Finding]:
+def _compare(
+    subject: Subject, updates: Sequence[Update], batch: int, micros: int, workers: int
+) -> list[Finding]:
     """Return the findings of one worker, whose script computes the planned rates."""
     measured, number, findings = [it.rate for it in updates], 0, []
-    if subject.epochs and counts.accumulation and hasattr(subject.loader, "__len__"):
-        number = round(len(subject.loader) / counts.accumulation * subject.epochs)
+    if subject.epochs and micros and hasattr(subject.loader, "__len__"):
+        number = round(len(subject.loader) / micros * subject.epochs)
     rate = subject.rate
     planned = [rate(update) for update in range(min(number, _MOST_UPDATES))] if rate else []
-    if subject.base and counts.global_batch:
+    if subject.base and batch:
         peak = max(planned) if planned else _peak(subject.optimizer, measured)
-        findings.append(_check_base(peak, counts, subject.base, subject.optimizer))
+        findings.append(_check_base(peak, batch, subject.base, subject.optimizer))
     if rate:
-        findings.append(_check_schedule(measured, [it.attempt for it in updates], rate, counts))
+        names = {workers * micros: "", workers: "workers", micros: "micro-batches of an update"}
+        findings.append(_check_schedule(measured, [it.attempt for it in updates], rate, names))
     if number and subject.epochs:
         if planned:
-            growth = counts.global_batch / subject.base[0] if subject.base else 1.0
+            growth = batch / subject.base[0] if subject.base else 1.0
             findings.append(_check_warm_up(planned, number / subject.epochs, growth))
         text = f"{plural(number, 'update')} in {subject.epochs:g} epochs"
         remedy = "if the training loss ends high, more epochs or a smaller batch: no rate replaces "
@@ -115,20 +104,19 @@ def _peak(optimizer: Optimizer, measured: Sequence[float]) -> float | None:
 
 
 def _check_base(
-    peak: float | None, counts: Counts, base: tuple[int, float], optimizer: Optimizer
+    peak: float | None, batch: int, base: tuple[int, float], optimizer: Optimizer
 ) -> Finding:
-    """Compare a peak rate with the linear and the square-root rule from `base`."""
     if peak is None:
         text = "the rate rises in these updates, so its peak is not known"
         remedy = "give rate= (the rate by update) and epochs= to compare its peak"
         return unknown("rate for the batch", text, remedy)
-    factor = counts.global_batch / base[0]
+    factor = batch / base[0]
     linear, root = base[1] * factor, base[1] * math.sqrt(factor)
     adaptive = "Adam" in type(optimizer).__name__
     unscaled = factor > 1 and not adaptive and math.isclose(peak, base[1], rel_tol=_SAME)
     momentum = optimizer.param_groups[0].get("momentum")
     text = (
-        f"the rate is {three_digits(peak)} at a batch of {counts.global_batch:,}"
+        f"the rate is {three_digits(peak)} at a batch of {batch:,}"
         + (f", momentum {momentum:g}" if momentum is not None else "")
         + f"; from {three_digits(base[1])} at {base[0]:,} the linear rule gives "
         f"{three_digits(linear)}, the square root {three_digits(root)}"
@@ -136,13 +124,12 @@ def _check_base(
     if min(linear, root) / _MARGIN <= peak <= max(linear, root) * _MARGIN and not unscaled:
         return fine("rate for the batch", text, figure=peak / linear)
     rule, value = ("square-root", root) if adaptive else ("linear", linear)
-    remedy = "the rate did not grow with the batch: " * unscaled
-    remedy += f"try {three_digits(value)} ({rule} rule) with a warm-up"
+    remedy = f"try {three_digits(value)} ({rule} rule) with a warm-up"
     return note("rate for the batch", text, remedy, peak / linear)
 
 
 def _check_schedule(
-    measured: Sequence[float], attempts: Sequence[int], rate: Rate, counts: Counts
+    measured: Sequence[float], attempts: Sequence[int], rate: Rate, names: dict[int, str]
 ) -> Finding:
     """Compare the rates of the first updates with `rate`; find a schedule that moves too fast.
 
@@ -160,11 +147,10 @@ def _check_schedule(
     expected = [rate(update) for update in plan]
     rates = f"{', '.join(map(three_digits, measured))} instead of "
     rates += ", ".join(map(three_digits, expected))
-    names = {counts.world_size: "workers", counts.accumulation: "micro-batches of an update"}
-    factors = {*range(2, _FASTEST), *names, counts.world_size * counts.accumulation} - {1}
+    factors = {*range(2, _FASTEST), *names} - {1}
     for times in sorted(factors if len(measured) > 1 else ()):  # one rate shows no speed
         if any(equal([times * it + late for it in attempts]) for late in (0, times - 1)):
-            also = f" ({times} is also the number of {names[times]})" if times in names else ""
+            also = f" ({times} is also the number of {names[times]})" if names.get(times) else ""
             text = f"the schedule moves {times} steps an update{also}: rates {rates}"
             remedy = "step the scheduler once an update, or count its length in these steps"
             return fault("warm-up", text, remedy, float(times))
@@ -188,7 +174,6 @@ def _check_warm_up(rates: Sequence[float], updates_an_epoch: float, growth: floa
 
 
 def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
-    """Count normalisation parameters and biases that have weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = {p for p in trained if p.ndim <= 1} | norm_parameters(model)
     decayed = {

@@ -2,7 +2,7 @@
 
 Hooks on the model and the optimizers see what the script does in its own way. The reference is
 computed in the hook before the update, because the weights change right after it. If several
-optimizers share the parameters, the update is that of all of them in one call of the step.
+optimizers share the parameters, those of the first one in a call of the step are compared.
 """
 
 import inspect
@@ -60,7 +60,6 @@ class Clip:
     """Lengths of the gradients before clipping, by the identities of the parameters."""
 
     most: float
-    """Maximum norm or value."""
 
     norm: float | None
     """Norm before clipping; None for values."""
@@ -90,13 +89,9 @@ class Update:
     """Largest learning rate of a group of parameters."""
 
     micros: int
-    """Number of micro-batches of this worker."""
-
     samples: int
-    """Number of samples of this worker."""
-
     places: set[int]
-    """Places of the parameters that an optimizer of this update has."""
+    """Places of the parameters that the optimizer has."""
 
     held: set[int]
     """Places of the gradients that were not zero when the first backward pass began."""
@@ -121,8 +116,6 @@ class Recorder:
     """True if gradients are sent in float16, whatever their type."""
 
     averaged: Sequence[Tensor] = ()
-    """Tensors of the averaged copy of the model."""
-
     moves: Counter[int] = field(default_factory=Counter)
     """How often the averaged copy moved between forward passes, by update."""
 
@@ -134,8 +127,6 @@ class Recorder:
     """Names of the layers that were in evaluation mode in a forward pass with gradients."""
 
     passes: int = 0
-    """Number of micro-batches since the start."""
-
     skipped: int = 0
     """Number of updates that a GradScaler skipped."""
 
@@ -156,10 +147,7 @@ class Recorder:
     _depth: int = 0
     _steps: int = 0
     _first: Optimizer | None = None
-    """Optimizer that began the newest update of this call of the step."""
-
-    _adds: bool = False
-    """True while another optimizer adds its parameters to the newest update."""
+    """Optimizer that made the update of this call of the step."""
 
     _sums: list[float] = field(default_factory=list)
     _scale: float = 1.0
@@ -248,6 +236,9 @@ class Recorder:
         own = {id(it) for group in optimizer.param_groups for it in group["params"]}
         return [place for place, it in enumerate(self.parameters) if id(it) in own]
 
+    def _is_second(self, optimizer: Optimizer) -> bool:
+        return not self.micros and self._first not in {None, optimizer}
+
     def _before_hooks(self, optimizer: Optimizer, stack: ExitStack) -> None:
         """Copy gradients behind the optimizer's own hooks, which may change them."""
         if optimizer not in self._hooked:
@@ -256,7 +247,7 @@ class Recorder:
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         """Copy the gradients; Horovod's optimizer calls this again once they are summed."""
-        if not (places := self._places_of(optimizer)):
+        if not self._places_of(optimizer) or self._is_second(optimizer):
             return
         self._depth += 1
         divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
@@ -265,13 +256,6 @@ class Recorder:
         ]
         if divisor is not None:
             gradients = [None if it is None else it / divisor.to(it.device) for it in gradients]
-        if self._depth == 1:
-            self._adds = not self.micros and self._first not in {None, optimizer}
-        if self._adds:  # these may have been unscaled or clipped since the first optimizer's
-            for place in places:
-                self.updates[-1].gradients[place] = gradients[place]
-            self.updates[-1].places.update(places)
-            return
         self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         self._gradients = gradients
         if self._depth == 1:
@@ -291,33 +275,31 @@ class Recorder:
         if not (places := self._places_of(optimizer)):
             self.elsewhere += optimizer is self.optimizer
             return
+        if self._is_second(optimizer):
+            self._forget()
+            return
         self._depth -= 1
         if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
             return  # a fused optimizer skips the update itself, see `_scaler_seen`
         self._steps += 1
         own = set(map(id, self.model.parameters()))
         tensors = [it for group in optimizer.param_groups for it in group["params"]]
-        strangers = sum(it.grad is None and id(it) not in own for it in tensors)
-        if self._adds:
-            self.updates[-1].clips += self._clips
-            self.updates[-1].strangers += strangers
-        else:
-            self.updates.append(
-                Update(
-                    self._gradients,
-                    self._reference,
-                    self._clips,
-                    self._scale,
-                    self.sends_float16 or any(it.half == torch.float16 for it in self.micros),
-                    rate=self._rate,
-                    micros=len(self._used()),
-                    samples=sum(map(samples_in, self._used())),
-                    places=set(places),
-                    held=self._held,
-                    strangers=strangers,
-                    attempt=len(self.updates) + self.skipped,
-                )
+        self.updates.append(
+            Update(
+                self._gradients,
+                self._reference,
+                self._clips,
+                self._scale,
+                self.sends_float16 or any(it.half == torch.float16 for it in self.micros),
+                rate=self._rate,
+                micros=len(self._used()),
+                samples=sum(map(samples_in, self._used())),
+                places=set(places),
+                held=self._held,
+                strangers=sum(it.grad is None and id(it) not in own for it in tensors),
+                attempt=len(self.updates) + self.skipped,
             )
+        )
         self._forget()
 
     def _forget(self) -> None:
@@ -357,7 +339,6 @@ class Recorder:
 
 
 def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
-    """Return the lengths of the tensors' gradients, by the tensors' identities."""
     return {id(it): 0.0 if it.grad is None else float(it.grad.norm()) for it in tensors}
 
 

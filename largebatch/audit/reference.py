@@ -20,7 +20,6 @@ from largebatch.audit.restoring import Snapshot, generators_of
 from largebatch.audit.subject import Subject
 from largebatch.models.wrappers import device_of
 
-LossFunction = Callable[[Any, Any], Tensor]
 Gradients = list[Tensor | None]
 
 _FP16_SCALE = 1024.0
@@ -130,7 +129,6 @@ class _NotRecomputed:
 
 
 def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) -> _Pass:
-    """Return gradients of the mean loss, the number of samples, and the script's loss."""
     model, device = subject.inner, device_of(subject.inner)
     micro.restore_random()
     with torch.no_grad():
@@ -156,9 +154,7 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
 
 
 def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 -- as the loader has them
-    """Return the labels of a forward pass, which may be on a part of a batch, and their number
-    in the batch.
-    """
+    """Return the labels of a pass, perhaps on a part of a batch, and their number in the batch."""
     number = samples_in(micro)
     if not number or not isinstance(labels, Tensor) or not labels.ndim or not len(labels):
         return labels, 0
@@ -167,7 +163,7 @@ def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 --
 
 
 def _samples_of(
-    loss_fn: LossFunction,
+    loss_fn: Callable[[Any, Any], Tensor],
     logits: Any,  # noqa: ANN401 -- as the model returns them
     labels: Any,  # noqa: ANN401 -- as the loader has them
     loss: Tensor,
@@ -201,7 +197,7 @@ def _samples_of(
     )
 
 
-def option_of(loss_fn: LossFunction, name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
+def option_of(loss_fn: Callable[[Any, Any], Tensor], name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
     """Return an attribute of a loss, or a keyword of its `partial`."""
     return getattr(loss_fn, name, getattr(loss_fn, "keywords", {}).get(name, default))
 

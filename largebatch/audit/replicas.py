@@ -81,9 +81,6 @@ class ReplicaCheck:
             if check == "buffers" and self._are_broadcast:
                 remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"
                 finding = replace(finding, level="note", remedy=remedy)
-            if check == "averaged weights" and finding.figure is None:
-                remedy = "average the same on all workers: the wrapped model, or its module"
-                finding = replace(finding, level="unknown", remedy=remedy)
             self._faults.setdefault(check, finding)
 
     def findings(self, updates: int) -> list[Finding]:

@@ -1,9 +1,12 @@
 """Samples that are read twice, never, by every worker, or in one order in all epochs.
 
-An epoch of one process reads each sample once, in a new order. Numbers of readings are summed over
-the workers, 4 bytes a sample, so that a world of any size has them.
+An epoch of one process reads each sample once, in a new order. The numbers come from the loader
+itself, with a data set in it that returns them, so a wrapper that sets the epoch or synchronises
+generators (Accelerate's, Lightning Fabric's) does so as in training. Numbers of readings are summed
+over the workers, 4 bytes a sample, so that a world of any size has them.
 """
 
+import copy
 import hashlib
 import inspect
 import linecache
@@ -18,13 +21,14 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from largebatch.audit.findings import Check, Finding, fault, fine, note, unknown
-from largebatch.audit.order import Epoch, NoNumbersError, Numbers, epochs_of, torch_loader, whole
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.restoring import global_states, without_iterator
+from largebatch.audit.restoring import INNER_LOADERS, global_states, without_iterator
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
 from largebatch.formatting import percent, plural
@@ -36,7 +40,28 @@ _SMALL_PART = 0.01
 """Part of an epoch that `drop_last` may leave out without a note: an epoch's order changes, so each
 sample misses one epoch in 100 at most."""
 
-_NO_LENGTH = "give the audit a DataLoader whose data set has a length"
+Numbers = npt.NDArray[np.int64]
+
+_PASS_ON = INNER_LOADERS[:2]
+"""Attributes in wrappers that pass batches on as they are."""
+
+
+class NoNumbersError(Exception):
+    """The samples of a loader have no numbers; the text says why, without a final period."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Sample numbers of one worker in one epoch."""
+
+    samples: Numbers
+    """In the order of training, by place in the whole data set (`Subset` is resolved)."""
+
+    sizes: Numbers
+
+    def batches(self) -> list[Numbers]:
+        """Return the sample numbers of each batch."""
+        return np.split(self.samples, np.cumsum(self.sizes)[:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +85,7 @@ class Readings:
     """Largest number of samples of an update's batches, one from each worker."""
 
     batches: tuple[int, ...]
-    """Number of batches by worker."""
-
     everything: bool
-    """True if every worker reads every sample."""
-
     held: Numbers | None
     """Places in the whole data set of the samples that workers have, if it is one data set."""
 
@@ -223,11 +244,8 @@ def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
         remedy = "nothing if the sampler leaves them out on purpose; else read the rest too"
         return note("samples", text, remedy, share)
     if never > most or twice > (world_size - 1 if never else most):
-        remedy = "divide one permutation: the same seed, epoch and subset on all workers"
-        if readings.held is None:
-            remedy = "list the same files in the same order on all workers: sorted(...)"
-        elif not twice:
-            remedy = "divide once: keep DistributedSampler, or what the library divides"
+        remedy = "divide once one permutation of the same list of samples: the same seed, epoch, "
+        remedy += "subset and order of files on all workers"
         return fault("samples", text, remedy, share if never else float(twice))
     if never <= _SMALL_PART * size and twice < world_size:
         return fine("samples", text)
@@ -286,7 +304,8 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
     everyone = ranks.gather(ranks.attempt("samples", "the loader", read))
     number = min(map(len, everyone))
     if number == 0 or ranks.size == 1:
-        return unknown("samples", problem, _NO_LENGTH)
+        remedy = "give the audit a DataLoader whose data set has a length"
+        return unknown("samples", problem, remedy)
     most = max(Counter(tuple(own[:number]) for own in everyone).values())
     words, base = plural(number, "batch", "batches"), torch_loader(subject.loader)
     again = max(len(own) - len(set(own)) for own in everyone)
@@ -300,3 +319,104 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
         remedy = "divide an iterable data set by rank: split_dataset_by_node, or its own shards"
         return fault("samples", text, remedy, float(most))
     return fine("samples", f"{words} differ between workers; more cannot be seen: {problem}")
+
+
+def _inner_name(loader: object) -> str | None:
+    """Return the attribute in which a wrapper has the inner loader; None for no wrapper."""
+    own = getattr(loader, "__dict__", {})
+    return next((name for name in INNER_LOADERS if hasattr(own.get(name), "__iter__")), None)
+
+
+def torch_loader(loader: object) -> DataLoader[Any] | None:
+    """Return the DataLoader inside the wrappers of a loader; None if there is none."""
+    while name := _inner_name(loader):
+        loader = vars(loader)[name]
+    return loader if isinstance(loader, DataLoader) else None
+
+
+def around(loader: object, inner: Any) -> Any:  # noqa: ANN401 -- a wrapper, or `inner`
+    """Return `inner` in copies of the wrappers of a loader that compute on batches."""
+    name = _inner_name(loader)
+    if name is None:
+        return inner
+    within = around(vars(loader)[name], inner)
+    if name in _PASS_ON:
+        return within
+    twin = copy.copy(loader)
+    vars(twin)[name] = within
+    return twin
+
+
+def whole(dataset: Any) -> tuple[Any, Numbers]:  # noqa: ANN401 -- any data set
+    """Return the data set that a `Subset` is of, and the places of its samples in that one."""
+    chain = [dataset]
+    while isinstance(chain[-1], Subset):
+        chain.append(chain[-1].dataset)
+    places = np.arange(len(chain[-1]))
+    for part in chain[-2::-1]:
+        places = places[np.asarray(part.indices, dtype=np.int64)]
+    return chain[-1], places
+
+
+def epochs_of(
+    loader: object, number: int, set_epoch: Callable[[int], object] | None = None
+) -> list[Epoch]:
+    """Return the samples of the next epochs on this worker, the first of them 0 for `set_epoch`.
+
+    Raises NoNumbersError if the loader is not a DataLoader with a data set that has a length, or if
+    its sampler does not end.
+    """
+    base = torch_loader(loader)
+    if base is None:
+        raise NoNumbersError(f"{type(loader).__name__} is not a DataLoader")
+    kind, size = type(base.dataset).__name__, getattr(base.dataset, "__len__", None)
+    if isinstance(base.dataset, IterableDataset) or size is None:
+        raise NoNumbersError(f"samples of {kind} have no numbers")
+    places, found = whole(base.dataset)[1], []
+    with _reading_numbers(base, size()):
+        for epoch in range(number):
+            if set_epoch is not None:
+                set_epoch(epoch)
+            outer = loader if _inner_name(loader) in _PASS_ON else base
+            found.append(_one_epoch(outer, places, size()))
+    return found
+
+
+def _one_epoch(loader: Any, places: Numbers, size: int) -> Epoch:  # noqa: ANN401 -- a wrapper
+    drawn: list[Numbers] = []
+    total = 0
+    for batch in loader:
+        drawn.append(np.asarray(batch, dtype=np.int64).reshape(-1))
+        total += len(drawn[-1])
+        if total > 2 * size + len(drawn[-1]):
+            raise NoNumbersError(f"the sampler draws {total:,} of {size:,} samples without an end")
+    samples = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
+    sizes = np.array([len(batch) for batch in drawn], dtype=np.int64)
+    return Epoch(places[samples], sizes)
+
+
+@contextmanager
+def _reading_numbers(base: DataLoader[Any], size: int) -> Iterator[None]:
+    """Make a loader return sample numbers, in this process, in this block.
+
+    DataLoader refuses assignments to its attributes, hence `vars`.
+    """
+    changes: dict[str, Any] = {
+        "dataset": range(size),
+        "collate_fn": lambda batch: batch,
+        "num_workers": 0,
+        "prefetch_factor": None,
+        "pin_memory": False,
+        "persistent_workers": False,
+        "timeout": 0,
+        "_iterator": None,
+    }
+    if "iterator" in vars(base):  # timm's MultiEpochsDataLoader keeps one
+        changes["iterator"] = None
+    before = dict(vars(base))
+    vars(base).update(changes)
+    try:
+        yield
+    finally:
+        vars(base).clear()
+        vars(base).update(before)

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from largebatch.audit.findings import Finding
-from largebatch.audit.ranks import Ranks
 from largebatch.models.inputs import class_numbers, images_of, labels_of, logits_of
 from largebatch.models.wrappers import device_of, input_of
 
@@ -92,7 +90,3 @@ class _Replay:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
-
-
-Checker = Callable[[Subject, Ranks], list[Finding]]
-"""A check, which every worker calls and whose changes are undone after it."""

@@ -62,7 +62,6 @@ def polish(  # noqa: PLR0913 -- its options
 
 
 def _logged(log: Path) -> tuple[tuple[LayerDrift, ...], int]:
-    """Return the drift of each layer and the number of validation images from a run's log."""
     from largebatch.tracking.scalars import logged
 
     layers: tuple[LayerDrift, ...] = ()
@@ -76,7 +75,6 @@ def _logged(log: Path) -> tuple[tuple[LayerDrift, ...], int]:
 
 
 def _describe(layers: Sequence[LayerDrift]) -> str:
-    """Format how far the statistics of the worst layers were off."""
     lost = [layer for layer in layers if not math.isfinite(layer.mean_shift)]
     if lost:
         return f"statistics were not finite (layer {lost[0].name})"

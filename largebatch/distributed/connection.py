@@ -91,10 +91,9 @@ def running_backend(device: torch.device) -> Backend:
     found = launched()
     if found is not None and found.size > 1:
         raise BackendError(
-            f"this process was started as worker {found.rank} of {found.size}, but neither "
-            f"torch.distributed nor Horovod is initialised ({found.shown}); call "
-            "init_process_group or hvd.init first, or pass backend=Serial() to use only this "
-            "worker's batches"
+            f"worker {found.rank} of {found.size} ({found.shown}) has initialised neither "
+            "torch.distributed nor Horovod; call init_process_group or hvd.init first, or pass "
+            "backend=Serial() to use only this worker's batches"
         )
     return Serial(device)
 

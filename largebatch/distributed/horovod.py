@@ -1,9 +1,8 @@
 """Horovod: its collective operations, without its optimizer.
 
 Horovod matches operations by name: all workers must use the same name, a name may not be in use
-twice at the same time, and a repeated name with the same type and shape skips the negotiation.
-Horovod's default names never repeat. Here a name is the type and shape of the tensor and the lowest
-free number: all workers count in the same way, and every step repeats the names of the previous.
+twice at the same time, and a repeated name skips the negotiation. Here a name is the type and shape
+of the tensor and the lowest free number, so that every step repeats the names of the previous.
 """
 
 import math
@@ -24,12 +23,6 @@ from largebatch.distributed.environment import STARTING, TIMEOUT_SECONDS, launch
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
-
-_SETTINGS = {
-    "HOROVOD_FUSION_THRESHOLD": "0",  # fused groups of sums would depend on timing
-}
-"""Environment variables set when the backend is opened, unless the user has set them."""
-
 
 _BY_TORCH = "torch.distributed connects those of torchrun, --workers or srun --mpi=none"
 
@@ -187,13 +180,12 @@ def open_horovod(
     """Initialise Horovod for the group this process was started in, on this worker's GPU if any.
 
     If a worker does not join an operation for `timeout` seconds (with `starting`, STARTING times as
-    long, throughout the run), Horovod's stall check names it and fails the operation on all others;
-    if the whole process of that worker is suspended, Gloo's timeout does. `splits` allows groups of
-    workers.
+    long, throughout the run), Horovod's stall check or Gloo's timeout fails the operation on all
+    others. `splits` allows groups of workers.
     """
     limit = math.ceil(timeout * STARTING if starting else timeout)
     for name, value in {
-        **_SETTINGS,
+        "HOROVOD_FUSION_THRESHOLD": "0",  # fused groups of sums would depend on timing
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, limit // 2)),  # it prints the workers
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(limit),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(limit),

@@ -33,8 +33,6 @@ def cubic(sizes: Sequence[int]) -> list[range]:
 
     >>> [len(group) for group in cubic([4] * 161)]
     [3, 21, 57, 80]
-    >>> cubic([4] * 5)
-    [range(2, 5), range(0, 2)]
     """
     return _cut(len(sizes), (3 * (k + 1) ** 3 - 3 * k**3 for k in count()))
 
@@ -115,8 +113,7 @@ class Reducer:
     records the squared norms of the gradients before and after the sum, for the noise scale. With
     `copies`, the next backward pass may overwrite the memory of a gradient (CUDA graphs).
 
-    backward(create_graph=True) is an error, also on one worker: gradients with a graph cannot be
-    summed. A loss may contain gradients from torch.autograd.grad(..., create_graph=True).
+    backward(create_graph=True) is an error: gradients with a graph cannot be summed.
     """
 
     def __init__(  # noqa: PLR0913 -- how gradients are grouped and sent
@@ -181,9 +178,8 @@ class Reducer:
     def wait(self) -> None:
         """Block until every gradient is the sum over all workers.
 
-        Raises UnusedParametersError, a ValueError, naming the parameters that the armed backward
-        pass did not reach; their groups and the later ones were not sent. Raises ValueError if
-        `arm` was not called.
+        Raises UnusedParametersError, naming the parameters that the armed backward pass did not
+        reach, and ValueError if `arm` was not called.
         """
         if not self._armed:
             raise ValueError("wait comes after arm and one backward pass")
@@ -207,10 +203,7 @@ class Reducer:
             self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
 
     def finite(self) -> Tensor:
-        """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device.
-
-        The result is the same on all workers, because the sums are. Gradients must be real.
-        """
+        """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""
         held = [tensor for group in self._groups for tensor in group.tensors() if tensor.numel()]
         if self.device.type != "cpu":  # one launch for many tensors
             return _all_finite(torch._foreach_norm(held, ord=math.inf))

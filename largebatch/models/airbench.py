@@ -83,7 +83,6 @@ def whitening_filters(batches: Iterable[Tensor]) -> Tensor:
 
 
 def _first(batches: Iterable[Tensor], number: int) -> Iterable[Tensor]:
-    """Yield the first `number` images, or all if there are fewer."""
     for images in batches:
         yield images[:number]
         number -= len(images)

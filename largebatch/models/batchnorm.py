@@ -137,7 +137,7 @@ class SpanBatchNorm(_BatchNorm):
         else:
             assert other is None
             assert not relu
-            is_zero = not counts or self.num_spans == 0
+            is_zero = not compiled and (not counts or self.num_spans == 0)
             out = normalise(
                 images,
                 *affine,
@@ -191,9 +191,9 @@ def with_span(model: M, span: int) -> M:
     """Change every BatchNorm of the model, or the layer passed, to one with a span; return it.
 
     The class of each layer changes in place, so parameters, buffers, hooks, attributes and
-    references to it stay; a span set before is replaced. With several spans in a device batch, or
-    one over several workers, the model can be differentiated only once: a loss that contains
-    gradients (a gradient penalty) needs plain BatchNorm.
+    references to it stay; a span set before is replaced. With a span over several workers, or on a
+    GPU, the model can be differentiated only once: a loss that contains gradients (a gradient
+    penalty) needs plain BatchNorm.
 
     Raises ValueError, naming the layer and before any change, for a type of BatchNorm that does
     more than normalise and apply its children in order, or that has a forward pass of its own; for

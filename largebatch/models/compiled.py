@@ -6,9 +6,6 @@ longer overlap with the backward pass.
 """
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -48,31 +45,6 @@ def compile_model(
     model.forward = torch.compile(
         model.forward, dynamic=False, options={**options, "fallback_random": True}
     )
-
-
-@contextmanager
-def failures_named() -> Iterator[None]:
-    """Convert errors of the compiler to RecipeError.
-
-    They are raised by the first forward or backward pass with a shape.
-    """
-    try:
-        yield
-    except Exception as error:
-        dynamo = sys.modules.get("torch._dynamo.exc")  # loaded if anything was compiled
-        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
-            raise
-        cause = getattr(error, "inner_exception", error)
-        reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
-        raise RecipeError(
-            f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
-            f"{reason}; remove compile"
-        ) from error
-
-
-def reuses_memory(mode: Compile, device: torch.device) -> bool:
-    """Return True if a compiled pass overwrites the previous gradients (CUDA graphs)."""
-    return mode in {"reduce-overhead", "max-autotune"} and device.type != "cpu"
 
 
 def require_compiler(device: torch.device) -> None:

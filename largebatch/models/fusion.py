@@ -76,7 +76,6 @@ class _Tracer(fx.Tracer):
 
 
 def _pair_in(block: nn.Module) -> None:
-    """Pair the layers that the forward pass of a module calls."""
     if "forward" in vars(block) or not any(isinstance(m, SpanBatchNorm) for m in block.modules()):
         return
     graphs = [_trace(block, training=training) for training in (True, False)]
@@ -142,7 +141,6 @@ def _norm(block: nn.Module, node: fx.Node) -> bool:
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
-    """Return the only user of a value; None if there is none or another."""
     users = list(node.users)
     return users[0] if len(users) == 1 else None
 

@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 AnyBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 """Images (N x C x ...); or a tuple or list of images, labels (N) and ignored entries; or a mapping
 with one of the keys below, also as the only entry of a list (DALI's iterator for PyTorch). Tensors
-are on any device; NumPy's arrays do as well."""
+are on any device."""
 
 IMAGE_KEYS = ("image", "images", "pixel_values", "data", "img")
 LABEL_KEYS = ("label", "labels")
@@ -85,8 +83,6 @@ def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:
         entry = [batch, None][place]
     else:
         entry = batch[place] if isinstance(batch, Sequence) and len(batch) > place else None
-    if isinstance(entry, np.ndarray):
-        entry = torch.as_tensor(np.ascontiguousarray(entry, entry.dtype.newbyteorder("=")))
     if not isinstance(entry, Tensor):
         raise ValueError(  # noqa: TRY004 -- the content of the batch is wrong, not its type
             f"a batch is {_described(batch)}; expected "

@@ -3,18 +3,19 @@
 A forward pass of DistributedDataParallel broadcasts buffers, and one of FSDP gathers weights:
 workers with different numbers of batches, or none, would wait for each other. Evaluation and
 polishing need only the inner module, which is complete on every worker under
-DistributedDataParallel. FSDP2 gathers the weights once for all forward passes, see `unsharded`.
+DistributedDataParallel.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+
+from largebatch.errors import RecipeError
 
 _PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 """Classes whose forward pass needs other workers or devices: torch's, and apex's."""
@@ -32,9 +33,14 @@ _INSIDE = {
 def local_model(model: nn.Module) -> nn.Module:
     """Return the outermost module of a model whose forward pass needs only this worker.
 
-    FSDP2 modules (`fully_shard`) are not wrappers; see `unsharded`. Raises ValueError if the model
-    is sharded by FSDP1, or has a parallel module inside.
+    Raises ValueError if the model is sharded (FSDP, tensor parallelism), or has a parallel module
+    inside.
     """
+    if has_divided_weights(model):
+        raise ValueError(
+            "the weights are divided over workers (FSDP2, tensor parallelism); pass a copy of the "
+            "model with complete weights, of torch's get_model_state_dict"
+        )
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)
         if attribute is None:
@@ -64,17 +70,14 @@ def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a function that moves images to the model's device, floating ones in its type.
 
     PyTorch's layers refuse images of another type than their weights, such as the float32 of
-    loaders in a model of bf16 or float64. A model is in the type of its convolutions and linear
-    layers, or of its first weights if it has none of these. Images are not converted for layers of
-    several types: which one is the first is not known.
+    loaders in a model of bf16 or float64. The type is that of the first convolution or linear
+    layer, or of the first weight.
     """
-    layers = [it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear))]
-    weights = [weight for layer in layers for weight in layer.parameters()]
-    weights = weights or list(islice(model.parameters(), 1))
-    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
-    own = dtypes.pop() if len(dtypes) == 1 else None
-    own = own if own and own.itemsize > 1 else None  # weights in fp8 take images of other types
     device = device_of(model)
+    layers = (it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear)))
+    weights = chain((layer.weight for layer in layers), model.parameters())
+    own = next((weight.dtype for weight in weights), None)
+    own = own if own and own.is_floating_point and own.itemsize > 1 else None  # not fp8 or int8
 
     def as_input(images: Tensor) -> Tensor:
         dtype = own if own and images.is_floating_point() else images.dtype
@@ -83,66 +86,9 @@ def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return as_input
 
 
-@contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Keep the complete weights of FSDP2 modules (`fully_shard`) on this worker in this block.
-
-    Forward passes then need no other worker, and keep to the policy of mixed precision. All workers
-    enter the block together; they may leave it at different times, also on errors; before torch
-    2.13 a model cannot be trained further if a forward pass failed.
-
-    Raises ValueError if weights are divided over workers in another way (tensor parallelism).
-    """
-    named = {name: it for name, it in model.named_modules() if "FSDPModule" in _kinds(it)}
-    modules: list[Any] = [*named.values()]
-    roots = [it for name, it in named.items() if not any(_is_inside(name, of) for of in named)]
-    states = [module._get_fsdp_state() for module in modules]
-    for state in states:
-        state._lazy_init()  # as the first forward pass does; it changes what is stored below
-    groups = [group for state in states for group in _groups(state)]
-    meshes = [group.post_forward_mesh_info for group in groups]
-    try:
-        for module in modules:
-            module.reshard()  # weights may have changed since they were gathered
-            module.unshard()
-            module.set_reshard_after_forward(False, recurse=False)
-        _require_complete(model)
-        yield
-    except BaseException:
-        for root in roots:
-            if hasattr(root, "reset_iter_state"):  # since torch 2.13
-                root.reset_iter_state()
-        raise
-    finally:
-        for group, mesh in zip(groups, meshes, strict=True):
-            group.post_forward_mesh_info = mesh
-        for module in modules:
-            module.reshard()
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name != other and f"{name}.".startswith(f"{other}." if other else "")
-
-
-def _groups(state: Any) -> list[Any]:  # noqa: ANN401 -- torch's FSDPState is private
-    """Return the weights that an FSDP2 module gathers: several groups, or one in older torch."""
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return groups
-
-
 def has_divided_weights(model: nn.Module) -> bool:
     """Return True if a worker has only a part of some weight (FSDP2, tensor parallelism)."""
     return any("DTensor" in _kinds(it) for it in (*model.parameters(), *model.buffers()))
-
-
-def _require_complete(model: nn.Module) -> None:
-    if has_divided_weights(model):
-        raise ValueError(
-            "the model has weights divided over workers within a layer (tensor parallelism); pass "
-            "a complete copy of it"
-        )
 
 
 @contextmanager
@@ -175,6 +121,26 @@ def uncompiled() -> AbstractContextManager[object]:
         return nullcontext()
     eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return eager
+
+
+@contextmanager
+def failures_named() -> Iterator[None]:
+    """Convert errors of the compiler to RecipeError.
+
+    They are raised by the first forward or backward pass with a shape.
+    """
+    try:
+        yield
+    except Exception as error:
+        dynamo = sys.modules.get("torch._dynamo.exc")  # loaded if anything was compiled
+        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+            raise
+        cause = getattr(error, "inner_exception", error)
+        reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
+        raise RecipeError(
+            f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
+            f"{reason}; remove compile"
+        ) from error
 
 
 def keep_in_place(tensors: Iterable[Tensor]) -> None:

@@ -46,8 +46,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from largebatch.optim.kernels import Rule, Update, batched, fused, table
-from largebatch.optim.kernels.table import Table
+from largebatch.optim.kernels import Rule, Update, works
 from largebatch.recipe.choices import Convention, Kernels
 
 Number = float | Tensor
@@ -244,7 +243,7 @@ class LARS(Optimizer):
         The first is None without a GPU that has the kernels of tables. This runs in every step.
         """
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        if not any(table.works(device) for device in {weight.device for weight in weights}):
+        if not any(works(device) for device in {weight.device for weight in weights}):
             return None, []
         kinds = [(it["adapt"], it["kernels"], len(it["params"])) for it in self.param_groups]
         states = [
@@ -304,8 +303,6 @@ class LARS(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """Tensors of one group, device and type, as arguments of a kernel."""
-
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
@@ -319,6 +316,8 @@ class _Tabled:
     """The table of a GPU: made of lists, adapted parameters first, whose ratios are kept."""
 
     def __init__(self, device: torch.device, parts: list[tuple[int, bool, "_Lists"]]) -> None:
+        from largebatch.optim.kernels.table import Table
+
         parts = sorted(parts, key=lambda part: not part[1])
         self.device = device
         self.adapted = [it for _, adapt, lists in parts if adapt for it in lists.parameters]
@@ -344,11 +343,10 @@ class _Tabled:
 
 
 def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
-    """Return True if the update of a parameter is that of a table."""
     return (
         group["kernels"] == "torch"
         and weight.dtype in {torch.float32, *_SHORT}
-        and table.works(weight.device)
+        and works(weight.device)
         and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
     )
 
@@ -410,14 +408,19 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
             from largebatch.optim.kernels import apex
 
             return apex.update
+        case "torch" if device.type == "cpu":
+            from largebatch.optim.kernels import fused
+
+            return fused.update
         case "torch":
-            return fused.update if device.type == "cpu" else batched.update
+            from largebatch.optim.kernels import batched
+
+            return batched.update
         case _:
             assert_never(kernels)
 
 
 def _rule(group: dict[str, Any]) -> Rule:
-    """Convert a group's convention and numbers to the formula of the kernels."""
     lr, decay = _number(group, "lr"), _number(group, "weight_decay")
     convention = group["convention"]
     rate_inside = convention in {"reference", "fujitsu"}
@@ -437,25 +440,14 @@ def _rule(group: dict[str, Any]) -> Rule:
 
 
 def _number(group: dict[str, Any], key: str) -> float:
-    """Return the current value of a hyper-parameter; a tensor may be changed by the user in place.
-
-    Raises ValueError for a tensor with several elements.
-    """
-    value = group[key]
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.numel() != 1:
-        raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
-    return float(value.item())  # sync: only if the user keeps the number on a GPU
+    return float(group[key])  # sync: only if the user keeps the number on a GPU
 
 
 def _limit(group: dict[str, Any], key: str) -> float | None:
-    """Return the current value of a limit; None if it is off or missing from a saved state."""
     return None if group.get(key) is None else _number(group, key)
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise ValueError for an invalid hyper-parameter or parameter."""
     _check_word(group, "convention", get_args(Convention))
     _check_word(group, "kernels", get_args(Kernels))
     _check_numbers(group)
@@ -495,23 +487,21 @@ def _check_state(state: StateDict, groups: list[dict[str, Any]]) -> None:
         _require(group, ("params", "convention", "adapt", *_NUMBERS), f"group {number}")
         _check_word(group, "convention", get_args(Convention))
         _check_numbers(group)
-    if [len(group["params"]) for group in state["param_groups"]] != [
-        len(group["params"]) for group in groups
-    ]:
+    sizes = ([len(group["params"]) for group in every] for every in (state["param_groups"], groups))
+    if next(sizes) != next(sizes):
         return  # torch raises an error
     for name, weight in _pairs(state, groups):
-        if name in state["state"]:
-            _check_saved(state["state"][name], weight, f"parameter {name}")
-
-
-def _check_saved(saved: dict[str, Any], weight: Tensor, owner: str) -> None:
-    _require(saved, ("momentum_buffer",), owner)
-    for key in _SAVED & saved.keys():
-        shape = tuple(saved[key].shape) if isinstance(saved[key], Tensor) else saved[key]
-        if shape != weight.shape:
-            raise ValueError(
-                f"{key} of {owner} must have its shape {tuple(weight.shape)}, got {shape}"
-            )
+        saved = state["state"].get(name)
+        if saved is None:
+            continue
+        _require(saved, ("momentum_buffer",), f"parameter {name}")
+        for key in _SAVED & saved.keys():
+            shape = tuple(saved[key].shape) if isinstance(saved[key], Tensor) else saved[key]
+            if shape != weight.shape:
+                raise ValueError(
+                    f"{key} of parameter {name} must have its shape {tuple(weight.shape)}, got "
+                    f"{shape}"
+                )
 
 
 def _require(holder: dict[str, Any], keys: Sequence[str], name: str) -> None:
@@ -523,7 +513,6 @@ def _require(holder: dict[str, Any], keys: Sequence[str], name: str) -> None:
 
 
 def _pairs(state: StateDict, groups: list[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:
-    """Return pairs of a parameter's name in a state and the parameter."""
     names, weights = (
         chain.from_iterable(group["params"] for group in every)
         for every in (state["param_groups"], groups)

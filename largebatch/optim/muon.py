@@ -109,7 +109,6 @@ class Muon(Optimizer):
         return loss
 
     def _orthogonalize(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Update the momentum of the weights and return the directions of their update."""
         if not weights:
             return []
         for weight in weights:
@@ -141,7 +140,6 @@ class Muon(Optimizer):
         return parts
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the momentum of a weight as a matrix."""
         grad, buffer = weight.grad, self.state[weight]["momentum_buffer"]
         assert grad is not None
         direction = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
@@ -190,7 +188,6 @@ def _of_equal_shapes(places: Sequence[int], weights: Sequence[Tensor]) -> Iterab
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a weight as a matrix."""
     return len(weight), weight[0].numel()
 
 

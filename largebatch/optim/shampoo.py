@@ -55,14 +55,12 @@ class Shampoo(ScalableShampoo):
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a weight's state, without the library's objects."""
     matrices = {key: getattr(entry["pre_conditioner"], key) for key in _MATRICES}
     graft = {key: value for key, value in vars(entry["graft"]).items() if isinstance(value, Tensor)}
     return {"momentum": entry["momentum"], "pre_conditioner": matrices, "graft": graft}
 
 
 def _fill(entry: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Copy a saved state into a new one."""
     _copy(entry["momentum"], saved["momentum"])
     for key, value in saved["graft"].items():
         _copy(getattr(entry["graft"], key), value)

@@ -137,25 +137,19 @@ class Moments:
         return exact, var
 
 
-def pool(
-    parts: Sequence[Moments], *, dtypes: Sequence[torch.dtype], backend: Backend
-) -> list[Moments]:
+def pool(parts: Sequence[Moments], *, backend: Backend) -> list[Moments]:
     """Return the moments of each part over all workers, after one all-reduce for all parts.
 
     Layers may be on several devices; the result is on that of the first.
 
     Sums of squares can be added only if all workers use the same origin; the first origin is zero.
     If a mean is so far from zero that digits are lost, all workers see that in the sums and sum
-    again, with these means as origins, rounded to `dtypes` or float32, whichever is longer.
+    again, with these means as origins.
     """
     parts = [part.to(parts[0].mean.device) for part in parts]
     pooled, lossy = _pool_about(parts, [part.mean.new_zeros(1) for part in parts], backend)
     if lossy:
-        # Rounded to the layers' type, the origins are near enough and take less than a megabyte.
-        kinds = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
-        means = [part.mean.to(kind) for part, kind in zip(pooled, kinds, strict=True)]
-        del pooled
-        pooled, _ = _pool_about(parts, means, backend)
+        pooled, _ = _pool_about(parts, [part.mean for part in pooled], backend)
     return pooled
 
 
@@ -185,12 +179,6 @@ def _pool_about(
     return pooled, bool(torch.stack(lossy).any())  # sync: whether to sum again
 
 
-def of_samples(values: Tensor) -> Tensor:
-    """Return the mean and unbiased variance of each sample and channel: N x 2C, in float64."""
-    var, mean = torch.var_mean(values.flatten(2).double(), 2)
-    return torch.cat([mean, var], 1)
-
-
 def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and squared deviations, from sums about an origin near the mean."""
     first, second = torch.zeros_like(origin), torch.zeros_like(origin)
@@ -209,7 +197,6 @@ def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(values: Tensor) -> Iterator[Tensor]:
-    """Divide the batch into parts that fit into the processor's cache."""
     yield from values.split(max(1, _PART * len(values) // values.numel()))
 
 

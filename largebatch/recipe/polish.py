@@ -35,11 +35,6 @@ class Statistics(Section):
     samples: Samples
     """Number of clean training images that are measured."""
 
-    sequential: bool = False
-    """true: measure each layer with the layers before it already polished and normalising as in
-    evaluation, in as many passes as that takes; false: in one pass, in which each layer normalises
-    by its batch."""
-
 
 class Polish(Section):
     """Final Polishing (Kasagi et al., HPDC 2020): fit BatchNorm to clean training data.

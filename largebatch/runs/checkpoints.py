@@ -133,9 +133,7 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     number = samples or there
     if number > there:
         raise CheckpointError(f"cannot measure {number} of {there} training images")
-    asked = recipe.polish.statistics if recipe.polish else None
-    sequential = asked is not None and asked.sequential
-    statistics = Statistics(samples=number, sequential=sequential)
+    statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
     tracking = tuple(name for name in recipe.tracking if name != "mlperf")

@@ -16,7 +16,7 @@ from pathlib import Path
 from largebatch.distributed.environment import LAUNCHER
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-HEARD = b"stopping after this step; once more stops at once\n"
+HEARD = b"stopping; once more stops at once\n"
 
 TOGETHER_SECONDS = 1.0
 """Signals within this time of the first one count as the same request."""

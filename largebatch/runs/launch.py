@@ -196,7 +196,7 @@ def _cause(
     rank = min(failures, key=informative)
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
-        return LargebatchError("stopped before the workers could save")
+        return LargebatchError("stopped before the workers had finished")
     if failure.exitcode in {LOST, -signal.SIGABRT} and silent:
         names = shorten([str(each) for each in sorted(silent)])
         message = f"{_describe(failure)}; did not respond and was killed: worker {names}"

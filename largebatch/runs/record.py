@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
-from largebatch.models.compiled import failures_named
+from largebatch.models.wrappers import failures_named
 from largebatch.report import write_report
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from largebatch.distributed.environment import join_slurm, require_alone, worker_rank
 from largebatch.errors import BackendError, PlanError, WorkerFailedError
 from largebatch.formatting import plural
-from largebatch.models.fusion import describe_pairs
+from largebatch.models import kernels
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -178,7 +178,10 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
                 remarks.append(_COMPILING)
-            remarks += describe_pairs(session.state.model)
+            if session.training.backend.device.type in kernels.DEVICES:
+                from largebatch.models.fusion import describe_pairs
+
+                remarks += describe_pairs(session.state.model)
             if options.resume == "auto" and checkpoint is None:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
             for remark in remarks:

@@ -19,7 +19,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
 from largebatch.models import affine_parameters, norm_parameters
 from largebatch.models.batchnorm import Spans
-from largebatch.models.compiled import reuses_memory
 from largebatch.optim.rates import train_early
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Compile, Precision
@@ -215,7 +214,6 @@ def build_reducer(  # noqa: PLR0913 -- what decides on the messages
 
     `keeps_gradients`: an update's gradients are needed while the next ones are computed.
     """
-    copies = copies_gradients(plan, execution.compile, backend.device)
     return Reducer(
         model.named_parameters(),
         backend,
@@ -224,14 +222,17 @@ def build_reducer(  # noqa: PLR0913 -- what decides on the messages
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=kept_exact(section.dtype, model),
         measure=measure,
-        copies=copies or (keeps_gradients and reuses_memory(execution.compile, backend.device)),
+        copies=copies_gradients(plan, execution.compile, backend.device, keeps=keeps_gradients),
     )
 
 
-def copies_gradients(plan: Plan, compiled: Compile, device: torch.device) -> bool:
-    """Return True if a compiled pass may overwrite the gradients of the micro-batch before."""
+def copies_gradients(
+    plan: Plan, compiled: Compile, device: torch.device, *, keeps: bool = False
+) -> bool:
+    """Return True if a compiled pass may overwrite gradients of the pass before (CUDA graphs)."""
     accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
-    return accumulates and reuses_memory(compiled, device)
+    reuses = compiled in {"reduce-overhead", "max-autotune"} and device.type != "cpu"
+    return reuses and (accumulates or keeps)
 
 
 def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:

@@ -48,7 +48,6 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
 
 
 def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
-    """Return the rates of a run whose global batch changes."""
     first = pieces[0].global_batch
 
     def rate(step: int) -> float:
@@ -195,9 +194,7 @@ class Course:
         if self.plan.batch_changes:
             changes = self.plan.batch_changes
             rows["batches"] = f"{self.plan.global_batch:,}, " + ", ".join(
-                f"{change.global_batch:,} from step {change.step:,} (epoch "
-                f"{self._epoch(change.step)})"
-                for change in changes
+                f"{each.global_batch:,} from step {each.step:,}" for each in changes
             )
         if self.clean < steps:
             rows["clean"] = f"from {self._at(self.clean)}"

@@ -313,7 +313,6 @@ def _between(low: float, peak: float, share: float) -> float:
 
 
 def _half_cosine(phase: float) -> float:
-    """Return the height of a cosine that falls from 1 at phase 0 to 0 at phase 1."""
     return (1.0 + math.cos(math.pi * phase)) / 2.0
 
 

@@ -16,15 +16,8 @@ from largebatch import accelerator
 from largebatch.optional import require_psutil
 
 _PACKAGES = (
-    "largebatch",
-    "torch",
-    "torchvision",
-    "timm",
-    "numpy",
-    "horovod",
-    "nvidia-dali-cuda120",
-    "pytorch-optimizer",
-    "schedulefree",
+    *("largebatch", "torch", "torchvision", "timm", "numpy", "horovod", "nvidia-dali-cuda120"),
+    *("pytorch-optimizer", "schedulefree"),
 )
 
 

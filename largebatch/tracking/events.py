@@ -224,10 +224,6 @@ class Drift(_StageEvent):
     stage: StageName = "statistics"
     step: int = 0
     samples: int
-    passes: int = 1
-    settling: Measured = 0.0
-    settled: bool = True
-    """True if the statistics have settled, as in polish.Drift."""
 
     layers: tuple[LayerDrift, ...]
 

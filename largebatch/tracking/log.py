@@ -5,9 +5,10 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from largebatch.errors import CheckpointError, LogError, reason_of
-from largebatch.tracking.events import EVENTS, Event, Finish, Note, StageName, Start, Tracker
+from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ def record(trackers: list[Tracker], event: Event) -> None:
             trackers.remove(tracker)
             name = type(tracker).__name__
             text = f"{name} was disabled after an error: {reason_of(error)}"
-            record(trackers, _note_at(event, text))
+            stage: Any = getattr(event, "stage", "train")
+            step = getattr(event, "step", 0)
+            record(trackers, Note(kind="tracker", stage=stage, step=step, text=text))
 
 
 def _turn(tracker: Tracker, event: Event) -> int:
@@ -91,19 +94,6 @@ def _turn(tracker: Tracker, event: Event) -> int:
     if isinstance(tracker, Clock):
         return 1 if isinstance(event, Start) else -1
     return int(isinstance(event, Finish) and isinstance(tracker, JsonLines))
-
-
-def _note_at(event: Event, text: str) -> Note:
-    stage: StageName
-    match event:
-        case Start():
-            stage, step = "train", event.resume_step
-        case Finish():
-            stages = event.summary.stages
-            stage, step = stages[-1].name if stages else "train", event.summary.steps
-        case _:
-            stage, step = event.stage, event.step
-    return Note(kind="tracker", stage=stage, step=step, text=text)
 
 
 def drop_unfinished_line(path: Path) -> None:

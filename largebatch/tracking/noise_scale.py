@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from largebatch.recipe.arithmetic.plan import Plan
@@ -95,7 +96,7 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
     """
     number = len(tops)
     top, bottom = math.fsum(tops) / number, math.fsum(bottoms) / number
-    scale = student_reach(CONFIDENCE, number - 1) ** 2 / (number * (number - 1))
+    scale = _student(number - 1) ** 2 / (number * (number - 1))
     across = math.fsum((a - top) * (b - bottom) for a, b in zip(tops, bottoms, strict=True))
     a = bottom**2 - scale * math.fsum((each - bottom) ** 2 for each in bottoms)
     b = top * bottom - scale * across
@@ -106,26 +107,18 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
     return (b - root) / a, (b + root) / a
 
 
-def student_reach(confidence: float, freedom: int) -> float:
-    """Return the half-width of a two-sided interval by Student's t, in standard errors.
+def _student(freedom: int) -> float:
+    """Return the half-width of the interval by Student's t, in standard errors.
 
-    Solves Abramowitz and Stegun 1964, 26.7.3 and 26.7.4, by bisection.
+    Abramowitz and Stegun 1964, 26.7.5: below 0.1 % off from 8 degrees of freedom on.
     """
-
-    def inside(angle: float) -> float:
-        odd, cosine = freedom % 2, math.cos(angle)
-        term = total = 0.0 if freedom == 1 else cosine if odd else 1.0
-        for place in range(2 + odd, freedom - 1, 2):
-            term *= cosine**2 * (place - 1) / place
-            total += term
-        found = math.sin(angle) * total
-        return 2 / math.pi * (angle + found) if odd else found
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < confidence else (low, middle)
-    return math.tan(low) * math.sqrt(freedom)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
 
 
 class RunningNoise:

@@ -1,7 +1,7 @@
 """Scalars: a run's numbers by name, the base of trackers that plot them, and its ids in them.
 
-A resumed or rolled back run repeats some updates, and W&B drops rows with decreasing steps. So a
-number is given only once; the log of the run holds which were given.
+A resumed run repeats some updates, and W&B drops rows with decreasing steps. So a number is given
+only once; the log of the run holds which were given.
 """
 
 import math
@@ -18,7 +18,6 @@ from largebatch.tracking.events import (
     CHECKPOINTS,
     EVENTS,
     METRICS,
-    OVERVIEW,
     REPORT,
     SYSTEM,
     Decision,
@@ -90,7 +89,7 @@ class ScalarTracker(ABC):
 
     @abstractmethod
     def _open(self, start: Start) -> None:
-        """Start the run, or continue it after a resume or a roll-back."""
+        """Start the run, or continue it after a resume."""
 
     @abstractmethod
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
@@ -152,7 +151,7 @@ def artifacts(folder: Path, summary: Summary, *, checkpoint: bool) -> dict[str, 
 
     These are the report and, for a finished run and with `checkpoint`, its last checkpoint.
     """
-    found = {"report": folder / REPORT, "overview": folder / OVERVIEW}
+    found = {"report": folder / REPORT}
     saved = sorted((folder / CHECKPOINTS).glob("*.safetensors"))
     if checkpoint and saved and summary.status == "finished":
         found["checkpoint"] = saved[-1]

@@ -1,4 +1,4 @@
-"""TensorBoard: the scalars of a run, its recipe and its report, in the run folder.
+"""TensorBoard: the scalars of a run and its recipe, in the run folder.
 
 `tensorboard --logdir runs` shows all runs below a folder.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from largebatch.optional import require_tensorboard
-from largebatch.tracking.events import LOG, OVERVIEW, Start, Summary
+from largebatch.tracking.events import LOG, Start, Summary
 from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker
 
 FOLDER = "tensorboard"
@@ -39,12 +39,4 @@ class TensorBoard(ScalarTracker):
 
     def _close(self, summary: Summary) -> None:  # noqa: ARG002 -- the base's signature
         assert self._writer is not None
-        image = self._folder / OVERVIEW
-        if image.exists():
-            import numpy as np
-            from PIL import Image
-
-            with Image.open(image) as opened:
-                pixels = np.asarray(opened.convert("RGB"))
-            self._writer.add_image("report", pixels, dataformats="HWC")
         self._writer.close()

@@ -76,19 +76,12 @@ class Wandb(ScalarTracker):
         )
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
-        self._log({"step": event.step, **values}, row=self._scalars.count)
-
-    def _log(self, values: Mapping[str, object], *, row: int) -> None:
-        """Add a row; rows count over all parts of the run, because W&B drops a repeated one."""
-        self._run.log(values, step=row, commit=True)
+        # rows count over all parts of the run, because W&B drops a repeated one
+        self._run.log({"step": event.step, **values}, step=self._scalars.count, commit=True)
 
     def _close(self, summary: Summary) -> None:
         self._run.summary.update(asdict(summary))
         files = artifacts(self._folder, summary, checkpoint=self._checkpoint)
-        image = files.pop("overview", None)
-        if image is not None:
-            row = self._scalars.count + 1  # the start of the next part skips this row
-            self._log({"report": self._wandb.Image(str(image))}, row=row)
         for kind, path in files.items():
             kept = self._wandb.Artifact(f"{self._identity}-{kind}", type=_KINDS[kind])
             kept.add_file(str(path))

@@ -109,10 +109,3 @@ def averaged(model: nn.Module) -> list[Tensor]:
     """Return the tensors of a model that are averaged: its weights and running statistics."""
     buffers = (buffer for buffer in model.buffers() if buffer.is_floating_point())
     return [*model.parameters(), *buffers]
-
-
-def store_ema(state: dict[str, Any], model: nn.Module) -> None:
-    """Copy the EMA of a checkpoint into a model of the same architecture."""
-    ema = EMA(model, decay=0.0)  # it moves no more
-    ema.load_state_dict(state)
-    ema.store()

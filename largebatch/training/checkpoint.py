@@ -51,14 +51,11 @@ _PARTS = ("model", "optimizer", "scaler", "ema", "snapshot")
 class Origin:
     """Origin of the state of a checkpoint."""
 
-    plan: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     """Identifies the images, by split."""
 
     classes: list[str] = field(default_factory=list)
     """Names by label."""
-
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

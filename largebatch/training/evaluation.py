@@ -22,7 +22,6 @@ from largebatch.models.wrappers import (
     evaluation_mode,
     input_of,
     local_model,
-    unsharded,
 )
 
 
@@ -67,7 +66,7 @@ def evaluate(
 
     Raises ValueError if the number of labels is not `expected`, if there are no labels or some are
     not class numbers, if a batch or an output has another form, if workers have different classes,
-    or if the model is sharded (FSDP1, tensor parallelism). Raises BackendError if workers are not
+    or if the model is sharded (FSDP, tensor parallelism). Raises BackendError if workers are not
     connected.
     """
     model = local_model(model)
@@ -75,7 +74,7 @@ def evaluate(
     if backend is None:
         backend = running_backend(device)
     tally = _Tally(device)
-    with unsharded(model), evaluation_mode(model):
+    with evaluation_mode(model):
         as_input = input_of(model)
         for batch in batches:
             output = forward(model, batch) if forward else model(as_input(images_of(batch)))
@@ -196,8 +195,7 @@ class Answers:
     ) -> Answer:
         """Return the predictions of all workers; `samples` are this worker's, in their order.
 
-        `everyone` has the samples of all workers in ascending order: each has a row in a table that
-        is summed over the workers.
+        `everyone` has the samples of all workers in ascending order.
         """
         device = backend.device
         table = torch.zeros(len(everyone), 3, dtype=torch.float64, device=device)

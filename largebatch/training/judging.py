@@ -17,7 +17,6 @@ from torch import Tensor
 from largebatch.data.pipeline import CleanSamples, Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
-from largebatch.models.views import MeanOfViews
 from largebatch.models.wrappers import uncompiled
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift as PolishDrift
@@ -73,10 +72,10 @@ class Evaluator:
         expected = len(self.pipeline.held_out_samples)
         return self._evaluate(self.pipeline.held_out(), expected=expected)
 
-    def statistics(self, samples: int, *, sequential: bool = False) -> PolishDrift:
+    def statistics(self, samples: int) -> PolishDrift:
         """Polish the statistics of the model over the first samples of the training order."""
         images = CleanSamples(self.pipeline, samples)
-        return polish(self.state.model, images, self.backend, sequential=sequential)
+        return polish(self.state.model, images, self.backend)
 
     def store_average(self) -> None:
         """Copy the average of the weights into the model, if the optimizer has one."""
@@ -90,6 +89,8 @@ class Evaluator:
     ) -> Metrics:
         model = self.state.model
         if self.views > 1:
+            from largebatch.models.views import MeanOfViews
+
             model = MeanOfViews(model, views=self.views)
         with self._measurable():
             return evaluate(model, batches, self.backend, expected=expected, each=each)
@@ -147,21 +148,17 @@ class Judge:
         )
         return metrics
 
-    def measure_statistics(self, stage: StageName, section: Statistics) -> str | None:
-        """Measure the statistics and emit their drift; return a remark if they did not converge."""
-        drift = self.evaluator.statistics(section.samples, sequential=section.sequential)
+    def measure_statistics(self, stage: StageName, section: Statistics) -> None:
+        """Measure the statistics and emit their drift."""
+        drift = self.evaluator.statistics(section.samples)
         self.log.emit(
             Drift(
                 stage=stage,
                 step=self.evaluator.state.progress.step,
                 samples=section.samples,
-                passes=drift.passes,
-                settling=drift.settling,
-                settled=drift.settled,
                 layers=tuple(drift),
             )
         )
-        return describe_unsettled(drift)
 
     def end(
         self, name: StageName, *, num_steps: int = 0, note: str | None = None, failed: bool = False
@@ -249,16 +246,6 @@ class Judge:
             )
         )
         return metrics.top1, kept
-
-
-def describe_unsettled(drift: PolishDrift) -> str | None:
-    """Describe statistics that did not converge; None if they did."""
-    if drift.settled:
-        return None
-    return (
-        f"the statistics have not converged in {drift.passes} passes: the last one moved them by "
-        f"{drift.settling:.2g} standard deviations or ln(variance)"
-    )
 
 
 def find_mistakes(

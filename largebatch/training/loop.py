@@ -174,8 +174,7 @@ def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
     With K classes and smoothing a (Szegedy et al. 2016, arXiv:1512.00567, section 7), `all` gives
     every class a/K and adds 1 - a to the label, as PyTorch and TensorFlow do; `others` gives
     a/(K-1) to each other class and 1 - a to the label, as MXNet does. Raises ValueError if
-    smoothing is below 0 or at least 1; the criterion raises it above 1 - 1/K, where the label would
-    be the least likely class.
+    smoothing is not in [0, 1); the criterion above 1 - 1/K.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")

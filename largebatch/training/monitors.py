@@ -1,9 +1,7 @@
 """The fields that `monitor` adds to the records: norm, trust ratios, noise scale, resources.
 
-The trust ratios of LARS and the system's counters are read after an update. The norm is measured
-between the sum of the gradients and the optimizer, because some optimizers overwrite `.grad`. So
-monitoring cannot change a weight, and costs nothing for fields that are not monitored. The squared
-lengths of the noise scale are measured by the reducer.
+The norm is measured between the sum of the gradients and the optimizer, because some optimizers
+overwrite `.grad`.
 """
 
 import math
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend
-from largebatch.optim.kernels import batched, fused
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Monitor
@@ -123,8 +120,12 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the norm of all gradients together: 0-d, on the device; as exact as in LARS."""
     gradients = [weight.grad for weight in parameters if weight.grad is not None]
     if gradients[0].device.type != "cpu":
+        from largebatch.optim.kernels import batched
+
         length: Tensor = torch.linalg.vector_norm(batched.norms(gradients))
         return length
+    from largebatch.optim.kernels import fused
+
     dense = torch.ops.aten.is_non_overlapping_and_dense
     whole = (grad if dense(grad) else grad.contiguous() for grad in gradients)
     return torch.tensor(math.hypot(*map(fused.norm, whole)), dtype=torch.float64)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.agreement import require_same_bits
@@ -11,7 +11,6 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.recipe import Recipe
-from largebatch.tracking.environment import versions
 from largebatch.training.checkpoint import (
     Checkpoint,
     Found,
@@ -64,10 +63,8 @@ class Saver:
                 self.recipe,
                 copy_state(self.state.state_dict()),
                 Origin(
-                    plan=asdict(self.pipeline.plan),
                     data=self.pipeline.splits,
                     classes=list(map(printable, self.pipeline.classes)),
-                    versions=versions(),
                 ),
             )
             self.writer.write(checkpoint)

@@ -1,8 +1,4 @@
-"""A run on one worker: what its stages use.
-
-`training` makes updates, `judge` evaluates the stages, `saver` writes checkpoints, and `log` takes
-the events. `stages` has what happens with them, in order.
-"""
+"""A run on one worker: what its stages use. `stages` has what happens with it, in order."""
 
 import time
 from bisect import bisect_right
@@ -54,7 +50,7 @@ class Session:
         return self.training.log
 
     def begin(self) -> None:
-        """Emit the start of the run, or of a part that is computed again."""
+        """Emit the start of the run, or of a resumed part of it."""
         self.log.emit(
             Start(
                 time=now(),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -81,10 +82,10 @@ def run_average(
         return
     judge.begin()
     state.store_average()
-    section, note = session.polish.statistics, None
+    section = session.polish.statistics
     if kind is SWA and judge.decides and section is not None:
-        note = judge.measure_statistics(name, section)
-    judge.end(name, note=note)
+        judge.measure_statistics(name, section)
+    judge.end(name)
 
 
 def run_statistics(session: Session, _: range, __: int) -> None:
@@ -98,7 +99,8 @@ def run_statistics(session: Session, _: range, __: int) -> None:
 def polish_statistics(judge: Judge, section: Statistics) -> None:
     """Run the statistics pass as a stage."""
     judge.begin()
-    judge.end("statistics", note=judge.measure_statistics("statistics", section))
+    judge.measure_statistics("statistics", section)
+    judge.end("statistics")
 
 
 class Stage(NamedTuple):
@@ -145,7 +147,7 @@ def run_stages(session: Session, *, until: int) -> bool:
     return True
 
 
-def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: object) -> None:
+def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
     """Raise CheckpointError if a stage has ended and updates before its end are missing.
 
     `largebatch polish` leaves such a checkpoint for a run that had not ended. The missing updates

@@ -152,25 +152,6 @@ def test_a_step_is_judged_with_its_reason(
     assert hits[0].remedy or level == "fine"
 
 
-def test_gradients_of_one_of_two_optimizers_that_are_not_cleared_are_named() -> None:
-    torch.manual_seed(0)
-    model = perceptron()
-    optimizers = [sgd(model.get_submodule(name)) for name in ("0", "2")]
-
-    def step(batch: list[Tensor]) -> None:
-        optimizers[0].zero_grad()
-        cross_entropy(model(batch[0]), batch[1]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        loader = DataLoader(random_data(), 16)
-        findings = audit(model, loader, cross_entropy, optimizers[0], step)
-    (fault,) = findings.faults
-    assert fault.check == "gradient direction"
-    assert "(2.weight, 2.bias) still" in fault.text
-
-
 def test_gradients_are_compared_behind_the_optimizers_own_hooks() -> None:
     model = linear()
     optimizer = sgd(model)

@@ -177,12 +177,6 @@ def no_steps() -> dict[str, Any]:
     return script(steps=0)
 
 
-def average_under_other_names_on_worker_1() -> dict[str, Any]:
-    model = DistributedDataParallel(perceptron())
-    averaged = nn.Sequential(perceptron()) if dist.get_rank() else perceptron()
-    return script(model=model, averaged=averaged)
-
-
 UNKNOWN = {
     loader_that_fails_on_worker_1: "the loader failed on worker 1: OSError: truncated file",
     an_iterator: "the loader is an iterator, whose batches would be lost",
@@ -196,7 +190,6 @@ UNKNOWN = {
     update_with_a_closure: "no forward pass of the model in training mode was seen",
     master_weights: "0 of 4 tensors of the model: what it changes is copied into the model",
     no_steps: "steps is 0; expected a whole number of updates",
-    average_under_other_names_on_worker_1: "of other names or shapes at the start: 0.0.bi",
 }
 """Scripts that cannot be checked, or in part, and words of the finding that says so."""
 

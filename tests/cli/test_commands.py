@@ -144,6 +144,9 @@ def right():
 
 def never_sums():
     return parts(lambda model: model)
+
+def unknown_key():
+    return (*parts(DistributedDataParallel), {"step_number": 2})
 """
 
 
@@ -153,6 +156,7 @@ def never_sums():
         ("mine:right", DONE, "no fault"),
         ("mine:never_sums", USER, "fault"),
         ("mine:none", USER, "mine:none"),
+        ("mine:unknown_key", USER, "set_epoch"),
     ],
 )
 def test_audit_checks_a_users_own_training_on_two_workers(

@@ -263,29 +263,6 @@ def test_frozen_parameters_are_left_out_and_shared_ones_count_once() -> None:
         assert model[2].weight.grad is None
 
 
-def test_a_single_worker_keeps_autograds_gradients() -> None:
-    """It has nothing to send: no buffers, no copies, the gradients of plain PyTorch."""
-    model, expected = net(), net()
-    expected.load_state_dict(model.state_dict())
-    with Reducer(model.named_parameters(), Serial(torch.device("cpu"))) as reducer:
-        for _ in range(2):
-            reducer.zero()
-            expected.zero_grad()
-            for micro in range(3):
-                if micro == 2:
-                    reducer.arm()
-                for each in (model, expected):
-                    each(torch.full((2, 4), 0.5)).sum().backward()
-            reducer.wait()
-            for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
-                assert ours.grad is not None
-                assert ours.grad.untyped_storage().nbytes() == 4 * ours.numel()
-        model.zero_grad(set_to_none=True)
-        with pytest.raises(ValueError, match="1.bias.*use Reducer.zero"):
-            reducer.arm()
-
-
 def test_closing_restores_the_model() -> None:
     model, backend = net(), Recorder()
     reducer = Reducer(model.named_parameters(), backend)

@@ -196,19 +196,6 @@ def test_a_resumed_run_has_the_same_weights(name: str, folder: Path, tmp_path: P
     assert torch.equal(ours["blocks.0.norm1.weight"], torch.ones(16))
 
 
-@pytest.mark.long
-def test_two_workers_begin_with_the_same_filters_and_train_the_same_weights(
-    folder: Path, tmp_path: Path
-) -> None:
-    alone, two = tmp_path / "alone", tmp_path / "two"
-    run(short(), data=folder, out=alone)
-    run(short(), data=folder, out=two, workers=2)
-    expected, ours = content(alone)["model"], content(two)["model"]
-    torch.testing.assert_close(ours["whiten.weight"], expected["whiten.weight"], rtol=0, atol=0)
-    for key, tensor in expected.items():
-        torch.testing.assert_close(ours[key], tensor, rtol=2e-3, atol=2e-3)
-
-
 def test_nesterov_makes_the_weights_of_airbenchs_loop(folder: Path) -> None:
     """Its learning rates and decays for a sum over 1,024 samples, as in legacy/airbench94.py."""
     recipe = short("cifar10_airbench_2000_nesterov")
@@ -238,9 +225,3 @@ def test_nesterov_makes_the_weights_of_airbenchs_loop(folder: Path) -> None:
     for name, weight in weights.items():
         if "running" not in name:
             torch.testing.assert_close(ours[name], weight.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_an_unknown_early_weight_is_refused_with_the_nearest(folder: Path, tmp_path: Path) -> None:
-    recipe = short("cifar10_airbench_2000", "model.early.names=[whiten.bia]")
-    with pytest.raises(RecipeError, match=r"no weight 'whiten.bia'; did you mean 'whiten.bias'"):
-        run(recipe, data=folder, out=tmp_path / "run")

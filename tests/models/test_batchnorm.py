@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from largebatch.distributed.serial import Serial
-from largebatch.models import batchnorm_functional, build
+from largebatch.models import build
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.batchnorm_functional import normalise
 
@@ -44,47 +44,12 @@ def test_each_group_is_normalised_as_batchnorm_would(
     torch.testing.assert_close(x.grad, y.grad)
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("span", [16, 4, 6], ids=["one group", "groups", "a smaller last one"])
-@pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 4, 3)], ids=["0d", "1d", "2d"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_operations_of_compiled_graphs_have_the_same_result(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    span: int,
-    affine: bool,
-) -> None:
-    exact = torch.promote_types(dtype, torch.float32)
-    weight, bias = images(2, 5, seed=2).to(exact) if affine else (None, None)
-    slope = images(16, *shape, seed=1).to(dtype)
-    sums, counted = torch.ones(2, 2, 5, dtype=exact)
-    ours, plain = (images(16, *shape).to(dtype).requires_grad_() for _ in range(2))
-    with monkeypatch.context() as compiled:
-        compiled.setattr(torch.compiler, "is_compiling", lambda: True)
-        out = normalise(ours, weight, bias, eps=1e-5, span=span, sums=sums)
-    expected = normalise(plain, weight, bias, eps=1e-5, span=span, sums=counted)
-    for result in (out, expected):
-        (result * slope).sum().backward()
-    assert out.dtype == expected.dtype == dtype
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(out, expected, rtol=4 * eps, atol=64 * eps)
-    torch.testing.assert_close(ours.grad, plain.grad, rtol=4 * eps, atol=64 * eps)
-    assert not sums.requires_grad
-    torch.testing.assert_close(sums, counted, rtol=1e-5, atol=1e-5)
-    parts = [part.detach().transpose(0, 1).flatten(1).double() for part in plain.split(span)]
-    found = sum(torch.stack([part.mean(1), part.var(1)]) for part in parts)
-    torch.testing.assert_close(counted.double() - 1, found, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("cached", [1, 100, 10**6], ids=["one by one", "in parts", "at once"])
 @pytest.mark.parametrize(
     "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"]
 )
 def test_memory_format_and_needed_gradients_do_not_change_the_result(
-    monkeypatch: pytest.MonkeyPatch, cached: int, layout: torch.memory_format
+    layout: torch.memory_format,
 ) -> None:
-    monkeypatch.setattr(batchnorm_functional, "_GRADIENT_PART", cached)
     norm = nn.BatchNorm2d(5).double()
     nn.init.uniform_(norm.weight)
     ghost = with_span(nn.Sequential(copy.deepcopy(norm)), 4)
@@ -142,45 +107,6 @@ def test_under_autocast_float16_is_normalised_by_float32_moments(dtype: torch.dt
     assert ghost[1].moments.dtype == torch.float32
     mean = torch.stack([part.mean((0, 2, 3)) for part in features.split(4)]).sum(0)
     torch.testing.assert_close(ghost[1].moments[0].double(), mean, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cast_first", [True, False], ids=["cast, then span", "span, then cast"])
-def test_a_float16_model_trains_with_float32_moments(dtype: torch.dtype, cast_first: bool) -> None:
-    """As PyTorch's BatchNorm of a whole span does, whose running statistics are halves too."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU())
-    ghost = copy.deepcopy(plain)
-    ghost = with_span(ghost.to(dtype), 8) if cast_first else with_span(ghost, 8).to(dtype)
-    plain.to(dtype)
-    spans = Spans(ghost, CPU)
-    x, weights = (images(8, *shape).to(dtype) for shape in ((3, 8, 8), (5, 6, 6)))
-    (ghost(x) * weights).sum().backward()
-    spans.reduce()
-    spans.update()
-    (plain(x) * weights).sum().backward()
-    for name, tensor in plain.state_dict().items():
-        ours = ghost.state_dict()[name]
-        assert ours.dtype == tensor.dtype
-        torch.testing.assert_close(ours, tensor, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-    for name, parameter in plain.named_parameters():
-        gradient = ghost.get_parameter(name).grad
-        assert gradient is not None
-        assert parameter.grad is not None
-        rounding = torch.finfo(dtype).eps * parameter.grad.abs().max().item()
-        torch.testing.assert_close(gradient, parameter.grad, rtol=0.05, atol=8 * rounding)
-
-
-def gradient_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    (gradient,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
-    return gradient
-
-
-def test_differentiating_several_groups_twice_is_refused() -> None:
-    x = images(4, 3).requires_grad_()
-    model = with_span(nn.Sequential(nn.BatchNorm1d(3).double()), 2)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient_of(model, x).sum().backward()
 
 
 def test_one_value_per_channel_is_refused() -> None:
@@ -277,17 +203,6 @@ def test_a_skipped_step_leaves_no_trace_even_of_nan_moments(
             expected.reduce()
             expected.update()
         torch.testing.assert_close(model.state_dict(), without.state_dict(), rtol=0, atol=0)
-
-
-def test_names_values_and_evaluation_do_not_change() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).double().eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    x = images(5, 3, 2, 2)
-    expected = model(x)
-    with_span(model, 2)
-    assert isinstance(model.get_submodule("1.0"), SpanBatchNorm)
-    torch.testing.assert_close(dict(model.state_dict()), before)
-    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,16 +20,13 @@ from interpreted import DEVICE, run_kernels
 from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._device import DeviceContext
 
 from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.models import build, kernels, with_span
 from largebatch.models.batchnorm import SpanBatchNorm, Spans
-from largebatch.models.batchnorm_functional import normalise
 from largebatch.models.compiled import compile_model
 from largebatch.models.fusion import describe_pairs, pair
-from largebatch.optim.kernels import table
 from largebatch.optional import require_torchvision
 
 runs = pytest.mark.usefixtures("kernels_run")
@@ -161,26 +157,6 @@ def test_the_same_input_gives_the_same_bits() -> None:
 
 
 @runs
-@pytest.mark.parametrize(("relu", "adds"), [(False, False), (True, False), (True, True)])
-def test_a_loss_may_contain_gradients(relu: bool, adds: bool) -> None:
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        leaves = [draw(6, 4, 3, seed=it).to(dtype).requires_grad_() for it in range(1 + adds)]
-        affine = [it.to(dtype).requires_grad_() for it in draw(2, 4, seed=2)]
-        x, other = leaves[0], leaves[1] if adds else None
-        if dtype == torch.float32:
-            fused = kernels.batchnorm()
-            out, _ = fused.normalise(x, other, *affine, eps=1e-5, span=4, relu=relu)
-        else:
-            out, _ = by_hand(x, other, (affine[0], affine[1]), 4, relu=relu)
-        grads = torch.autograd.grad((out**4).sum(), leaves, create_graph=True)
-        loss = torch.stack([(it**2).sum() for it in grads]).sum()
-        found.append([*grads, *torch.autograd.grad(loss, [*leaves, *affine], allow_unused=True)])
-    for ours, exact in zip(*found, strict=True):
-        assert error(ours, exact) < 1e-5
-
-
-@runs
 @pytest.mark.parametrize("workers", [3])
 def test_workers_share_a_span(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     launch, lock = accelerator.launch, threading.Lock()
@@ -301,28 +277,6 @@ def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -
 
 
 @runs
-def test_checkpointed_layers_count_once() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
-    plain = with_span(layers.to(DEVICE), 2)
-    again = copy.deepcopy(plain)
-    images = draw(4, 3, 2, 2)
-    results = []
-    for model, recomputed in ((plain, False), (again, True)):
-        pair(model)
-        spans = Spans(model, CPU)
-        out = checkpoint(model, images, use_reentrant=False) if recomputed else model(images)
-        out.square().sum().backward()
-        spans.reduce()
-        spans.update()
-        weight_grad = model.get_parameter("0.weight").grad
-        assert weight_grad is not None
-        results.append([weight_grad, *model.state_dict().values()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@runs
 @pytest.mark.parametrize("span", [4, 2])
 def test_a_graph_of_torch_compile_calls_the_operator(span: int) -> None:
     """It is traced with the shapes that the operator declares; Triton's code is a GPU's matter."""
@@ -370,43 +324,6 @@ def test_what_the_kernels_do_not_take_is_left_to_pytorch(
     assert not kernels.take(images.to(DEVICE), None if other is None else other.to(DEVICE))
 
 
-@runs
-def test_parameters_and_sums_need_not_be_usual() -> None:
-    """BatchNorm of torch has `bias=False`; a parameter may be a view with gaps."""
-    x, settings = draw(4, 8, 3, 3), {"eps": 1e-5, "span": 4, "relu": False}
-    weight, bias = draw(8, 1, seed=1).flatten(), torch.zeros(8, device=DEVICE)
-    expected = F.batch_norm(x, None, None, weight, training=True)
-    for affine in ((weight, None), (torch.stack([weight, bias], 1)[:, 0], bias)):
-        out, _ = kernels.batchnorm().normalise(x, None, *affine, **settings)
-        assert error(out, expected.double()) < 1e-6
-    for channels in (4, 12):  # numbers of other layers would be read, and their sums changed
-        with pytest.raises(ValueError, match=f"8 channels .* {channels} channels"):
-            with_span(nn.BatchNorm1d(8).to(DEVICE), 2)(draw(4, channels))
-
-
-@runs
-def test_workers_with_and_without_kernels_share_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of the kernels may fail on one worker only."""
-    x, slope = draw(6, 12, 3, 3), draw(6, 12, 3, 3, seed=1)
-    settings: dict[str, Any] = {"eps": 1e-5, "span": 6}
-
-    def work(group: Thread) -> tuple[Tensor, Tensor]:
-        leaf = x.chunk(2)[group.rank].clone().requires_grad_()
-        if group.rank:
-            out = normalise(leaf, None, None, group=group, **settings)
-        else:
-            fused = kernels.batchnorm()
-            out, _ = fused.normalise(leaf, None, None, None, relu=False, group=group, **settings)
-        (grad,) = torch.autograd.grad(out, leaf, slope.chunk(2)[group.rank])
-        return out, grad
-
-    outs, grads = zip(*on_threads(work, workers=2), strict=True)
-    leaf = x.double().requires_grad_()
-    expected = F.batch_norm(leaf, None, None, training=True)
-    assert error(torch.cat(outs), expected) < 1e-6
-    assert error(torch.cat(grads), *torch.autograd.grad(expected, leaf, slope.double())) < 1e-6
-
-
 def _own_forward(block: nn.Sequential) -> None:
     block[2].forward = lambda images: images
 
@@ -435,18 +352,6 @@ def test_modules_that_change_after_pairing_are_called(
     assert torch.equal(block(images), expected)
 
 
-def refuse(_: object) -> Tensor:
-    raise AssertionError("a trial inside a recomputation")
-
-
-MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "inference": torch.inference_mode,
-    "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
-    "recomputation": lambda: torch.autograd.graph.saved_tensors_hooks(id, refuse),
-    "device": lambda: DeviceContext(torch.device("meta")),
-}
-
-
 @runs
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_compilation_tries_the_kernels_before_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,22 +360,6 @@ def test_compilation_tries_the_kernels_before_its_graphs(monkeypatch: pytest.Mon
     for model in (nn.Linear(3, 4), with_span(nn.BatchNorm1d(4), 2)):
         compile_model(model.to(DEVICE), True, DEVICE, shares_spans=False)
         assert bool(tried) == isinstance(model, SpanBatchNorm)
-
-
-@runs
-@pytest.mark.parametrize("mode", MODES)
-def test_the_trial_does_not_depend_on_the_mode_of_the_first_batch(
-    monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    images = draw(2, 3)
-    for module, works in (
-        (kernels, lambda: kernels.take(images)),
-        (table, lambda: table.works(images.device)),
-    ):
-        monkeypatch.setattr(module, "DEVICES", {DEVICE.type})
-        monkeypatch.setattr(module, "_WORK", {})
-        with MODES[mode]():
-            assert works()  # type: ignore[no-untyped-call]  # torch's
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(

@@ -1,71 +1,18 @@
 """Arguments of models from recipes and checkpoints that may come from anywhere."""
 
-import http.server
 import inspect
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_files import rewritten
 
-from largebatch import load_recipe, run
-from largebatch.cli.main import main
+from largebatch import load_recipe
 from largebatch.errors import RecipeError
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.recipe.model import FACTORY_KEYS
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
-
-
-@pytest.fixture
-def fetched() -> Iterator[tuple[str, list[str]]]:
-    """Address of a local server, and the paths requested from it."""
-    paths: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            paths.append(self.path)
-            self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/weights.pth", paths
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def test_an_untrusted_checkpoint_downloads_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fetched: tuple[str, list[str]]
-) -> None:
-    """Its recipe is rewritten without the package's checks."""
-    url, paths = fetched
-    short = ["duration={steps: 1}", "schedule.warmup=null", "polish=null", "data.image_size=16"]
-    run(load_recipe(DIGITS, short), out=tmp_path / "run")
-    (path,) = (tmp_path / "run/checkpoints").iterdir()
-    there = "  arguments:\n"
-
-    def insert(header: dict[str, Any]) -> None:
-        assert there in header["recipe"]
-        header["recipe"] = header["recipe"].replace(
-            there,
-            f"{there}    pretrained: true\n    pretrained_cfg: {{hf_hub_id: null, url: '"
-            f"{url}'}}\n    cache_dir: '{tmp_path / 'theirs'}'\n",
-        )
-
-    path.write_bytes(rewritten(path.read_bytes(), insert))
-    capsys.readouterr()
-    assert main(["evaluate", str(path)]) == 2
-    assert "model.arguments: pretrained: nothing is downloaded" in capsys.readouterr().err
-    assert paths == []
-    assert not (tmp_path / "theirs").exists()
 
 
 @pytest.mark.parametrize(

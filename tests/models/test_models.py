@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from largebatch.errors import RecipeError
-from largebatch.models import build, classifier, param_groups
+from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.models.of_recipe import build_model, require_trainable
 from largebatch.recipe.loading import load_recipe
@@ -136,15 +136,6 @@ def test_lenet5_has_lecuns_five_layers_where_they_are_asked_for() -> None:
         build("lenet5", num_classes=10, arguments={"layers": 3})
 
 
-def test_both_layers_of_a_classifier_of_two_are_trained() -> None:
-    model = build("levit_128s", num_classes=10)
-    heads = model.get_classifier()  # type: ignore[operator]  # timm's
-    assert isinstance(heads, tuple)
-    expected = {parameter for head in heads for parameter in head.parameters()}
-    assert set(classifier(model).parameters()) == expected
-    assert len(expected) > 2
-
-
 def test_an_affine_stage_without_a_classifier_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,15 +186,6 @@ def test_the_recipes_model_has_its_span_and_the_seeds_weights() -> None:
     assert spans == [48] * 13
     other = build_model(digits("seed=2"), CPU)
     assert not other.get_parameter("conv1.weight").equal(one.get_parameter("conv1.weight"))
-
-
-def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
-    model = build_model(digits("precision=bf16"), CPU)
-    seen: list[torch.dtype] = []
-    model.get_submodule("layer1").register_forward_hook(lambda *args: seen.append(args[2].dtype))
-    model(torch.zeros(48, 3, 32, 32))
-    assert seen == [torch.bfloat16]
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from short_runs import SMALL, weights
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
-from largebatch import load_recipe
 from largebatch.distributed.backend import Group
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
-from largebatch.models import batchnorm_functional
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.polish.statistics import polish
 from largebatch.recipe.recipe import Recipe
@@ -30,7 +27,6 @@ from largebatch.runs.run import run
 from largebatch.tracking.events import Summary
 
 CPU = Serial(torch.device("cpu"))
-DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def images(num: int, *shape: int, seed: int = 0) -> Tensor:
@@ -84,7 +80,6 @@ def shared(
     return ghost, outs, gradients
 
 
-@pytest.mark.parametrize("cached", [1, 10**6], ids=["one by one", "at once"])
 @pytest.mark.parametrize(
     ("norm", "shape"),
     [
@@ -96,13 +91,8 @@ def shared(
 )
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_that_share_a_span_match_batchnorm_on_the_whole_batch(
-    monkeypatch: pytest.MonkeyPatch,
-    norm: nn.Module,
-    shape: tuple[int, ...],
-    workers: int,
-    cached: int,
+    norm: nn.Module, shape: tuple[int, ...], workers: int
 ) -> None:
-    monkeypatch.setattr(batchnorm_functional, "_GRADIENT_PART", cached)
     norm = copy.deepcopy(norm).double()
     for parameter in norm.parameters():
         nn.init.uniform_(parameter)
@@ -233,23 +223,3 @@ def test_a_copy_of_a_model_with_shared_spans_has_no_process_group() -> None:
 
 def train(recipe: Recipe, folder: Path) -> Summary:
     return run(recipe, out=folder)
-
-
-@pytest.mark.long
-def test_a_run_with_shared_spans_equals_the_run_of_one_worker(tmp_path: Path) -> None:
-    """Training, statistics pass and evaluation, through recipe, plan and pipeline."""
-    recipe = load_recipe(
-        DIGITS,
-        [
-            *("duration={steps: 6}", "schedule.warmup={steps: 2}", "polish.clean={steps: 2}"),
-            *SMALL,
-        ],
-    )
-    states = {}
-    for workers in (1, 4):
-        folder = tmp_path / str(workers)
-        result = on_forked_workers(train, recipe, folder, workers=workers)
-        assert (result.workers, result.device_batch) == (workers, 96 if workers == 1 else 24)
-        states[workers] = weights(folder)
-        assert len(result.stages) == 3
-    torch.testing.assert_close(states[4], states[1], rtol=1e-3, atol=1e-4)

@@ -1,16 +1,13 @@
 """LARS with rates that are tensors, and with norms at the limits of float32."""
 
 import math
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lars_formula import CONVENTIONS, RATES, Formula, Path, assert_close, choose_path
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 from largebatch.optim.kernels import fused
 from largebatch.optim.lars import LARS
@@ -48,35 +45,6 @@ def test_hyper_parameters_as_tensors_are_equivalent_and_unchanged(
         formula.step(grad.double().numpy(), lr)
         assert {key: value.item() for key, value in tensors.items()} == NUMBERS | {"lr": lr}
     assert_close(weight, formula.w, 1e-6)
-
-
-@every_path
-@pytest.mark.parametrize(
-    ("scheduler", "options"),
-    [
-        (lr_scheduler.StepLR, {"step_size": 1, "gamma": 0.5}),
-        (lr_scheduler.CosineAnnealingLR, {"T_max": 4}),
-        (lr_scheduler.OneCycleLR, {"max_lr": 2.0, "total_steps": 5}),
-    ],
-)
-def test_torchs_schedulers_set_a_tensor_like_a_number(
-    path: Path,
-    way: str,
-    scheduler: Callable[..., lr_scheduler.LRScheduler],
-    options: dict[str, Any],
-) -> None:
-    path(way)
-    ends = []
-    for lr, momentum in ((0.5, 0.9), (exactly(0.5), exactly(0.9))):
-        weight = nn.Parameter(torch.ones(2, 3))
-        optimizer = LARS([weight], lr=lr, momentum=momentum, eta=0.1)
-        policy = scheduler(optimizer, **options)
-        for step in range(4):
-            weight.grad = torch.full((2, 3), 1.0 + step)
-            optimizer.step()
-            policy.step()
-        ends.append(weight.detach())
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=0)
 
 
 SIZES = [1e-25, 1e-20, 1.0, 1e20]
@@ -125,14 +93,6 @@ def test_outside_diverges_for_old_momentum_and_a_tiny_gradient() -> None:
     assert worst("outside") == pytest.approx(533, abs=1)
     for convention in ("reference", "scaled-momentum", "fujitsu"):
         assert worst(convention) == pytest.approx(0.16)
-
-
-def test_the_peak_rate_does_not_follow_a_tensor_that_the_rate_is_written_into() -> None:
-    lr = torch.tensor(13.0)
-    optimizer = LARS([nn.Parameter(torch.ones(1))], lr=lr, convention="fujitsu")
-    lr.fill_(6.5)
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert optimizer.param_groups[0]["base_lr"] == 13.0
 
 
 @every_path

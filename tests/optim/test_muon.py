@@ -169,26 +169,6 @@ def test_it_takes_all_hidden_matrices(
     assert left_out(build(model, num_classes=10, arguments=arguments)) == expected
 
 
-class TwoHeads(nn.Module):
-    """A network with a classifier of patches beside that of the image, as VOLO."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.hidden = nn.Linear(6, 10), nn.Linear(10, 10)
-        self.aux_head, self.head = nn.Linear(10, 10), nn.Linear(10, 10)
-
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-
-def test_it_takes_no_second_classifier_but_hidden_layers_as_wide() -> None:
-    recipe, model = load_recipe(DIGITS, ("optimizer={kind: muon}",)), TwoHeads()
-    groups = [group["params"] for group in build_optimizer(recipe, model, SERIAL).param_groups]
-    heads = {model.aux_head.weight, model.head.weight}
-    assert groups[:2] == [[model.hidden.weight], [model.stem.weight]]
-    assert set(groups[2]) == heads
-
-
 def test_every_weight_has_one_optimizer_and_its_own_rate() -> None:
     recipe = load_recipe(
         DIGITS,

@@ -1,6 +1,5 @@
 """The ratios that LARS reports are those of the formula, and those that it has used."""
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from lars_formula import (
     gradients,
     parameters,
 )
-from torch import nn
 
 from largebatch.optim.lars import LARS
 from largebatch.recipe.choices import Convention
@@ -64,17 +62,3 @@ def test_the_trust_ratios_are_those_of_the_formula(
         limits = [expected[weight] for weight in found]  # type: ignore[index]  # they are parameters
         np.testing.assert_allclose(ratios, limits, rtol=TOLERANCE[torch.float32])
         assert len(set(limits)) > 1
-
-
-def test_non_adapted_weights_and_a_copied_optimizer_have_no_ratio() -> None:
-    adapted, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    groups: list[dict[str, Any]] = [{"params": [adapted]}, {"params": [plain], "adapt": False}]
-    optimizer = LARS(groups, 0.1)
-    for weight in (adapted, plain):
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert list(optimizer.trust_ratios()) == [adapted]
-    assert copy.deepcopy(optimizer).trust_ratios() == {}
-    adapted.grad = None
-    optimizer.step()
-    assert optimizer.trust_ratios() == {}

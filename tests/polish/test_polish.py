@@ -60,13 +60,12 @@ def peculiar() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("span", [None, 2])
-@pytest.mark.parametrize("sequential", [False, True])
-def test_only_the_running_statistics_change(sequential: bool, span: int | None) -> None:
+def test_only_the_running_statistics_change(span: int | None) -> None:
     model = with_span(first_layer(), span) if span else peculiar()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     before = state_of(model)
-    polish(model, batches(4), CPU, sequential=sequential)
+    polish(model, batches(4), CPU)
     assert state_of(model) == before
     changed = {name for name, value in model.state_dict().items() if not value.equal(values[name])}
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
@@ -111,47 +110,8 @@ def test_a_failure_in_the_middle_leaves_the_model_untouched(
 def test_no_data_and_no_batchnorm_are_refused() -> None:
     with pytest.raises(DataError, match="polishing needs clean training images"):
         polish(first_layer(), [], CPU)
-    with pytest.raises(ValueError, match="no running statistics, so there is nothing"):
+    with pytest.raises(ValueError, match="nothing to polish"):
         polish(nn.Sequential(nn.Conv2d(3, 3, 1)), batches(4), CPU)
-
-
-def test_an_unused_layer_keeps_its_statistics() -> None:
-    class Partial(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
-
-        def forward(self, images: Tensor) -> Tensor:
-            result: Tensor = self.used(images)
-            return result
-
-    model = Partial()
-    drift = polish(model, batches(4), CPU)
-    assert [layer.name for layer in drift] == ["used"]
-    assert model.idle.running_var.equal(torch.ones(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
-
-
-def test_a_model_with_several_outputs_in_training_is_polished_in_evaluation_mode() -> None:
-    """Like GoogLeNet and Inception, whose auxiliary layers are not used in evaluation."""
-
-    class Auxiliary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.side = nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
-
-        def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            values: Tensor = self.norm(images)
-            return (values, self.side(values)) if self.training else values
-
-    model, data = Auxiliary().train(), batches(4, 3)
-    assert isinstance(Auxiliary()(data[0][0]), tuple)
-    drift = polish(model, data, CPU)
-    assert [layer.name for layer in drift] == ["norm"]
-    everything = torch.cat([images for images, _ in data])
-    torch.testing.assert_close(model.norm.running_var, everything.var((0, 2, 3)))
-    assert model.side.running_mean.equal(torch.zeros(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
-    assert model.training
-    assert model.side.training
 
 
 def test_drift_measures_shift_and_variance_against_the_running_statistics() -> None:

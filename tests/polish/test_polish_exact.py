@@ -1,7 +1,6 @@
 """Polished statistics equal float64 moments over all inputs of a layer."""
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -12,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from on_forked_workers import on_forked_workers
 from polish_reference import Moments, Pairs, assert_right, moments_of, norms, one_pass
-from threads import Done, Thread, on_threads
+from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
-from largebatch.models import build
 from largebatch.models.batchnorm import by_spans, with_span
 from largebatch.optional import require_torchvision
 from largebatch.polish.statistics import polish
@@ -281,37 +279,3 @@ def test_all_layers_share_one_all_reduce(mean: float, calls: int) -> None:
         return worker.calls
 
     assert on_threads(work, workers=3) == [1 + calls] * 3
-
-
-class Weighing(Serial):
-    """Records the memory of tensors at each all-reduce."""
-
-    bytes = 0
-
-    def all_reduce(self, tensor: Tensor) -> Done:  # type: ignore[override]  # another class that is done
-        self.bytes = max(self.bytes, memory())
-        return Done()
-
-
-def memory() -> int:
-    found = [it for it in gc.get_objects() if type(it) in {Tensor, nn.Parameter}]
-    storages = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in found}
-    return sum(storages.values())
-
-
-@pytest.mark.parametrize("origin", [0.0, 1e9])
-def test_resnet50_needs_less_than_a_megabyte_of_memory(origin: float) -> None:
-    model = build("resnet50", num_classes=10)
-    for _, layer in norms(model):
-        nn.init.constant_(layer.running_mean, origin)  # type: ignore[arg-type]  # tracked
-    backend, images = Weighing(CPU.device), torch.randn(2, 3, 64, 64)
-    during = []
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(2):
-            yield images, images
-            during.append(memory())
-
-    before = memory()
-    polish(model, batches(), backend)
-    assert 400_000 < max(*during, backend.bytes) - before < 1_000_000

@@ -60,8 +60,8 @@ CASES = {
         (*lars("fujitsu"), "execution.cache=device"),
     ),
     "SWA, outside": ((SWA, STATISTICS), ("optimizer.convention=outside",)),
-    "sequential statistics, scaled-momentum, decoding": (
-        ("statistics: {samples: 96, sequential: true}",),
+    "statistics, scaled-momentum, decoding": (
+        (STATISTICS,),
         (*lars("scaled-momentum"), "execution.cache=null"),
     ),
     "bf16, accumulated": (
@@ -225,7 +225,6 @@ def polished(device: torch.device, backend: Backend | None) -> tuple[nn.Module, 
         for x, y in list(zip(images, labels, strict=True))[workers.rank :: workers.world_size]
     ]
     polish(model, batches, backend)
-    polish(model, [x for x, _ in batches], backend, sequential=True)
     found = evaluate(model, batches, workers)
     return model, found.loss, found.samples
 

@@ -143,7 +143,6 @@ def test_every_stage_reports_what_it_changed(finished: dict[str, Path]) -> None:
     assert all(record["samples"] == 360 for record in evaluations)
     (drift,) = log(finished["torch"], "drift")
     assert len(drift["layers"]) == 13
-    assert (drift["passes"], drift["settling"]) == (1, 0)
     assert all(layer["mean_shift"] > 0 for layer in drift["layers"])
 
 
@@ -230,7 +229,7 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=600)
     assert process.returncode == INTERRUPTED
-    assert said.count("stopping after this step; once more stops at once\n") == 1
+    assert said.count("stopping; once more stops at once\n") == 1
     content = summary(tmp_path / "run")
     assert content["status"] == "interrupted"
     assert 5 < content["steps"] < 599

@@ -142,28 +142,6 @@ def test_pieces_follow_each_other_and_count_from_their_own_start(
     assert [ours(step) for step in range(len(expected))] == expected
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        pytest.param(constant(peak=3.0), [3.0, 3.0], id="constant"),
-        pytest.param(DECAY, [8.0, 4.5, 2.0, 0.5, 0.0, 0.0], id="polynomial holds its end"),
-        pytest.param(
-            polynomial(peak=8.0, steps=2, power=1.0, end=2.0), [8.0, 5.0, 2.0, 2.0], id="end rate"
-        ),
-        pytest.param(cosine(peak=4.0, steps=2, end=1.0), [4.0, 2.5, 1.0, 1.0], id="cosine"),
-        pytest.param(
-            multistep(peak=4.0, boundaries=[1, 3], gamma=0.1), [4.0, 0.4, 0.4, 0.04], id="multistep"
-        ),
-        pytest.param(warmup(DECAY, steps=2), [0.0, 4.0, 8.0, 4.5], id="ramp reaches the peak"),
-        pytest.param(warmup(DECAY, steps=0), [8.0, 4.5], id="no ramp"),
-        pytest.param(warmup(DECAY, steps=2, start=6.0), [6.0, 7.0, 8.0], id="ramp from a rate"),
-        pytest.param(skip(warmup(DECAY, steps=2), steps=1), [4.0, 8.0, 4.5], id="counts from one"),
-    ],
-)
-def test_schedule_gives_these_rates(schedule: Schedule, expected: list[float]) -> None:
-    assert [schedule(step) for step in range(len(expected))] == pytest.approx(expected)
-
-
 NAN, INF = math.nan, math.inf
 NO_RATE = (-1.0, NAN, INF)
 NO_LENGTH = (-3, 0, NAN, INF)

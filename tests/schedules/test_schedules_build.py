@@ -243,32 +243,3 @@ def test_the_longest_cycle_reaches_its_other_rate_at_the_last_step(kind: str) ->
     rates = course_of(digits(f"schedule.decay={{{words}}}")).rates[WARMUP:]
     assert rates[-1] == (0.1 if kind == "cos" else 0.5)
     assert rates.index(rates[-1]) == len(rates) - 1
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("schedule.decay={kind: poly, end_lr: 0.5}", "decay.end_lr"),
-        ("schedule.decay={kind: tri2, low_lr: 0.6, half_cycle: {epochs: 1}}", "decay.low_lr"),
-        ("schedule.decay={kind: exp, gamma: 1.5}", "schedule.decay.gamma"),
-        ("schedule.decay={kind: sin2, low_lr: 0.1}", "schedule.decay.half_cycle"),
-        (
-            "schedule.decay={kind: restarts, low_lr: 0.1, every: {epochs: 1}, lengthen: 0.5}",
-            "schedule.decay.lengthen",
-        ),
-        ("schedule.decay={kind: nstep, at: [{epoch: 1}]}", "schedule.decay.at.0.epoch"),
-        (pieces(LAST), "schedule.decay: "),
-        (pieces(LAST, LAST), "length"),
-        (pieces(FIX, FIX), "length"),
-        (pieces(LAST.replace("null", "{steps: 9}"), LAST), "peak_lr"),
-        (
-            pieces(FIX, LAST.replace("fix", "poly, pwer: 1.0")),
-            "schedule.decay.pieces.1.decay.pwer: unknown key; did you mean 'power'?",
-        ),
-        (pieces(FIX, LAST.replace("fix", "piecewise")), "pieces.1.decay.kind"),
-    ],
-)
-def test_the_message_names_the_key(override: str, key: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        digits(override)
-    assert key in str(caught.value)

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 import largebatch.accelerator
 from largebatch.models import kernels
-from largebatch.optim.kernels import table
+from largebatch.optim import kernels as lars_kernels
 
 aten = torch.ops.aten
 
@@ -525,8 +525,8 @@ def use_kernels(*, computes: bool = True) -> None:
     for target, name, replacement in (
         (largebatch.accelerator, "launch", launch_on_raw),
         (kernels, "DEVICES", {NAME}),
-        (table, "DEVICES", {NAME}),
-        *((module, "_WORK", dict(works)) for module in (kernels, table)),
+        (lars_kernels, "DEVICES", {NAME}),
+        *((module, "_WORK", dict(works)) for module in (kernels, lars_kernels)),
     ):
         mock.patch.object(target, name, replacement).start()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from largebatch.optim import kernels
 from largebatch.optim.kernels import apex, batched, fused, table
 from largebatch.optim.lars import LARS
 from largebatch.recipe.choices import Convention
@@ -35,10 +36,10 @@ def choose_path(monkeypatch: pytest.MonkeyPatch) -> Path:
             pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
             if torch.cuda.is_available():
                 pytest.skip("Triton's interpreter needs a process without a GPU")
-            monkeypatch.setattr(table, "DEVICES", {"cpu"})
+            monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
             monkeypatch.setattr(table, "CHUNK", 1024)  # several programs for some tensors
             return
-        monkeypatch.setattr(table, "DEVICES", set())
+        monkeypatch.setattr(kernels, "DEVICES", set())
         update = {"fused": own, "batched": batched.update, "apex": apex.update}[way]
         monkeypatch.setattr(fused, "update", update)
 

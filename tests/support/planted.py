@@ -171,13 +171,6 @@ MUTANTS = (
         "polish/test_polish.py::test_only_the_running_statistics_change",
     ),
     Mutant(
-        "layers normalise by statistics of the pass before",
-        "polish/statistics.py",
-        "    owner.mean.copy_(mean)\n    owner.var.copy_(var)\n    return",
-        "    return",
-        "polish/test_polish_sequential.py::test_the_result_is_that_of_polishing_one_layer_at_a_time",
-    ),
-    Mutant(
         "frozen layers are polished",
         "polish/statistics.py",
         "        if layer in left:\n            continue\n",

@@ -65,23 +65,6 @@ def one_pass(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Mome
     return {name: moments_of(layer.seen) for name, layer in recorders.items() if layer.seen}
 
 
-@torch.no_grad()
-def layer_by_layer(model: nn.Module, images: Tensor, order: Sequence[str]) -> Moments:
-    """Return the expected statistics of sequential polishing, one layer after the other."""
-    model = copy.deepcopy(model).double().eval()
-    found: Moments = {}
-    for name in order:
-        seen: list[Tensor] = []
-        layer = model.get_submodule(name)
-        assert isinstance(layer, _BatchNorm)
-        hook = layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.extend(inputs))
-        model(images.double())
-        hook.remove()
-        found[name] = moments_of(seen)
-        layer.running_mean, layer.running_var = found[name]
-    return found
-
-
 def norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm))
 

@@ -23,7 +23,6 @@ from largebatch.tracking.noise_scale import (
     Squares,
     estimate,
     fieller,
-    student_reach,
 )
 
 DIMENSIONS, UPDATES = 40, 3
@@ -171,9 +170,3 @@ def test_a_device_batch_smaller_than_the_global_one_is_chosen_or_asked_for() -> 
         make_plan(recipe.with_execution(device_batch=whole), workers=1)
     with pytest.raises(PlanError, match="monitor: noise_scale compares a device batch"):
         make_plan(load_recipe(DIGITS, ["monitor=noise_scale", "batch.bn_span=96"]), workers=1)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 9, 10, 1000])
-def test_an_interval_is_that_of_scipys_student(freedom: int) -> None:
-    stats = pytest.importorskip("scipy.stats")
-    assert student_reach(0.95, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-10)

@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch.amp import GradScaler
-from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from largebatch.data.types import Batch
@@ -23,7 +20,8 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
-from largebatch.models.compiled import compile_model, failures_named
+from largebatch.models.compiled import compile_model
+from largebatch.models.wrappers import failures_named
 from largebatch.optim.lars import LARS
 from largebatch.training.loop import cross_entropy, step_seeds, train
 
@@ -165,34 +163,6 @@ def test_what_is_recomputed_in_the_backward_pass_counts_once(
     without_compiler(monkeypatch)
     ours = updates(Case(span=4, second=Recomputed, mode=True), Serial(CPU))
     assert_close(ours, updates(Case(span=4, second=Recomputed), Serial(CPU)))
-
-
-@pytest.mark.parametrize("span", [SAMPLES, 4, 3])
-def test_convolutions_of_graphs_get_the_memory_format_of_the_images(
-    span: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward: cuDNN copies tensors in another format first."""
-    formats: list[bool] = []
-
-    def take(graph: GraphModule, inputs: object) -> Callable[..., Tensor]:
-        formats.extend(
-            node.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
-            for node in graph.graph.nodes
-            if node.op == "call_function" and "convolution" in str(node.target)
-        )
-        boxed: Callable[..., Tensor] = make_boxed_func(graph.forward)
-        return boxed
-
-    decompositions = select_decomp_table()  # with which inductor begins
-    backend = aot_autograd(fw_compiler=take, bw_compiler=take, decompositions=decompositions)
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda model, **_: compiles(model, backend=backend))
-    model = with_span(net(nn.Sequential), span)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
-    compile_model(model, True, CPU, shares_spans=False)
-    images = batches(Serial(CPU))[0].images.to(memory_format=torch.channels_last)
-    model(images).sum().backward()
-    assert formats == [True] * 4
 
 
 def test_cuda_graphs_may_write_to_what_the_layers_count() -> None:

@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.optim import SGD
 
 from largebatch import run
-from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import digits
 from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
@@ -253,42 +252,3 @@ def test_clean_epochs_that_harm_are_undone_and_so_is_their_share_of_the_average(
     assert_same(
         weights(tmp_path / "run")["conv1.weight"], weights(tmp_path / "six")["conv1.weight"]
     )
-
-
-def test_sequential_statistics_go_through_the_images_again(tmp_path: Path) -> None:
-    once, again = (
-        a_recipe(f"statistics: {{samples: 480, sequential: {word}}}") for word in ("false", "true")
-    )
-    run(once, out=tmp_path / "once")
-    run(again, out=tmp_path / "again")
-    one, other = weights(tmp_path / "once"), weights(tmp_path / "again")
-    torch.testing.assert_close(one["bn1.running_mean"], other["bn1.running_mean"])
-    deep = "layer4.0.bn2.running_mean"
-    assert not torch.allclose(one[deep], other[deep], rtol=1e-3)
-    assert one["conv1.weight"].equal(other["conv1.weight"])
-
-
-def test_statistics_that_never_settle_are_told_in_every_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = a_recipe("statistics: {samples: 96, sequential: true}")
-    settled = run(recipe, out=tmp_path / "settled")
-    assert settled.stages[-1].note is None
-    assert log(tmp_path / "settled", "drift")[0]["settled"] is True
-    assert "settled" not in capsys.readouterr().out
-    monkeypatch.setattr("largebatch.polish.statistics._SPARE_PASSES", -11)  # two passes
-    note = run(recipe, out=tmp_path / "run").stages[-1].note
-    assert note is not None
-    assert note.startswith("the statistics have not converged in 2 passes: the last one moved them")
-    assert log(tmp_path / "run", "drift")[0]["settled"] is False
-    assert note in capsys.readouterr().out.replace("\n", "")
-    words = [
-        "polish",
-        str(tmp_path / "run"),
-        "--samples",
-        "96",
-        "--out",
-        str(tmp_path / "polished"),
-    ]
-    assert main(words) == DONE
-    assert "have not converged in 2 passes" in capsys.readouterr().out.replace("\n", "")

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from largebatch import run
 from largebatch.data.datasets import digits
-from largebatch.errors import RecipeError
-from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.checkpoints import polish_checkpoint
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Accuracy
@@ -101,27 +99,3 @@ def test_a_mean_of_updates_that_were_all_rolled_back_is_left_out(tmp_path: Path)
     assert [stage.name for stage in summary.stages] == ["train", "clean", "statistics"]
     notes = [note["text"] for note in log(tmp_path / "run", "note") if note["stage"] == "swa"]
     assert notes == ["SWA skipped: all updates that it would have averaged were rolled back"]
-
-
-@pytest.mark.parametrize(
-    ("over", "every", "message"),
-    [
-        ("{steps: 4}", "{epochs: 0.2}", None),
-        ("{steps: 6}", "{steps: 2}", None),
-        (
-            "{steps: 6}",
-            "{epochs: 0.2}",
-            r"begins before .* \(step 4\), so that",
-        ),
-    ],
-)
-def test_a_mean_at_intervals_of_epochs_does_not_go_over_a_change_of_the_batch(
-    over: str, every: str, message: str | None
-) -> None:
-    later = "batch.schedule=[{after: {steps: 4}, global_batch: 192, lr_factor: 1.0}]"
-    recipe = a_recipe(f"swa: {{over: {over}, every: {every}}}", MEASURED, changes=(later,))
-    if message is None:
-        assert make_plan(recipe, workers=1).swa_steps
-    else:
-        with pytest.raises(RecipeError, match=message):
-            make_plan(recipe, workers=1)

@@ -60,7 +60,7 @@ from largebatch.storage import (
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-FORMAT = 6  # version of the format; files of another version are not used
+FORMAT = 7  # version of the format; files of another version are not used
 MOST = 20_000  # maximum number of compared files of unchanged folders, unless all are compared
 HEADER = "header"
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from largebatch.optional import require_scipy
 from largebatch.report.course import evaluations_of
 from largebatch.report.pages import Line, Series
 from largebatch.report.run import Run
 from largebatch.tracking.events import Measured
-from largebatch.tracking.noise_scale import student_reach
 
 CONFIDENCE = 0.95
 
@@ -116,7 +116,8 @@ def interval(values: Iterable[float], *, together: int = 1) -> Interval:
     mean = statistics.fmean(found)
     if len(found) == 1:
         return Interval(mean, -math.inf, math.inf, 1)
-    reach = student_reach(1 - (1 - CONFIDENCE) / together, len(found) - 1)
+    level = 1 - (1 - CONFIDENCE) / together / 2
+    reach = float(require_scipy("scipy.stats").t.ppf(level, len(found) - 1))
     reach *= statistics.stdev(found) / math.sqrt(len(found))
     return Interval(mean, mean - reach, mean + reach, len(found))
 

@@ -195,7 +195,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
                     evaluate(stage)
             section = session.polish.statistics
             if section is not None:
-                evaluator.statistics(section.samples, sequential=section.sequential)
+                evaluator.statistics(section.samples)
                 evaluate("statistics")
         except _DivergedError as error:
             diverged = str(error)

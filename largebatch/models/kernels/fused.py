@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import triton_op, wrap_triton
@@ -43,7 +42,6 @@ def _cdiv(number: int, divisor: int) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -166,44 +164,20 @@ class _Normalise(torch.autograd.Function):
         result = y if relu and other is not None else None
         ctx.save_for_backward(x, result, weight, bias, stat)
         ctx.settings = shape, eps, relu, group, accelerator.launch
-        ctx.adds, ctx.span = other is not None, span
+        ctx.adds = other is not None
         ctx.mark_non_differentiable(stat)
         ctx.set_materialize_grads(False)
         return y, stat
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
         if dy is None:
             return (None,) * 9
-        again = torch.is_grad_enabled() and ctx.settings[3] is None  # with create_graph=True
-        grads = _backward_with_graph(ctx, dy) if again else _backward_once(ctx, dy)
-        return *grads, None, None, None, None, None
-
-
-@once_differentiable
-def _backward_once(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
-    """Return the gradients of x, other, weight and bias."""
-    x, y, weight, bias, stat = ctx.saved_tensors
-    dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *ctx.settings)
-    return dx, dz if ctx.adds else None, *_of_affine(grads, (weight, bias))
-
-
-def _backward_with_graph(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
-    """Return these gradients by PyTorch's kernels, which can be differentiated again."""
-    x, y, weight, bias, _ = ctx.saved_tensors
-    _, eps, relu, *_ = ctx.settings
-    out = torch.cat(
-        [
-            F.batch_norm(part, None, None, weight, bias, training=True, eps=eps)
-            for part in x.split(ctx.span)
-        ]
-    )
-    dz = torch.where((out if y is None else y) <= 0, 0, dy) if relu else dy
-    needs = [it is not None and it.requires_grad for it in (x, weight, bias)]
-    wanted = [it for it, need in zip((x, weight, bias), needs, strict=True) if need]
-    found = iter(torch.autograd.grad(out, wanted, dz, create_graph=True) if wanted else ())
-    dx, *affine = (next(found) if need else None for need in needs)
-    return dx, dz if ctx.adds else None, *affine
+        x, y, weight, bias, stat = ctx.saved_tensors
+        dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *ctx.settings)
+        affine = _of_affine(grads, (weight, bias))
+        return dx, dz if ctx.adds else None, *affine, None, None, None, None, None
 
 
 def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
@@ -217,7 +191,6 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     group: Group | None,
     launch: Launch,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and the moments of each span."""
     part, parts = _partial_moments(x, shape, launch), shape.parts
     if group is not None:
         part, parts = _over_workers(part, shape, group, launch), group.world_size
@@ -290,7 +263,6 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
 def _of_affine(
     grads: Tensor, affine: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias in their types."""
     weight, bias = affine
     if weight is None or bias is None:
         return None, None
@@ -305,7 +277,6 @@ def _partial_moments(x: Tensor, shape: _Shape, launch: Launch) -> Tensor:
 
 
 def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
-    """Return mean, biased variance and count of each span: G x 3 x C."""
     stat = part.new_empty(shape.spans, 3, shape.channels)
     grid = shape.grid[1:]
     constants = {"COLS": shape.cols, "CHUNK": CHUNK}
@@ -320,7 +291,6 @@ def moments(x: Tensor, span: int) -> Tensor:
 
 
 def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> Tensor:
-    """Return the moments of a span's workers as its parts."""
     mean, variance, count = _merged(part, shape, launch)[0]
     # As in `batchnorm_functional`, which another worker may use.
     gathered = group.all_gather(torch.cat([mean, variance, count[:1]]))

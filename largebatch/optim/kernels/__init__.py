@@ -1,15 +1,16 @@
 """Implementations of the LARS update, selected by the device or the recipe.
 
+    table     CUDA with Triton: two launches for all tensors, see its class Table
     fused     CPU: reads each tensor from memory once
     batched   other devices: a few operations for all tensors, without waiting for the device
     apex      CUDA, if the recipe selects it: the multi-tensor kernels of NVIDIA's apex
 
-Each has a function `update(weights, grads, buffers, rule)` that changes weights and momentum
-buffers in place, does not change gradients, and returns the trust ratios: one per weight, float64
-(float32 on MPS) on their device; None for a rule without ratios. The lists have the same length and
-are not empty; their tensors have one type and device, and at least one element. The three tensors
-at the same position have the same shape and strides and are contiguous, in the default order or in
-channels_last.
+The last three have a function `update(weights, grads, buffers, rule)` that changes weights and
+momentum buffers in place, does not change gradients, and returns the trust ratios: one per weight,
+float64 (float32 on MPS) on their device; None for a rule without ratios. The lists have the same
+length and are not empty; their tensors have one type and device, and at least one element. The
+three tensors at the same position have the same shape and strides and are contiguous, in the
+default order or in channels_last.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from largebatch import accelerator
+
+DEVICES = {accelerator.TRITON}
+"""Types of devices with the kernels of `table`."""
+
+_WORK: dict[torch.device, bool] = {}
+"""Result of the trial of `table` on each device."""
 
 Tensors = list[Tensor]
 
@@ -47,6 +56,17 @@ class Rule:
     found_inf: Tensor | None = None
     """1 to leave weights and buffers unchanged for any gradients, else 0: 0-d, float32, on their
     device. Only `batched` supports it."""
+
+
+def works(device: torch.device) -> bool:
+    """Return True if `table` can be used on a device; it is tried once on each."""
+    if device.type not in DEVICES:
+        return False
+    if device not in _WORK:
+        from largebatch.optim.kernels import table
+
+        _WORK[device] = accelerator.try_kernels("LARS", lambda: table.trial(device))
+    return _WORK[device]
 
 
 Update = Callable[[Tensors, Tensors, Tensors, Rule], Tensor | None]

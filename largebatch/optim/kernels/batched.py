@@ -92,7 +92,6 @@ def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule
 
 
 def _scratch(weights: Tensors) -> tuple[Tensor, list[Tensor]]:
-    """Return memory for one tensor like each weight, as rows and as views of these shapes."""
     rows = _rows(weights)
     memory = weights[0].new_empty(sum(rows), ROW)
     starts = itertools.accumulate(rows, initial=0)

@@ -15,9 +15,6 @@ from torch import Tensor
 from largebatch import accelerator
 from largebatch.optim.kernels import Rule, Tensors
 
-DEVICES = {accelerator.TRITON}
-"""Types of devices with these kernels."""
-
 CHUNK = 8192
 """Elements of a program."""
 
@@ -28,18 +25,6 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLACES = {"none": 0.0, "inside": 1.0, "outside": 2.0}
 _ALIGNMENT = 16
 """Bytes of a load of several elements; its address must be a multiple."""
-
-_WORK: dict[torch.device, bool] = {}
-"""Result of the trial on each device."""
-
-
-def works(device: torch.device) -> bool:
-    """Return True if the kernels can be used on a device; they are tried once on each."""
-    if device.type not in DEVICES:
-        return False
-    if device not in _WORK:
-        _WORK[device] = accelerator.try_kernels("LARS", lambda: _trial(device))
-    return _WORK[device]
 
 
 class Table:
@@ -135,7 +120,6 @@ def _are_aligned(addresses: Iterable[int]) -> bool:
 
 
 def _numbers(rule: Rule) -> list[float]:
-    """Return the numbers of a rule in the order of the kernels."""
     return [
         *(rule.momentum, rule.decay, rule.ratio_decay, rule.eta, rule.eps, rule.into, rule.out),
         _PLACES[rule.ratio],
@@ -144,7 +128,7 @@ def _numbers(rule: Rule) -> list[float]:
     ]
 
 
-def _trial(device: torch.device) -> float:
+def trial(device: torch.device) -> float:
     """Return the error of an update relative to the formula in float64."""
     rule = Rule(
         momentum=0.9,
