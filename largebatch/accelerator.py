@@ -55,6 +55,13 @@ def names() -> list[str]:
     return [str(module.get_device_name(number)) for number in range(count())]
 
 
+def memory_bytes() -> int:
+    """Return the memory of the first accelerator in bytes."""
+    device = kind()
+    assert device is not None
+    return int(torch.get_device_module(device).get_device_properties(0).total_memory)
+
+
 def uuid(device: torch.device) -> str | None:
     """Return the unique identifier of an accelerator; None if it has none."""
     if not is_remote(device):

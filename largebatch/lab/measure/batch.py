@@ -135,19 +135,19 @@ class Measuring:
         number = min(most, int(self.share("noise") / self.seconds))
         short = at_constant_rate(recipe, updates=number)
         made = max(LEAST, int(FIRST * number))
-        self.train(short, made, before=0)
+
+        def train(steps: int, *, before: int) -> None:
+            """Train until a number of updates in all, and time those not made before."""
+            options, workers, began = self.question.options, self.question.here, monotonic()
+            train_in(folder, short, options, workers=workers, max_steps=steps)
+            self.seconds = (monotonic() - began) / (steps - before)
+
+        train(made, before=0)
         others = min(most - made, int((end - monotonic()) / self.seconds))
         if others > 0:
-            self.train(short, made + others, before=made)
+            train(made + others, before=made)
         record = read_run(folder)
         return self.judge(over(record, measured(record)), planned=planned)
-
-    def train(self, recipe: Recipe, steps: int, *, before: int) -> None:
-        """Train until a number of updates in all, and time those that were not made before."""
-        options, began = self.question.options, monotonic()
-        folder, workers = options.out / "noise", self.question.here
-        train_in(folder, recipe, options, workers=workers, max_steps=steps)
-        self.seconds = (monotonic() - began) / (steps - before)
 
     def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
         """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""
