@@ -121,9 +121,5 @@ class PeerLostError(Exception):
     """Another worker exited during a collective operation; its traceback shows the cause."""
 
 
-class PeerSilentError(PeerLostError):
-    """Another worker did not respond for the whole of --timeout."""
-
-
 class WorkerFailedError(Exception):
     """A local worker failed; the message is that worker's traceback."""

@@ -76,7 +76,6 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     that are passed refer to. An error in the script's own code becomes a finding. Worker 0 prints
     the table.
     """
-    arguments = locals()
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(
@@ -87,7 +86,23 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     found: list[Finding] = []
     try:
         found.append(_check_world(ranks))
-        subject = _subject(ranks, **arguments)
+        subject = _subject(
+            ranks,
+            model=model,
+            loader=loader,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            step=step,
+            steps=steps,
+            set_epoch=set_epoch,
+            base=base,
+            rate=rate,
+            epochs=epochs,
+            val_loader=val_loader,
+            evaluate=evaluate,
+            averaged=averaged,
+            forward=forward,
+        )
         _run_checks(subject, ranks, found)
     except StoppedError as stopped:
         found.append(stopped.finding)

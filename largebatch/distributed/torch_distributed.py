@@ -27,7 +27,7 @@ from largebatch.distributed.environment import (
     number,
     use_loopback,
 )
-from largebatch.errors import BackendError, MismatchError, PeerLostError, PeerSilentError
+from largebatch.errors import BackendError, MismatchError, PeerLostError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gather into one tensor; the name changed in torch 2.13."""
@@ -266,9 +266,8 @@ def lost_peers_named(worker: int, *, by: type[RuntimeError] = RuntimeError) -> I
         if "CUDA error" in str(error):  # of this worker alone
             raise
         reason = " ".join(str(error).split())[:500] or type(error).__name__
-        silent = "timed out" in reason.lower() or "timeout" in reason.lower()
-        kind = PeerSilentError if silent else PeerLostError
-        raise kind(f"worker {worker} lost contact with another worker ({reason})") from error
+        text = f"worker {worker} lost contact with another worker ({reason})"
+        raise PeerLostError(text) from error
 
 
 def open_store(limit: timedelta) -> tuple[Any, int, int]:

@@ -188,9 +188,9 @@ class Decision(_StageEvent):
     kept: bool
 
 
-NoteKind = Literal["remark", "stage", "update skipped", "lost worker", "checkpoint", "tracker"]
-"""remark: repeated at each start of a run; stage: why a stage differs from the recipe;
-checkpoint: one could not be saved; tracker: one was disabled after an error."""
+NoteKind = Literal["remark", "stage", "update skipped", "tracker"]
+"""remark: repeated at each start of a run; stage: why a stage differs from the recipe; tracker: one
+was disabled after an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

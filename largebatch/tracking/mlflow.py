@@ -1,4 +1,4 @@
-"""MLflow: scalars by step, the recipe as parameters, report and checkpoint as artifacts.
+"""MLflow: scalars by step, the recipe as parameters, the report as an artifact.
 
 MLflow reads the place from MLFLOW_TRACKING_URI, by default the file mlflow.db in the current
 folder, and from MLFLOW_EXPERIMENT_NAME, by default largebatch.
@@ -12,12 +12,11 @@ from typing import Any
 
 from largebatch.errors import clip
 from largebatch.optional import require_mlflow
-from largebatch.tracking.events import LOG, Start, Step, Summary, System
+from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
 from largebatch.tracking.scalars import (
     Plotted,
     Scalars,
     ScalarTracker,
-    artifacts,
     read_id,
     write_id,
 )
@@ -40,16 +39,11 @@ _STATUS = {"finished": "FINISHED", "paused": "FINISHED", "failed": "FAILED"}
 
 
 class MLflow(ScalarTracker):
-    """A Tracker for one MLflow run, which belongs to one run folder.
+    """A Tracker for one MLflow run, which belongs to one run folder."""
 
-    `checkpoint` uploads the last checkpoint.
-    """
-
-    def __init__(
-        self, folder: Path, config: Mapping[str, object], *, checkpoint: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._mlflow = require_mlflow()
-        self._folder, self._config, self._checkpoint = folder, config, checkpoint
+        self._folder, self._config = folder, config
         self._run = read_id(folder, "mlflow")
         self._scalars = Scalars(folder / LOG if self._run else None)
         self._client: Any = None
@@ -91,8 +85,9 @@ class MLflow(ScalarTracker):
 
     def _close(self, summary: Summary) -> None:
         self._send()
-        for path in artifacts(self._folder, summary, checkpoint=self._checkpoint).values():
-            self._client.log_artifact(self._run, str(path))
+        report = self._folder / REPORT
+        if report.exists():
+            self._client.log_artifact(self._run, str(report))
         self._client.set_terminated(self._run, status=_STATUS.get(summary.status, "KILLED"))
 
 

@@ -15,10 +15,8 @@ from pydantic import ValidationError
 
 from largebatch.storage import write_whole
 from largebatch.tracking.events import (
-    CHECKPOINTS,
     EVENTS,
     METRICS,
-    REPORT,
     SYSTEM,
     Decision,
     Drift,
@@ -144,18 +142,6 @@ def _by_worker(column: tuple[float, ...]) -> list[tuple[str, float]]:
     if len(column) <= MOST_WORKERS:
         return [(f"worker{rank}", value) for rank, value in enumerate(column)]
     return [("least", min(column)), ("mean", fmean(column)), ("most", max(column))]
-
-
-def artifacts(folder: Path, summary: Summary, *, checkpoint: bool) -> dict[str, Path]:
-    """Return the files of a run folder that trackers store, by their kind.
-
-    These are the report and, for a finished run and with `checkpoint`, its last checkpoint.
-    """
-    found = {"report": folder / REPORT}
-    saved = sorted((folder / CHECKPOINTS).glob("*.safetensors"))
-    if checkpoint and saved and summary.status == "finished":
-        found["checkpoint"] = saved[-1]
-    return {name: path for name, path in found.items() if path.exists()}
 
 
 def write_id(folder: Path, tracker: str, identity: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases: scalars by step, the recipe as configuration, report and checkpoint.
+"""Weights & Biases: scalars by step, the recipe as configuration, and the report.
 
 It works without an account: without an API key, or if W&B cannot be reached, the run is recorded
 offline in the run folder and can be uploaded later with `wandb sync`.
@@ -14,24 +14,20 @@ from typing import Any
 
 from largebatch.errors import reason_of
 from largebatch.optional import require_wandb
-from largebatch.tracking.events import LOG, Start, Summary
+from largebatch.tracking.events import LOG, REPORT, Start, Summary
 from largebatch.tracking.scalars import (
     Plotted,
     Scalars,
     ScalarTracker,
-    artifacts,
     read_id,
     write_id,
 )
-
-_KINDS = {"report": "report", "checkpoint": "model"}
-"""W&B's types of artifacts; it lists the type model among its models."""
 
 
 class Wandb(ScalarTracker):
     """A Tracker for one W&B run, which belongs to one run folder.
 
-    `note` records a remark on the run; `checkpoint` uploads the last checkpoint.
+    `note` records a remark on the run.
     """
 
     def __init__(
@@ -40,11 +36,9 @@ class Wandb(ScalarTracker):
         config: Mapping[str, object],
         *,
         note: Callable[[str], None],
-        checkpoint: bool = False,
     ) -> None:
         self._wandb = require_wandb()
         self._folder, self._config, self._note = folder, dict(config), note
-        self._checkpoint = checkpoint
         self._run: Any = None
         followed = read_id(folder, "wandb")
         self._resume = "allow" if followed else None
@@ -81,10 +75,10 @@ class Wandb(ScalarTracker):
 
     def _close(self, summary: Summary) -> None:
         self._run.summary.update(asdict(summary))
-        files = artifacts(self._folder, summary, checkpoint=self._checkpoint)
-        for kind, path in files.items():
-            kept = self._wandb.Artifact(f"{self._identity}-{kind}", type=_KINDS[kind])
-            kept.add_file(str(path))
+        report = self._folder / REPORT
+        if report.exists():
+            kept = self._wandb.Artifact(f"{self._identity}-report", type="report")
+            kept.add_file(str(report))
             self._run.log_artifact(kept)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)

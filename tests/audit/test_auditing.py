@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from largebatch.audit import Findings, audit
 from largebatch.audit.findings import Check, Level
 from largebatch.audit.ranks import Ranks
-from largebatch.errors import PeerSilentError
+from largebatch.errors import PeerLostError
 
 Result = list[tuple[Check, Level, str]]
 
@@ -259,7 +259,7 @@ def test_workers_that_lose_each_other_end_an_audit_with_the_error_of_this_worker
 ) -> None:
     def gather(ranks: Ranks, own: object) -> list[object]:
         if isinstance(own, str) and "bad file" in own:  # others wait in a sum of their step
-            raise PeerSilentError("worker 0 lost contact with another worker")
+            raise PeerLostError("worker 0 lost contact with another worker")
         return [own]
 
     def step(batch: list[Tensor]) -> None:

@@ -261,18 +261,18 @@ def test_the_gap_and_the_workers_of_each_part_are_on_the_page(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("no_drawings")
 def test_every_note_of_a_stage_is_on_the_page_until_it_runs_again(tmp_path: Path) -> None:
-    """Two lost workers are two notes; a remark that each part repeats is one."""
+    """Two failures are two notes; a remark that each part repeats is one."""
     run = FakeRun(tmp_path / "run")
     run.end("train", 600, 0.9)
     for step in (610, 620):
-        run.add("note", kind="lost worker", stage="affine", step=step, text="worker 1 is lost")
+        run.add("note", kind="tracker", stage="affine", step=step, text="W&B is lost")
     for step in (610, 660, 660):
         run.add("note", stage="affine", step=step, text="<cannot> be compiled")
     run.end("affine", 60, 0.1)
     found = read_run(run.write())
-    assert [note.step for note in found.notes if note.kind == "lost worker"] == [610, 620]
+    assert [note.step for note in found.notes if note.kind == "tracker"] == [610, 620]
     page = make_page(found)
-    assert page.count("worker 1 is lost") == 2
+    assert page.count("W&amp;B is lost") == 2
     assert page.count("&lt;cannot&gt; be compiled") == 1
     run.start(600)
     run.folder = tmp_path / "resumed"

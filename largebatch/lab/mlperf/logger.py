@@ -85,8 +85,6 @@ class MLPerf(Clock):
 
     def _start(self, start: Start) -> None:
         """Start or continue the log: a run has one run_start and one run_stop."""
-        if self._log is not None:  # rolled back to a checkpoint
-            return
         before = _records(self._path)
         keys = [record["key"] for record in before]
         if start.resume_step and "run_start" not in keys:
