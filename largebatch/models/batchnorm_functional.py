@@ -65,7 +65,9 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
         out: Tensor = _OverWorkers.apply(images, weight, bias, eps, group, moments)  # type: ignore[no-untyped-call]  # torch's
     else:
         affine = [
-            [None] * len(parts) if each is None else each.expand(len(parts), -1).unbind()
+            [each] * len(parts)
+            if each is None or len(parts) == 1
+            else each.expand(len(parts), -1).unbind()  # their gradients are summed at once
             for each in (weight, bias)
         ]
         outs = []

@@ -324,7 +324,7 @@ def budgets(kernels: bool) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize(
     ("kernels", "budget"),
     [
-        (False, {"8": (1.25, 1.6), "4": (1.85, 2.3)}),
+        (False, {"8": (1.25, 1.6), "4": (2.25, 3.0)}),
         (True, {"8": (1.05, 1.9), "4": (1.05, 1.9)}),
     ],
 )

@@ -91,9 +91,6 @@ KINDS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.
 @pytest.mark.parametrize("as_batch", [
     *(pytest.param(lambda x, y, kind=kind: (x, y.to(kind)), id=str(kind)) for kind in KINDS),
     pytest.param(lambda x, y: [{"data": x, "label": y.int()[:, None]}], id="DALI's form"),
-    pytest.param(lambda x, y: (x.numpy(), y.numpy().astype("uint16")), id="NumPy"),
-    pytest.param(lambda x, y: (x, y.numpy().astype(">u2")), id="another byte order"),
-    pytest.param(lambda x, y: (x.numpy()[::-1], y.numpy()[::-1]), id="NumPy, reversed"),
     pytest.param(lambda x, y: UserDict(pixel_values=x, labels=y), id="Hugging Face's form"),
     pytest.param(lambda x, y: (x, y, torch.arange(len(y))), id="three entries"),
 ])  # fmt: skip
