@@ -225,7 +225,7 @@ def test_a_manifest_matches_its_operators_schema(
         (["slrm", "digits_96", "--nodes", "2"], 'launch: Invalid value "slrm"'),
         (
             ["pbs", "digits_96", "--nodes", "5"],
-            "--nodes 5 with 8 GPUs each: batch.global_batch: 96 ",
+            "--nodes 5 with 8 GPUs each: batch.global_batch",
         ),
         (["pbs", "digit_96", "--nodes", "2"], "digit_96: neither a file nor an installed recipe;"),
     ],

@@ -257,7 +257,8 @@ def _divide(batch: BatchSizes, *, workers: int, asked: int | None, measures_nois
         if not possible:
             raise PlanError(
                 f"monitor: noise_scale needs a device batch of whole BatchNorm spans ({span}) that "
-                f"is smaller than the global batch ({least}); on {plural(workers, 'worker')} there is none"
+                f"is smaller than the global batch ({least}); on {plural(workers, 'worker')} there "
+                "is none"
             )
     if asked is None:
         whole = [size for size in possible if size % span == 0] or possible
