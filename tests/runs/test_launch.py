@@ -18,10 +18,7 @@ from on_workers import on_workers
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER
 from largebatch.distributed.torch_distributed import TorchDistributed
-from largebatch.errors import (
-    DataError,
-    WorkerFailedError,
-)
+from largebatch.errors import DataError, LargebatchError, WorkerFailedError
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.launch import start_workers
 
@@ -129,7 +126,7 @@ def test_local_workers_listen_on_the_loopback_interface_only(library: str) -> No
     [
         ("kill", WorkerFailedError, "^worker 1 exited without reporting: killed by SIGKILL$"),
         pytest.param("raise", WorkerFailedError, "^worker 1 failed:\nTraceback", marks=long),
-        pytest.param("user", DataError, "^image.png: not an image$", marks=long),
+        pytest.param("user", LargebatchError, "^image.png: not an image$", marks=long),
     ],
 )
 def test_a_worker_that_fails_ends_the_others_and_its_error_is_raised_once(

@@ -286,7 +286,7 @@ def test_runs_in_processes_end_with_the_command_and_are_resumed(
         parent.send_signal(number)
         parent.communicate()
         assert parent.returncode == (75 if number != signal.SIGKILL else -number)
-    assert len(workers) >= 2
+    assert workers
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=tested)
