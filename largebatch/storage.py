@@ -1,6 +1,7 @@
 """Atomic writes, checksums, the cache folder, and retries of failed reads."""
 
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -169,15 +170,35 @@ def new_folder(out: Path) -> Iterator[Path]:
     require_new(out)
     partial = out.with_name(f".{out.name}{_PARTIAL}")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
-        partial.mkdir(parents=True)
-        try:
-            yield partial
-            partial.rename(out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial):
+            for leftover in partial.iterdir():  # of a killed process
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            try:
+                yield partial
+                partial.rename(out)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
     except OSError as error:
         raise DataError(
             f"{out}: cannot be written ({error.strerror}); make room or choose another place"
         ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder; the system releases it when the process ends, even if killed."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{folder}: another process is writing there; wait until it ends"
+            ) from None
+        except OSError as error:
+            _LOG.warning("%s: this file system has no locks (%s)", folder, error.strerror)
+        yield
+    finally:
+        os.close(opened)

@@ -384,11 +384,13 @@ class _Comparison:
         return fault("gradient scale", text, remedy, exact.scale)
 
     def _by_hooks(self, exact: Fit) -> Finding | None:
-        """Return a note if hooks of parameters explain the gradient, which may be meant."""
+        """Return a note if hooks explain the gradient, which may be meant."""
+        hooked = self.reference.hooked or self.reference.total
         has_hooks = any(it._backward_hooks for it in self.parameters)
+        has_hooks = has_hooks or self.reference.hooked is not None
         if exact.residual <= SAME or not any(self.ranks.gather(has_hooks)):
             return None
-        if not _is_same(self._fit(self.reference.total, self.samples, transform=self._changed)):
+        if not _is_same(self._fit(hooked, self.samples, transform=self._changed)):
             return None
         names = exact.names_of_unequal(self.names, SAME)
         text = f"hooks change {len(names)} of {len(self.names)} gradients "

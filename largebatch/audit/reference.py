@@ -47,6 +47,9 @@ class Reference:
     """Sum in which each micro-batch counts as often as the next one times the number of workers, as
     if gradients were summed over workers after each of them."""
 
+    hooked: Gradients | None
+    """`total` with the hooks of layers, which the others are without; None if there are none."""
+
     counts: list[float]
     """Number of samples in each micro-batch, or of labels that are not ignored; with class weights
     the sum of those of the labels."""
@@ -80,13 +83,21 @@ def reference_of(micros: Sequence[Micro], subject: Subject, workers: int) -> Ref
     model = subject.inner
     parameters = [it for it in model.parameters() if it.requires_grad]
     own = [it._backward_hooks for it in parameters if it._backward_hooks]
+    layers = [
+        hooks
+        for it in model.modules()
+        for hooks in (it._backward_hooks, it._backward_pre_hooks)
+        if hooks
+    ]
     kept, restore_random = Snapshot([model], skip=parameters), generators_of(model)
     try:
         with (
             _emptied(own),
             mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", _NotRecomputed),
         ):
-            passes = [_pass(micro, subject, parameters) for micro in micros]
+            with _emptied(layers):
+                passes = [_pass(micro, subject, parameters) for micro in micros]
+            hooked = [_pass(it, subject, parameters).gradients for it in micros if layers]
     finally:
         kept.restore()
         restore_random()
@@ -99,6 +110,7 @@ def reference_of(micros: Sequence[Micro], subject: Subject, workers: int) -> Ref
         mean=_weighted(gradients, [1 / max(len(passes), 1)] * len(passes), parameters),
         last=gradients[-1] if gradients else [None] * len(parameters),
         reduced=_weighted(gradients, powers, parameters),
+        hooked=_weighted(hooked, counts, parameters) if hooked else None,
         counts=counts,
         loss_scales=[scale for scale, _ in losses],
         loss_cosine=min((cosine for _, cosine in losses), default=1.0),

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +130,8 @@ def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:
 
 def check_modes(model: nn.Module, evaluated: set[str], ranks: Ranks) -> list[Finding]:
     """Compare the layers that were in evaluation mode in some forward pass of the updates."""
-    layers = {name for name, it in model.named_modules() if depends_on_mode(it)}
+    named = model.named_modules()
+    layers = {name for name, it in named if depends_on_mode(it) or _reads_mode(it)}
     everyone = ranks.gather(sorted(evaluated & layers))
     unequal = sorted(set().union(*everyone) - set(everyone[0]).intersection(*everyone))
     if not unequal:
@@ -147,7 +149,18 @@ def depends_on_mode(layer: nn.Module) -> bool:
     """Return True for a layer of torch whose output depends on its mode."""
     if isinstance(layer, _NormBase):
         return layer.track_running_stats
-    return isinstance(layer, _DropoutNd) and layer.p > 0
+    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+        return float(layer.dropout) > 0
+    return isinstance(layer, nn.RReLU) or (isinstance(layer, _DropoutNd) and layer.p > 0)
+
+
+def _reads_mode(layer: nn.Module) -> bool:
+    """Return True for a layer of the script, or of another library, that reads its mode."""
+    if type(layer).__module__.startswith("torch."):
+        return False
+    kinds = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
+    functions = [it for kind in kinds for it in vars(kind).values() if isinstance(it, FunctionType)]
+    return any("training" in it.__code__.co_names for it in functions)
 
 
 def _relative_difference(tensor: Tensor, ranks: Ranks) -> float:

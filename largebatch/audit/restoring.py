@@ -11,6 +11,7 @@ import copy
 import random
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -114,6 +115,9 @@ class Snapshot:
             case set():
                 inside = members = set(value)
                 self._restores += [value.clear, partial(value.update, members)]
+            case deque():
+                inside = queue = list(value)
+                self._restores += [value.clear, partial(value.extend, queue)]
             case np.ndarray() if value.flags.writeable and not isinstance(value, np.memmap):
                 self._restores.append(partial(np.copyto, value, value.copy()))
             case tuple():

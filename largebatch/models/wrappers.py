@@ -9,7 +9,7 @@ DistributedDataParallel.
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +70,17 @@ def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a function that moves images to the model's device, floating ones in its type.
 
     PyTorch's layers refuse images of another type than their weights, such as the float32 of
-    loaders in a model of bf16 or float64. The type is that of the first convolution or linear
-    layer, or of the first weight.
+    loaders in a model of bf16 or float64. A model is in the type of its convolutions and linear
+    layers, or of its first weights if it has none of these. Images are not converted for layers of
+    several types: which one is the first is not known.
     """
     device = device_of(model)
-    layers = (it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear)))
-    weights = chain((layer.weight for layer in layers), model.parameters())
-    own = next((weight.dtype for weight in weights), None)
-    own = own if own and own.is_floating_point and own.itemsize > 1 else None  # not fp8 or int8
+    layers = [it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear))]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    weights = weights or list(islice(model.parameters(), 1))
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
+    own = dtypes.pop() if len(dtypes) == 1 else None
+    own = own if own and own.itemsize > 1 else None  # weights in fp8 take images of other types
 
     def as_input(images: Tensor) -> Tensor:
         dtype = own if own and images.is_floating_point() else images.dtype

@@ -154,7 +154,7 @@ def polish(
     owners = _owners(model, left)
     notes = {name: left[layer] for name, layer in _layers(model) if layer in left}
     _require_some(owners, notes, model)
-    with evaluation_mode(model), uncompiled(), _other_buffers_kept(model):
+    with evaluation_mode(model), uncompiled():
         _require_same_network(model, owners, backend, kept=notes)
         pooled = _measure(model, owners, batches, backend, forward)
     pairs = list(zip(owners, pooled, strict=True))
@@ -244,7 +244,8 @@ def _require_some(owners: list[_Statistics], kept: Mapping[str, str], model: nn.
 def _other_buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore buffers that a forward pass may change, also in evaluation mode.
 
-    Such are the ranges that quantisation-aware training observes.
+    Such are the ranges that quantisation-aware training observes: kept over batches, the statistics
+    would depend on their order.
     """
     before = [
         (module, name, buffer, buffer.clone())
@@ -299,11 +300,11 @@ def _measure(
         for batch in batches:
             num_batches += 1
             if forward:
-                with _Watch(owners):
+                with _Watch(owners), _other_buffers_kept(model):
                     forward(model, batch)
                 continue
             for part in by_spans(as_input(images_of(batch)), model, together=together):
-                with _Watch(owners):
+                with _Watch(owners), _other_buffers_kept(model):
                     model(part)
     pooled = pool([owner.measured for owner in owners], backend=backend)
     if not any(moments.count for moments in pooled):

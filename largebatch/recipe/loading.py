@@ -160,6 +160,10 @@ def _yaml_as_json(text: str) -> str:
 def _override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     shown = f"--set {clip(override, LONGEST_NAME)}"
+    if override.startswith("{"):  # what agents of sweeps pass
+        for name, value in parse_yaml(override, source=shown).items():
+            _set(tree, name.split("."), value, shown=shown)
+        return
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")

@@ -132,9 +132,7 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
         ) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(here, plan, model, backend)) as state:
-                updates: Updates = synchronous_updates
-                if recipe.protocol is not None:  # it makes none and adds its state
-                    updates = plugged_in("updates", "protocol")(recipe, state, None)
+                updates = synchronous_updates  # it makes none
                 yield build_session(here, pipeline, backend, state, updates, folder=options.out)
 
 

@@ -67,7 +67,8 @@ def polish_weights(
         drift = evaluator.statistics(samples or len(train))
         after = evaluator.validation()
         if session.training.backend.rank == 0:
-            state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
+            tensors = model.state_dict().items()
+            state = {key: value.cpu().clone().contiguous() for key, value in tensors}  # untied
             write_whole(out, safetensors.torch.save(state, metadata={"format": "pt"}))
     return Polished(before=before, after=after, drift=drift)
 

@@ -30,7 +30,7 @@ from largebatch.storage import checksum, whole_path
 from largebatch.tracking.events import StageResult
 from largebatch.training.state import Progress
 
-FORMAT = 6
+FORMAT = 7
 
 CONTENT, CHECKSUM = "largebatch", "crc32"
 """Keys, in the metadata, of the JSON and of the checksum in hexadecimal digits."""

@@ -76,7 +76,7 @@ def run_average(
     if not isinstance(state.average, kind):
         return
     if not state.average.num_models:
-        text = f"{name.upper()} skipped: all updates that it would have averaged were rolled back"
+        text = f"{name.upper()} skipped: no update that it would have averaged was made and kept"
         session.log.note(name, text, kind="stage")
         state.average = None
         return

@@ -19,10 +19,10 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
@@ -30,6 +30,8 @@ from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable, has_bytes, members
 from largebatch.errors import DataError
+
+_File = TypeVar("_File")
 
 _MAX_RATIO = 100  # of an archive's unpacked to packed bytes; images hardly compress
 _ALWAYS = 2**28  # unpacked bytes that are allowed whatever the ratio
@@ -252,7 +254,8 @@ def _open_files(archive: Path) -> Iterator[Files]:
         file.seek(0)
         if start == b"PK":
             with zipfile.ZipFile(file) as opened:
-                infos = {_clean(i.filename): i for i in opened.infolist() if not i.is_dir()}
+                files = [info for info in opened.infolist() if not info.is_dir()]
+                infos = _unique((_clean(info.filename), info) for info in files)
                 unpacked = sum(info.file_size for info in infos.values())
                 if unpacked > max(_ALWAYS, _MAX_RATIO * length):
                     raise DataError(
@@ -261,9 +264,19 @@ def _open_files(archive: Path) -> Iterator[Files]:
                     )
                 yield Files(archive, list(infos), lambda name: opened.read(infos[name]))
         else:
-            places = dict(_tar_places(archive, file, end=length))
+            places = _unique(_tar_places(archive, file, end=length))
             number = file.fileno()
             yield Files(archive, list(places), lambda name: os.pread(number, *places[name]))
+
+
+def _unique(files: Iterable[tuple[str, _File]]) -> dict[str, _File]:
+    """Return files by their path; raise DataError for two images of one path."""
+    found: dict[str, _File] = {}
+    for path, file in files:
+        if path in found and is_image(posixpath.basename(path)):
+            raise DataError(f"{path}: the archive has two images of this path; unpack it")
+        found[path] = file
+    return found
 
 
 def _walk(root: Path) -> Iterator[str]:

@@ -28,7 +28,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Step
 from largebatch.training.state import TrainState
-from largebatch.training.updates import Part, Training, Updates, synchronous_updates
+from largebatch.training.updates import Part, Training, Updates
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,12 @@ class ProtocolUpdates:
             yield
 
 
-def open_updates(recipe: Recipe, state: TrainState, backend: Backend | None) -> Updates:
-    """Return what makes the updates of a stage; without a backend, for a run that makes none.
+def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
+    """Return what makes the updates of a stage.
 
     Raises RecipeError if a stage trains fewer tensors than the protocol has servers.
     """
     assert recipe.protocol is not None
-    if backend is None:
-        return synchronous_updates
     affine = recipe.polish is not None and recipe.polish.affine is not None
     require_tensors(state.model, servers=recipe.protocol.num_servers, affine=affine)
     return ProtocolUpdates(recipe, Exchange.open(backend, recipe.protocol))
