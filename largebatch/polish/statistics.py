@@ -251,7 +251,7 @@ def _other_buffers_kept(model: nn.Module) -> Iterator[None]:
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in _KEYS
+        if name not in {*_KEYS, "num_batches_tracked"}
     ]
     try:
         yield

@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -216,7 +217,7 @@ TOTAL = 0
 
 
 def test_what_a_step_holds_is_restored_in_place() -> None:
-    counter, local = Counter(), 0
+    counter, local, window = Counter(), 0, deque([0.5], maxlen=2)
     inside = counter.seen[1]
     assert isinstance(inside, dict)
 
@@ -226,13 +227,14 @@ def test_what_a_step_holds_is_restored_in_place() -> None:
         local, TOTAL = local + 1, TOTAL + 1
         counter.number += 1
         counter.seen.append(2)
+        window.append(0.25)
         inside["a"] += 1
         inside["b"] = 3
 
     with restored([], [], [step]):
         step(None)
         assert (local, TOTAL, counter.number) == (1, 1, 1)
-    assert (local, TOTAL, counter.number) == (0, 0, 0)
+    assert (local, TOTAL, counter.number, list(window)) == (0, 0, 0, [0.5])
     assert counter.seen[1] is inside
     assert inside.keys() == {"a"}
     assert inside["a"].tolist() == [1, 1]

@@ -260,6 +260,24 @@ def test_a_link_in_a_tar_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_images_of_one_path_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
+        for name in ("train/cat/a.png", "val/cat/a.png", "train/cat/a.png"):
+            file.writestr(name, png(5))
+    with pytest.raises(DataError, match=r"train/cat/a\.png"):
+        imported(tmp_path / "all.zip", tmp_path / "out")
+
+
+def test_folders_that_are_there_twice_by_links_are_refused(tmp_path: Path) -> None:
+    for place in ("train/cat", "val/cat"):
+        (tmp_path / "in" / place).mkdir(parents=True)
+        (tmp_path / "in" / place / "a.png").write_bytes(png(5))
+    (tmp_path / "in/train/dog").symlink_to(tmp_path / "in/train/cat")
+    with pytest.raises(DataError, match="imported twice"):
+        imported(tmp_path / "in", tmp_path / "out")
+
+
 def test_a_zip_that_unpacks_to_far_more_than_images_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,15 @@ def hook_on_one_rank() -> Arguments:
     return loop(model, loader=apart(dist.get_rank()))
 
 
+@planted("gradient direction", 3 / 10**0.5, level="note")
+def hook_of_a_layer_on_one_rank() -> Arguments:
+    """A layer's hook of worker 0 doubles the gradient (Module.register_full_backward_hook)."""
+    model = DistributedDataParallel(nn.Sequential(linear(), nn.Identity()))
+    if dist.get_rank() == 0:
+        model.module[1].register_full_backward_hook(lambda _, into, __: (2 * into[0],))
+    return loop(model, loader=apart(dist.get_rank()))
+
+
 @planted("gradient direction", 3 / 10**0.5)
 def loss_is_weighted_by_rank() -> Arguments:
     """Worker 1 doubles its loss (torch's notes on DistributedDataParallel)."""
