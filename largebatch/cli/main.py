@@ -298,8 +298,11 @@ def _hint(option: str, words: Sequence[str], error: UnknownOptionError) -> str:
 
 def _key_hint(word: str, value: str) -> str:
     """Return the --set for the key of a recipe that a word stands for; empty if there is none."""
+    from largebatch.recipe.explain import sections_below
     from largebatch.recipe.problems import meant_key, meant_words
     from largebatch.recipe.recipe import Recipe
 
     key = meant_key(word, Recipe)
-    return f": write {meant_words(key, value or 'VALUE', Recipe)}" if key else ""
+    if key is None or sections_below(key):  # one value is no section
+        return ""
+    return f": write {meant_words(key, value or 'VALUE', Recipe)}"

@@ -49,8 +49,10 @@ def polish_weights(
     if options.data is None:
         raise DataError("polishing measures images; pass --data DIR")
     out = options.out
-    if out.suffix != ".safetensors" or out.exists():
-        raise CheckpointError(f"{out}: expected the name of a new file that ends in .safetensors")
+    if out.suffix != ".safetensors":
+        raise CheckpointError(f"{out}: expected the name of a file that ends in .safetensors")
+    if out.exists():
+        raise CheckpointError(f"{out}: exists already; choose another --out")
     zoo.require_known(name)
     weights = read_weights(path, ema=ema)
     train, val = (load_or_read(options.data, split) for split in ("train", "val"))

@@ -9,7 +9,7 @@ from datetime import timedelta
 from statistics import fmean
 from typing import TextIO
 
-from largebatch.formatting import three_digits
+from largebatch.formatting import plural, three_digits
 from largebatch.tracking.events import (
     Decision,
     Evaluation,
@@ -81,7 +81,8 @@ class Console:
         affine = plan.affine_steps
         self._steps = plan.updates
         steps = f"{plan.steps} " + (f"and {affine} more " if affine else "") + "steps"
-        division = f"{plan.workers} workers x {plan.accumulation} x {plan.device_batch}"
+        workers = plural(plan.workers, "worker")
+        division = f"{workers} x {plan.accumulation} x {plan.device_batch}"
         work = (
             f"{steps} of {plan.global_batch} samples = {division}, "
             f"{plan.steps_per_epoch:.2f} steps an epoch"

@@ -113,7 +113,8 @@ def open_archives(
         remarks = list(filter(None, [describe(by_suffix(unread), where=str(source))]))
         for split in names:
             if not splits[split]:
-                raise DataError(f"{source}: there are no images of {split}; {LAYOUT}")
+                found = "".join(f" ({remark})" for remark in remarks)
+                raise DataError(f"{source}: there are no images of {split}{found}; {LAYOUT}")
         train, val = splits[TRAIN], splits[names[-1]]
         if val_fraction is not None:
             val = {name: _chosen(name, train[name], val_fraction, seed) for name in train}
