@@ -376,6 +376,7 @@ def _draw_overview(figure: "Figure", run: Run, shown: list[Chart]) -> None:
         return
     quarters = body.add_gridspec(-(-len(shown) // 2), min(2, len(shown)))
     for place, chart in enumerate(shown):
-        quarter = body.add_subfigure(quarters[place])
+        fills_row = len(shown) % 2 and chart is shown[-1]
+        quarter = body.add_subfigure(quarters[-1, :] if fills_row else quarters[place])
         write_title(quarter, chart.title)
         chart.draw(quarter)
