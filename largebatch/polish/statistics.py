@@ -59,6 +59,9 @@ _NATIVE = (
 
 _KEYS = {"running_mean", "running_var"}
 
+_Buffer = tuple[nn.Module, str, Tensor, Tensor]
+"""A module, a name in it, its buffer, and a copy of the content."""
+
 
 class Drift(tuple[LayerDrift, ...]):
     """Changes by polishing, of the layers that it reached, in the order of the model."""
@@ -240,23 +243,26 @@ def _require_some(owners: list[_Statistics], kept: Mapping[str, str], model: nn.
                 )
 
 
-@contextmanager
-def _other_buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore buffers that a forward pass may change, also in evaluation mode.
+def _other_buffers(model: nn.Module) -> list[_Buffer]:
+    """Return the buffers that a forward pass may change, also in evaluation mode, with copies.
 
-    Such are the ranges that quantisation-aware training observes: kept over batches, the statistics
-    would depend on their order.
+    Such are the ranges that quantisation-aware training observes.
     """
-    before = [
+    return [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in {*_KEYS, "num_batches_tracked"}
     ]
+
+
+@contextmanager
+def _kept(buffers: list[_Buffer]) -> Iterator[None]:
+    """Restore buffers after a batch: else the statistics would depend on the order of batches."""
     try:
         yield
     finally:
-        for module, name, buffer, content in before:
+        for module, name, buffer, content in buffers:
             module._buffers[name] = buffer
             if not buffer.equal(content):
                 buffer.resize_(content.shape).copy_(content)
@@ -290,7 +296,7 @@ def _measure(
     backend: Backend,
     forward: Callable[[nn.Module, Any], object] | None,
 ) -> list[Moments]:
-    as_input, num_batches = input_of(model), 0
+    as_input, num_batches, others = input_of(model), 0, _other_buffers(model)
     together = accelerator.is_remote(device_of(model))
     with ExitStack() as stack:
         for owner in owners:
@@ -300,11 +306,11 @@ def _measure(
         for batch in batches:
             num_batches += 1
             if forward:
-                with _Watch(owners), _other_buffers_kept(model):
+                with _Watch(owners), _kept(others):
                     forward(model, batch)
                 continue
             for part in by_spans(as_input(images_of(batch)), model, together=together):
-                with _Watch(owners), _other_buffers_kept(model):
+                with _Watch(owners), _kept(others):
                     model(part)
     pooled = pool([owner.measured for owner in owners], backend=backend)
     if not any(moments.count for moments in pooled):
