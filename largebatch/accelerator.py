@@ -1,5 +1,6 @@
 """The GPU of any vendor (NVIDIA, AMD, Intel): the only module that calls `torch.accelerator`."""
 
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,15 @@ def memory_bytes() -> int:
     device = kind()
     assert device is not None
     return int(torch.get_device_module(device).get_device_properties(0).total_memory)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> tuple[int, int]:
+    """Return the number of multiprocessors of a GPU and the bytes of its L2 cache; 0 if unknown."""
+    if device.type != TRITON:
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, int(getattr(properties, "L2_cache_size", 0))
 
 
 def uuid(device: torch.device) -> str | None:
