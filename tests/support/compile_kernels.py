@@ -49,10 +49,10 @@ def compiled(kernel: Any, target: GPUTarget, args: tuple[object, ...], constants
 
 def main() -> None:
     """Compile what a bfloat16 layer with a sum and a ReLU launches, and an update of LARS."""
-    launches: dict[str, tuple[Any, tuple[object, ...], dict[str, Any]]] = {}
+    launches: dict[str, tuple[Any, tuple[object, ...], dict[str, object]]] = {}
 
     def launch(kernel: Any, grid: object, *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped
-        name = kernel.__name__ + " of whole spans" * constants.get("WHOLE", False)
+        name = kernel.__name__ + (" of whole spans" if constants.get("WHOLE") else "")
         launches[name] = kernel, args, constants
 
     accelerator.launch = launch
