@@ -131,7 +131,7 @@ def test_sgd_in_a_table_is_that_of_pytorch(path: Path, nesterov: bool) -> None:
     def groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": weights[:6], "weight_decay": 0.05}, {"params": weights[6:], "lr": 0.7}]
 
-    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     table = build_sgd(groups(ours), scaled=False, **settings)
     plain = torch.optim.SGD(groups(theirs), foreach=False, **settings)
     assert isinstance(table, TabledSGD)
