@@ -268,7 +268,7 @@ def trained(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]
 
 
 @runs
-@pytest.mark.parametrize(("whole", "launches"), [(False, 4), (True, 3)])
+@pytest.mark.parametrize(("whole", "launches"), [(False, 4), (True, 2)])
 def test_a_network_with_pairs_trains_as_pytorchs_kernels_do(
     whole: bool, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,4 +441,4 @@ def test_the_compiler_takes_every_kernel(arch: int) -> None:
     command = [sys.executable, str(script), str(arch)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["10", "kernels"]
+    assert done.stdout.split() == ["9", "kernels"]
