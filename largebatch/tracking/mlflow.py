@@ -4,7 +4,6 @@ MLflow reads the place from MLFLOW_TRACKING_URI, by default the file mlflow.db i
 folder, and from MLFLOW_EXPERIMENT_NAME, by default largebatch.
 """
 
-import getpass
 import os
 import time
 from collections.abc import Mapping
@@ -63,9 +62,8 @@ class MLflow(ScalarTracker):
                 name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "largebatch"
                 found = self._client.get_experiment_by_name(name)
                 place = found.experiment_id if found else self._client.create_experiment(name)
-            tags = {key: value for key, value in self._tags().items() if value}
             name = self._tracking.name or self._folder.resolve().name
-            run = self._client.create_run(place, run_name=name, tags=tags)
+            run = self._client.create_run(place, run_name=name, tags=self._tags())
             self._run = str(run.info.run_id)
             parameters = [
                 entities.Param(name, clip(str(value), _LONGEST_PARAMETER))
@@ -77,18 +75,20 @@ class MLflow(ScalarTracker):
             write_id(self._folder, "mlflow", self._run)
         self._client.update_run(self._run, status="RUNNING")
 
-    def _tags(self) -> dict[str, str | None]:
-        """Return the run's tags, those that MLflow's pages know among them."""
+    def _tags(self) -> dict[str, str]:
+        """Return the run's tags, among them those of MLflow's own pages."""
+        from mlflow.tracking.context.registry import resolve_tags
+
         tracking, commit = self._tracking, str(self._config.get("commit") or "")
-        return {
+        tags = {
             "mlflow.note.content": tracking.notes,
             "mlflow.source.git.commit": commit.removesuffix("+"),
-            "mlflow.source.name": "largebatch",
-            "mlflow.user": getpass.getuser(),
             "group": tracking.group,
             "job_type": tracking.job_type,
             **dict.fromkeys(tracking.tags, "true"),
         }
+        found: dict[str, str] = resolve_tags({key: value for key, value in tags.items() if value})
+        return found
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
         now, metric = int(time.time() * 1000), self._mlflow.entities.Metric

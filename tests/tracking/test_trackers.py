@@ -161,7 +161,7 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     assert (found.info.run_name, found.info.status) == ("digits-1", "FINISHED")
     tags = found.data.tags
     assert (tags["group"], tags["z"], tags["mlflow.note.content"]) == ("seeds", "true", "of a run")
-    assert tags["mlflow.source.git.commit"] == "f00d"
+    assert (tags["mlflow.source.git.commit"], "mlflow.user" in tags) == ("f00d", True)
     assert found.data.params["optimizer.eta"] == "0.001"
     assert found.data.params["long"].endswith("(9,000 characters)")
     history = client.get_metric_history(identity, "train/loss")
