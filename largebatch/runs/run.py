@@ -83,7 +83,7 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
     _require_options(options)
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
-        if "mlperf" in recipe.tracking and recipe.data.source == "folder" and options.data:
+        if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
             require_stored(options.data, purpose="tracking: [mlperf]")
