@@ -239,7 +239,7 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
         SUM=other is not None,
         RELU=relu,
         AFFINE=affine[0] is not None,
-        COUNT=sums is not None and not shape.whole,
+        COUNT=sums is not None,
         WHOLE=shape.whole,
         CHUNK=CHUNK,
         **shape.tiles,

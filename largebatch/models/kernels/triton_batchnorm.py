@@ -141,8 +141,8 @@ def normalise_rows(
     """Write y, and the mean, biased variance and count of each span: G x 3 x C.
 
     With COUNT the mean and unbiased variance of every span are added to `sums`, 2 x C. With WHOLE a
-    program has all rows of its span, writes these two to `part`, G x 2 x C, and reads the rows
-    again, backwards: the last ones are in the cache. Otherwise it merges the moments in `part`.
+    program has all rows of its span and reads them twice, the second time backwards: the last ones
+    are in the cache; COUNT then writes to `part`, G x 2 x C. Otherwise moments come from `part`.
     """
     program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
@@ -153,17 +153,18 @@ def normalise_rows(
     if WHOLE:
         count, mean, deviations = _moments(x + base, start, end, C, cols, ROWS, COLS)
         variance = _relu(deviations / count)
-        tl.store(part + span * 2 * C + cols, mean, mask=known)
-        tl.store(part + span * 2 * C + C + cols, deviations / (count - 1.0), mask=known)
     else:
         count, mean, variance = _merge(part, span, spans, splits, C, cols, CHUNK)
     inverse = 1.0 / tl.sqrt_rn(variance + eps)
     if program == 0:
         _store_moments(stat, span, count, mean, variance, C, cols)
         if COUNT:
-            if span == 0:
-                mean_sum = mean
-                variance_sum = variance * (count / (count - 1.0))
+            mean_sum = mean
+            variance_sum = variance * (count / (count - 1.0))
+            if WHOLE:
+                tl.store(part + span * 2 * C + cols, mean_sum, mask=known)
+                tl.store(part + span * 2 * C + C + cols, variance_sum, mask=known)
+            elif span == 0:
                 for each in range(1, spans):
                     num_of, mean_of, variance_of = _merge(part, each, spans, splits, C, cols, CHUNK)
                     mean_sum += mean_of
