@@ -58,6 +58,9 @@ class Pipeline:
     """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
     builds a pipeline and allocates memory; all evaluations share one."""
 
+    chosen: list[str] = field(default_factory=list)
+    """Remarks about what was chosen for this machine."""
+
     @property
     def splits(self) -> dict[str, dict[str, object]]:
         """Identity of the images of each split."""
@@ -70,9 +73,9 @@ class Pipeline:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks about the images, logged at the start of a run: the ignored files."""
+        """Remarks that are logged at the start of a run: choices, and the ignored files."""
         described = (describe(index.ignored, where=w) for w, index in self._indexes().items())
-        return list(filter(None, described))
+        return [*self.chosen, *filter(None, described)]
 
     def _indexes(self) -> dict[str, Index]:
         """Return the indexes by split; only train if training images are used for validation."""
