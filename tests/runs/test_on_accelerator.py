@@ -62,7 +62,7 @@ CASES = {
     "SWA, outside": ((SWA, STATISTICS), ("optimizer.convention=outside",)),
     "statistics, scaled-momentum, decoding": (
         (STATISTICS,),
-        (*lars("scaled-momentum"), "execution.cache=null"),
+        (*lars("scaled-momentum"), "execution.cache=none"),
     ),
     "bf16, accumulated": (
         (CLEAN,),
