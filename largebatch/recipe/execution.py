@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from largebatch.recipe.choices import Compile, Kernels
 from largebatch.recipe.section import Batch, Positive, Section, Updates
 
-
 Cache: TypeAlias = Literal["memory", "device", "none"]
 """Where decoded pixels are kept."""
 

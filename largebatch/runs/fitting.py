@@ -33,9 +33,7 @@ _CACHED = 1 / 8
 """Part of all memory that the pixels of a data set may take; see data.pipeline."""
 
 
-def fitted_plan(
-    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
-) -> tuple[Plan, str]:
+def fitted_plan(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[Plan, str]:
     """Return the plan with the largest device batch that fits every worker, and the reason.
 
     `plan` is any plan of the recipe for these workers, `model` the model on the device, unchanged

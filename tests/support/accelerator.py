@@ -479,7 +479,9 @@ class _Module:
         return "simulated"
 
     def get_device_properties(self, _: object = None) -> SimpleNamespace:
-        return SimpleNamespace(name="simulated", total_memory=ALLOCATED.limit or MEMORY, uuid=self.uuid)
+        return SimpleNamespace(
+            name="simulated", total_memory=ALLOCATED.limit or MEMORY, uuid=self.uuid
+        )
 
     def max_memory_allocated(self, _: object = None) -> int:
         return ALLOCATED.peak

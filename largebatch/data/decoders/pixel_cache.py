@@ -263,7 +263,7 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
     the current ones are used.
     """
     pixels, size = uploaded.pixels, view.image_size
-    transfer, tables = Transfer(pixels.device), _tables(pixels, view)
+    transfer, tables = Transfer(pixels.device), _tables(pixels.shape[1:3], view, pixels.device)
     scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
     center, spread = transfer.send(*scale)
     order = torch.channels_last if view.channels_last else torch.contiguous_format
@@ -275,8 +275,8 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
         return request, torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
 
     with closing(ahead(map(number, requests))) as numbered:
-        for request, numbers in numbered:
-            (numbers,) = transfer.send(numbers)
+        for request, on_host in numbered:
+            (numbers,) = transfer.send(on_host)
             if (request.boxes[:, 2:] == size).all():
                 images = _cut_out(pixels, numbers, tables, offsets=request.boxes[:, :2].any())
             else:
@@ -295,8 +295,9 @@ class _Tables(NamedTuple):
     """Of small images along height and width, by first pixel, length and place; else empty."""
 
 
-def _tables(pixels: Tensor, view: View) -> _Tables:
-    size, axes = view.image_size, pixels.shape[1:3]
+@lru_cache(maxsize=8)
+def _tables(axes: torch.Size, view: View, device: torch.device) -> _Tables:
+    size = view.image_size
     shifts = torch.cat([torch.arange(size), torch.arange(1 - size, 0)])
     forwards = reflected(shifts, num_pixels=size)
     weights = []
@@ -304,9 +305,9 @@ def _tables(pixels: Tensor, view: View) -> _Tables:
         all_weights = (_all_weights(num, size, view.interpolation)[0] for num in axes)
         weights = [np.pad(each, [(0, 0), (1, 0), (0, 0), (0, 0)]) for each in all_weights]
     return _Tables(
-        forwards.to(pixels.device),
-        torch.stack([forwards, size - 1 - forwards]).to(pixels.device),
-        [torch.from_numpy(each).to(pixels.device) for each in weights],
+        forwards.to(device),
+        torch.stack([forwards, size - 1 - forwards]).to(device),
+        [torch.from_numpy(each).to(device) for each in weights],
     )
 
 

@@ -186,9 +186,9 @@ def make_plan(
 
     If `execution.device_batch` is null it is the largest of at most `fits` images, which were
     measured to fit the memory, or of DEVICE_BATCH_LIMIT. Whole BatchNorm spans in a device batch
-    are preferred; if a worker's share has none, or none fits, several workers share each span. The device batch is the same in all pieces of a batch schedule. With a
-    protocol it is a learner's mini-batch, and an update takes whole mini-batches, whichever
-    learners compute them.
+    are preferred; if a worker's share has none, or none fits, several workers share each span. The
+    device batch is the same in all pieces of a batch schedule. With a protocol it is a learner's
+    mini-batch, and an update takes whole mini-batches, whichever learners compute them.
 
     Raises PlanError if a global batch cannot be divided so, RecipeError if the recipe's own lengths
     contradict each other, or for the backend.
