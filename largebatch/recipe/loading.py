@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,13 +37,33 @@ MAX_LENGTH = 2**16
 MAX_DEPTH = 32  # depth of nested sections; the deepest known key is eight levels below the recipe
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and validate a recipe; `overrides` are strings like `optimizer.eta=0.002`.
+Overrides = Sequence[str] | Mapping[str, object]
+"""Changes to a recipe: strings like `optimizer.eta=0.002`, or values by dotted key."""
+
+
+def override_words(changes: Overrides) -> tuple[str, ...]:
+    """Return changes as the words of `--set`.
+
+    >>> override_words({"optimizer.eta": 0.002, "tracking": ["wandb"]})
+    ('{"optimizer.eta": 0.002}', '{"tracking": ["wandb"]}')
+    """
+    if isinstance(changes, str):
+        raise TypeError(f"overrides: expected [{changes!r}] or a dict of keys, got a str")
+    if isinstance(changes, Mapping):
+        return tuple(json.dumps({key: value}) for key, value in changes.items())
+    return tuple(changes)
+
+
+def load_recipe(path: Path | str, overrides: Overrides = ()) -> Recipe:
+    """Read and validate a recipe; `overrides` are `["optimizer.eta=0.002"]` or a dict of keys.
+
+    >>> load_recipe("digits_96", {"optimizer.eta": 0.002, "seed": 3}).optimizer.eta
+    0.002
 
     A bare name, such as digits_96, is that of an installed recipe unless there is a file with this
     name. Raises RecipeError with every mistake, each by its dotted path.
     """
-    path = Path(path)
+    path, overrides = Path(path), override_words(overrides)
     named = path.name == str(path) and not path.suffix
     if os.path.isdir(path) and not (named and path.name in installed()):  # noqa: PTH112 -- of any name
         hint = f"a command on its images takes RECIPE --data {path}; `largebatch init {path}` "
