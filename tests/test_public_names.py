@@ -53,10 +53,10 @@ def test_a_package_that_is_a_function_stays_a_package() -> None:
     import largebatch.polish as package
     from largebatch.polish import Drift, polish
 
-    assert largebatch.polish is package
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     batches = [torch.randn(4, 3, 8, 8)]
     called: Any = package
+    assert called is largebatch.polish
     assert isinstance(called(model, batches), Drift)
     assert [it.mean_shift for it in polish(model, batches)] == pytest.approx([0], abs=1e-6)
 

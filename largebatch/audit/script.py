@@ -7,6 +7,7 @@ another one. So forward, backward, reduction, clipping and update are those of t
 ends with the audit.
 """
 
+import gc
 import os
 import runpy
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -54,19 +56,26 @@ def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
     sys.path.insert(0, str(path.parent.resolve()))
     sys.argv = [str(path), *arguments]
-    end: BaseException = RuntimeError("the script ended")
+    end: Exception = RuntimeError("the script ended")
     try:
         with watch.installed():
             runpy.run_path(str(path), run_name="__main__")
     except _EndedError:
         pass
-    except (Exception, SystemExit) as error:
+    except SystemExit as error:
+        if watch.thread is None and error.code:
+            raise
+    except Exception as error:
         if watch.thread is None:
             raise
         end = error
     watch.requests.put(end)
     if watch.thread is not None:
         watch.thread.join()
+        watch.models, watch.optimizer = [], None
+        gc.collect()  # a DistributedDataParallel that outlives its process group can block
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if isinstance(watch.result, Findings):
         return watch.result
     if watch.result is not None:
@@ -92,7 +101,7 @@ class _Watch:
         self.thread: threading.Thread | None = None
         self.result: Findings | BaseException | None = None
         self.batches: SimpleQueue[Any] = SimpleQueue()
-        self.requests: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.requests: SimpleQueue[Exception | None] = SimpleQueue()
         """An item for each request of the script for a batch; an error if it has failed."""
 
         self._hooks = ExitStack()
@@ -198,7 +207,7 @@ class _Watch:
             error = requests.get()
             if error is not None:
                 requests.put(error)  # for the next call
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+                raise error
 
         def work() -> None:
             device = device_of(model)
@@ -206,7 +215,7 @@ class _Watch:
                 if device.type != "cpu":
                     torch.get_device_module(device).set_device(device)
                 self.result = audit(model, loader, loss_fn, optimizer, step, set_epoch=set_epoch)
-            except BaseException as error:  # noqa: BLE001 -- raised in the main thread
+            except BaseException as error:  # raised in the main thread
                 self.result = error
             batches.put(None)
 

@@ -45,12 +45,13 @@ def override_words(changes: Overrides) -> tuple[str, ...]:
     """Return changes as the words of `--set`.
 
     >>> override_words({"optimizer.eta": 0.002, "tracking": ["wandb"]})
-    ('{"optimizer.eta": 0.002}', '{"tracking": ["wandb"]}')
+    ('optimizer.eta=0.002', 'tracking=["wandb"]')
     """
     if isinstance(changes, str):
         raise TypeError(f"overrides: expected [{changes!r}] or a dict of keys, got a str")
     if isinstance(changes, Mapping):
-        return tuple(json.dumps({key: value}) for key, value in changes.items())
+        pairs = changes.items()
+        return tuple(f"{key}={json.dumps(it, ensure_ascii=False)}" for key, it in pairs)
     return tuple(changes)
 
 
@@ -63,7 +64,7 @@ def load_recipe(path: Path | str, overrides: Overrides = ()) -> Recipe:
     A bare name, such as digits_96, is that of an installed recipe unless there is a file with this
     name. Raises RecipeError with every mistake, each by its dotted path.
     """
-    path, overrides = Path(path), override_words(overrides)
+    path = Path(path)
     named = path.name == str(path) and not path.suffix
     if os.path.isdir(path) and not (named and path.name in installed()):  # noqa: PTH112 -- of any name
         hint = f"a command on its images takes RECIPE --data {path}; `largebatch init {path}` "
@@ -95,8 +96,9 @@ def read_text(path: Path, *, what: str) -> str:
         raise RecipeError(f"{path}: cannot read the {what}: {reason}{hint}") from None
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
+def parse_recipe(text: str, overrides: Overrides = (), *, source: str = "recipe") -> Recipe:
     """Validate the text of a recipe; every message begins with `source`."""
+    overrides = override_words(overrides)
     if sum(map(len, overrides)) > MAX_LENGTH:
         raise RecipeError(f"--set: more than {MAX_LENGTH:,} characters; write them into a recipe")
     tree = parse_yaml(text, source=source)
