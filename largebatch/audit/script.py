@@ -35,6 +35,7 @@ from largebatch.audit.findings import Findings
 from largebatch.errors import DataError
 from largebatch.models.inputs import labels_of
 from largebatch.models.wrappers import device_of
+from largebatch.optional import require_torchvision
 
 _LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"),
@@ -53,6 +54,7 @@ def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
     Raises DataError, with what was not seen, if the script ends before that or cannot be audited.
     """
     watch = _Watch()
+    require_torchvision()  # what most scripts import, also where it was built for another torch
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
     sys.path.insert(0, str(path.parent.resolve()))
     sys.argv = [str(path), *arguments]
