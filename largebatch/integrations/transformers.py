@@ -42,7 +42,7 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
         self._averaged.update_parameters(model)
 
     def on_step_end(self, _: Any, __: Any, control: Any, *, model: nn.Module, **___: Any) -> None:  # noqa: ANN401
-        """Put the average into the model if it is evaluated next."""
+        """Exchange weights with the average before an evaluation, and polish them."""
         if control.should_evaluate and not self._is_in_model:
             self._exchange(model)
             polish(model, self.batches)
@@ -50,7 +50,7 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
     on_epoch_end = on_step_end
 
     def on_evaluate(self, *_: Any, model: nn.Module, **__: Any) -> None:  # noqa: ANN401
-        """Put the weights of training back."""
+        """Exchange again: training continues from its own weights."""
         if self._is_in_model:
             self._exchange(model)
 
