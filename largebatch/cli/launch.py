@@ -72,7 +72,7 @@ class Node:
     """What Slurm, PBS and Kubernetes reserve."""
 
     cpus: Count | None = None
-    """CPU cores of a worker; under Slurm and PBS 8, or its share of --cluster."""
+    """CPU cores of a worker (8 under Slurm and PBS)."""
 
     memory: Memory | None = None
     """Memory of a node, such as 400G."""
@@ -86,7 +86,7 @@ class Queue:
     """Longest time, such as 90m (8h); a longer run saves, is queued again and resumes."""
 
     cluster: str | None = None
-    """Take the cores and the predicted time of a cluster (`lab clusters`), or of a file."""
+    """Cluster that the time is predicted for: a name of `lab clusters`, or a file."""
 
     partition: Word | None = None
     """Partition of Slurm, or queue of PBS."""
@@ -167,8 +167,6 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
             loaded.require_backend("horovod", use=use)
         except RecipeError as error:
             raise RecipeError(f"launch {kind}: {error}") from None
-    if job.queue.cluster is not None:
-        job = _fit_cluster(job, loaded, job.queue.cluster)
     gpus = job.gpus_per_node
     name = re.sub(r"[^\w.-]+", "-", job.name or loaded.name).strip("-.") or "run"
     try:
@@ -187,8 +185,8 @@ def _require_kind(kind: str, kinds: Sequence[str], options: Node | Queue | Pods)
             raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
 
 
-def _fit_cluster(job: Job, recipe: Recipe, name: str) -> Job:
-    """Return the job with the cores of a cluster, and the time that is predicted there."""
+def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
+    """Return and print the seconds to reserve for a run on a cluster."""
     from largebatch.lab.planner.cluster import load_cluster
     from largebatch.lab.planner.prediction import predict, workload
 
@@ -198,19 +196,14 @@ def _fit_cluster(job: Job, recipe: Recipe, name: str) -> Job:
             f"--gpus-per-node {job.gpus_per_node}: a node of {cluster.name} has "
             f"{cluster.gpus_per_node}; give that, or leave out --cluster"
         )
-    cpus = job.node.cpus or max(1, cluster.cpu_cores // cluster.gpus_per_node)
-    time = job.queue.time
-    if time is None:
-        work = workload(recipe, workers=job.nodes * job.gpus_per_node)
-        found = predict(work, cluster)
-        time = SHORTEST * math.ceil((found.high + SAVING) / SHORTEST)
-        print(
-            f"largebatch: --time {time // 60}m: {duration(found.seconds)} predicted on "
-            f"{cluster.name} ({duration(found.low)} to {duration(found.high)}), 10 min to start",
-            file=sys.stderr,
-        )
-    node, queue = replace(job.node, cpus=cpus), replace(job.queue, time=time)
-    return replace(job, node=node, queue=queue)
+    found = predict(workload(recipe, workers=job.nodes * job.gpus_per_node), cluster)
+    time = SHORTEST * math.ceil((found.high + SAVING) / SHORTEST)
+    print(
+        f"largebatch: --time {time // 60}m: {duration(found.seconds)} predicted on {cluster.name} "
+        f"({duration(found.low)} to {duration(found.high)}), 10 min to start and save",
+        file=sys.stderr,
+    )
+    return time
 
 
 def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
@@ -244,14 +237,16 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
         binds = [word for mount in mounts for word in ("--bind", mount)]
         python = ["apptainer", "exec", "--nv", *binds, str(Path(image).absolute()), "python3"]
         image = ""
-    elif image and kind != "slurm":
+    elif image:
+        python = ["python3"]
+    if image and kind != "slurm":
         raise LargebatchError(
             f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are for "
             f"slurm, {', '.join(KUBERNETES)}"
         )
-    elif image:
-        python = ["python3"]
     seconds, cpus = queue.time or 8 * 3600, node.cpus or 8
+    if queue.cluster is not None and queue.time is None:
+        seconds = _predict_time(job, recipe, queue.cluster)
     if seconds < SHORTEST:
         raise LargebatchError(f"--time {seconds:g}s: too short to start and save; give 5m or more")
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
