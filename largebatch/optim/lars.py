@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from largebatch import accelerator
 from largebatch.optim.kernels import Rule, Update, works
 from largebatch.recipe.choices import Convention, Kernels
 
@@ -196,10 +197,9 @@ class LARS(Optimizer):
         layout, addresses = self._layout()
         if layout is None or layout != self._made_for:
             self._make_tables(layout)
-        elif addresses != self._grads:
-            for tabled in self._tables:
-                tabled.table.move_grads([it.grad for it in tabled.parameters])
-        self._grads = addresses
+            self._grads = addresses
+        else:
+            self._find_grads(addresses)
         rules = [_rule(group) for group in self.param_groups]
         others = [self._gather(group) for group in self.param_groups] if self._others else []
         for tabled in self._tables:
@@ -223,6 +223,24 @@ class LARS(Optimizer):
                     torch._foreach_copy_(lists.rounded, lists.exact)
         self._ratios = found
         return loss
+
+    def can_replay(self) -> bool:
+        """Return True if a graph may repeat the last step: it reads all numbers from tables."""
+        return self._made_for is not None and not self._others
+
+    def refresh(self) -> None:
+        """Copy hyper-parameters and addresses of gradients to the tables: before a replay."""
+        self._find_grads(self._layout()[1])
+        rules = [_rule(group) for group in self.param_groups]
+        for tabled in self._tables:
+            tabled.table.use(rules)
+
+    def _find_grads(self, addresses: Sequence[int]) -> None:
+        if addresses == self._grads:
+            return
+        for tabled in self._tables:
+            tabled.table.move_grads([it.grad for it in tabled.parameters])
+        self._grads = [] if accelerator.is_recording() else addresses  # [] is sent again
 
     def trust_ratios(self) -> dict[Tensor, Tensor]:
         """Return the ratios of the last step, by adapted parameter.
