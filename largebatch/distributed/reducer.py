@@ -143,6 +143,9 @@ class Reducer:
             raise ValueError("the model has no parameter with requires_grad=True")
         self.device = next(iter(self._groups[0].parameters.values())).device
         self._armed = False
+        self.in_passes = False
+        """True from `zero` to the end of `wait`: no optimizer has used the gradients yet."""
+
         self._under_way: list[Work] = []
         self._held: Held | None = None
         """Result of `held`, until the gradients are others."""
@@ -160,6 +163,7 @@ class Reducer:
     def zero(self) -> None:
         """Clear all gradients; the buffers stay allocated."""
         self._held = None
+        self.in_passes = True
         for group in self._groups:
             group.held = {}
             group.first = None
@@ -226,6 +230,7 @@ class Reducer:
             firsts = [group.first for group in self._groups if group.first is not None]
             wholes = [group.square() for group in self._groups]
             self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
+        self.in_passes = False
 
     def finite(self) -> Tensor:
         """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""
