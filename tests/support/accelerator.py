@@ -720,10 +720,11 @@ def use_graphs() -> None:
         mock.patch.object(target, name, {NAME, late_group.BACKEND}).start()
 
 
-def use_kernels(*, computes: bool = True) -> None:
+def use_kernels(*, computes: bool = True, of_models: bool = True) -> None:
     """Run Triton's kernels on the device, each counted as one launch.
 
-    Its interpreter computes them, slowly; otherwise their results are never written.
+    Its interpreter computes them, slowly; otherwise their results are never written. Those of
+    optimizers are quick; those of models are left out unless `of_models`.
     """
     launch = largebatch.accelerator.launch
     mock.patch.object(kernels.batchnorm(), "PARTS", 8).start()  # the interpreter is slow
@@ -747,7 +748,7 @@ def use_kernels(*, computes: bool = True) -> None:
     works = {} if computes else {torch.device(NAME, 0): True}  # a trial needs results
     for target, name, replacement in (
         (largebatch.accelerator, "launch", launch_on_raw),
-        (kernels, "DEVICES", {NAME}),
+        (kernels, "DEVICES", {NAME} if of_models else set()),
         (lars_kernels, "DEVICES", {NAME}),
         *((module, "_WORK", dict(works)) for module in (kernels, lars_kernels)),
     ):
