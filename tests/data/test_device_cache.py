@@ -99,7 +99,7 @@ def test_batches_from_a_device_are_those_of_the_cpu(
         assert ours.images.stride() == theirs.images.stride()
         difference = (ours.images - theirs.images).abs()
         assert difference.max() <= steps * 1.01 * step
-        assert (difference > 0).float().mean() <= steps * 0.02
+        assert (difference > 0).float().mean() <= steps * 0.03
     if recipe.data.eval_resize is not None:  # a centre that is not resized
         assert torch.equal(found[-1].images, expected[-1].images)
 
