@@ -29,6 +29,7 @@ from cyclopts import (
 
 from largebatch import __version__
 from largebatch.distributed.environment import (
+    COMMAND,
     LAUNCHER,
     configure_libraries,
     join_slurm,
@@ -133,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(str(error))
         return USER
     configure_libraries()
+    if argv is None:
+        os.environ[COMMAND] = str(os.getpid())
     try:
         code = _call(words)
         sys.stdout.flush()

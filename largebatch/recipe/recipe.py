@@ -6,6 +6,7 @@ it changes the result beyond the rounding of fp32. Every section is frozen and s
 key is an error. What decides the result has no default, except where the literature agrees on one.
 """
 
+import hashlib
 from typing import Self
 
 from pydantic import ValidationError, model_validator
@@ -13,7 +14,7 @@ from pydantic_core import InitErrorDetails
 
 from largebatch.errors import RecipeError
 from largebatch.recipe.execution import Execution
-from largebatch.recipe.keys import Keys, Reduction
+from largebatch.recipe.keys import Keys, Reduction, Tracking
 from largebatch.recipe.validation import find_conflicts
 
 
@@ -38,7 +39,16 @@ class Recipe(Keys):
     @property
     def mathematics(self) -> Self:
         """The recipe without execution, trackers and monitors, which a resumed run may change."""
-        return self.model_copy(update={"execution": Execution(), "tracking": (), "monitor": ()})
+        return self.model_copy(
+            update={"execution": Execution(), "tracking": Tracking(), "monitor": ()}
+        )
+
+    @property
+    def group(self) -> str:
+        """Name under which trackers group the run with others that differ only in their seed."""
+        same = self.mathematics.model_dump_json(exclude={"seed"})
+        digest = hashlib.sha256(same.encode()).hexdigest()
+        return self.tracking.group or f"{self.name}-{digest[:6]}"
 
     def with_execution(self, **changes: object) -> Self:
         """Return the recipe with other settings of `execution`, such as device_batch=64.

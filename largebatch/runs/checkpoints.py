@@ -136,5 +136,8 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
-    tracking = tuple(name for name in recipe.tracking if name != "mlperf")
+    trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
+    tracking = recipe.tracking.model_copy(update={"trackers": trackers})
+    if trackers and tracking.job_type is None:
+        tracking = tracking.model_copy(update={"job_type": "polish"})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

@@ -9,6 +9,8 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -17,7 +19,8 @@ from pydantic import TypeAdapter
 from largebatch.distributed.environment import join_slurm, require_alone, worker_rank
 from largebatch.errors import BackendError, PlanError, WorkerFailedError
 from largebatch.formatting import plural
-from largebatch.models import kernels
+from largebatch.models import is_timms, kernels
+from largebatch.optional import require_timm
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -76,21 +79,21 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     return start(recipe, options.without_changes())
 
 
-def start(recipe: Recipe, options: Options) -> Summary:
-    """Do what `run` does, for a loaded recipe."""
+def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
+    """Do what `run` does, for a loaded recipe; with `forks` workers are copies of this process."""
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
-        if "mlperf" in recipe.tracking and recipe.data.source == "folder" and options.data:
+        if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
             require_stored(options.data, purpose="tracking: [mlperf]")
     if options.workers == 1:
         return run_worker(recipe, options)
     make_plan(recipe, workers=options.workers, backend=options.backend)
-    restarting(recipe, options)
+    restarting(recipe, options, forks=forks)
     return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
 
 
@@ -115,7 +118,7 @@ def _require_options(options: Options) -> None:
         )
 
 
-def restarting(recipe: Recipe, options: Options) -> None:
+def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None:
     """Start local workers; if one dies, start all again from the newest checkpoint.
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
@@ -123,6 +126,10 @@ def restarting(recipe: Recipe, options: Options) -> None:
     """
     from largebatch.runs.launch import start_workers
 
+    if forks:  # what every worker would import: torch's optimizers its compiler
+        import_module("torch._dynamo")
+        if is_timms(recipe.model.name):
+            require_timm()
     workers, restarts = options.workers, options.restarts
     least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
@@ -130,7 +137,12 @@ def restarting(recipe: Recipe, options: Options) -> None:
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            start_workers(command, workers=workers, horovod=options.backend == "horovod")
+            start_workers(
+                command,
+                workers=workers,
+                horovod=options.backend == "horovod",
+                forked=partial(run_worker, recipe, options) if forks else None,
+            )
         except WorkerFailedError as error:
             if not left:
                 raise
