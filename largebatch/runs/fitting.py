@@ -101,7 +101,9 @@ def halve(session: Session) -> int:
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
     step = session.state.progress.step
     if smaller >= plan.device_batch or recipe.protocol is not None:
-        raise DeviceMemoryError(f"{where}, and no smaller one is possible with so many workers")
+        raise DeviceMemoryError(
+            f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
+        )
     if asked is not None or backend.name != "serial" or not in_passes:
         raise DeviceMemoryError(
             f"{where} (after update {step:,}); {smaller:,} would: continue with --device-batch "
