@@ -128,9 +128,26 @@ def seed(number: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(number)
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator that this process can still allocate."""
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + cached)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of an accelerator's tensors in bytes."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def measure_peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Return the peak of the bytes that some work allocates on an accelerator."""
+    module = torch.get_device_module(device)
+    before = module.memory_allocated(device)
+    module.reset_peak_memory_stats(device)
+    work()
+    return peak_memory_bytes(device) - int(before)
 
 
 def usage(device: torch.device) -> tuple[float, float]:
