@@ -611,15 +611,8 @@ def test_the_image_is_built(tmp_path: Path) -> None:
     builder = shutil.which("buildah") or shutil.which("podman")
     if builder is None:
         pytest.skip("an image is built by buildah or podman: apt-get install buildah")
-    store = [
-        builder,
-        "--root",
-        tmp_path / "images",
-        "--runroot",
-        tmp_path,
-        "--storage-driver",
-        "vfs",
-    ]
+    store = [builder, "--root", str(tmp_path / "images"), "--runroot", str(tmp_path)]
+    store += ["--storage-driver", "vfs"]
     docker = ROOT / "launch" / "Dockerfile"
     base = re.findall(r"^FROM (.*)", docker.read_text(), flags=re.MULTILINE)[0]
     if subprocess.run([*store, "pull", base], check=False).returncode:
