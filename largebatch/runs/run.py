@@ -24,6 +24,7 @@ from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
+    remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
@@ -173,6 +174,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
+            if training.backend.rank == 0:
+                remember(folder, options)
             remarks = [] if checkpoint is not None else [*training.pipeline.remarks]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))

@@ -54,7 +54,7 @@ def test_a_folder_may_have_a_name_that_is_no_text_in_yaml(folder: Path, name: st
 
 
 def test_mean_and_deviation_are_those_of_the_pixels(folder: Path) -> None:
-    found = initial.survey(*(load_or_read(folder, split) for split in ("train", "val")))
+    found = initial.survey(load_or_read(folder, "train"), load_or_read(folder, "val"))
     images = [np.asarray(Image.open(path)) / 255 for path in folder.glob("train/*/*.png")]
     pixels = np.concatenate([image.reshape(-1, 3) for image in images])
     assert found.mean == pytest.approx(pixels.mean(0), abs=6e-4)
