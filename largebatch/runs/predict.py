@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from largebatch.data.augment import center_boxes, whole_boxes
+from largebatch.data.decoders.pixel_cache import resized
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, decode_upright, show
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
@@ -20,6 +21,7 @@ from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError, reason_of
 from largebatch.models.of_recipe import build_model
 from largebatch.models.views import MeanOfViews
+from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.build import join
 from largebatch.runs.checkpoints import find_checkpoint
@@ -51,6 +53,7 @@ def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -
     A run folder is represented by its newest checkpoint, as in `evaluate`. Raises DataError if no
     image can be read, CheckpointError if the checkpoint cannot be.
     """
+    require_torchvision()  # now: threads cannot import it at the same time
     path, checkpoint = find_checkpoint(run)
     recipe, weights = checkpoint.recipe, checkpoint.model(source=path)
     found, ignored = _list_images(places)
@@ -81,7 +84,8 @@ def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -
                 interpolation=recipe.data.interpolation,
                 channels_last=recipe.execution.channels_last(backend.device.type),
             )
-            batches = _decode(sizes, recipe.data.eval_resize, view, resources, unreadable)
+            resize, cached = recipe.data.eval_resize, recipe.execution.cache is not None
+            batches = _decode(sizes, resize, view, resources, unreadable, cached=cached)
             evaluate(model, batches, backend, each=lambda logits, _: scores.append(logits))
     readable = [row for row, image in enumerate(sizes) if image not in unreadable]
     if not readable:
@@ -116,8 +120,13 @@ def _decode(
     view: View,
     resources: Resources,
     unreadable: dict[Path, str],
+    *,
+    cached: bool,
 ) -> Batches:
-    """Yield batches of the images; those that cannot be decoded are black and `unreadable`."""
+    """Yield batches of the images; those that cannot be decoded are black and `unreadable`.
+
+    They are resized as a run does that has `cached` its pixels, or none.
+    """
     files = list(sizes.items())
     heights = np.array([size.height for size in sizes.values()])
     widths = np.array([size.width for size in sizes.values()])
@@ -133,6 +142,11 @@ def _decode(
             except Exception as error:  # Pillow raises many types for a damaged file
                 unreadable[path] = reason_of(error)
                 out[:] = 0
+                continue
+            if cached:
+                top, left, height, width = boxes[row]
+                part = np.array(image)[top : top + height, left : left + width]
+                out[:] = resized(part, size=out.shape[:2], interpolation=view.interpolation)
             else:
                 show(image, view, boxes[row], np.False_, out)
 

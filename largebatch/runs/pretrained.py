@@ -150,8 +150,7 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
     if weights is not None:
         if is_timms(name) or name.startswith(zoo.TORCHVISION):
             data = data or zoo.preparation(name)
-        # Weights of other classes: they change less than the classifier.
-        section |= {"weights": str(path), "head_std": 0.01, "backbone": {"lr_factor": 0.1}}
+        section |= {"weights": str(path), "head_std": 0.01}
     model = Model.model_validate(section)
     built = build(name, num_classes=classes, arguments=model.arguments)
     if weights is not None:

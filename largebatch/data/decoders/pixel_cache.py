@@ -19,7 +19,7 @@ bytes and Pillow before version 13 (which starts with the height of a tall box).
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,10 +203,7 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
             return
         images = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
         for sample, box, flip, out in images:
-            # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
-            part = torch.from_numpy(cache.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
-            resized = F.interpolate(part, size=size, mode=mode, antialias=True)
-            whole = resized.permute(0, 2, 3, 1).numpy()[0]
+            whole = resized(cache.part(sample, box), size=size, interpolation=mode)
             out[:] = whole[:, ::-1] if flip else whole
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
@@ -216,6 +213,14 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
 
     with open_prefetcher(view, resources) as fill_ahead:
         yield lambda requests: fill_ahead(requests, divide)
+
+
+def resized(pixels: Bytes, *, size: Sequence[int], interpolation: Interpolation) -> Bytes:
+    """Resize one image, H x W x 3."""
+    # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
+    image = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
+    found = F.interpolate(image, size=tuple(size), mode=interpolation, antialias=True)
+    return found.permute(0, 2, 3, 1).numpy()[0]
 
 
 def upload(cache: PixelCache, device: torch.device) -> Uploaded:

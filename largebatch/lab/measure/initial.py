@@ -235,7 +235,7 @@ def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
     if found.image_size != image_sizes(found.train)[0]:
         del comments["data.image_size"]  # it was chosen otherwise
     if recipe.model.weights is not None:
-        comments["model"] = "weights of other classes; the classifier is drawn"
+        comments["model"] = "if its weights saw such images, try backbone: {lr_factor: 0.1}"
         comments["data.mean"] = "as the weights were trained"
     return dump_commented(recipe, comments | {"duration": rule}, header=header)
 
