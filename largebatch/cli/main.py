@@ -29,6 +29,7 @@ from cyclopts import (
 
 from largebatch import __version__
 from largebatch.distributed.environment import (
+    COMMAND,
     LAUNCHER,
     configure_libraries,
     join_slurm,
@@ -134,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(str(error))
         return USER
     configure_libraries()
+    if argv is None:
+        os.environ[COMMAND] = str(os.getpid())
     try:
         code = _call(words)
         sys.stdout.flush()
@@ -168,7 +171,8 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
 def _with_values(words: Sequence[str]) -> list[str]:
     """Write `--flag yes` as --flag=yes, and a bare --resume as --resume=yes.
 
-    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command.
+    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command. What
+    follows the script of an audit is the script's.
     """
     given: list[str] = []
     rest = list(words)
@@ -180,6 +184,8 @@ def _with_values(words: Sequence[str]) -> list[str]:
             elif word == "--resume" and value != "auto":
                 word = "--resume=yes"
         given.append(word)
+        if given[0] == "audit" and word.endswith(".py"):
+            return [*given, "--", *rest]
     return given
 
 

@@ -5,7 +5,6 @@ prepares images; the rest is the polishing of our own runs. Only running means a
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from largebatch.errors import CheckpointError, DataError, reason_of
 from largebatch.models import build, is_timms, require_known, zoo
 from largebatch.optional import require_timm
 from largebatch.polish import Drift
-from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.loading import Overrides, load_recipe, parse_recipe
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_measuring
@@ -81,7 +80,7 @@ def polish_weights(
     return Polished(before=before, after=after, drift=drift)
 
 
-def recipe_for(name: str, train: Index, val: Index, overrides: Sequence[str]) -> Recipe:
+def recipe_for(name: str, train: Index, val: Index, overrides: Overrides) -> Recipe:
     """Return a recipe that shows images to a model as its library does in evaluation.
 
     Its schedule is not used. Spans of 64 are a usual device batch when such models are trained;

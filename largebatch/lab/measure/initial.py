@@ -21,7 +21,6 @@ from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError, RecipeError, shorten
-from largebatch.lab.measure.estimate import random_batch
 from largebatch.models.of_recipe import build_model, require_accepted
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Triple
@@ -29,6 +28,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
+from largebatch.runs.fitting import random_batch
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.pretrained import Start
 from largebatch.runs.state import build_criterion
