@@ -14,7 +14,7 @@ from largebatch.cli.recipe import write_planned
 from largebatch.cli.study import study
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
-from largebatch.formatting import aligned, plural
+from largebatch.formatting import MISSING, aligned, plural
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -40,6 +40,20 @@ _MONITOR = "monitor=noise_scale"
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
 app.command(study)
+
+
+@app.command
+def clusters() -> None:
+    """List the clusters that --cluster knows by name."""
+    from largebatch.lab.planner.cluster import installed_clusters
+
+    rows = [("cluster", "GPUs of a node", "nodes", "GB/s of a node")]
+    for name, cluster in installed_clusters().items():
+        gpu = cluster.gpu.name if cluster.gpu else "measured"
+        network = cluster.network_gigabytes_per_second
+        speed = MISSING if network is None else f"{network:g}"
+        rows.append((name, f"{cluster.gpus_per_node} x {gpu}", f"{cluster.nodes:,}", speed))
+    print(aligned(rows, right=(2, 3)))
 
 
 @app.command(name="range")
@@ -86,6 +100,7 @@ def noise(
     *,
     max_steps: Count | None = None,
     out: Folder = NEW_FOLDER,
+    resume: bool = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> int:
     """Measure the gradient noise scale: the batch, in samples, above which a larger one pays less.
@@ -97,6 +112,7 @@ def noise(
         recipe: A recipe, or the folder of a run with monitor: noise_scale.
         max_steps: Stop after N updates.
         out: Folder to write.
+        resume: Continue the run in --out.
     """
     folder = recipe
     if folder.is_dir() and not (folder / LOG).exists():
@@ -113,11 +129,13 @@ def noise(
                 f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave "
                 f"it without an upper bound; train for {BOUNDED} or more"
             )
+        if resume and out == NEW_FOLDER:
+            raise CheckpointError("--resume continues the run in --out DIR; pass --out")
         folder = chosen_folder(out, loaded.name)
         of_run = options.options(out=folder).without_changes()
-        summary = start(loaded, replace(of_run, resume="auto", max_steps=max_steps))
+        summary = start(loaded, replace(of_run, resume=resume, max_steps=max_steps))
         if summary.status == "interrupted":
-            return interrupted(folder)
+            return interrupted(folder, flag="--resume ")
     if own_rank() == 0:
         _show_noise(folder)
     return 0

@@ -1,16 +1,17 @@
 """The commands `train`, `evaluate` and `export`. They print."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from largebatch.cli.printing import INTERRUPTED
+from largebatch.cli.printing import INTERRUPTED, print_json
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import (
     NEW_FOLDER,
+    AsJson,
     Folder,
     Given,
     Imports,
@@ -65,6 +66,7 @@ def evaluate(
     /,
     *,
     training: bool = False,
+    json: AsJson = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> None:
     """Measure a checkpoint, or the newest one of a run.
@@ -79,6 +81,10 @@ def evaluate(
     if own_rank() != 0:
         return
     metrics = found.metrics
+    if json:
+        every = {"training": found.training and asdict(found.training), **asdict(metrics)}
+        print_json({"checkpoint": found.path, "step": found.step, **every})
+        return
     print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
     if found.training is not None:
         print(f"training images: {_scores(found.training)}")
