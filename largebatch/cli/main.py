@@ -86,7 +86,7 @@ EXAMPLES = {
     "evaluate": ("evaluate runs/mine", "evaluate runs/mine --data images --training --json"),
     "polish": (
         "polish runs/mine --out runs/polished",
-        "polish --model resnet50 --weights w.pth --out w.safetensors --data a",
+        "polish --model dla34 --weights w.pth --data d --out w.safetensors",
     ),
     "check": ("check mine.yaml", "check mine.yaml --set batch.global_batch=8192 --json"),
     "plan": (
@@ -184,9 +184,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    if words[:1] == ["__complete"]:  # what the scripts of `completion` call after Tab
-        make_app()(words)
-        return DONE
     try:
         join_slurm()
     except BackendError as error:  # which rank this is cannot be known
