@@ -42,20 +42,6 @@ app = App(name="lab", help="Answer questions by many runs, or without any.")
 app.command(study)
 
 
-@app.command
-def clusters() -> None:
-    """List the clusters that --cluster knows by name."""
-    from largebatch.lab.planner.cluster import installed_clusters
-
-    rows = [("cluster", "GPUs of a node", "nodes", "GB/s of a node")]
-    for name, cluster in installed_clusters().items():
-        gpu = cluster.gpu.name if cluster.gpu else "measured"
-        network = cluster.network_gigabytes_per_second
-        speed = MISSING if network is None else f"{network:g}"
-        rows.append((name, f"{cluster.gpus_per_node} x {gpu}", f"{cluster.nodes:,}", speed))
-    print(aligned(rows, right=(2, 3)))
-
-
 @app.command(name="range")
 def range_(  # noqa: PLR0913 -- its options
     recipe: RecipeFile,
@@ -195,6 +181,19 @@ def suggest(
     for line in words(found):
         print(wrapped(line))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
+
+
+@app.command
+def clusters() -> None:
+    """List the installed clusters, for --cluster of plan, batch, launch and lab rehearse."""
+    from largebatch.lab.planner.cluster import installed_clusters
+
+    rows = [("cluster", "nodes", "GPUs of a node", "", "GB/s between nodes", "cores of a node")]
+    for name, found in installed_clusters().items():
+        gpu, network = found.gpu.name if found.gpu else MISSING, found.network_gigabytes_per_second
+        size = f"{found.nodes:,}", f"{found.gpus_per_node}"
+        rows.append((name, *size, gpu, f"{network or MISSING}", f"{found.cpu_cores}"))
+    print(aligned(rows, right=(1, 2, 4, 5)))
 
 
 @app.command

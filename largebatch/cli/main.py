@@ -31,6 +31,7 @@ from cyclopts.help.help import docstring_parse
 
 from largebatch import __version__
 from largebatch.distributed.environment import (
+    COMMAND,
     LAUNCHER,
     configure_libraries,
     join_slurm,
@@ -111,8 +112,11 @@ EXAMPLES = {
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
     "init": ("init images", "init images --out mine.yaml"),
-    "launch": ("launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",),
-    "audit": ("audit mine:parts --workers 2",),
+    "launch": (
+        "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
+        "launch trainjob digits_96 --nodes 2 --image lb:1 > job.yaml",
+    ),
+    "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
     "lab clusters": ("lab clusters",),
@@ -190,6 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(str(error))
         return USER
     configure_libraries()
+    if argv is None:
+        os.environ[COMMAND] = str(os.getpid())
     try:
         code = _call(words)
         sys.stdout.flush()
@@ -246,7 +252,8 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
 def _with_values(words: Sequence[str]) -> list[str]:
     """Write `--flag yes` as --flag=yes, and a bare --resume as --resume=yes.
 
-    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command.
+    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command. What
+    follows the script of an audit is the script's.
     """
     given: list[str] = []
     rest = list(words)
@@ -258,6 +265,8 @@ def _with_values(words: Sequence[str]) -> list[str]:
             elif word == "--resume" and value != "auto":
                 word = "--resume=yes"
         given.append(word)
+        if given[0] == "audit" and word.endswith(".py"):
+            return [*given, "--", *rest]
     return given
 
 

@@ -1,11 +1,12 @@
 """The commands `train`, `evaluate` and `export`. They print."""
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from largebatch.cli.printing import INTERRUPTED, print_json
-from largebatch.distributed.environment import own_rank
+from largebatch.distributed.environment import COMMAND, own_rank
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import describe_saved
@@ -35,7 +36,8 @@ def train(recipe: RecipeFile, /, *, options: Annotated[Options, Given] = Options
 
     options = replace(options.without_changes(), out=chosen_folder(options.out, loaded.name))
     try:
-        summary = start(loaded, options)
+        forks = os.environ.get(COMMAND) == str(os.getpid())
+        summary = start(loaded, options, forks=forks)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:

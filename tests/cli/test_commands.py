@@ -131,7 +131,7 @@ def test_doctor_as_json(
 def test_the_clusters_that_the_planner_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "clusters"]) == DONE
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["abci-v100", "4", "x", "V100-SXM2-16GB", "1,088", "25"] in rows
+    assert ["abci-v100", "1,088", "4", "V100-SXM2-16GB", "25.0", "40"] in rows
 
 
 def given(*words: str) -> Options:
@@ -229,9 +229,9 @@ def unknown_key():
 @pytest.mark.parametrize(
     ("function", "code", "shown"),
     [
-        ("mine:right", DONE, "no fault"),
+        ("mine.py:right", DONE, "no fault"),
         ("mine:never_sums", USER, "fault"),
-        ("mine:none", USER, "mine:none"),
+        ("mine", USER, "mine:build"),
         ("mine:unknown_key", USER, "set_epoch"),
     ],
 )
