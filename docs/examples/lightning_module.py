@@ -46,9 +46,9 @@ def main() -> None:
     loader, clean_loader = DataLoader(train_set, 48, shuffle=True), DataLoader(train_set, 64)
     lightning.seed_everything(0, verbose=False)
     averaging = EMAWeightAveraging(decay=0.98, update_starting_at_step=1, use_buffers=False)
+    callbacks = [averaging, Polish(clean_loader), Audit(cross_entropy)]
     trainer = lightning.Trainer(
-        callbacks=[averaging, Polish(clean_loader), Audit(cross_entropy)],
-        max_epochs=6, accelerator="cpu", devices=1,
+        callbacks=callbacks, max_epochs=6, accelerator="cpu", devices=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
     module = Classifier(steps=6 * len(loader))
