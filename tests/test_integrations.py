@@ -126,5 +126,5 @@ def test_a_loop_of_accelerate_is_audited_with_its_clipping(
 def data_loader() -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
     images, labels = (torch.cat(it) for it in zip(*batches(), strict=True))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 4)
-    loader.set_epoch = lambda _: None  # type: ignore[attr-defined]  # as Accelerate's
+    loader.set_epoch = lambda _: None  # as Accelerate's
     return loader
