@@ -4,6 +4,7 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 charts and checkpoints/. It is made after everything that a user can get wrong has been checked.
 """
 
+import gc
 import sys
 import time
 from contextlib import suppress
@@ -12,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 
 from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
@@ -23,6 +25,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, with_profiler
+from largebatch.runs.fitting import halve
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
@@ -175,9 +178,21 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker of a run."""
-    folder = options.out
-    with open_session(recipe, options, {"command": "train"}) as session:
+    """Run one worker of a run; after it ran out of memory, again with a smaller device batch."""
+    begun, limit = time.monotonic(), options.time_limit
+    summary, smaller = _run_worker(recipe, options, None)
+    while smaller is not None:
+        gc.collect()  # the tensors of the session before
+        left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
+        again = replace(options, resume="auto", allow=(), time_limit=left)
+        summary, smaller = _run_worker(recipe, again, smaller)
+    return summary
+
+
+def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Summary, int | None]:
+    """Run one worker; return the device batch to continue with after memory ran out, or None."""
+    folder, smaller = options.out, None
+    with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
         training, saver = session.training, session.saver
         checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
         if checkpoint is not None:
@@ -187,7 +202,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             saver.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, training.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                return finished  # if the numbers differ, its last checkpoint is damaged
+                return finished, None  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with
 
@@ -198,7 +213,9 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            remarks = [] if checkpoint is not None else [*training.pipeline.remarks]
+            nonlocal smaller
+            pipeline = training.pipeline
+            remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
@@ -211,7 +228,10 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
             for remark in remarks:
                 session.log.note("train", remark)
-            with profiler:
+            with suppress(torch.OutOfMemoryError), profiler:
                 return run_stages(profiled, until=until)
+            smaller = halve(session)  # here, where the failed pass is no longer referenced
+            return False
 
-        return record(session, folder, train, resume=bool(options.resume), draws=options.report)
+        resumes, draws = bool(options.resume), options.report
+        return record(session, folder, train, resume=resumes, draws=draws), smaller

@@ -35,8 +35,9 @@ def describe_decoding(execution: Execution, source: str) -> str:
     """Describe the source of the pixels."""
     if source == "synthetic":
         return "synthetic"
-    if execution.cache is None:
-        return f"decoded by {execution.decoder or 'torchvision'}"
+    if execution.cache in {None, "none"}:
+        once = execution.cache is None and execution.decoder is None
+        return f"decoded by {execution.decoder or 'torchvision'}" + ", once if small" * once
     return f"decoded once, cached as bytes (execution.cache: {execution.cache})"
 
 
