@@ -233,8 +233,10 @@ def test_training_is_one_bar_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> N
     events = [replace(STEPS[0], step=step) for step in range(4)]
     stream = io.StringIO()
     console = Console(stream)
-    for event in (replace(START, plan=replace(PLAN, steps=4)), *events, EVALUATION):
+    console.record(replace(START, plan=replace(PLAN, steps=4)))
+    for event in events:
         console.record(event)
+    console.record(EVALUATION)
     start, training, evaluation = stream.getvalue().removesuffix("\n").split("\n")
     assert "steps" in start
     assert [bar.count("█") for bar in training.split("\r")] == [0, 5, 10, 15, 20]
