@@ -33,7 +33,6 @@ PUBLIC = {
     "largebatch.polish.polish",
     "largebatch.training.evaluate",
     "largebatch.lab.studies.metrics.cost",
-    "largebatch.lab.studies.metrics.robustness",
     "largebatch.optim.LARS",
     "largebatch.schedules.functions.polynomial",
     "largebatch.models.build",

@@ -1,4 +1,4 @@
-"""The charts of one run: loss, accuracy, speed, noise scale and trust ratios.
+"""The charts of one run: loss, accuracy, speed and noise scale.
 
 Each drawing fits any figure or part of one, so that the page and the overview show the same at
 their own sizes. A stage has one colour and one marker everywhere. A run's many updates become as
@@ -14,13 +14,12 @@ import numpy as np
 
 from largebatch.report.course import ceiling, needs_log_scale, thin
 from largebatch.report.noise import course
-from largebatch.report.run import Run, images_per_second, median
+from largebatch.report.run import Run, images_per_second
 from largebatch.report.style import (
     COLOURS,
     INK,
     MARKERS,
     MUTED,
-    RULE,
     name_axes,
     name_line,
 )
@@ -28,8 +27,6 @@ from largebatch.tracking.events import Step
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Canvas
-
-_RATIO_BINS = 200  # more columns cannot be told apart in a chart
 
 
 def draw_loss(figure: "Canvas", run: Run) -> None:
@@ -162,57 +159,3 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     title = name_axes(axes, y="Samples", x="Step")
     title = name_line(axes, "noise scale", COLOURS["train"], after=title)
     name_line(axes, "global batch", INK, after=title)
-
-
-def layers(run: Run) -> tuple[str, ...]:
-    """Return the names of the layers whose trust ratios a run recorded; none if it did not."""
-    named = [start.layers for start in run.starts if start.layers]
-    adapted = any(step.trust_ratios for step in run.steps)
-    return named[-1] if named and adapted else ()
-
-
-def draw_ratios(figure: "Canvas", run: Run) -> None:
-    """Draw the trust ratios as a heat map: a row for each layer, from the input at the top.
-
-    One scale from dark blue to yellow, which colour-blind people see as everyone does, and which
-    becomes lighter all the way, so that it prints in grey.
-    """
-    from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
-
-    names = layers(run)
-    steps = [step for step in run.steps if len(step.trust_ratios) == len(names)]
-    table = np.array([step.trust_ratios for step in steps], dtype=np.float64)
-    starts = np.linspace(0, len(steps), min(len(steps), _RATIO_BINS), endpoint=False).astype(int)
-    parts = np.split(table, starts[1:])
-    cells = np.array([[median(column) for column in part.T] for part in parts]).T
-    found = cells[np.isfinite(cells) & (cells > 0)]
-    axes = figure.subplots()
-    edges = [*(steps[start].step for start in starts), steps[-1].step + 1]
-    image = axes.pcolormesh(
-        edges,
-        np.arange(len(names) + 1),
-        np.ma.masked_invalid(cells),
-        cmap=colormaps["cividis"].with_extremes(bad=RULE, under=RULE),
-        norm=LogNorm(found.min(initial=1.0), found.max(initial=found.min(initial=1.0) * 1.01)),
-        rasterized=True,
-    )
-    points = 72 / figure.dpi
-    bar = figure.colorbar(
-        image, ax=axes, location="top", aspect=figure.bbox.width * points / 24, format="{x:g}",
-        pad=6 / points / figure.bbox.height,
-    )  # fmt: skip
-    bar.minorticks_off()
-    bar.outline.set_visible(False)
-    bar.ax.set_title("Trust ratio")
-    room = max(1, int((figure.bbox.height * points - 120) / 13))
-    every = -(-len(names) // room)  # names as many layers as there is room for
-    shown = [name.removesuffix(".weight")[-22:] for name in names[::every]]
-    axes.set_yticks(np.arange(len(names))[::every] + 0.5, shown)
-    axes.tick_params(length=0)
-    axes.tick_params(axis="y", labelsize=9)
-    axes.set_ylim(len(names), 0)
-    axes.grid(visible=False)
-    axes.set_xlabel("Step →", loc="right")
-    axes.locator_params(axis="x", integer=True)
-    axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -1,8 +1,8 @@
-"""The report of one run: what its page says and shows, and its overview as a PNG file."""
+"""The report of one run: what its page says and shows."""
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
@@ -24,12 +24,12 @@ from largebatch.report.pages import (
     columns_over,
 )
 from largebatch.report.run import INPUT_BOUND, Run, images_per_second, shares, short_commit
-from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
+from largebatch.report.style import COLOURS
 from largebatch.report.verdict import Verdict, verdict
-from largebatch.tracking.events import OVERVIEW, Mistakes
+from largebatch.tracking.events import Mistakes
 
 if TYPE_CHECKING:
-    from largebatch.report.style import Canvas, Figure
+    from largebatch.report.style import Canvas
 
 _NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
 
@@ -210,13 +210,10 @@ class _Kind(NamedTuple):
     title: str
     draw: "Callable[[Canvas, Run], None]"
     rows: Callable[[Run], Any]
-    """What it shows: one row each in a tall chart; without any there is no chart."""
+    """What it shows; without any there is no chart."""
 
     height: float
-    """In points; of a tall chart that of a row."""
-
     caption: str
-    is_tall: bool = False
 
 
 # fmt: off
@@ -235,32 +232,23 @@ _CHARTS = (
           "gradient, for consecutive parts of the run, from squared norms at two batch sizes. Bars "
           "are 95 % intervals; one that leaves the chart has no upper end. Larger batches than the "
           "noise scale save few steps."),
-    _Kind("ratios", "Trust ratios of LARS by layer", charts.draw_ratios,
-          charts.layers, 14,
-          "Factor of LARS on the step of each layer, η|w| / (|g| + decay |w|), the input at the "
-          "top. A layer much darker than its neighbours hardly moves. A bright spot is a gradient "
-          "close to zero. Light grey: no gradient.", is_tall=True),
 )
 # fmt: on
 
 
 def charts_of(run: Run) -> dict[str, Chart]:
     """Return the charts for which a run has numbers, by name."""
-    found = {}
-    for kind in _CHARTS:
-        rows = kind.rows(run)
-        if rows:
-            height = kind.height
-            if kind.is_tall:
-                height = 120 + height * max(8, len(rows))
-            found[kind.name] = Chart(
-                name=kind.name,
-                title=kind.title,
-                draw=_of(run, kind.draw),
-                height=height,
-                caption=kind.caption,
-            )
-    return found
+    return {
+        kind.name: Chart(
+            name=kind.name,
+            title=kind.title,
+            draw=_of(run, kind.draw),
+            height=kind.height,
+            caption=kind.caption,
+        )
+        for kind in _CHARTS
+        if kind.rows(run)
+    }
 
 
 def _of(run: Run, draw: "Callable[[Canvas, Run], None]") -> "Callable[[Canvas], None]":
@@ -348,35 +336,3 @@ def _environment(run: Run) -> dict[str, str]:
             **summary.versions,
         }
     return facts
-
-
-def write_overview(run: Run, folder: Path) -> None:
-    """Write the six numbers and the first four charts as report.png, for a quick look."""
-    shown = [*charts_of(run).values()][:4]
-    save_png(
-        folder / OVERVIEW,
-        lambda figure: _draw_overview(figure, run, shown),
-        size=(1120, 700),
-        pixels=1600,
-    )
-
-
-def _draw_overview(figure: "Figure", run: Run, shown: list[Chart]) -> None:
-    grid = figure.add_gridspec(2, 1, height_ratios=[1, 4.2])
-    head, body = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
-    left = MARGIN / 1120
-    head.text(left, 0.82, run.name, size=21, weight="bold", va="top")
-    head.text(1 - left, 0.79, _subtitle(run), color=MUTED, ha="right", va="top")
-    for place, number in enumerate(headlines(run)):
-        x = left + place * (1 - left) / 6
-        head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
-        head.text(x, 0.2, number.label, color=MUTED, va="top")
-    if not shown:
-        body.add_subplot().set_axis_off()  # the layout needs one
-        return
-    quarters = body.add_gridspec(-(-len(shown) // 2), min(2, len(shown)))
-    for place, chart in enumerate(shown):
-        fills_row = len(shown) % 2 and chart is shown[-1]
-        quarter = body.add_subfigure(quarters[-1, :] if fills_row else quarters[place])
-        write_title(quarter, chart.title)
-        chart.draw(quarter)

@@ -30,9 +30,6 @@ _COLOURS = tuple(COLOURS.values())
 _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
 """In widths of the line; with 6 colours, 30 series look different."""
 
-STRONGEST = 50
-"""Percent of the colour of a cell with strength 1; the number on it stays readable."""
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -75,9 +72,6 @@ class Column:
     links: Sequence[str] = ()
     """Names of charts that the values link to; empty strings for none."""
 
-    strengths: Sequence[float] = ()
-    """Strength of the background colour of each value, 0 to 1."""
-
     align: Literal["", "number", "text"] = ""
     """`number`: to the right, as numbers are; `text`: sentences, which are wrapped."""
 
@@ -96,7 +90,6 @@ class Column:
         for place, value in enumerate(self.values):
             missing = _is_missing(value)
             shown = f"{value:{self.form}}{self.unit}" if self.is_number and not missing else value
-            strength = self.strengths[place] if self.strengths else 0.0
             yield {
                 "text": MISSING if missing else shown,
                 "number": value if self.is_number and not missing else None,
@@ -104,7 +97,6 @@ class Column:
                 "before": self.before[place] if self.before else "",
                 "detail": self.details[place] if self.details else "",
                 "link": self.links[place] if self.links else "",
-                "strength": 0 if math.isnan(strength) else round(STRONGEST * strength),
             }
 
     @property
@@ -178,11 +170,6 @@ class Line:
 
     line: bool = True
     points: bool = True
-    hollow: Sequence[bool] = ()
-    """True for points that are drawn without a filling."""
-
-    size: float = 5
-    """Size of the points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +253,7 @@ def _draw_line(axes: "Axes", one: Line) -> None:
     elif len(one.low):
         axes.fill_between(one.x, one.low, one.high, color=colour, alpha=0.15, lw=0, gid=gid)
     if one.points:
-        filled = ["none" if hollow else colour for hollow in one.hollow] or colour
-        axes.scatter(one.x, one.y, one.size**2, filled, edgecolors=colour, zorder=3, gid=gid)
+        axes.scatter(one.x, one.y, 25, colour, zorder=3, gid=gid)
 
 
 def _set_log_ticks(axis: "Axis", limits: tuple[float, float]) -> None:

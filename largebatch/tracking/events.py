@@ -21,7 +21,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.storage import write_whole
 
 RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", "checkpoints"
-REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
+REPORT, TRACE = "report.html", "trace.json"
 """Names of the files of a run folder."""
 
 StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]
@@ -109,15 +109,6 @@ class System(_StageEvent):
     """Percent of one core used by the worker's process; four busy threads are 400."""
 
     memory_bytes: tuple[Measured, ...]
-    read_bytes_per_second: tuple[Measured, ...]
-    written_bytes_per_second: tuple[Measured, ...]
-    """Bytes per second from and to disks by the process; NaN if the system does not count them."""
-
-    received_bytes_per_second: tuple[Measured, ...]
-    sent_bytes_per_second: tuple[Measured, ...]
-    """Bytes per second over all networks of the machine but loopback; NaN if they are not
-    counted."""
-
     gpu_percent: tuple[Measured, ...]
     gpu_memory_bytes: tuple[Measured, ...]
     """Use and memory of the worker's GPU by NVML, over all processes; NaN without GPU or NVML."""

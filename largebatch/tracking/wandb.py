@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from largebatch.errors import clip, reason_of
+from largebatch.errors import reason_of
 from largebatch.optional import require_wandb
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, METRICS, REPORT, Start, Summary
@@ -40,11 +40,6 @@ _ENVIRONMENT = {
     "tags": "WANDB_TAGS",
 }
 """Variables that W&B reads itself, by the argument that would override them."""
-
-_ALERTS = {"failed": "ERROR", "interrupted": "WARN", "stopped": "WARN"}
-"""Level of the alert at the end of a run, by its status."""
-
-_LONGEST_ALERT = 500  # characters
 
 
 class Wandb(ScalarTracker):
@@ -122,11 +117,6 @@ class Wandb(ScalarTracker):
             kept = self._wandb.Artifact(f"{self._identity}-report", type="report")
             kept.add_file(str(report))
             self._run.log_artifact(kept)
-        if level := _ALERTS.get(summary.status):
-            title = "diverged" if summary.diverged else summary.status
-            text = f"{self._folder}: {title} after {summary.steps:,} updates"
-            text = f"{text}: {summary.diverged}" if summary.diverged else text
-            self._run.alert(f"Run {title}", clip(text, _LONGEST_ALERT), level=level)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
         if offline:  # every part of the run has its own folder there

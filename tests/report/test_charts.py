@@ -2,22 +2,18 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import fake_runs
 import numpy as np
-import pytest
 from fake_runs import FakeRun
-from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
 from largebatch.report.charts import (
     draw_accuracy,
     draw_loss,
-    draw_ratios,
 )
 from largebatch.report.course import POINTS, ceiling, thin
-from largebatch.report.run import Run, read_run
+from largebatch.report.run import read_run
 
 
 def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
@@ -75,40 +71,3 @@ def test_the_line_of_accuracy_is_of_what_was_kept_and_discarded_stages_are_hollo
     assert np.asarray(kept.get_ydata()).tolist() == expected
     hollow = [line.get_markerfacecolor() == "none" for line in stages]
     assert hollow == [False, False, True, False, True]
-
-
-LAYERS = ["conv1.weight", "layer1.0.conv1.weight", "fc.weight"]
-
-
-def monitored(folder: Path, *, steps: int = 400) -> Run:
-    """A run of which the last layer's ratio is always 8 times the first one's."""
-    run = FakeRun(folder)
-    run.train(0, steps)
-    run.records[0]["layers"] = LAYERS
-    updates = [record for record in run.records if record["event"] == "step"]
-    for place, record in enumerate(updates):
-        low, middle = 0.01 * (1 + place), None if place < 2 else 1.0
-        record |= {"trust_ratios": [low, middle, 8 * low]}
-    return read_run(run.write())
-
-
-def test_the_heat_map_has_a_row_for_each_layer_and_medians_of_its_ratios(tmp_path: Path) -> None:
-    run = monitored(tmp_path / "run")
-    figure = Figure((13, 7))
-    draw_ratios(figure, run)
-    axes, bar = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "conv1", "layer1.0.conv1", "fc",
-    ]  # fmt: skip
-    assert axes.yaxis_inverted()
-    found = [each for each in axes.collections if isinstance(each, QuadMesh)]
-    mesh: Any = found[0]
-    cells = np.ma.getdata(mesh.get_array()).reshape(3, 200)
-    pairs = 0.01 * (1 + np.arange(400)).reshape(200, 2)
-    np.testing.assert_allclose(cells[0], pairs.mean(1))
-    np.testing.assert_allclose(cells[2], 8 * pairs.mean(1))
-    hidden = np.ma.getmaskarray(mesh.get_array()).reshape(3, 200)
-    assert np.argwhere(hidden).tolist() == [[1, 0]]  # a layer without a gradient
-    assert mesh.norm.vmin == pytest.approx(0.015)
-    assert mesh.norm.vmax == pytest.approx(8 * 3.995)
-    assert bar.get_title() == "Trust ratio"

@@ -36,7 +36,7 @@ def made(**page: object) -> Page:
             column("Policy", lambda one: one.label, None),
             column("Top-1, %", lambda one: [91.5, math.nan, 93.25][one.place or 0], ".2f"),
             column("Never", lambda _: None, ".2f"),
-            Column("Seeds", [1_000, 2, 3], ",d", details=["x", "", ""], strengths=[1, 0, math.nan]),
+            Column("Seeds", [1_000, 2, 3], ",d", details=["x", "", ""]),
         ],
         series=looks,
         printed={"Policy", "Top-1, %"},
@@ -44,7 +44,7 @@ def made(**page: object) -> Page:
     x = [0.0, 1.0, 2.0]
     ends = {"low": [0, 1], "high": [2, 3]}
     lines = [Line(series=one, x=x, y=[1, 10, 100]) for one in looks]
-    stages = Line(series=looks[0], x=["train", "clean"], y=[1, 2], hollow=[False, True], **ends)  # type: ignore[arg-type]
+    stages = Line(series=looks[0], x=["train", "clean"], y=[1, 2], **ends)  # type: ignore[arg-type]
     band = Line(series=looks[1], x=x[:2], y=[1, 2], points=False, **ends)  # type: ignore[arg-type]
     empty = Line(series=looks[2], x=[], y=[])
     panels = [
@@ -83,7 +83,6 @@ def test_a_page_has_its_tables_without_empty_columns_and_its_series_everywhere()
     cells = [found for tag, found in page.tags if tag == "td"]
     assert [one.get("data-number") for one in cells] == ["91.5", "1000", None, "2", "93.25", "3"]
     assert [one for one in cells if "data-missing" in one] == [cells[2]]
-    assert [one.get("style") for one in cells if "style" in one] == ["--strength: 50%"]
     assert not [tag for tag, _ in page.tags if tag == "img"]  # of the hostile name
 
 

@@ -1,6 +1,5 @@
 """The colours of pages are readable."""
 
-from largebatch.report.pages import STRONGEST
 from largebatch.report.style import PALETTE
 
 BACKGROUNDS = ("paper", "tint", "rule")
@@ -22,12 +21,6 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def mixed(colour: str, paper: str, percent: float) -> str:
-    """CSS: color-mix(in srgb, colour percent, paper)."""
-    both = zip(bytes.fromhex(colour[1:]), bytes.fromhex(paper[1:]), strict=True)
-    return "#" + bytes(round((percent * a + (100 - percent) * b) / 100) for a, b in both).hex()
-
-
 def test_every_colour_of_text_and_marks_has_enough_contrast() -> None:
     found = {
         name: contrast(colour, PALETTE["paper"])
@@ -36,9 +29,3 @@ def test_every_colour_of_text_and_marks_has_enough_contrast() -> None:
     }
     assert {name for name, value in found.items() if value < ENOUGH} == set()
     assert all(contrast(PALETTE[name], PALETTE["tint"]) >= ENOUGH for name in ("ink", "muted"))
-
-
-def test_numbers_on_a_coloured_cell_have_enough_contrast() -> None:
-    """Numbers of a transfer matrix, at the strongest colour."""
-    cell = mixed(PALETTE["clean"], PALETTE["paper"], STRONGEST)
-    assert contrast(PALETTE["ink"], cell) >= ENOUGH

@@ -179,9 +179,6 @@ class Policy:
     trials: Mapping[float, float] = field(default_factory=lambda: {0.5: 0.8, 0.2: 0.5, 1.25: 0.6})
     """Accuracies of the search, by rate: the recipe's own, then 0.4 and 2.5 times it."""
 
-    scaled: Mapping[float, float] = field(default_factory=dict)
-    """Top-1 of seed 1 at multiples of the rate, all of SCALES or none."""
-
     diverged: Sequence[int] = ()
     """Seeds."""
 
@@ -196,11 +193,9 @@ def records_of(cell: TrainedCell, policy: Policy) -> dict[str, Json]:
             record = {**a_record(policy.trials[rate], seed=100), "rate": rate}
         else:
             top1, reached = policy.top1[slot.seed - 1], policy.reached[slot.seed - 1]
-            if slot.scale != 1:
-                top1, reached = policy.scaled[slot.scale], None
             steps = [] if reached is None else [(reached - 1, 0.85), (reached, 0.9)]
             record = a_record(top1, seed=slot.seed, evaluations=steps)
-            record |= {"rate": best, "scale": slot.scale}
+            record |= {"rate": best}
             if slot.seed in policy.diverged:
                 record["diverged"] = "the loss is infinite"
         records[slot.name] = record
@@ -224,7 +219,6 @@ def measured(
         },
         "search": {"trials": 3, "held_out": 300},
         "seeds": seeds,
-        "robustness_seeds": int(any(one.scaled for one in policies.values())),
         **changes,
     }
     cells = cells_in(folder, **parts)

@@ -10,14 +10,13 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """Its run: rows of history by their line, summary, what the run was given, and alerts."""
+    """Its run: rows of history by their line, summary, and what the run was given."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.rows: dict[int, dict[str, Any]] = {}
         self.summary: dict[str, Any] = {}
         self.run: dict[str, Any] = {}
-        self.alerts: list[dict[str, Any]] = []
 
     @property
     def url(self) -> str:
@@ -42,8 +41,6 @@ class Server(ThreadingHTTPServer):
         if name == "CreateRunFiles":
             files = [{"name": each, "uploadUrl": f"{self.url}/file"} for each in given["files"]]
             return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
-        if name == "NotifyScriptableRunAlert":
-            self.alerts.append(given)
         return {}
 
 

@@ -180,4 +180,3 @@ def test_what_a_worker_uses_is_what_psutil_counts() -> None:
     assert found["cpu_percent"] > 10
     assert found["memory_bytes"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
     assert math.isnan(found["gpu_percent"])
-    assert found["received_bytes_per_second"] >= 0

@@ -19,8 +19,9 @@ from functools import cache
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from largebatch.errors import RecipeError
-from largebatch.formatting import aligned
 from largebatch.recipe.installed import installed, read_installed
 from largebatch.recipe.loading import parse_recipe, validate_tree
 from largebatch.recipe.optimizers import LARS
@@ -106,27 +107,11 @@ def neighbours(batch: float, points: Sequence[Point]) -> tuple[Point, Point]:
     return (below or above)[-1 if below else 0], (above or below)[0 if above else -1]
 
 
-def place(batch: float, lower: Point, upper: Point) -> float:
-    """Return the place of a batch between two points on a logarithmic scale, from 0 to 1."""
-    if lower.batch == upper.batch:
-        return 0.0
-    return math.log(batch / lower.batch) / math.log(upper.batch / lower.batch)
-
-
 def interpolate(batch: float, points: Sequence[Point], value: Callable[[Point], float]) -> float:
     """Return the value of a power law through the two points around the batch."""
-    lower, upper = neighbours(batch, points)
-    share = place(batch, lower, upper)
-    return math.exp((1 - share) * math.log(value(lower)) + share * math.log(value(upper)))
-
-
-def left_out(points: Sequence[Point], value: Callable[[Point], float]) -> list[float]:
-    """Return the relative error of each point with two neighbours, from all other points."""
-    return [
-        interpolate(point.batch, [one for one in points if one is not point], value) / value(point)
-        - 1
-        for point in points[1:-1]
-    ]
+    batches = np.log([point.batch for point in points])
+    values = np.log([value(point) for point in points])
+    return math.exp(np.interp(math.log(batch), batches, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +132,7 @@ def fit_epochs(points: Sequence[Point]) -> EpochLaw:
     With a = shortest and s = shortest / critical the errors a / E + s B / E - 1 are linear.
     """
     pairs = [(1 / point.mean_epochs, point.batch / point.mean_epochs) for point in points]
-    xx, xy, yy = (sum(one[i] * one[j] for one in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
-    x, y = (sum(one[i] for one in pairs) for i in (0, 1))
-    determinant = xx * yy - xy * xy
-    shortest, slope = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+    shortest, slope = map(float, np.linalg.lstsq(np.array(pairs), np.ones(len(pairs)))[0])
     return EpochLaw(shortest, shortest / slope)
 
 
@@ -313,8 +295,8 @@ def _digits(value: float, number: int) -> float:
 
 
 def words(found: Suggestion) -> list[str]:
-    """Return the sources of a suggestion, their errors, and what no point covers, line by line."""
-    return [line for each in find(RULES, found) for line in each.figure.split("\n")]
+    """Return the sources of a suggestion, and what no point covers, line by line."""
+    return [each.figure for each in find(RULES, found)]
 
 
 def _few_updates(it: Suggestion) -> Numbers | None:
@@ -350,24 +332,6 @@ def _source(it: Suggestion) -> Numbers:
     return {"source": text}
 
 
-def _settings(it: Suggestion) -> Numbers:
-    here = {
-        "learning rate": it.peak_lr,
-        "warm-up, share of the run": it.warmup_epochs / it.epochs,
-        "1 - momentum": 1 - it.momentum,
-        "weight decay": it.weight_decay,
-        "BatchNorm span": it.bn_span,
-    }
-    rows = [["", "here", "neighbours", "error of each point, from its own neighbours"]]
-    for name, value in here.items():
-        if value is not None:
-            errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
-            near = dict.fromkeys(f"{SETTINGS[name](point):.4g}" for point in (it.lower, it.upper))
-            missed = f"{median(errors):.0%} in the median, at most {errors[-1]:.0%}"
-            rows.append([name, f"{value:.4g}", ", ".join(near), missed])
-    return {"table": aligned(rows, right=[1])}
-
-
 def _law(it: Suggestion) -> Numbers:
     points = reference_points()
     worst = max(map(abs, epoch_errors(points)))
@@ -392,7 +356,6 @@ RULES: tuple[Rule[Suggestion], ...] = (
          "ImageNet in batches of {it.equivalent:,.0f}, which is looked up; learning rate, momentum "
          "and weight decay are from there, and for LARS on ResNet-50"),
     Rule(kind="points", holds=_source, text="{source}"),
-    Rule(kind="settings", holds=_settings, text="{table}"),
     Rule(kind="epochs", holds=_law,
          text="epochs to 75.9 % top-1 on ImageNet: {epochs:.1f} ({low:.1f} to {high:.1f}), from "
          "epochs(B) = {law.shortest:.1f} (1 + B / {law.critical:,.0f}), fitted to the ten points; "

@@ -1,4 +1,4 @@
-"""What LRBench measures of runs (arXiv:1908.06477): utility, cost, robustness.
+"""What LRBench measures of runs (arXiv:1908.06477): utility and cost.
 
 Accuracy is measured at evaluations and nowhere between, so a target is reached at the first
 evaluation that has it, and nothing is interpolated. A run that diverged is a result, as good as
@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from largebatch.optional import require_scipy
 from largebatch.report.course import evaluations_of
@@ -175,52 +173,4 @@ def interval_line(
         low=[low for low, _ in ends],
         high=[high for _, high in ends],
         line=line,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Robustness:
-    """How much top-1 depends on the base rate."""
-
-    by_scale: dict[float, Interval]
-    """Top-1 by multiple of the rate, the mean over seeds."""
-
-    areas: dict[int, float]
-    """By seed, the area under top-1 over the logarithm of the scale, by trapezoids, divided by its
-    length: the average top-1 of a rate that is off by a factor drawn from the range on a
-    logarithmic scale."""
-
-    @property
-    def worst_drop(self) -> float:
-        """The mean at scale 1 minus the lowest one: 0 where that is the lowest."""
-        return self.by_scale[1.0].mean - min(found.mean for found in self.by_scale.values())
-
-
-def robustness(top1: Iterable[tuple[int, float, float]]) -> Robustness | None:
-    """Sum up accuracies given as (seed, scale, top-1); runs that diverged are there as chance.
-
-    Only seeds that were run at every scale count; None if there are none, or only scale 1.
-
-    >>> found = robustness([(1, 0.5, 0.8), (1, 1.0, 0.9), (1, 2.0, 0.7)])
-    >>> round(found.worst_drop, 3), round(found.areas[1], 3)
-    (0.2, 0.825)
-    """
-    found: dict[int, dict[float, float]] = {}
-    for seed, scale, value in top1:
-        found.setdefault(seed, {})[scale] = value
-    scales = sorted({1.0, *(scale for each in found.values() for scale in each)})
-    whole = {seed: [each[scale] for scale in scales] for seed, each in found.items()
-             if each.keys() == set(scales)}  # fmt: skip
-    if not whole or len(scales) < 2:
-        return None
-    places = np.log(scales)
-    return Robustness(
-        by_scale={
-            scale: interval(each[place] for each in whole.values())
-            for place, scale in enumerate(scales)
-        },
-        areas={
-            seed: float(np.trapezoid(each, places) / (places[-1] - places[0]))
-            for seed, each in whole.items()
-        },
     )

@@ -1,4 +1,4 @@
-"""A study of policies: their ranking, and a page of accuracy, cost, confidence and robustness.
+"""A study of policies: their ranking, and a page of accuracy and cost.
 
 Policies are compared within one recipe, where all else is the same, and by seed. Differences within
 the noise of seeds are reported as such. A cost to a target is the mean of the seeds that reached
@@ -51,16 +51,12 @@ _NOTE = (
 _TABLE = (
     "peak_lr is that which the search chose by held-out images; all else is of the validation "
     "images. A cost is that at the first evaluation at or above the target, of the seeds that "
-    "reached it; seconds are those of updates and evaluations. AC is the average confidence of "
-    "correct images, CD its deviation over these images, and CDAC that of the averages of the "
-    "classes, as in LRBench (arXiv:1908.06477). The worst drop is how far top-1 falls at the worst "
-    "of the other multiples of the rate."
+    "reached it; seconds are those of updates and evaluations."
 )
 
 
-Criterion = Literal["cost", "accuracy", "robustness"]
-"""cost: updates to the target. accuracy: top-1 at the rate found. robustness: top-1 over multiples
-of the rate found, as metrics.Robustness.areas has it."""
+Criterion = Literal["cost", "accuracy"]
+"""cost: updates to the target. accuracy: top-1 at the rate found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +152,8 @@ def rank(cells: Sequence[CellResults], *, by: Criterion, target: float | None = 
                 raise ValueError("the cost is that of a target: give one")
             reached = {one.seed: one.cost(target) for one in cell.seeds}
             scores = {seed: one.step if one else None for seed, one in reached.items()}
-        elif by == "accuracy":
-            scores = {one.seed: one.top1 for one in cell.seeds}
         else:
-            scores = cell.robustness.areas if cell.robustness else {}
+            scores = {one.seed: one.top1 for one in cell.seeds}
         return Ranked(results=cell, scores=scores)
 
     def order(one: Ranked) -> tuple[bool, bool, float, float]:
@@ -248,7 +242,7 @@ def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = 
             *(
                 Section(
                     title=some[0].cell.configuration,
-                    parts=[*_charts(some, targets, looks), _schedule(some, targets)],
+                    parts=[_chart(some, targets, looks), _schedule(some, targets)],
                 )
                 for some in inside
             ),
@@ -258,12 +252,10 @@ def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = 
 
 
 def _findings(cells: Sequence[CellResults], targets: Sequence[float]) -> Iterator[str]:
-    """Yield the rankings of one recipe by accuracy, cost and robustness."""
+    """Yield the rankings of one recipe by accuracy and cost."""
     name = cells[0].cell.configuration
     rankings = [rank(cells, by="accuracy")]
     rankings += [rank(cells, by="cost", target=target) for target in targets]
-    if any(cell.robustness for cell in cells):
-        rankings.append(rank(cells, by="robustness"))
     for ranking in rankings:
         yield f"{name}: {'; '.join(sentences(ranking))}."
 
@@ -307,38 +299,26 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
         Column("Points below the best", below),
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
         *(one for target in (*targets, None) for one in costs(target)),
-        mean("AC", lambda run: run.average_confidence, ".4f"),
-        mean("CD", lambda run: run.confidence_deviation, ".4f"),
-        mean("CDAC", lambda run: run.class_confidence_deviation, ".4f"),
         mean("Loss: validation − training", lambda run: run.loss_difference, ".4f"),
-        column(
-            "Worst drop, points",
-            lambda cell: (it := cell.robustness) and 100 * it.worst_drop, ".2f",
-        ),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
-    ]  # fmt: skip
+    ]
     rows = [looks[cell.cell.variant] for cell in cells]
     printed = {one.title for one in columns[:6] + columns[-2:]}
     return Table(name="policies", columns=columns, series=rows, printed=printed)
 
 
-def _charts(
+def _chart(
     cells: Sequence[CellResults], targets: Sequence[float], looks: dict[str, Series]
-) -> Iterator[Chart]:
-    """Yield accuracy against cost, and robustness, of one recipe."""
+) -> Chart:
+    """Return accuracy against cost of one recipe."""
     name, target = cells[0].cell.configuration, max(targets, default=None)
     of = "of the run" if target is None else f"to {100 * target:g} %"
-    costs, scales = list[Line](), list[Line]()
+    costs = list[Line]()
     for cell in cells:
-        look, found = looks[cell.cell.variant], cell.robustness
         updates = spent(cell, target, lambda one: one.step)
         if cell.top1 and math.isfinite(updates):
-            costs.append(interval_line(look, [updates], [cell.top1.scaled(100)]))
-        if found is not None:
-            means = [mean.scaled(100) for mean in found.by_scale.values()]
-            scales.append(interval_line(look, list(found.by_scale), means))
-    yield line_chart(f"cost-{name}", Panel(lines=costs, x=f"Updates {of}", y="Top-1, %"))
-    if scales:
-        panel = Panel(lines=scales, x="Times the rate found", y="Top-1, %", log="x")
-        yield line_chart(f"scales-{name}", panel)
+            costs.append(
+                interval_line(looks[cell.cell.variant], [updates], [cell.top1.scaled(100)])
+            )
+    return line_chart(f"cost-{name}", Panel(lines=costs, x=f"Updates {of}", y="Top-1, %"))

@@ -46,10 +46,6 @@ Kind = Literal["policies", "settings", "staleness", "servers", "scaling"]
 TRIAL_SEED = 100
 """Seed of the trials of a search, which no measured run has."""
 
-SCALES = (0.25, 0.5, 2.0, 4.0)
-"""Multiples of the best rate, of `robustness_seeds`. LRBench's (arXiv:1908.06477), 0.1, 0.5, 5 and
-10, mostly show that training fails at ten times a good rate."""
-
 
 class Compute(Section):
     """Seconds of a gradient: (`overhead` + `sample` x its samples) x a draw of `factor`."""
@@ -236,7 +232,6 @@ class Scaling(Section):
 
 _BELONG: dict[str, tuple[Kind, ...]] = {
     "search": ("policies", "settings"),
-    "robustness_seeds": ("policies",),
     "targets": ("policies",),
 }
 """The kinds of studies that a key is for."""
@@ -268,9 +263,6 @@ class Study(Section):
     search: Search | None = None
     """Needed for policies; null for settings: the rates are those of the recipe."""
 
-    robustness_seeds: Annotated[int, Field(ge=0, lt=TRIAL_SEED)] = 0
-    """For policies: number of seeds that also run at 1/4, 1/2, 2 and 4 times the best rate."""
-
     targets: tuple[Fraction, ...] = ()
     """For policies: accuracies whose cost is shown."""
 
@@ -293,14 +285,8 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _require_fitting_parts(self) -> Self:
-        if self.kind == "policies":
-            if self.search is None:
-                raise ValueError("search: missing; each policy is compared at its own best rate")
-            if self.robustness_seeds > self.seeds:
-                raise ValueError(
-                    f"robustness_seeds ({self.robustness_seeds}) must not exceed seeds "
-                    f"({self.seeds})"
-                )
+        if self.kind == "policies" and self.search is None:
+            raise ValueError("search: missing; each policy is compared at its own best rate")
         if self.kind in {"servers", "scaling"}:
             for name, recipe in self.recipes.items():
                 if recipe.on_hosts is None:
@@ -373,9 +359,6 @@ class Slot:
     """Unique in the cell; also names its files."""
 
     seed: int
-    scale: float = 1.0
-    """Multiple of the best rate."""
-
     trial: int = 0
     """Number of a trial of a search, from 1; 0: not one."""
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
-from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.distributed.environment import BackendName
@@ -28,16 +27,13 @@ from largebatch.errors import DivergedError, StudyError, WorkerFailedError
 from largebatch.lab.studies.metrics import (
     Interval,
     Measurement,
-    Robustness,
     cost,
     has_diverged,
     interval,
     measurements,
-    robustness,
 )
 from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import (
-    SCALES,
     TRIAL_SEED,
     Cell,
     Search,
@@ -54,14 +50,11 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
 from largebatch.report.run import FloatArray, Run, read_run
-from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
-from largebatch.runs.options import Options
 from largebatch.runs.run import run
 from largebatch.schedules.build import build_schedule
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import Measured
-from largebatch.training.evaluation import five_best
 
 FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 """Multiples of the recipe's own rate that the first trials of every search have."""
@@ -72,18 +65,12 @@ class Result:
     """Record of one run; accuracies are fractions."""
 
     seed: int
-    scale: float = 1.0
-    """Multiple of the best rate."""
-
     rate: float | None = None
     """Searched base rate: a trial's own, else the best; None without a search."""
 
     top1: float
     """Accuracy at the end; chance if the run diverged."""
 
-    average_confidence: Measured = math.nan
-    confidence_deviation: Measured = math.nan
-    class_confidence_deviation: Measured = math.nan
     loss_difference: Measured = math.nan
     """Validation loss minus training loss; NaN without monitor: generalization_gap."""
 
@@ -125,9 +112,6 @@ class TrainedCell(Cell):
     """One recipe with one policy or setting."""
 
     search: Search | None = None
-    scaled_seeds: int = 0
-    """Number of seeds that also run at SCALES times the best rate."""
-
     workers: int = 1
     backend: BackendName = "auto"
     threads: int | None = None
@@ -135,16 +119,11 @@ class TrainedCell(Cell):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Trials, seeds, and seeds at multiples of the best rate."""
+        """Trials, then seeds."""
         trials = range(1, 1 + (self.search.trials if self.search else 0))
         return (
             *(Slot(name=f"search-{each:03}", seed=TRIAL_SEED, trial=each) for each in trials),
             *super().slots,
-            *(
-                Slot(name=f"seed-{seed}-rate-x{scale:g}", seed=seed, scale=scale)
-                for seed in range(1, self.scaled_seeds + 1)
-                for scale in SCALES
-            ),
         )
 
     @property
@@ -160,7 +139,7 @@ class TrainedCell(Cell):
         epochs without these images have fewer updates.
         """
         own = self.recipe.schedule.peak_lr
-        recipe = scaled(self.recipe, (own if rate is None else rate) * slot.scale / own)
+        recipe = scaled(self.recipe, (own if rate is None else rate) / own)
         if not slot.trial:
             return recipe.model_copy(update={"seed": slot.seed})
         assert self.search is not None
@@ -201,8 +180,7 @@ class TrainedCell(Cell):
         recipe = self.recipe_of(task.slot, task.rate)
         filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{task.slot.name}"})
         recipe = recipe.model_copy(update={"tracking": filed})
-        record = train(recipe, task.folder, options)
-        return {**record, "rate": task.rate, "scale": task.slot.scale}
+        return {**train(recipe, task.folder, options), "rate": task.rate}
 
 
 def rounded(value: float) -> float:
@@ -248,53 +226,6 @@ def chosen_rate(trials: Sequence[Result], *, held_out: int) -> float:
     return min(trial.rate or 0.0 for trial in trials if trial.top1 >= least)
 
 
-class Confidences:
-    """Collects the confidence of every correct image that this process evaluates.
-
-    The confidence of an image is the highest probability that the model gives to a class.
-    """
-
-    def __init__(self) -> None:
-        self._labels: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def add(self, scores: Tensor, labels: Tensor) -> None:
-        """Add one batch; pass it to `evaluate` as `each`."""
-        correct = five_best(scores)[:, 0] == labels
-        self._labels.append(labels[correct])
-        self._values.append(scores[correct].double().softmax(1).amax(1))
-
-    def measure(self) -> Json:
-        """Return LRBench's AC, CD and CDAC (arXiv:1908.06477); None without a correct image.
-
-        AC is the mean confidence, CD its standard deviation, and CDAC that of the means of the
-        classes that have a correct image. Deviations divide by the number of images or classes.
-        """
-        labels = torch.cat(self._labels).cpu().numpy()
-        values = torch.cat(self._values).cpu().numpy()
-        means = [values[labels == label].mean() for label in np.unique(labels)]
-        known = len(values) > 0
-        return {
-            "average_confidence": float(values.mean()) if known else None,
-            "confidence_deviation": float(values.std()) if known else None,
-            "class_confidence_deviation": float(np.std(means)) if known else None,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyCell(TrainedCell):
-    """One recipe with one policy, whose seeds also have LRBench's metrics of confidence."""
-
-    def carry_out(self, task: Task) -> Json:
-        """Train one run as TrainedCell, and evaluate its confidence unless it diverged."""
-        record = super().carry_out(task)
-        if task.slot.trial or task.slot.scale != 1 or record.get("diverged"):
-            return record
-        found = Confidences()
-        evaluate_checkpoint(task.folder, Options(out=task.folder, **task.options), each=found.add)
-        return {**record, **found.measure()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class SettingCell(TrainedCell):
     """One recipe with one setting, whose runs are measured in processes of their own."""
@@ -324,7 +255,7 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
     Settings whose library is not installed are left out. Raises RecipeError naming the recipe and
     the variant that do not fit each other.
     """
-    kind = PolicyCell if study.policies else SettingCell
+    kind = TrainedCell if study.policies else SettingCell
     variants = study.settings or {
         name: Setting(set={f"schedule.{key}": part for key, part in parts.items()})
         for name, parts in (study.policies or {}).items()
@@ -345,7 +276,7 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
                     recipe = recipe.model_copy(update={"monitor": monitor})
                 cell = kind(
                     configuration=name, variant=variant, recipe=recipe, seeds=study.seeds,
-                    search=study.search, scaled_seeds=study.robustness_seeds,
+                    search=study.search,
                     workers=setting.workers, backend=setting.backend, threads=setting.threads,
                     environment=setting.environment,
                 )  # fmt: skip
@@ -456,9 +387,6 @@ class CellResults:
     seeds: tuple[Result, ...] = ()
     """Runs at the rate found, by seed."""
 
-    scaled: tuple[Result, ...] = ()
-    """Runs at multiples of the rate found."""
-
     finished: bool = True
     """True if every run has its record."""
 
@@ -490,11 +418,6 @@ class CellResults:
             return None
         return {min(tried): "lowest", max(tried): "highest"}.get(self.rate)
 
-    @property
-    def robustness(self) -> Robustness | None:
-        """Robustness over the seeds that ran at every multiple of the rate; None without one."""
-        return robustness((one.seed, one.scale, one.top1) for one in (*self.seeds, *self.scaled))
-
 
 def results_of(cell: TrainedCell, records: Mapping[str, Json]) -> CellResults:
     """Return the results of a cell from its records by the names of runs."""
@@ -506,7 +429,6 @@ def results_of(cell: TrainedCell, records: Mapping[str, Json]) -> CellResults:
     return CellResults(
         cell=cell,
         trials=tuple(one for slot, one in found.items() if slot.trial),
-        seeds=tuple(one for slot, one in found.items() if not slot.trial and slot.scale == 1),
-        scaled=tuple(one for slot, one in found.items() if slot.scale != 1),
+        seeds=tuple(one for slot, one in found.items() if not slot.trial),
         finished=len(found) == len(cell.slots),
     )

@@ -18,7 +18,6 @@ from largebatch.lab.planner.suggest import (
     draft,
     epoch_errors,
     fit_epochs,
-    left_out,
     reference_points,
     suggest,
     words,
@@ -96,13 +95,6 @@ def test_between_points_settings_are_power_laws_of_the_batch(batch: int) -> None
     assert found.bn_span is not None
     assert batch % found.bn_span == 0
     assert found.epochs >= found.law_epochs
-
-
-def test_a_point_that_is_left_out_is_interpolated_from_its_neighbours_alone() -> None:
-    errors = left_out(reference_points(), SETTINGS["learning rate"])
-    assert len(errors) == 8
-    share = math.log(8192 / 4096) / math.log(13056 / 4096)
-    assert errors[2] == pytest.approx(10 ** (1 - share) * 12.8**share / 17 - 1)
 
 
 @pytest.mark.parametrize("point", reference_points(), ids=lambda point: point.name)
@@ -221,7 +213,7 @@ def test_it_answers_without_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from largebatch.cli.main import main; "
         "main(['lab', 'suggest', '--batch', '4096', '--out', sys.argv[1]]); "
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "sys.exit('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "mine.yaml")]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)  # without databases
@@ -239,7 +231,6 @@ def test_a_recipe_keeps_its_images_network_and_loss(
     assert isinstance(found.optimizer, LARS)
     printed = capsys.readouterr().out
     assert printed.startswith("warning: rate x eta / (1 - momentum) is 4.7 times that of digits-96")
-    assert "BatchNorm span " in printed
 
 
 def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing() -> None:

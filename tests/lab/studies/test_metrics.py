@@ -1,7 +1,6 @@
 """Utility, cost and robustness of runs: each by hand, from folders with known numbers."""
 
 import math
-import random
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from largebatch.lab.studies.metrics import (
     interval,
     measurements,
     ratio,
-    robustness,
 )
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.run import Run, read_run
@@ -118,22 +116,3 @@ def test_seeds_are_compared_in_pairs() -> None:
     assert times == pytest.approx((mean, math.exp(paired.low), math.exp(paired.high), 3))
     assert difference({1: 0.5}, {2: 0.5}) is None
     assert ratio({1: 0.5}, {2: 0.5}) is None
-
-
-def test_robustness_by_hand() -> None:
-    """Two seeds at every scale; the third one is not at all of them and does not count."""
-    scales = (0.1, 0.5, 1.0, 5.0, 10.0)
-    top1 = {1: (0.1, 0.9, 0.94, 0.8, 0.1), 2: (0.3, 0.9, 0.96, 0.8, 0.1)}
-    runs = [(seed, scale, value) for seed, values in top1.items()
-            for scale, value in zip(scales, values, strict=True)]  # fmt: skip
-    runs.append((3, 1.0, 0.2))
-    found = robustness(random.Random(0).sample(runs, len(runs)))
-    assert found is not None
-    assert tuple(found.by_scale) == scales
-    assert found.worst_drop == pytest.approx(0.95 - 0.1)
-    # log10 of the scales: -1, -0.30103, 0, 0.69897, 1, over a length of 2
-    strips = 0.69897 * (0.1 + 0.9) / 2 + 0.30103 * (0.9 + 0.94) / 2
-    strips += 0.69897 * (0.94 + 0.8) / 2 + 0.30103 * (0.8 + 0.1) / 2
-    assert found.areas[1] == pytest.approx(strips / 2, abs=1e-6)
-    assert found.areas.keys() == {1, 2}
-    assert robustness([(1, 1.0, 0.9)]) is None

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from short_studies import POLICIES, STALENESS, VARIED, a_record, cells_in, opened, write_study
 
 from largebatch.errors import DivergedError, LargebatchError, StudyError
@@ -37,7 +36,6 @@ from largebatch.report.run import read_run
 from largebatch.runs.interrupts import InterruptedStudyError, stop_requests
 from largebatch.runs.run import run
 
-SCORES, LABELS = torch.eye(3), torch.arange(3)
 BEST = {"fall": 0.8, "flat": 0.1}
 """The rate that suits each policy, in the made-up world."""
 
@@ -91,7 +89,6 @@ def results(runs: Runs) -> dict[str, CellResults]:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     monkeypatch.setattr(trained, "train", world.train)
-    monkeypatch.setattr(trained, "evaluate_checkpoint", lambda *_, each: each(SCORES, LABELS))
     return world
 
 
@@ -115,7 +112,6 @@ def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world
         assert found.rate == best.schedule.peak_lr
         assert found.top1 is not None
         assert found.top1.mean == pytest.approx(accuracy(policy, best.schedule.peak_lr))
-        assert found.seeds[0].average_confidence == pytest.approx(math.e / (math.e + 2))
 
 
 def test_a_resumed_study_repeats_no_run(tmp_path: Path, world: World) -> None:
@@ -136,19 +132,12 @@ def test_a_resumed_study_repeats_no_run(tmp_path: Path, world: World) -> None:
 
 def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, world: World) -> None:
     search = {**SEARCH, "trials": 4, "factors": [0.4, 16.0]}
-    runs = opened(tmp_path, policies=ONE, search=search, robustness_seeds=1)
+    runs = opened(tmp_path, policies=ONE, search=search)
     assert carried_out(runs)
     found = results(runs)["fall"]
     diverged = [trial for trial in found.trials if trial.diverged]
     assert {trial.top1 for trial in diverged} == {0.1}
-    rates = sorted(one.schedule.peak_lr for one in world.of("fall", "seed-1"))
-    rate = found.rate
-    assert rate is not None
-    assert rates == pytest.approx([rate * scale for scale in (0.25, 0.5, 1, 2, 4)])
-    assert found.scaled[-1].diverged is not None
-    assert found.diverged == 0  # four times the rate is not the policy's rate
-    assert found.robustness is not None
-    assert found.robustness.worst_drop == pytest.approx(accuracy("fall", rate) - 0.1)
+    assert found.diverged == 0
 
 
 @pytest.mark.parametrize(("held_out", "rate"), [(100, 0.2), (300, 0.5), (1000, 1.25)])
@@ -176,7 +165,6 @@ def test_a_seed_is_the_run_that_train_makes(tmp_path: Path) -> None:
     assert summary.weights_sha256 == record["weights_sha256"]
     assert summary.top1 == seed.top1
     assert seed.evaluations == tuple(measurements(read_run(Path(record["folder"]))))
-    assert 0 < seed.average_confidence < 1
     assert (found.finished, found.rate) == (True, 0.5)
     correct = trial.top1 * 300
     assert correct == pytest.approx(round(correct))  # of the held-out images, and not of 360

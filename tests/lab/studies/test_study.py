@@ -65,7 +65,6 @@ def rates(recipe: Recipe) -> list[float]:
         (POLICIES, {"search": {"trials": 3}}, "search.held_out"),
         (POLICIES, {"search": {**SEARCH, "factors": [2, 1]}}, "search"),
         (POLICIES, {"seeds": 100}, "seeds"),
-        (POLICIES, {"robustness_seeds": 3}, "robustness_seeds"),
         (POLICIES, {"recipes": {"digits": {"recipe": "digits_96", "sets": {}}}}, "digits.sets"),
         (VARIED, {"settings": {}}, "settings"),
         (VARIED, {"settings": {"a": {"worker": 2}}}, "settings.a.worker"),
@@ -163,7 +162,6 @@ def test_a_seed_has_the_recipe_of_train_at_the_rate_found(tmp_path: Path) -> Non
     changes = [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
     changes += ["schedule.decay={kind: cosine}", "schedule.peak_lr=0.2", "seed=2"]
     assert cell.recipe_of(SEED, 0.2) == load_recipe("digits_96", changes)
-    assert cell.recipe_of(replace(SEED, scale=0.1), 0.2).schedule.peak_lr == 0.02
 
 
 def test_a_trial_never_sees_the_validation_images(tmp_path: Path) -> None:
@@ -217,12 +215,12 @@ def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "cells", "runs"),
     [
-        ("lrbench", 20, 460),
+        ("lrbench", 20, 220),
         ("rudra", 67, 201),
         ("rudra-small", 9, 27),
         ("rudra-imagenette", 3, 3),
         ("dell", 8, 24),
-        (EXAMPLES / "digits_policies.yaml", 4, 52),
+        (EXAMPLES / "digits_policies.yaml", 4, 36),
         (EXAMPLES / "digits_settings.yaml", 10, 30),
         (EXAMPLES / "digits_staleness.yaml", 7, 21),
         (EXAMPLES / "digits_servers.yaml", 5, 25),
