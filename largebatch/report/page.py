@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits

@@ -29,7 +29,6 @@ from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, Task,
 from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 
-BEAT_SECONDS = 15.0
 POLL_SECONDS = 1.0
 """Seconds between looks at the folder while all remaining runs are claimed by others."""
 
@@ -128,7 +127,7 @@ def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
     pool = _Pool(jobs, in_processes=jobs > 1 or any(cell.own_process for cell in runs.cells))
     begun, done = time.monotonic(), 0
     try:
-        with _beating(runs.store), pool.stopping():
+        with pool.stopping():
             while True:
                 left = runs.left
                 while not pool.is_full and (task := runs.claim(left)) is not None:
@@ -289,23 +288,6 @@ def _environment(own: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def _beating(store: Store) -> Iterator[None]:
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(BEAT_SECONDS):
-            store.beat()
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def device_shares(jobs: int) -> list[dict[str, str]]:

@@ -1,5 +1,7 @@
 """The store: each run is made once, whoever is killed, and records are complete or absent."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,8 +14,7 @@ import pytest
 from short_studies import VARIED, cells_in
 
 from largebatch.errors import StudyError
-from largebatch.lab.studies import store as module
-from largebatch.lab.studies.store import GRACE_SECONDS, Store
+from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import Cell
 from largebatch.lab.studies.trained import TrainedCell
 
@@ -69,41 +70,35 @@ def test_processes_share_the_runs_and_take_over_those_of_the_dead(tmp_path: Path
     assert all(store.claim(cell, slot) for slot in left)
 
 
-def test_a_claim_is_held_until_its_heartbeat_stops(
-    tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    slot = cell.slots[0]
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(module, "_machine", lambda: "other")
-        owner = Store(tmp_path)
-        owner.define([cell])
-        assert owner.claim(cell, slot)
-        assert not owner.claim(cell, slot)
-    other = Store(tmp_path, clock=lambda: now[0])
+def test_a_claim_is_held_until_it_is_released_or_recorded(tmp_path: Path, cell: Cell) -> None:
+    owner, other, (slot, next_slot) = Store(tmp_path), Store(tmp_path), cell.slots[:2]
+    owner.define([cell])
+    assert owner.claim(cell, slot)
+    assert not owner.claim(cell, slot)
     assert not other.claim(cell, slot)
-    now[0] = GRACE_SECONDS - 1
-    (claim,) = (tmp_path / cell.name).glob("*.claim-*")
-    os.utime(claim, ns=(1, 1))  # a heartbeat; clocks of machines need not agree
-    assert not other.claim(cell, slot)
-    now[0] += GRACE_SECONDS
-    assert not other.claim(cell, slot)
-    now[0] += 2
+    assert other.claim(cell, next_slot)
+    owner.release(cell, slot)
     assert other.claim(cell, slot)
     other.write(cell, slot, {"by": "other"})
-    owner.write(cell, slot, {"by": "owner"})  # which was only suspended
-    assert other.read(cell, slot) == {"by": "other"}
-    assert not list((tmp_path / cell.name).glob("*.claim-*"))
+    assert not owner.claim(cell, slot)
+    assert owner.read(cell, slot) == {"by": "other"}
+    other.release_all()
+    assert owner.claim(cell, next_slot)
+    owner.write(cell, next_slot, {"by": "owner"})
+    assert not list((tmp_path / cell.name).glob("*.claim"))
 
 
-def test_a_released_or_orphaned_claim_is_free(tmp_path: Path, cell: Cell) -> None:
-    first, slot = Store(tmp_path), cell.slots[0]
-    first.define([cell])
-    assert first.claim(cell, slot)
-    first.release(cell, slot)
-    assert first.claim(cell, slot)
-    second = Store(tmp_path)  # the same process, which makes no run while it looks: restarted
-    assert second.claim(cell, slot)
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    store = Store(tmp_path)
+    store.define([cell])
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StudyError, match=str(tmp_path)):
+        store.claim(cell, cell.slots[0])
 
 
 def test_records_of_another_definition_are_refused_by_key(tmp_path: Path, cell: Cell) -> None:
