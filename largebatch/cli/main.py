@@ -244,8 +244,8 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
     text = docstring_parse(command.help, "plaintext")
     parts = [part for part in (text.short_description, text.long_description) if part]
     command.help = "\n\n".join(re.sub(r"(?<![.:\n])\n(?!\n)", " ", part) for part in parts)
-    calls = "".join(f"\n  largebatch {call}" for call in EXAMPLES[" ".join(names)])
-    command.help_epilogue = f"Examples:{calls}"
+    calls = "".join(f"\n  largebatch {call}" for call in EXAMPLES.get(" ".join(names), ()))
+    command.help_epilogue = calls and f"Examples:{calls}"
     command.group_parameters = OPTIONS
 
 
