@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
-from largebatch.distributed.environment import join_slurm, require_alone, worker_rank
-from largebatch.errors import BackendError, PlanError, WorkerFailedError
+from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
+from largebatch.errors import BackendError, PlanError, WorkerFailedError, printable
 from largebatch.formatting import plural
 from largebatch.models import is_timms, kernels
 from largebatch.optional import require_timm
@@ -35,7 +35,7 @@ from largebatch.runs.folder import (
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
-from largebatch.tracking.events import SUMMARY, Summary
+from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.stages import require_resumable, run_stages
 
 _SLOW = (
@@ -50,12 +50,13 @@ JOB = TypeAdapter(tuple[Recipe, Options])
 
 @with_options(Options)
 def run(recipe: Recipe | Path | str, options: Options) -> Summary:
-    """Train, polish and evaluate a recipe; return the content of summary.json.
+    """Train, polish and evaluate a recipe; return the content of summary.json, and the folder.
 
     `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
-    then with `overrides` such as ["seed=3"]. Starts `workers` processes on this machine, unless
-    torchrun, horovodrun or srun started this one among several. `out` is the run folder, by default
-    runs/<name>-<time>. All keywords are the fields of `largebatch.runs.options.Options`.
+    then with `overrides` such as ["seed=3"] or {"seed": 3}. Starts `workers` processes on this
+    machine, unless torchrun, horovodrun or srun started this one among several. `out` is the run
+    folder, by default runs/<name>-<time>. All keywords are the fields of
+    `largebatch.runs.options.Options`.
 
     A data set or a model of the caller is named and not passed, because workers are separate
     processes that import it: `dataset` is module:function that returns data sets (train, val), and
@@ -76,7 +77,11 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
         )
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
-    return start(recipe, options.without_changes())
+    summary = start(recipe, options.without_changes())
+    assert summary.folder is not None
+    if own_rank() == 0 and (page := summary.folder / REPORT).is_file():
+        sys.stdout.write(printable(f"report: {page}\n"))
+    return summary
 
 
 def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
@@ -91,10 +96,12 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
 
             require_stored(options.data, purpose="tracking: [mlperf]")
     if options.workers == 1:
-        return run_worker(recipe, options)
-    make_plan(recipe, workers=options.workers, backend=options.backend)
-    restarting(recipe, options, forks=forks)
-    return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
+        summary = run_worker(recipe, options)
+    else:
+        make_plan(recipe, workers=options.workers, backend=options.backend)
+        restarting(recipe, options, forks=forks)
+        summary = TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
+    return replace(summary, folder=options.out)
 
 
 def _require_options(options: Options) -> None:

@@ -27,6 +27,7 @@ from largebatch.tracking.scalars import (
 )
 
 _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "accumulation"}
+_CONFIGURED |= {"folder"}
 """Keys of a summary that the configuration has."""
 
 _ENVIRONMENT = {
