@@ -12,6 +12,7 @@ import torch
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
+from largebatch.data.decoders.pixel_cache import num_bytes, one_size
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
@@ -108,6 +109,8 @@ def draft(found: Survey, *, name: str) -> str:
 
 def _tree(found: Survey, name: str) -> dict[str, Any]:
     number = len(found.train)
+    total = num_bytes(found.train) + num_bytes(found.val)
+    kept = "device" if one_size(found.train) and one_size(found.val) else "memory"
     batch = global_batch_for(number)
     epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
     return {
@@ -140,7 +143,7 @@ def _tree(found: Survey, name: str) -> dict[str, Any]:
             "statistics": {"samples": min(number, 10_000)},
         },
         "evaluation": {"every_epochs": max(1, epochs // 20)},
-        "execution": {"cache": "memory" if _decoded_bytes(found) <= LARGEST_CACHE else None},
+        "execution": {"cache": kept if total <= LARGEST_CACHE else None},
     }
 
 
@@ -162,7 +165,7 @@ def _comments(number: int, batch: int) -> dict[str, str]:
         "schedule.peak_lr": "for SGD: 0.1 for every 256 of a batch (arXiv:1706.02677)",
         "schedule.warmup": "for SGD",
         "polish": "Final Polishing: the last epochs on clean images, then statistics",
-        "execution.cache": "memory: decoded once; null: where that would take over 2 GiB",
+        "execution.cache": "decoded once; device: of one size; null: where it takes over 2 GiB",
     }
 
 
@@ -172,7 +175,3 @@ def global_batch_for(number: int) -> int:
     while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
         batch *= 2
     return batch
-
-
-def _decoded_bytes(found: Survey) -> int:
-    return sum(int((3 * one.heights * one.widths).sum()) for one in (found.train, found.val))
