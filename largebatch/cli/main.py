@@ -56,7 +56,9 @@ DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 
 COMMANDS = {
     "train": "train:train",
+    "resume": "train:resume",
     "evaluate": "train:evaluate",
+    "predict": "train:predict",
     "polish": "polish:polish",
     "check": "recipe:check",
     "plan": "plan:plan",
@@ -81,7 +83,6 @@ To start: train digits_96, plan digits_96, explain, recipes, init DIR.
 
 _ELSEWHERE = {
     "compare": "to compare runs: largebatch report A B",
-    "resume": "to resume a run: largebatch train RECIPE --out RUN --resume",
 }
 """Commands of other tools, and the command that does the same here."""
 

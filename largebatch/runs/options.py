@@ -210,6 +210,12 @@ class Options(Machine):
             if name not in own
         }
 
+    @property
+    def without_limits(self) -> Self:
+        """The options of the whole run, without changes, limits and what one command does."""
+        whole = replace(self, max_steps=None, time_limit=None, profile=None, allow=())
+        return whole.without_changes()
+
     def without_changes(self) -> Self:
         """Return the options for a recipe to which the changes have been applied."""
         return replace(self, overrides=(), device_batch=None, decoder=None)

@@ -30,6 +30,7 @@ from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
+    remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
@@ -208,6 +209,8 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Sum
 
         def train() -> bool:
             nonlocal smaller
+            if training.backend.rank == 0:
+                remember(folder, options)
             pipeline = training.pipeline
             remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":
