@@ -1,7 +1,7 @@
 """Updates in graphs of the simulated accelerator: the bits of updates without, in one launch."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,12 @@ from on_forked_workers import on_forked_workers
 from test_accelerator import HALF, OVERFLOWS, Case, lars_outside, sgd, small, training
 from torch import Tensor, nn
 
+from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
+from largebatch.models.batchnorm import with_span
+from largebatch.polish import polish
+from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.graph import UseGraph
 
 TABLED = Case(steps=5)
@@ -33,11 +37,19 @@ class Found:
     waits: int = 0
 
 
-def updates(case: Case, graph: UseGraph, network: nn.Module, **settings: Any) -> Found:  # noqa: ANN401 -- of train()
+def updates(
+    device: torch.device,
+    case: Case,
+    graph: UseGraph,
+    network: nn.Module,
+    **settings: Any,  # noqa: ANN401 -- of train()
+) -> Found:
     """Train; all that was yielded is read at the end: a later replay changes nothing of it."""
     found = Found({}, [], [])
     settings |= {"graph": graph, "note": found.notes.append}
-    with training(Serial(accelerator.simulate()), case, network, **settings) as (state, made):
+    if "sizes" in settings:
+        settings["batches"] = batches_of(settings.pop("sizes"), device)
+    with training(Serial(device), case, network, **settings) as (state, made):
         yielded = []
         for _ in range(case.steps):
             COUNTS.clear()
@@ -53,17 +65,26 @@ def updates(case: Case, graph: UseGraph, network: nn.Module, **settings: Any) ->
     return found
 
 
+def batches_of(sizes: Sequence[tuple[int, int]], device: torch.device) -> Iterator[Batch]:
+    """Yield batches with these numbers of images of these sides in pixels."""
+    generator = torch.Generator().manual_seed(0)
+    for number, side in sizes:
+        images = torch.randn(number, 3, side, side, generator=generator)
+        labels = torch.randint(10, (number,), generator=generator)
+        yield Batch(images.to(device), labels.to(device))
+
+
 def both(
     case: Case, network: Callable[[], nn.Module], tables: bool, settings: dict[str, Any]
 ) -> tuple[Found, Found]:
-    accelerator.simulate()
+    device = accelerator.simulate()
     if tables:
         accelerator.use_kernels(of_models=False)
     accelerator.use_graphs()
     found = []
     for use in (False, "auto"):
         random.seed(0)
-        found.append(updates(case, use, network(), **settings))
+        found.append(updates(device, case, use, network(), **settings))
     return found[0], found[1]
 
 
@@ -139,6 +160,47 @@ def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
     assert found.launches[-1] < found.launches[1]
 
 
+SIZES = [(8, 16)] * 4 + [(8, 12)] * 4 + [(8, 16)] * 2 + [(4, 16)] * 4 + [(8, 12)]
+
+
+def test_every_shape_of_a_batch_has_its_own_graph() -> None:
+    """Image sizes and batches change in the middle and come again."""
+    found = compared(Case(span=4, steps=len(SIZES)), dropped, tables=True, sizes=SIZES)
+    is_replayed = [number < found.launches[1] / 4 for number in found.launches]
+    assert is_replayed == [False, False, True, True] * 2 + [True] * 2 + [
+        *(False, False, True, True),
+        True,
+    ]
+
+
+def measured(device: torch.device, *, graph: bool) -> tuple[Metrics, dict[str, Tensor], list[int]]:
+    """Evaluate and polish a model; return its metrics, its state, and the launches of both."""
+    model = with_span(dropped(), 4).to(device)
+    batches = list(batches_of([(8, 16)] * 6 + [(5, 16)], device))
+    launches = []
+    COUNTS.clear()
+    metrics = evaluate(model, batches, Serial(device), graph=graph)
+    launches.append(COUNTS.totals()["launches"])
+    COUNTS.clear()
+    polish(model, batches, Serial(device), graph=graph)
+    launches.append(COUNTS.totals()["launches"])
+    return metrics, {name: it.cpu() for name, it in model.state_dict().items()}, launches
+
+
+def measured_twice() -> None:
+    device = accelerator.simulate()
+    accelerator.use_graphs()
+    metrics, state, launches = measured(device, graph=True)
+    expected, plain, more = measured(device, graph=False)
+    assert metrics == expected
+    torch.testing.assert_close(state, plain, rtol=0, atol=0)
+    assert all(few < many for few, many in zip(launches, more, strict=True))
+
+
+def test_evaluation_and_polishing_replay_full_batches() -> None:
+    on_forked_workers(measured_twice, workers=1)
+
+
 class Reads(nn.Identity):
     """Reads a number of the device in every pass."""
 
@@ -187,12 +249,12 @@ def test_a_network_that_needs_the_host_runs_without_a_graph(reason: str) -> None
 
 
 def required() -> None:
-    accelerator.simulate()
+    device = accelerator.simulate()
     with pytest.raises(RecipeError, match="execution.graph"):
-        updates(Case(), True, small())
+        updates(device, Case(), True, small())
     accelerator.use_graphs()
     with pytest.raises(RecipeError, match="execution.graph"):
-        updates(Case(), True, hooked())
+        updates(device, Case(), True, hooked())
 
 
 def test_a_graph_that_is_required_and_cannot_be_is_refused() -> None:
