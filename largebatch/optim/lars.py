@@ -72,6 +72,13 @@ class LARS(Tabled):
 
     A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state.
     Create a new optimizer after changing such a weight from outside.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> weight.grad = torch.tensor([0.0, 2.0])
+    >>> optimizer = LARS([weight], lr=1.0, eta=0.1)
+    >>> optimizer.step()
+    >>> weight.data  # less 0.25 g: eta |w| / |g| = 0.1 * 5 / 2
+    tensor([3.0000, 3.5000])
     """
 
     _ratios: Sequence[tuple[list[Tensor], Tensor]] = ()
@@ -170,10 +177,7 @@ class LARS(Tabled):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
         rules = self._rules()
         found = self._update_tables(rules, scale, found_inf)

@@ -30,6 +30,7 @@ from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
+    remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
@@ -66,6 +67,12 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     call with its run folder as `out` and resume=True continues it.
 
     Raises LargebatchError for what the user can fix.
+
+    >>> from tempfile import mkdtemp
+    >>> summary = run("digits_96", max_steps=1, report=False, out=mkdtemp())  # doctest: +ELLIPSIS
+    digits-96: ...
+    >>> summary.steps, summary.status
+    (1, 'paused')
     """
     changes = options.changes
     if isinstance(recipe, (str, Path)):
@@ -172,23 +179,19 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker of a run, with a smaller device batch after it ran out of memory."""
-    begun = time.monotonic()
-    summary, smaller = _run_worker(recipe, options)
+    """Run one worker of a run; after it ran out of memory, again with a smaller device batch."""
+    begun, limit = time.monotonic(), options.time_limit
+    summary, smaller = _run_worker(recipe, options, None)
     while smaller is not None:
-        gc.collect()
-        limit = options.time_limit
-        if limit is not None:
-            limit = max(0.0, limit - (time.monotonic() - begun))
-        again = replace(options, resume="auto", time_limit=limit)
-        summary, smaller = _run_worker(recipe, again, fits=smaller)
+        gc.collect()  # the tensors of the session before
+        left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
+        again = replace(options, resume="auto", allow=(), time_limit=left)
+        summary, smaller = _run_worker(recipe, again, smaller)
     return summary
 
 
-def _run_worker(
-    recipe: Recipe, options: Options, *, fits: int | None = None
-) -> tuple[Summary, int | None]:
-    """Run one worker; return the device batch to continue with if there was no memory, or None."""
+def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Summary, int | None]:
+    """Run one worker; return the device batch to continue with after memory ran out, or None."""
     folder, smaller = options.out, None
     with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
         training, saver = session.training, session.saver
@@ -212,7 +215,10 @@ def _run_worker(
 
         def train() -> bool:
             nonlocal smaller
-            remarks = [] if checkpoint is not None else [*training.pipeline.remarks]
+            if training.backend.rank == 0:
+                remember(folder, options)
+            pipeline = training.pipeline
+            remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
