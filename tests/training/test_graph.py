@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import accelerator
@@ -11,16 +12,17 @@ import pytest
 import torch
 from accelerator import COUNTS
 from on_forked_workers import on_forked_workers
-from test_accelerator import HALF, OVERFLOWS, Case, lars_outside, sgd, small, training
+from test_accelerator import CPU, DIGITS, HALF, OVERFLOWS, Case, lars_outside, sgd, small, training
 from torch import Tensor, nn
 
+from largebatch import load_recipe, run
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import with_span
 from largebatch.polish import polish
 from largebatch.training.evaluation import Metrics, evaluate
-from largebatch.training.graph import UseGraph
+from largebatch.training.graph import UseGraph, require_graphs
 
 TABLED = Case(steps=5)
 
@@ -257,5 +259,20 @@ def required() -> None:
         updates(device, Case(), True, hooked())
 
 
-def test_a_graph_that_is_required_and_cannot_be_is_refused() -> None:
+def test_a_graph_that_is_required_and_cannot_be_is_refused(tmp_path: Path) -> None:
     on_forked_workers(required, workers=1)
+    recipe = load_recipe(DIGITS, ["execution.graph=true"])
+    with pytest.raises(RecipeError, match="execution.graph"):
+        run(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    for device in (torch.device("cuda"), CPU):
+        with pytest.raises(RecipeError, match="execution.graph"):
+            require_graphs(True, device, protocol=True)
+        require_graphs("auto", device, protocol=True)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_graph_cannot_be_both_named_and_forbidden(mode: str) -> None:
+    assert load_recipe(DIGITS, [f"execution.compile={mode}"]).execution.graph == "auto"
+    with pytest.raises(RecipeError, match="execution"):
+        load_recipe(DIGITS, [f"execution.compile={mode}", "execution.graph=false"])
