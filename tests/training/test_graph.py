@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import accelerator
+import late_group
 import pytest
 import torch
+import torch.distributed as dist
 from accelerator import COUNTS
 from on_forked_workers import on_forked_workers
 from test_accelerator import CPU, DIGITS, HALF, OVERFLOWS, Case, lars_outside, sgd, small, training
@@ -17,7 +19,10 @@ from torch import Tensor, nn
 
 from largebatch import load_recipe, run
 from largebatch.data.types import Batch
+from largebatch.distributed import torch_distributed
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
+from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import with_span
 from largebatch.polish import polish
@@ -40,7 +45,7 @@ class Found:
 
 
 def updates(
-    device: torch.device,
+    backend: Backend,
     case: Case,
     graph: UseGraph,
     network: nn.Module,
@@ -50,8 +55,8 @@ def updates(
     found = Found({}, [], [])
     settings |= {"graph": graph, "note": found.notes.append}
     if "sizes" in settings:
-        settings["batches"] = batches_of(settings.pop("sizes"), device)
-    with training(Serial(device), case, network, **settings) as (state, made):
+        settings["batches"] = batches_of(settings.pop("sizes"), backend.device)
+    with training(backend, case, network, **settings) as (state, made):
         yielded = []
         for _ in range(case.steps):
             COUNTS.clear()
@@ -86,8 +91,14 @@ def both(
     found = []
     for use in (False, "auto"):
         random.seed(0)
-        found.append(updates(device, case, use, network(), **settings))
+        found.append(updates(Serial(device), case, use, network(), **settings))
     return found[0], found[1]
+
+
+def assert_same_bits(one: Found, other: Found) -> None:
+    for name in ("state", "momentum", "yielded"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def compared(
@@ -99,9 +110,7 @@ def compared(
 ) -> Found:
     """Return what updates with a graph did, which have the bits of updates without one."""
     eager, found = on_forked_workers(both, case, network, tables, settings, workers=1)
-    for name in ("state", "momentum", "yielded"):
-        ours, theirs = getattr(found, name), getattr(eager, name)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert_same_bits(found, eager)
     assert found.launches[1] == eager.launches[1]
     return found
 
@@ -159,6 +168,32 @@ def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
     found = compared(case, **settings)
     assert len(found.notes) == 1
     assert "up to the optimizer" in found.notes[0]
+    assert found.launches[-1] < found.launches[1]
+
+
+def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:
+    device = accelerator.simulate()
+    accelerator.use_graphs()
+    if not recorded:
+        torch_distributed._IN_GRAPHS.clear()
+    late_group.register()
+    dist.init_process_group(late_group.BACKEND)
+    try:
+        backend = RunningTorch(device)
+        return updates(backend, case, False, small()), updates(backend, case, "auto", small())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "note"), [(True, "up to the optimizer"), (False, "only NCCL's sums")]
+)
+def test_sums_over_workers_are_in_the_graph_or_follow_it(recorded: bool, note: str) -> None:
+    case = Case(span=4, accumulation=2, steps=5)
+    eager, found = on_forked_workers(over_workers, case, recorded, workers=2)
+    assert_same_bits(found, eager)
+    assert len(found.notes) == 1
+    assert note in found.notes[0]
     assert found.launches[-1] < found.launches[1]
 
 
@@ -253,10 +288,10 @@ def test_a_network_that_needs_the_host_runs_without_a_graph(reason: str) -> None
 def required() -> None:
     device = accelerator.simulate()
     with pytest.raises(RecipeError, match="execution.graph"):
-        updates(device, Case(), True, small())
+        updates(Serial(device), Case(), True, small())
     accelerator.use_graphs()
     with pytest.raises(RecipeError, match="execution.graph"):
-        updates(device, Case(), True, hooked())
+        updates(Serial(device), Case(), True, hooked())
 
 
 def test_a_graph_that_is_required_and_cannot_be_is_refused(tmp_path: Path) -> None:
