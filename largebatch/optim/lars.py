@@ -170,12 +170,9 @@ class LARS(Tabled):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
-        rules = [_rule(group) for group in self.param_groups]
+        rules = self._rules()
         found = self._update_tables(rules, scale, found_inf)
         others = [self._gather(group) for group in self.param_groups] if self._others else []
         for group, rule, every_kind in zip(self.param_groups, rules, others, strict=False):
@@ -193,6 +190,9 @@ class LARS(Tabled):
                     torch._foreach_copy_(lists.rounded, lists.exact)
         self._ratios = found
         return loss
+
+    def _rules(self) -> list[Rule]:
+        return [_rule(group) for group in self.param_groups]
 
     def trust_ratios(self) -> dict[Tensor, Tensor]:
         """Return the ratios of the last step, by adapted parameter.
