@@ -5,11 +5,11 @@ import io
 import os
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from largebatch.cli.printing import INTERRUPTED
+from largebatch.cli.printing import INTERRUPTED, print_json
 from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
 from largebatch.errors import CheckpointError, DataError, printable
 from largebatch.formatting import plural
@@ -18,6 +18,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import (
     NEW_FOLDER,
+    AsJson,
     Count,
     Folder,
     Given,
@@ -93,6 +94,7 @@ def evaluate(
     /,
     *,
     training: bool = False,
+    json: AsJson = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> None:
     """Measure a checkpoint, or the newest one of a run.
@@ -107,6 +109,10 @@ def evaluate(
     if own_rank() != 0:
         return
     metrics = found.metrics
+    if json:
+        every = {"training": found.training and asdict(found.training), **asdict(metrics)}
+        print_json({"checkpoint": found.path, "step": found.step, **every})
+        return
     print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
     if found.training is not None:
         print(f"training images: {_scores(found.training)}")

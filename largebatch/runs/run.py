@@ -67,6 +67,12 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     call with its run folder as `out` and resume=True continues it.
 
     Raises LargebatchError for what the user can fix.
+
+    >>> from tempfile import mkdtemp
+    >>> summary = run("digits_96", max_steps=1, report=False, out=mkdtemp())  # doctest: +ELLIPSIS
+    digits-96: ...
+    >>> summary.steps, summary.status
+    (1, 'paused')
     """
     changes = options.changes
     if isinstance(recipe, (str, Path)):
