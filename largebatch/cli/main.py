@@ -86,6 +86,8 @@ EXAMPLES = {
         "train digits_96 --out runs/seed-2 --resume",
         "train mine.yaml --data images --time-limit 8h --resume auto --out a",
     ),
+    "resume": ("resume runs/mine", "resume runs/mine --time-limit 8h"),
+    "predict": ("predict runs/mine photo.jpg", "predict runs/mine photos --top 1 --out found.csv"),
     "evaluate": ("evaluate runs/mine", "evaluate runs/mine --data images --training --json"),
     "polish": (
         "polish runs/mine --out runs/polished",
