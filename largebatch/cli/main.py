@@ -93,8 +93,6 @@ EXAMPLES = {
         "polish runs/mine --out runs/polished",
         "polish --model dla34 --weights w.pth --data d --out w.safetensors",
     ),
-    "resume": ("resume runs/mine",),
-    "predict": ("predict runs/mine photographs",),
     "check": ("check mine.yaml", "check mine.yaml --set batch.global_batch=8192 --json"),
     "plan": (
         "plan digits_96 --workers 2",
