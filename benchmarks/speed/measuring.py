@@ -114,6 +114,27 @@ def on_device(step: Step, device: torch.device, *, steps: int = 3) -> dict[str, 
     return {**total, "kernels": dict(list(kernels.items())[:25])}
 
 
+def in_graph(step: Step, device: torch.device) -> Step:
+    """Capture a step of a plain loop as a CUDA graph; on other devices, return the step."""
+    if device.type != accelerator.TRITON:
+        return step
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+    current.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return lambda: (graph.replay(), step)  # the graph's tensors belong to the step
+
+
+def graph_of_train(device: torch.device, *, graph: bool) -> dict[str, Any]:
+    """Return the arguments that make train() replay a graph, or not; none without a GPU."""
+    return {"graph": graph} if device.type == accelerator.TRITON else {}
+
+
 def rehearse_kernels() -> None:
     """Use BatchNorm's kernels on the CPU, in Triton's interpreter, if gpu.py rehearses there."""
     if "BENCHMARK_INTERPRETS" in os.environ:
