@@ -78,26 +78,26 @@ def whole_run(name: str, share: float, words: str, tiny: str) -> Part:
 
 
 TINY_RUN = (
-    "--images 60 --set data.train_samples=60 batch.global_batch=20 duration={steps:3}"
-    " schedule.warmup=null polish=null"
+    "--images 60 20 --set data.train_samples=60 data.val_samples=20 batch.global_batch=20"
+    " 'duration={steps: 3}' schedule.warmup=null polish=null"
 )
 GRAPH = (
     resnet50(28, 130),
     whole_run(
-        "airbench",
+        "run_airbench",
         90,
         "cifar10_airbench_2000 --folder cifar10 --seconds 60 --workers 1 --set precision=bf16",
         f"cifar10_airbench_2000 --folder cifar10 {TINY_RUN} batch.bn_span=20",
     ),
     whole_run(
-        "resnet9_fashion_mnist",
+        "run_resnet9_fashion_mnist",
         50,
         "fashion_mnist_resnet9_1920 --folder fashion_mnist --seconds 20 --workers 1"
         " --set precision=bf16",
         f"fashion_mnist_resnet9_1920 --folder fashion_mnist {TINY_RUN} batch.bn_span=10",
     ),
     whole_run(
-        "resnet9_cifar10",
+        "run_resnet9_cifar10",
         50,
         "cifar10_resnet9_1600 --folder cifar10 --seconds 20 --workers 1",
         f"cifar10_resnet9_1600 --folder cifar10 {TINY_RUN} batch.bn_span=10",

@@ -38,15 +38,15 @@ def main() -> None:
     args = arguments()
     words = [word for change in args.set for word in ("--set", change)]
     if args.folder:
-        images = args.images or len(load(args.folder)[0][1])
-        words += ["--data", str(write_part(args.work, args.folder, train=images))]
+        train, val = args.images or [len(labels) for _, labels in load(args.folder)]
+        words += ["--data", str(write_part(args.work, args.folder, train=train, val=val))]
     result: dict[str, Any] = {"recipe": args.recipe, "changes": args.set}
     for workers in args.start_workers if args.starts else ():
         starts = [
             command(args.recipe, [*words, "--workers", str(workers), "--max-steps", "1"])
             for _ in range(args.starts)
         ]
-        result[f"start, {workers} workers"] = {
+        result[f"start with --workers {workers}"] = {
             key: spread(values) | interval(values)
             for key in ("to the first update", "of processors")
             if (values := [one[key] for one in starts])
@@ -76,7 +76,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=0)
     parser.add_argument("--start-workers", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--folder", help="fashion_mnist or cifar10")
-    parser.add_argument("--images", type=int, help="training images of the folder; default: all")
+    parser.add_argument(
+        "--images", type=int, nargs=2, help="training and test images; default: all"
+    )
     parser.add_argument("--set", nargs="+", default=[], help="changes of the recipe")
     parser.add_argument("--work", type=Path, default=Path("build"), help="for folders of images")
     add_seconds(parser)
