@@ -1,5 +1,6 @@
 """The GPU of any vendor (NVIDIA, AMD, Intel): the only module that calls `torch.accelerator`."""
 
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,15 @@ def memory_bytes() -> int:
     return int(torch.get_device_module(device).get_device_properties(0).total_memory)
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> tuple[int, int]:
+    """Return the number of multiprocessors of a GPU and the bytes of its L2 cache; 0 if unknown."""
+    if device.type != TRITON:
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, int(getattr(properties, "L2_cache_size", 0))
+
+
 def uuid(device: torch.device) -> str | None:
     """Return the unique identifier of an accelerator; None if it has none."""
     if not is_remote(device):
@@ -118,9 +128,26 @@ def seed(number: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(number)
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator that this process can still allocate."""
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + cached)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of an accelerator's tensors in bytes."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def measure_peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Return the peak of the bytes that some work allocates on an accelerator."""
+    module = torch.get_device_module(device)
+    before = module.memory_allocated(device)
+    module.reset_peak_memory_stats(device)
+    work()
+    return peak_memory_bytes(device) - int(before)
 
 
 def usage(device: torch.device) -> tuple[float, float]:

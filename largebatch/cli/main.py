@@ -170,7 +170,8 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
 def _with_values(words: Sequence[str]) -> list[str]:
     """Write `--flag yes` as --flag=yes, and a bare --resume as --resume=yes.
 
-    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command.
+    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command. What
+    follows the script of an audit is the script's.
     """
     given: list[str] = []
     rest = list(words)
@@ -182,6 +183,8 @@ def _with_values(words: Sequence[str]) -> list[str]:
             elif word == "--resume" and value != "auto":
                 word = "--resume=yes"
         given.append(word)
+        if given[0] == "audit" and word.endswith(".py"):
+            return [*given, "--", *rest]
     return given
 
 

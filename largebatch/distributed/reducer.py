@@ -143,6 +143,9 @@ class Reducer:
             raise ValueError("the model has no parameter with requires_grad=True")
         self.device = next(iter(self._groups[0].parameters.values())).device
         self._armed = False
+        self.in_passes = False
+        """True from `zero` to the end of `wait`: no optimizer has used the gradients yet."""
+
         self._under_way: list[Work] = []
         self.squares: Tensor | None = None
         """With `measure`, after `wait`: squared norm of this worker's gradients in the step's first
@@ -156,6 +159,7 @@ class Reducer:
 
     def zero(self) -> None:
         """Clear all gradients; the buffers stay allocated."""
+        self.in_passes = True
         for group in self._groups:
             group.held.clear()
             group.first = None
@@ -201,6 +205,7 @@ class Reducer:
             firsts = [group.first for group in self._groups if group.first is not None]
             wholes = [group.square() for group in self._groups]
             self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
+        self.in_passes = False
 
     def finite(self) -> Tensor:
         """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""

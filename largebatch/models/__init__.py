@@ -161,3 +161,39 @@ def classifier(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no classifier: neither get_classifier nor an nn.Linear"
         )
     return layers[-1]
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that Muon takes, in the order of the model.
+
+    These are weights that `param_groups` decays, but neither the first layer nor classifiers or
+    embeddings. As in timm, the first two sides must exceed 1: those of depthwise convolutions do
+    not. Parameters that are not a layer's weight are left out by their name.
+    """
+    weights = [getattr(module, "weight", None) for module in model.modules()]
+    first = next((id(weight) for weight in weights if weight is not None and weight.ndim > 1), None)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    skipped = {first, *map(id, [*classifier_weights(model), *tables])}
+    decayed = set(param_groups(model, weight_decay=0.0)[0]["params"])
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if weight in decayed
+        and id(weight) not in skipped
+        and min(weight.shape[:2]) > 1
+        and "weight" in name.rpartition(".")[2]
+    ]
+
+
+def classifier_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of the classifier and of those for training only, known by their names."""
+    own = set(classifier(model).parameters())
+    classes = {len(weight) for weight in own if weight.ndim > 1}
+    return own | {
+        weight
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+        and layer.out_features in classes
+        and any(word in name.lower() for word in ("head", "aux"))
+        for weight in layer.parameters()
+    }

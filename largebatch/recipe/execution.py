@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from largebatch.recipe.choices import Compile, Kernels
 from largebatch.recipe.section import Batch, Positive, Section, Updates
 
+Cache: TypeAlias = Literal["memory", "device", "none"]
+"""Where decoded pixels are kept."""
+
 
 class CubicGroups(Section):
     """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""
@@ -48,8 +51,9 @@ class Execution(Section):
     """
 
     device_batch: Batch | None = None
-    """Samples a worker holds at a time (--device-batch). null: the largest up to 256 that divides
-    its share of the global batch."""
+    """Samples a worker holds at a time (--device-batch). null: the largest that divides its share
+    of the global batch and fits 80 % of a GPU's free memory, as measured at the start; on a CPU
+    the largest up to 256."""
 
     decoder: Literal["dali", "torchvision"] | None = None
     """Decodes and resizes the images (--decoder). `dali`: NVIDIA DALI, on the GPU where there is
@@ -61,10 +65,12 @@ class Execution(Section):
     """Images that a worker reads at a time, at most. Storage with a high latency needs many.
     null: a quarter of the device batch, at least 8 and at most 64."""
 
-    cache: Literal["memory", "device"] | None = None
+    cache: Cache | None = None
     """Decode small data sets once and keep their pixels. `memory`: in one file that all workers of
     a machine map, in the user's cache. `device`: also on every worker's GPU, if all images have
-    one size; on a CPU that is `memory`. null: decode each time."""
+    one size; on a CPU that is `memory`. `none`: decode each time. null: in runs of two epochs or
+    more, `device` on a GPU if the pixels are an eighth of its memory; else `memory` if they are a
+    quarter of the host's memory and half of the free disk, on a CPU only if nothing is resized."""
 
     memory_format: Literal["contiguous", "channels_last"] | None = None
     """Order of images, weights and feature maps in memory, by torch's name; which one is faster on
@@ -97,7 +103,7 @@ class Execution(Section):
 
     @model_validator(mode="after")
     def _decoder_is_used(self) -> Self:
-        if self.cache is not None:
+        if self.cache in {"memory", "device"}:
             for key, value in (("decoder", self.decoder), ("reads", self.reads)):
                 if value is not None:
                     raise ValueError(

@@ -115,7 +115,7 @@ def _others(recipe: Keys) -> dict[str, bool]:
         "polish is for models with BatchNorm: give batch.bn_span too": recipe.polish is not None
         and recipe.batch.bn_span is None,
         f"execution.cache: {cache} would not be used: data.source: synthetic has no files": (
-            cache is not None and recipe.data.source == "synthetic"
+            cache in {"memory", "device"} and recipe.data.source == "synthetic"
         ),
         "reduction.dtype: fp16 needs precision: fp16, whose loss scale keeps small gradients from "
         "vanishing; or send in bf16": recipe.reduction.dtype == "fp16"

@@ -10,7 +10,7 @@ from torch import Tensor
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import override_words, parse_recipe
 from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
@@ -87,15 +87,16 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
 def _load(path: Path, options: Options) -> tuple[Path, Checkpoint]:
     """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution."""
     path, checkpoint = find_checkpoint(path)
-    for override in options.overrides:
+    overrides = override_words(options.overrides)
+    for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
                 f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
                 "can be changed"
             )
-    if options.overrides:
+    if overrides:
         text = dump_yaml(checkpoint.recipe)
-        changed = parse_recipe(text, options.overrides, source=str(path))
+        changed = parse_recipe(text, overrides, source=str(path))
         checkpoint = replace(checkpoint, recipe=changed)
     return path, checkpoint
 
@@ -136,5 +137,8 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
-    tracking = tuple(name for name in recipe.tracking if name != "mlperf")
+    trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
+    tracking = recipe.tracking.model_copy(update={"trackers": trackers})
+    if trackers and tracking.job_type is None:
+        tracking = tracking.model_copy(update={"job_type": "polish"})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

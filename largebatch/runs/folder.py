@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
@@ -21,6 +20,7 @@ from largebatch.runs.build import plugged_in
 from largebatch.runs.options import Resume
 from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
+from largebatch.tracking.environment import source_commit
 from largebatch.tracking.events import (
     CHECKPOINTS,
     LOG,
@@ -40,6 +40,9 @@ from largebatch.training.session import Session
 
 _LOG = logging.getLogger(__name__)
 
+_PLANNED = ("workers", "device_batch", "accumulation", "steps")
+"""What trackers get of the plan: the rest follows from the recipe, which they have."""
+
 
 @contextmanager
 def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[list[Tracker]]:
@@ -48,14 +51,24 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
     Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
     recipe, note = session.saver.recipe, partial(session.log.note, "train")
-    config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
+    tracking = recipe.tracking.model_copy(
+        update={
+            "group": recipe.group,
+            "job_type": recipe.tracking.job_type or "train",
+        }
+    )
+    config = {
+        **recipe.model_dump(mode="json", exclude={"tracking"}),
+        "plan": {key: getattr(session.training.plan, key) for key in _PLANNED},
+        "commit": source_commit() if tracking.trackers else None,
+    }
     trackers: list[Tracker] = [Console()]
-    for name in dict.fromkeys(recipe.tracking):
+    for name in dict.fromkeys(tracking.trackers):
         match name:
             case "wandb":
                 from largebatch.tracking.wandb import Wandb
 
-                trackers.append(Wandb(folder, config, note=note))
+                trackers.append(Wandb(folder, config, tracking, note=note))
             case "tensorboard":
                 from largebatch.tracking.tensorboard import TensorBoard
 
@@ -63,7 +76,7 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
             case "mlflow":
                 from largebatch.tracking.mlflow import MLflow
 
-                trackers.append(MLflow(folder, config))
+                trackers.append(MLflow(folder, config, tracking))
             case "mlperf":
                 tracker = plugged_in("trackers", name)
                 trackers.append(tracker(folder, recipe, began=session.began))

@@ -5,7 +5,7 @@ workers get them as JSON.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import wraps
@@ -18,6 +18,7 @@ from typing import get_type_hints as hints_of
 from cyclopts import Parameter, Token
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+from largebatch.recipe.loading import override_words
 
 Resume = bool | Literal["auto"]
 """auto: resume if there is a checkpoint, else start."""
@@ -92,8 +93,14 @@ if TYPE_CHECKING:
         def __get__(self, options: object, kind: type) -> Path: ...
         def __set__(self, options: object, value: Path | str) -> None: ...
 
+    class _Overrides:
+        """Words of --set, for which mypy accepts a mapping too."""
+
+        def __get__(self, options: object, kind: type) -> Sequence[str]: ...
+        def __set__(self, options: object, value: Sequence[str] | Mapping[str, object]) -> None: ...
+
 else:
-    _Path = Folder
+    _Path, _Overrides = Folder, Overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +121,7 @@ class Workers:
 class Changes:
     """What is changed in a recipe, and what it needs to be imported."""
 
-    overrides: Overrides = ()
+    overrides: _Overrides = ()  # type: ignore[assignment]
     """Changes to the recipe, as KEY=VALUE."""
 
     device_batch: Annotated[int | None, Parameter(metavar="N")] = None
@@ -127,7 +134,8 @@ class Changes:
     """Module to import first: it may register models with timm; may be repeated."""
 
     def __post_init__(self) -> None:
-        """Convert paths given as str, and lists to tuples, as Python's callers pass them."""
+        """Convert paths given as str, lists and mappings, as Python's callers pass them."""
+        object.__setattr__(self, "overrides", override_words(self.overrides))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in {"out", "data"} and isinstance(value, str):
@@ -225,6 +233,7 @@ def with_options(
             return function(recipe, make(*args, **options))
 
         hints = hints_of(Options)  # without what the command line needs
+        hints |= {"out": Path | str, "overrides": Sequence[str] | Mapping[str, object]}
         keywords = [
             Argument(field.name, Argument.KEYWORD_ONLY, default=field.default,
                      annotation=hints[field.name])

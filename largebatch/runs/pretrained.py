@@ -5,7 +5,6 @@ the rest is the polishing of our own runs. Only running means and variances chan
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DataError
 from largebatch.models import zoo
 from largebatch.polish import Drift
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import Overrides, parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_measuring
 from largebatch.runs.checkpoints import with_statistics
@@ -75,7 +74,7 @@ def polish_weights(
     return Polished(before=before, after=after, drift=drift)
 
 
-def recipe_for(name: str, train: Index, val: Index, overrides: Sequence[str]) -> Recipe:
+def recipe_for(name: str, train: Index, val: Index, overrides: Overrides) -> Recipe:
     """Return a recipe that shows images to a model as its library does in evaluation.
 
     Its schedule is not used. Spans of 64 are a usual device batch when such models are trained;

@@ -4,6 +4,7 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 charts and checkpoints/. It is made after everything that a user can get wrong has been checked.
 """
 
+import gc
 import sys
 import time
 from contextlib import suppress
@@ -12,10 +13,11 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 
-from largebatch.distributed.environment import join_slurm, require_alone, worker_rank
-from largebatch.errors import BackendError, PlanError, WorkerFailedError
+from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
+from largebatch.errors import BackendError, PlanError, WorkerFailedError, printable
 from largebatch.formatting import plural
 from largebatch.models import is_timms, kernels
 from largebatch.optional import require_timm
@@ -23,6 +25,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, with_profiler
+from largebatch.runs.fitting import halve
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
@@ -32,7 +35,7 @@ from largebatch.runs.folder import (
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
-from largebatch.tracking.events import SUMMARY, Summary
+from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.stages import require_resumable, run_stages
 
 _SLOW = (
@@ -47,12 +50,13 @@ JOB = TypeAdapter(tuple[Recipe, Options])
 
 @with_options(Options)
 def run(recipe: Recipe | Path | str, options: Options) -> Summary:
-    """Train, polish and evaluate a recipe; return the content of summary.json.
+    """Train, polish and evaluate a recipe; return the content of summary.json, and the folder.
 
     `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
-    then with `overrides` such as ["seed=3"]. Starts `workers` processes on this machine, unless
-    torchrun, horovodrun or srun started this one among several. `out` is the run folder, by default
-    runs/<name>-<time>. All keywords are the fields of `largebatch.runs.options.Options`.
+    then with `overrides` such as ["seed=3"] or {"seed": 3}. Starts `workers` processes on this
+    machine, unless torchrun, horovodrun or srun started this one among several. `out` is the run
+    folder, by default runs/<name>-<time>. All keywords are the fields of
+    `largebatch.runs.options.Options`.
 
     A data set or a model of the caller is named and not passed, because workers are separate
     processes that import it: `dataset` is module:function that returns data sets (train, val), and
@@ -73,7 +77,11 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
         )
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
-    return start(recipe, options.without_changes())
+    summary = start(recipe, options.without_changes())
+    assert summary.folder is not None
+    if own_rank() == 0 and (page := summary.folder / REPORT).is_file():
+        sys.stdout.write(printable(f"report: {page}\n"))
+    return summary
 
 
 def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
@@ -83,15 +91,17 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
     _require_options(options)
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
-        if "mlperf" in recipe.tracking and recipe.data.source == "folder" and options.data:
+        if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
             require_stored(options.data, purpose="tracking: [mlperf]")
     if options.workers == 1:
-        return run_worker(recipe, options)
-    make_plan(recipe, workers=options.workers, backend=options.backend)
-    restarting(recipe, options, forks=forks)
-    return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
+        summary = run_worker(recipe, options)
+    else:
+        make_plan(recipe, workers=options.workers, backend=options.backend)
+        restarting(recipe, options, forks=forks)
+        summary = TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
+    return replace(summary, folder=options.out)
 
 
 def _require_options(options: Options) -> None:
@@ -162,9 +172,25 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker of a run."""
-    folder = options.out
-    with open_session(recipe, options, {"command": "train"}) as session:
+    """Run one worker of a run, with a smaller device batch after it ran out of memory."""
+    begun = time.monotonic()
+    summary, smaller = _run_worker(recipe, options)
+    while smaller is not None:
+        gc.collect()
+        limit = options.time_limit
+        if limit is not None:
+            limit = max(0.0, limit - (time.monotonic() - begun))
+        again = replace(options, resume="auto", time_limit=limit)
+        summary, smaller = _run_worker(recipe, again, fits=smaller)
+    return summary
+
+
+def _run_worker(
+    recipe: Recipe, options: Options, *, fits: int | None = None
+) -> tuple[Summary, int | None]:
+    """Run one worker; return the device batch to continue with if there was no memory, or None."""
+    folder, smaller = options.out, None
+    with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
         training, saver = session.training, session.saver
         checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
         if checkpoint is not None:
@@ -174,7 +200,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             saver.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, training.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                return finished  # if the numbers differ, its last checkpoint is damaged
+                return finished, None  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with
 
@@ -185,6 +211,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
+            nonlocal smaller
             remarks = [] if checkpoint is not None else [*training.pipeline.remarks]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
@@ -198,7 +225,10 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
             for remark in remarks:
                 session.log.note("train", remark)
-            with profiler:
+            with suppress(torch.OutOfMemoryError), profiler:
                 return run_stages(profiled, until=until)
+            smaller = halve(session)  # here, where the failed pass is no longer referenced
+            return False
 
-        return record(session, folder, train, resume=bool(options.resume), draws=options.report)
+        resumes, draws = bool(options.resume), options.report
+        return record(session, folder, train, resume=resumes, draws=draws), smaller

@@ -153,9 +153,9 @@ def unknown_key():
 @pytest.mark.parametrize(
     ("function", "code", "shown"),
     [
-        ("mine:right", DONE, "no fault"),
+        ("mine.py:right", DONE, "no fault"),
         ("mine:never_sums", USER, "fault"),
-        ("mine:none", USER, "mine:none"),
+        ("mine", USER, "mine:build"),
         ("mine:unknown_key", USER, "set_epoch"),
     ],
 )

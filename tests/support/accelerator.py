@@ -21,6 +21,7 @@ import copy
 import functools
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -133,6 +134,52 @@ def _hold_if_hung() -> None:
         hold()
 
 
+class Allocated:
+    """Bytes of the tensors that were made since `limit` was set; more raise OutOfMemoryError.
+
+    A backward pass raises it at its end: autograd's threads lose errors of Python's fallbacks.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.failed = False
+        self.bytes = self.peak = 0
+        self._tensors: Counter[int] = Counter()
+        """Number of tensors by the address of their memory."""
+
+    def add(self, tensor: "SimTensor") -> None:
+        """Count the memory of a tensor until its last tensor is gone."""
+        memory = tensor.raw.untyped_storage()
+        address, size = memory.data_ptr(), memory.nbytes()
+        if not self._tensors[address]:
+            assert self.limit is not None
+            self.failed = self.failed or self.bytes + size > self.limit
+            if torch._C._current_graph_task_id() == -1:  # not in a backward pass
+                self.check()
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+        self._tensors[address] += 1
+        weakref.finalize(tensor, self._remove, address, size)
+
+    def check(self) -> None:
+        """Raise OutOfMemoryError if a tensor did not fit."""
+        failed, self.failed = self.failed, False
+        if failed:
+            raise torch.OutOfMemoryError(f"more than the {self.limit} bytes of the device")
+
+    def _remove(self, address: int, size: int) -> None:
+        self._tensors[address] -= 1
+        self.bytes -= 0 if self._tensors[address] else size
+
+
+ALLOCATED = Allocated()
+
+
+def _backward(tensor: Tensor, *args: Value, **settings: Value) -> None:
+    torch.autograd.backward(tensor, *args, **settings)
+    ALLOCATED.check()
+
+
 class SimTensor(Tensor):
     """A tensor on the simulated device; `raw` holds its values."""
 
@@ -151,6 +198,8 @@ class SimTensor(Tensor):
             requires_grad=False,
         )
         wrapper.raw = raw
+        if ALLOCATED.limit is not None:
+            ALLOCATED.add(wrapper)
         made: Self = wrapper
         return made
 
@@ -430,15 +479,25 @@ class _Module:
         return "simulated"
 
     def get_device_properties(self, _: object = None) -> SimpleNamespace:
-        return SimpleNamespace(name="simulated", total_memory=MEMORY, uuid=self.uuid)
+        return SimpleNamespace(
+            name="simulated", total_memory=ALLOCATED.limit or MEMORY, uuid=self.uuid
+        )
 
     def max_memory_allocated(self, _: object = None) -> int:
-        return 0
+        return ALLOCATED.peak
 
     def memory_allocated(self, _: object = None) -> int:
-        return 0
+        return ALLOCATED.bytes
 
-    def reset_peak_memory_stats(self, _: object = None) -> None: ...
+    memory_reserved = memory_allocated
+
+    def reset_peak_memory_stats(self, _: object = None) -> None:
+        ALLOCATED.peak = ALLOCATED.bytes
+
+    def mem_get_info(self, _: object = None) -> tuple[int, int]:
+        return (ALLOCATED.limit or MEMORY) - ALLOCATED.bytes, ALLOCATED.limit or MEMORY
+
+    def empty_cache(self) -> None: ...
 
     def is_initialized(self) -> bool:
         return True
@@ -497,6 +556,7 @@ def simulate() -> torch.device:
         (torch, "tensor", _factory(torch.tensor)),
         (torch, "empty", _factory(torch.empty)),
         (torch, "zeros", _factory(torch.zeros)),
+        (Tensor, "backward", _backward),
         (Tensor, "pin_memory", lambda tensor, *_: pinned(tensor.clone())),
         (Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor)),
     ):

@@ -199,6 +199,10 @@ def on_both(case: Case) -> dict[str, float]:
         pytest.param(replace(HALF, init_scale=OVERFLOWS, optimizer=sgd), id="skipped, SGD"),
         pytest.param(Case(span=4, kernels=True, steps=2), id="kernels"),
         pytest.param(replace(HALF, init_scale=OVERFLOWS, kernels=True), id="kernels, skipped"),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, kernels=True, optimizer=sgd),
+            id="kernels, skipped, SGD",
+        ),
     ],
 )
 def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:

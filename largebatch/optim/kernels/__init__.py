@@ -53,6 +53,10 @@ class Rule:
 
     clip_ratio: float | None = None
     clip_gradient: float | None = None
+    nesterov: bool = False
+    """True for w -= out (g + decay w + momentum b), without r and with into 1. Only `table`
+    supports it."""
+
     found_inf: Tensor | None = None
     """1 to leave weights and buffers unchanged for any gradients, else 0: 0-d, float32, on their
     device. Only `batched` supports it."""

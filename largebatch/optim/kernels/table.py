@@ -1,4 +1,4 @@
-"""The update of all tensors of a GPU in two launches: norms, then ratios and update.
+"""The update of all tensors of a GPU in two launches: norms, if any ratio needs them, and update.
 
 A table of the tensors' addresses is on the device, and so do the numbers of their groups (rates,
 momentum, ...), so that a CUDA graph can replay both launches. Weights are float32; a float16 or
@@ -59,7 +59,7 @@ class Table:
         self._addresses = self._send(columns)
         self._grads_are_aligned = _are_aligned(columns[3])
         self._squares = self._empty(self._num_chunks, 2)
-        self._numbers = self._empty(max(groups) + 1, 10)
+        self._numbers = self._empty(max(groups) + 1, 11)
         self._rules: list[list[float]] = []
 
     def move_grads(self, grads: Tensors) -> None:
@@ -89,7 +89,8 @@ class Table:
         constants["ALIGNED"] = self._aligned and self._grads_are_aligned
         grid = (self._num_chunks,)
         table = self._chunks, self._tensors, self._addresses, self._squares
-        accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
+        if any(rule.ratio != "none" for rule in used):
+            accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
         accelerator.launch(
             triton_lars.update,
             grid,
@@ -125,6 +126,7 @@ def _numbers(rule: Rule) -> list[float]:
         _PLACES[rule.ratio],
         math.inf if rule.clip_ratio is None else rule.clip_ratio,
         math.inf if rule.clip_gradient is None else rule.clip_gradient,
+        float(rule.nesterov),
     ]
 
 

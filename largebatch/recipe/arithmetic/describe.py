@@ -35,7 +35,7 @@ def describe_decoding(execution: Execution, source: str) -> str:
     """Describe the source of the pixels."""
     if source == "synthetic":
         return "synthetic"
-    if execution.cache is None:
+    if execution.cache in {None, "none"}:
         return f"decoded by {execution.decoder or 'torchvision'}"
     return f"decoded once, cached as bytes (execution.cache: {execution.cache})"
 
