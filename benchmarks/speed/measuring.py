@@ -123,7 +123,11 @@ def in_graph(step: Step, device: torch.device) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return lambda: (graph.replay(), step)  # the graph's tensors belong to the step
+
+    def replay(_: Step = step) -> None:  # the graph's tensors belong to the step
+        graph.replay()
+
+    return replay
 
 
 def graph_of_train(device: torch.device, *, graph: bool) -> dict[str, Any]:

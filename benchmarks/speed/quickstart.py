@@ -51,7 +51,8 @@ def main() -> None:
             for key in ("to the first update", "of processors")
             if (values := [one[key] for one in starts])
         }
-    end, runs = time.monotonic() + args.seconds, []
+    end = time.monotonic() + args.seconds
+    runs: list[dict[str, Any]] = []
     for seed in range(1, args.seeds + 1):
         if runs and time.monotonic() > end:
             break

@@ -14,13 +14,17 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.images import write_part
-from largebatch.lab.studies import runner
-from largebatch.lab.studies.study import Machine
-from largebatch.recipe.loading import parse_yaml
+from largebatch.lab.studies.runner import Runs
+from largebatch.lab.studies.runner import carry_out as make
+from largebatch.lab.studies.store import Store
+from largebatch.lab.studies.study import Machine, Study
+from largebatch.lab.studies.trained import cells_of
+from largebatch.recipe.loading import parse_yaml, validate_tree
 
 FOLDER = Path(__file__).parent
 FIRST = 3
@@ -76,12 +80,14 @@ def arguments() -> argparse.Namespace:
 
 
 def carry_out(study: dict[str, Any], out: Path, data: Path, jobs: int) -> None:
-    """Carry out a study; exit with INTERRUPTED if it was stopped."""
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "study.yaml"
-    file.write_text(json.dumps(study), encoding="utf-8")
-    machine = Machine(data=data)
-    if not runner.study(file, out=out, jobs=jobs, machine=machine, report=print):
+    """Make the runs of a study that have no record; exit with INTERRUPTED if it was stopped.
+
+    Its own page is not drawn, which needs SciPy.
+    """
+    cells = cells_of(validate_tree(Study, study, source="study.yaml"), FOLDER)
+    runs = Runs(cells=cells, store=Store(out), machine=Machine(data=data))
+    print(f"{out}: {len(runs.left)} of {runs.number} runs are left", flush=True)
+    if not make(runs, jobs=jobs, report=partial(print, flush=True)):
         sys.exit(INTERRUPTED)
 
 
