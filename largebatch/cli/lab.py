@@ -14,7 +14,7 @@ from largebatch.cli.recipe import write_planned
 from largebatch.cli.study import study
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
-from largebatch.formatting import aligned, plural
+from largebatch.formatting import MISSING, aligned, plural
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -177,6 +177,19 @@ def suggest(
     for line in words(found):
         print(wrapped(line))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
+
+
+@app.command
+def clusters() -> None:
+    """List the installed clusters, for --cluster of plan, batch, launch and lab rehearse."""
+    from largebatch.lab.planner.cluster import installed_clusters
+
+    rows = [("cluster", "nodes", "GPUs of a node", "", "GB/s between nodes", "cores of a node")]
+    for name, found in installed_clusters().items():
+        gpu, network = found.gpu.name if found.gpu else MISSING, found.network_gigabytes_per_second
+        size = f"{found.nodes:,}", f"{found.gpus_per_node}"
+        rows.append((name, *size, gpu, f"{network or MISSING}", f"{found.cpu_cores}"))
+    print(aligned(rows, right=(1, 2, 4, 5)))
 
 
 @app.command

@@ -39,7 +39,7 @@ def plan(  # noqa: PLR0913 -- its options
 
     Args:
         workers: Number of workers to plan for.
-        cluster: Predict the time there instead: the name of a cluster, or a file.
+        cluster: Predict the time there instead: a name of `lab clusters`, or a file.
         json: Print the prediction as JSON.
         calibrate: Measure this machine instead, and write a cluster file.
         data: Images for --calibrate.

@@ -317,7 +317,7 @@ def _choose_cache(
     total = sum(map(pixel_cache.num_bytes, indexes))
     resizes = data.crop_area or data.eval_resize or data.resolution
     same_bits = not resizes and sizes == {(data.image_size, data.image_size)}
-    pays = plan.epoch(plan.updates) >= MIN_EPOCHS and "mlperf" not in recipe.tracking
+    pays = plan.epoch(plan.updates) >= MIN_EPOCHS and "mlperf" not in recipe.tracking.trackers
     if not pays or execution.decoder or execution.reads or not (is_remote or same_bits):
         return None
     choices: list[Cache | None] = [None, "memory", "device"]

@@ -175,7 +175,7 @@ class LARS(Tabled):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
-        rules = [_rule(group) for group in self.param_groups]
+        rules = self._rules()
         found = self._update_tables(rules, scale, found_inf)
         others = [self._gather(group) for group in self.param_groups] if self._others else []
         for group, rule, every_kind in zip(self.param_groups, rules, others, strict=False):
@@ -193,6 +193,9 @@ class LARS(Tabled):
                     torch._foreach_copy_(lists.rounded, lists.exact)
         self._ratios = found
         return loss
+
+    def _rules(self) -> list[Rule]:
+        return [_rule(group) for group in self.param_groups]
 
     def trust_ratios(self) -> dict[Tensor, Tensor]:
         """Return the ratios of the last step, by adapted parameter.

@@ -28,9 +28,12 @@ class TabledSGD(Tabled, SGD):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
-        self._update_tables([_rule(group) for group in self.param_groups], scale, found_inf)
+        self._update_tables(self._rules(), scale, found_inf)
         assert not self._others
         return loss
+
+    def _rules(self) -> list[Rule]:
+        return [_rule(group) for group in self.param_groups]
 
 
 def _rule(group: dict[str, Any]) -> Rule:

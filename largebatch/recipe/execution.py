@@ -90,16 +90,31 @@ class Execution(Section):
     only."""
 
     compile: Compile = False
-    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead`
-    adds CUDA graphs, which save launches and take memory. `max-autotune` adds a search for the
-    fastest kernels, which takes minutes. The first update of each image size takes seconds to
-    minutes longer. Evaluation and polishing run uncompiled."""
+    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead` is
+    another name for `compile: true` with `graph`. `max-autotune` adds a search for the fastest
+    kernels, which takes minutes. The first update of each image size takes seconds to minutes
+    longer. Evaluation and polishing run uncompiled."""
+
+    graph: Literal["auto"] | bool = "auto"
+    """Record an update once for each shape in a CUDA graph and replay it: the host launches one
+    graph in place of hundreds of kernels, and results are the same bits. What cannot be recorded
+    runs after the graph, and the log says why. `auto`: on a GPU, if the network and the optimizer
+    allow it; true: required; false: never."""
 
     def channels_last(self, device: str) -> bool:
         """Return True if `memory_format` is channels_last on this type of device."""
         if self.memory_format is None:
             return device != "cpu"
         return self.memory_format == "channels_last"
+
+    @model_validator(mode="after")
+    def _graph_is_allowed(self) -> Self:
+        if self.graph is False and isinstance(self.compile, str):
+            raise ValueError(
+                f"compile: {self.compile} is compile: true with a graph, and graph is false; give "
+                "one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _decoder_is_used(self) -> Self:

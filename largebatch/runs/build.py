@@ -29,6 +29,7 @@ from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
+from largebatch.training.graph import require_graphs
 from largebatch.training.session import Session
 from largebatch.training.updates import Updates, synchronous_updates
 
@@ -90,6 +91,8 @@ def open_session(
             chosen.append(reason)
         sizes = {piece.image_size for piece in plan.sizes}
         require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
+        if protocol is None:
+            require_graphs(recipe.execution.graph, device)
         if recipe.execution.compile:
             from largebatch.models.compiled import compile_model
 

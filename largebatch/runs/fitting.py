@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +20,25 @@ from largebatch.training.session import Session
 SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
 
-_FEW = 16
-"""Samples in the first measurement."""
-
-_PROBE = 1 / 8
-"""Part of the free memory that the second measurement aims at."""
+_PART = 1 / 8
+"""Part of the free memory that the second measurement aims at, and part of all memory that cached
+pixels may take."""
 
 _COPIES = 4
-"""Copies of the weights, in bytes, besides the gradients: moments, averages and sums."""
-
-_CACHED = 1 / 8
-"""Part of all memory that the pixels of a data set may take; see data.pipeline."""
+"""Copies of the weights besides the gradients: moments, averages and sums."""
 
 
 def fitted_plan(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[Plan, str]:
     """Return the plan with the largest device batch that fits every worker, and the reason.
 
-    `plan` is any plan of the recipe for these workers, `model` the model on the device, unchanged
-    by this.
+    `plan` is any plan of the recipe for these workers. The model does not change.
     """
-    device = backend.device
     images, reason = measure(recipe, plan, model, backend)
-    of_workers = backend.all_gather(torch.tensor(images).to(device))
+    of_workers = backend.all_gather(torch.tensor(images).to(backend.device))
     images = int(of_workers.min())  # sync: once, before training
     fitted = make_plan(recipe, workers=plan.workers, backend=backend.name, fits=images)
-    share = _share(plan)
     return fitted, (
-        f"device batch {fitted.device_batch:,} of the {share:,} samples that a worker has in an "
+        f"device batch {fitted.device_batch:,} of a worker's {_share(plan):,} samples in an "
         f"update: {images:,} fit, {reason} (execution.device_batch sets another)"
     )
 
@@ -61,38 +53,28 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     side = largest_side(plan, usual=recipe.data.image_size)
     criterion = build_criterion(recipe.loss)
     on_one = math.ceil(backend.local_size / max(1, accelerator.count()))
-    total = accelerator.memory_bytes()
-    pixels = 3 * (recipe.train_samples + recipe.data.val_split) * recipe.data.image_size**2
-    may_cache = recipe.execution.cache in {None, "device"} and pixels <= _CACHED * total
-    cached = _CACHED * total if may_cache else 0
+    caches = recipe.execution.cache in {None, "device"}
+    cached = _PART * accelerator.memory_bytes() if caches else 0
     free = accelerator.free_memory_bytes(device) / on_one - cached
 
-    def peak(num: int) -> tuple[int, int]:
-        """Return the samples of a pass, fewer if they do not fit, and its memory in bytes."""
-
+    def peak(num: int) -> int:
         def work() -> None:
             images, labels = random_batch(num, side, classes=recipe.data.classes, device=device)
             criterion(model(images), labels).backward()
 
-        fits = True
-        try:
-            found = accelerator.measure_peak(device, work)
-        except torch.OutOfMemoryError:
-            if num <= 2:
-                raise
-            fits = False
+        found = accelerator.measure_peak(device, work)
         model.zero_grad(set_to_none=True)
-        return (num, max(1, found)) if fits else peak(num // 2)
+        return max(1, found)
 
     with _unchanged(model, device):
-        few, low = peak(whole_spans(max(2, min(_FEW, most)), span))
-        aim = min(most, int(_PROBE * free * few / low))
-        many, high = peak(whole_spans(max(few, aim), span))
+        few = whole_spans(2, span)
+        low = peak(few)
+        many = whole_spans(max(few, min(most, int(_PART * free * few / low))), span)
+        high = peak(many)
     each = max(1.0, (high - low) / (many - few) if many > few else high / many)
     weights = sum(weight.nbytes for weight in model.parameters())
     fixed = max(0.0, high - many * each) + _COPIES * weights
-    fit = int((SHARE * free - fixed) / each)
-    return max(1, min(most, fit)), (
+    return max(1, min(most, int((SHARE * free - fixed) / each))), (
         f"in {SHARE:.0%} of {free / 1e9:.3g} GB: {each / 1e6:.3g} MB a sample of {side} x {side} "
         f"pixels, measured, and {fixed / 1e9:.3g} GB besides"
     )
@@ -109,17 +91,19 @@ def halve(session: Session) -> int:
     in_passes = reducer.in_passes
     reducer.zero()
     gc.collect()  # the tensors of the pass that failed
-    asked = recipe.execution.device_batch
+    asked, fits = recipe.execution.device_batch, plan.device_batch // 2
+    if asked is not None:
+        with suppress(torch.OutOfMemoryError):
+            found, _ = measure(recipe, plan, build_model(recipe, backend.device), backend)
+            fits = min(found, fits)
     free = recipe.with_execution(device_batch=None)
-    smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
-    if smaller < plan.device_batch and asked is not None:
-        found, _ = measure(recipe, plan, build_model(recipe, backend.device), backend)
-        fits = min(found, smaller)
-        smaller = make_plan(free, workers=plan.workers, fits=fits).device_batch
+    smaller = make_plan(free, workers=plan.workers, fits=fits).device_batch
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
     step = session.state.progress.step
     if smaller >= plan.device_batch or recipe.protocol is not None:
-        raise DeviceMemoryError(f"{where}, and no smaller one is possible with so many workers")
+        raise DeviceMemoryError(
+            f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
+        )
     if asked is not None or backend.name != "serial" or not in_passes:
         raise DeviceMemoryError(
             f"{where} (after update {step:,}); {smaller:,} would: continue with --device-batch "

@@ -172,23 +172,19 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker of a run, with a smaller device batch after it ran out of memory."""
-    begun = time.monotonic()
-    summary, smaller = _run_worker(recipe, options)
+    """Run one worker of a run; after it ran out of memory, again with a smaller device batch."""
+    begun, limit = time.monotonic(), options.time_limit
+    summary, smaller = _run_worker(recipe, options, None)
     while smaller is not None:
-        gc.collect()
-        limit = options.time_limit
-        if limit is not None:
-            limit = max(0.0, limit - (time.monotonic() - begun))
-        again = replace(options, resume="auto", time_limit=limit)
-        summary, smaller = _run_worker(recipe, again, fits=smaller)
+        gc.collect()  # the tensors of the session before
+        left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
+        again = replace(options, resume="auto", allow=(), time_limit=left)
+        summary, smaller = _run_worker(recipe, again, smaller)
     return summary
 
 
-def _run_worker(
-    recipe: Recipe, options: Options, *, fits: int | None = None
-) -> tuple[Summary, int | None]:
-    """Run one worker; return the device batch to continue with if there was no memory, or None."""
+def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Summary, int | None]:
+    """Run one worker; return the device batch to continue with after memory ran out, or None."""
     folder, smaller = options.out, None
     with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
         training, saver = session.training, session.saver
@@ -212,7 +208,8 @@ def _run_worker(
 
         def train() -> bool:
             nonlocal smaller
-            remarks = [] if checkpoint is not None else [*training.pipeline.remarks]
+            pipeline = training.pipeline
+            remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:

@@ -21,7 +21,7 @@ from largebatch.models import affine_parameters, norm_parameters
 from largebatch.models.batchnorm import Spans
 from largebatch.optim.rates import train_early
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.choices import Compile, Precision
+from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Execution, Groups, GroupsByBytes
 from largebatch.recipe.keys import Loss, Reduction
 from largebatch.recipe.model import EarlyWeights
@@ -62,15 +62,7 @@ def build_state(
     optimizer = build_optimizer(recipe, model, group)
     if recipe.model.early is not None:
         _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
-    reducer = partial(
-        build_reducer,
-        recipe.reduction,
-        recipe.execution,
-        plan,
-        model,
-        group,
-        keeps_gradients=alone,
-    )
+    reducer = partial(build_reducer, recipe.reduction, recipe.execution, model, group)
 
     def build_affine() -> Updater:
         """Build the updater of BatchNorm's scales and shifts and the classifier.
@@ -137,6 +129,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         requests=requests,
         seed=recipe.seed,
         skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        graph=recipe.execution.graph,
     )
     saver = Saver(
         recipe=recipe,
@@ -200,20 +193,15 @@ def build_criterion(section: Loss) -> Criterion:
     return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
 
 
-def build_reducer(  # noqa: PLR0913 -- what decides on the messages
+def build_reducer(
     section: Reduction,
     execution: Execution,
-    plan: Plan,
     model: nn.Module,
     backend: Backend,
     *,
     measure: bool = False,
-    keeps_gradients: bool = False,
 ) -> Reducer:
-    """Build the reducer, which sums gradients and with `measure` measures their noise scale.
-
-    `keeps_gradients`: an update's gradients are needed while the next ones are computed.
-    """
+    """Build the reducer, which sums gradients and with `measure` measures their noise scale."""
     return Reducer(
         model.named_parameters(),
         backend,
@@ -222,17 +210,7 @@ def build_reducer(  # noqa: PLR0913 -- what decides on the messages
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=kept_exact(section.dtype, model),
         measure=measure,
-        copies=copies_gradients(plan, execution.compile, backend.device, keeps=keeps_gradients),
     )
-
-
-def copies_gradients(
-    plan: Plan, compiled: Compile, device: torch.device, *, keeps: bool = False
-) -> bool:
-    """Return True if a compiled pass may overwrite gradients of the pass before (CUDA graphs)."""
-    accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
-    reuses = compiled in {"reduce-overhead", "max-autotune"} and device.type != "cpu"
-    return reuses and (accumulates or keeps)
 
 
 def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:

@@ -89,17 +89,21 @@ def test_batches_from_a_device_are_those_of_the_cpu(
     order: str,
     folder: Callable[[int, int], Path],
 ) -> None:
-    """Bit for bit where nothing is resized; else a few values differ by a rounding."""
+    """Bit for bit where nothing is resized, also as decoded; else a few differ by a rounding."""
     recipe, images = a_recipe(f"execution.memory_format={order}", *changes), folder(*size)
     expected = batches(recipe, images, None)
     found = batches(recipe, images, CPU)
+    if not steps:
+        decoded = batches(recipe.with_execution(cache="none"), images, None)
+        for ours, theirs in zip(decoded, expected, strict=True):
+            assert torch.equal(ours.images, theirs.images)
     step = 1 / 255 / min(recipe.data.std)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.labels, theirs.labels)
         assert ours.images.stride() == theirs.images.stride()
         difference = (ours.images - theirs.images).abs()
         assert difference.max() <= steps * 1.01 * step
-        assert (difference > 0).float().mean() <= steps * 0.02
+        assert (difference > 0).float().mean() <= steps * 0.03
     if recipe.data.eval_resize is not None:  # a centre that is not resized
         assert torch.equal(found[-1].images, expected[-1].images)
 

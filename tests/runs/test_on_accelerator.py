@@ -1,4 +1,7 @@
-"""Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU."""
+"""Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU.
+
+Updates are replayed from graphs, up to the optimizers, whose kernels here are not LARS's tables.
+"""
 
 import re
 from collections import Counter
@@ -109,6 +112,7 @@ def on_accelerator(
 ) -> dict[str, dict[str, int]]:
     """Train there, resuming after each stop; return the lines at which the host waited."""
     accelerator.simulate()
+    accelerator.use_graphs()
     late_group.register()
     for number, stop in enumerate(stops):
         run(recipe, out=folder, max_steps=stop, resume=number > 0)

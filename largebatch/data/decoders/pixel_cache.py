@@ -278,7 +278,7 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
             if (request.boxes[:, 2:] == size).all():
-                images = _cut_out(pixels, numbers, tables, offsets=request.boxes[:, :2].any())
+                images = _cut_out(pixels, numbers, tables[0], request.boxes[:, :2].any())
             else:
                 moves = request.shifts is not None
                 images = _resized(pixels, numbers, tables, view, moves=moves)
@@ -286,54 +286,45 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
             yield Batch(images.contiguous(memory_format=order), numbers[-1])
 
 
-class _Tables(NamedTuple):
-    """Tables on a device that numbers of a request index; negative shifts are at the end."""
-
-    forwards: Tensor  # pixels to read along an axis, by shift: (2 * size - 1) x size
-    mirrored: Tensor  # the same by flip and shift: 2 x (2 * size - 1) x size
-    weights: list[Tensor]
-    """Of small images along height and width, by first pixel, length and place; else empty."""
-
-
 @lru_cache(maxsize=8)
-def _tables(axes: torch.Size, view: View, device: torch.device) -> _Tables:
+def _tables(axes: torch.Size, view: View, device: torch.device) -> tuple[list[Tensor], ...]:
+    """Return tables on a device: pixels to read by shift, and, of small images, weights.
+
+    The first are for rows, by shift, and for columns, by flip and shift, a negative shift counted
+    from the end. The weights are for rows and columns, by first pixel, length and place.
+    """
     size = view.image_size
     shifts = torch.cat([torch.arange(size), torch.arange(1 - size, 0)])
-    forwards = reflected(shifts, num_pixels=size)
-    weights = []
+    rows = reflected(shifts, num_pixels=size)
+    weights: list[Tensor] = []
     if max(*axes, size) <= SMALL:
-        all_weights = (_all_weights(num, size, view.interpolation)[0] for num in axes)
-        weights = [np.pad(each, [(0, 0), (1, 0), (0, 0), (0, 0)]) for each in all_weights]
-    return _Tables(
-        forwards.to(device),
-        torch.stack([forwards, size - 1 - forwards]).to(device),
-        [torch.from_numpy(each).to(device) for each in weights],
-    )
+        found = (_all_weights(num, size, view.interpolation)[0] for num in axes)
+        weights = [torch.from_numpy(np.pad(it, [(0, 0), (1, 0), (0, 0), (0, 0)])) for it in found]
+    places = [rows, torch.stack([rows, size - 1 - rows])]
+    return tuple([table.to(device) for table in tables] for tables in (places, weights))
 
 
-def _cut_out(pixels: Tensor, numbers: Tensor, tables: _Tables, *, offsets: np.bool_) -> Tensor:
+def _cut_out(pixels: Tensor, numbers: Tensor, places: list[Tensor], offsets: np.bool_) -> Tensor:
     """Return parts of the images that are not resized, mirrored and moved: N x 3 x H x W bytes."""
     samples, top, left, _, _, flips, down, right, _ = numbers
-    rows, columns = tables.forwards[down], tables.mirrored[flips, right]
+    rows, columns = places[0][down], places[1][flips, right]
     if offsets:
         rows, columns = rows + top[:, None], columns + left[:, None]
     return pixels[samples[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def _resized(
-    pixels: Tensor, numbers: Tensor, tables: _Tables, view: View, *, moves: bool
+    pixels: Tensor, numbers: Tensor, tables: tuple[list[Tensor], ...], view: View, *, moves: bool
 ) -> Tensor:
     """Return the boxes of the images, resized, mirrored and moved, some at a time."""
-    size, parts = view.image_size, []
+    (places, weights), size, parts = tables, view.image_size, []
     for some in numbers.split(max(1, AT_ONCE // (pixels[0].numel() // 3)), dim=1):
         samples, top, left, height, width, flips, down, right, _ = some
         whole = pixels[samples]
-        if tables.weights:
-            rows, columns = tables.forwards[down], tables.mirrored[flips, right]
-            of_rows, of_columns = tables.weights
-            of_rows = of_rows[top[:, None], height[:, None], rows]
-            of_columns = of_columns[left[:, None], width[:, None], columns]
-            parts.append(_product(whole, of_rows, of_columns))
+        if weights:
+            rows = weights[0][top[:, None], height[:, None], places[0][down]]
+            columns = weights[1][left[:, None], width[:, None], places[1][flips, right]]
+            parts.append(_product(whole, rows, columns))
         else:
             mode = view.interpolation
             part = resample(whole, some[1:5].T, flips > 0, size=size, interpolation=mode)

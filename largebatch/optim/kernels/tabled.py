@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
 
+from largebatch import accelerator
 from largebatch.optim.kernels import Rule, works
 
 SHORT = (torch.float16, torch.bfloat16)
@@ -51,10 +52,9 @@ class Tabled(Optimizer):
         layout, addresses = self._layout()
         if layout is None or layout != self._made_for:
             self._make_tables(layout)
-        elif addresses != self._grads:
-            for tabled in self._tables:
-                tabled.table.move_grads([it.grad for it in tabled.parameters])
-        self._grads = addresses
+            self._grads = addresses
+        else:
+            self._find_grads(addresses)
         found = []
         for tabled in self._tables:
             scales = [it if it is None else it.to(tabled.device) for it in (scale, found_inf)]
@@ -63,6 +63,27 @@ class Tabled(Optimizer):
             for target, source in tabled.copies:
                 target.copy_(source)
         return found
+
+    def can_replay(self) -> bool:
+        """Return True if a graph may repeat the last step: it reads all numbers from tables."""
+        return self._made_for is not None and not self._others
+
+    def refresh(self) -> None:
+        """Copy hyper-parameters and addresses of gradients to the tables: before a replay."""
+        self._find_grads(self._layout()[1])
+        for tabled in self._tables:
+            tabled.table.use(self._rules())
+
+    def _rules(self) -> list[Rule]:
+        """Return the rule of each group."""
+        raise NotImplementedError
+
+    def _find_grads(self, addresses: Sequence[int]) -> None:
+        if addresses == self._grads:
+            return
+        for tabled in self._tables:
+            tabled.table.move_grads([it.grad for it in tabled.parameters])
+        self._grads = [] if accelerator.is_recording() else addresses  # [] is sent again
 
     def _layout(self) -> tuple[object, list[int]]:
         """Return what the tables depend on, and the addresses of gradients.

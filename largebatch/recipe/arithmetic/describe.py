@@ -36,7 +36,8 @@ def describe_decoding(execution: Execution, source: str) -> str:
     if source == "synthetic":
         return "synthetic"
     if execution.cache in {None, "none"}:
-        return f"decoded by {execution.decoder or 'torchvision'}"
+        once = execution.cache is None and execution.decoder is None
+        return f"decoded by {execution.decoder or 'torchvision'}" + ", once if small" * once
     return f"decoded once, cached as bytes (execution.cache: {execution.cache})"
 
 
