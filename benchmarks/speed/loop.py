@@ -41,9 +41,10 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import Spans, with_span
+from largebatch.optim.sgd import build_sgd
 from largebatch.training.loop import cross_entropy, step_seeds, train
 
-RATE = 1e-3
+RATE, MOMENTUM = 1e-3, 0.9
 
 
 def main() -> None:
@@ -83,9 +84,10 @@ def compare(
 
     def ours(*, graph: bool) -> Step:
         trained = copy.deepcopy(model)
+        weights = {"params": list(trained.parameters()), "weight_decay": 0.0}
         updates = train(
             trained,
-            SGD(trained.parameters(), lr=RATE),
+            build_sgd([weights], lr=RATE, momentum=MOMENTUM, nesterov=False, scaled=False),
             itertools.repeat(Batch(images, labels)),
             lambda _: RATE,
             cross_entropy(smoothing=0.0, off_target="all"),
@@ -123,7 +125,7 @@ def compare(
 
 def bare_loop(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Step:
     """Make the training step of a PyTorch tutorial."""
-    optimizer = SGD(model.parameters(), lr=RATE)
+    optimizer = SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
 
     def step() -> None:
         model.train()
