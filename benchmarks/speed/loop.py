@@ -28,7 +28,6 @@ from torch.optim import SGD
 from benchmarks.speed.measuring import (
     Step,
     add_seconds,
-    graph_of_train,
     in_graph,
     paired_ratio,
     spread,
@@ -98,7 +97,7 @@ def compare(
             accumulation=1,
             global_batch=batch,
             seed=step_seeds(0, 0),
-            **graph_of_train(backend.device, graph=graph),
+            graph=graph and backend.device.type in accelerator.GRAPHS,
         )
         return lambda: next(updates)
 

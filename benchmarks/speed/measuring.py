@@ -111,28 +111,23 @@ def on_device(step: Step, device: torch.device, *, steps: int = 3) -> dict[str, 
 
 
 def in_graph(step: Step, device: torch.device) -> Step:
-    """Capture a step of a plain loop as a CUDA graph; on other devices, return the step."""
-    if device.type != accelerator.TRITON:
+    """Capture a step of a plain loop as a CUDA graph, on a device that has graphs."""
+    if device.type not in accelerator.GRAPHS:
         return step
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
+    accelerator.synchronize(device)
+    with accelerator.on(accelerator.stream(device)):
         for _ in range(WARM_UP):
             step()
-    current.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    accelerator.synchronize(device)
+    module = torch.get_device_module(device)
+    graph = module.CUDAGraph()
+    with module.graph(graph):
         step()
 
     def replay(_: Step = step) -> None:  # the graph's tensors belong to the step
         graph.replay()
 
     return replay
-
-
-def graph_of_train(device: torch.device, *, graph: bool) -> dict[str, Any]:
-    """Return the arguments that make train() replay a graph, or not; none without a GPU."""
-    return {"graph": graph} if device.type == accelerator.TRITON else {}
 
 
 def rehearse_kernels() -> None:

@@ -42,7 +42,6 @@ from benchmarks.speed.measuring import (
     WARM_UP,
     Step,
     add_seconds,
-    graph_of_train,
     in_graph,
     on_device,
     paired_ratio,
@@ -149,7 +148,7 @@ def arguments() -> argparse.Namespace:
 
 def default_batch() -> int:
     """Return 256, or the largest power of two that fits the device's memory."""
-    memory = torch.accelerator.get_memory_info()[1] if accelerator.count() else 2**34
+    memory = accelerator.memory_bytes() if accelerator.count() else 2**34
     return min(256, 1 << max(0, (memory // IMAGE_BYTES).bit_length() - 1))
 
 
@@ -254,7 +253,7 @@ def ours(name: str, data: Data, mode: str | None = None, *, graph: bool = False)
         accumulation=1,
         global_batch=len(images),
         seed=step_seeds(0, 0),
-        **graph_of_train(images.device, graph=graph),
+        graph=graph and images.device.type in accelerator.GRAPHS,
     )
     return lambda: next(updates)
 
