@@ -14,7 +14,7 @@ OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
 python=(python3)
 [[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
-PATH=$(dirname "$(type -P "${python[0]}")"):$PATH # with its horovodrun
+found=$(type -P "${python[0]}") && PATH=${found%/*}:$PATH # with its horovodrun
 WORKERS=${WORKERS:-16}
 HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
 

@@ -21,7 +21,7 @@ OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
 python=(python3)
 [[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
-PATH=$(dirname "$(type -P "${python[0]}")"):$PATH # with its horovodrun
+found=$(type -P "${python[0]}") && PATH=${found%/*}:$PATH # with its horovodrun
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 mapfile -t hosts < <(scontrol show hostnames)
 slots=("${hosts[@]/%/:${SLURM_GPUS_ON_NODE:-8}}")

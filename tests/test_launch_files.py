@@ -603,3 +603,18 @@ def test_images_copy_existing_files_and_their_commands_pass_shellcheck() -> None
         assert f"pip install --no-cache-dir {torch} '.[dali,wandb]'" in text
     for script in (*commands, *(parts[part] for part in ("post", "environment", "runscript"))):
         subprocess.run([SHELLCHECK, "-s", "sh", "-"], input=script, text=True, check=True)
+
+
+@pytest.mark.long
+def test_the_image_is_built(tmp_path: Path) -> None:
+    """In half an hour and 30 GB, where there is a builder and a registry with the base image."""
+    builder = shutil.which("buildah") or shutil.which("podman")
+    if builder is None:
+        pytest.skip("an image is built by buildah or podman: apt-get install buildah")
+    store = [builder, "--root", str(tmp_path / "images"), "--runroot", str(tmp_path)]
+    store += ["--storage-driver", "vfs"]
+    docker = ROOT / "launch" / "Dockerfile"
+    base = re.findall(r"^FROM (.*)", docker.read_text(), flags=re.MULTILINE)[0]
+    if subprocess.run([*store, "pull", base], check=False).returncode:
+        pytest.skip(f"no registry has the image {base}")
+    subprocess.run([*store, "build", "--isolation", "chroot", "-f", docker, ROOT], check=True)

@@ -128,8 +128,8 @@ PARTS = (
     Part("lars", 50, "lars --seconds 15", "lars --rounds 2"),
     Part(
         "norm",
-        90,
-        "norm --channels-last --precision bf16 --rounds 50 --seconds 25 --batch 256 --spans 32 8"
+        70,
+        "norm --channels-last --precision bf16 --rounds 50 --seconds 15 --batch 256 --spans 32 8"
         " --layers 64x112 64x56 256x56 128x28 512x28 256x14 1024x14 512x7 2048x7",
         "norm --channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
         " --spans 4 2 --layers 64x4 --layer-spans 2",

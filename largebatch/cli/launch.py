@@ -85,7 +85,7 @@ class Queue:
     time: Seconds | None = None
     """Longest time, such as 90m (8h); a longer run saves, is queued again and resumes."""
 
-    cluster: str | None = None
+    cluster: Annotated[str | None, Parameter(metavar="NAME")] = None
     """Cluster that the time is predicted for: a name of `lab clusters`, or a file."""
 
     partition: Word | None = None
@@ -140,7 +140,7 @@ class Job(Changes):
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Run folder (runs/NAME); in pods a folder below /runs."""
 
-    name: str | None = None
+    name: Annotated[str | None, Parameter(metavar="NAME")] = None
     """Name of the job (the recipe's)."""
 
     image: Word | None = None
@@ -186,7 +186,7 @@ def _require_kind(kind: str, kinds: Sequence[str], options: Node | Queue | Pods)
 
 
 def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
-    """Return and print the seconds to reserve for a run on a cluster."""
+    """Print and return the seconds to reserve for a run on a cluster."""
     from largebatch.lab.planner.cluster import load_cluster
     from largebatch.lab.planner.prediction import predict, workload
 
@@ -213,7 +213,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     travels = {key: Path(file).absolute() for key, file in given.items() if file}
     for key, file in travels.items():
         if not file.is_file():
-            raise LargebatchError(f"{key}: {file}: there is no such file")
+            raise LargebatchError(f"{key}: {file}: there is no such file; correct the path")
         unseen = kind in SCHEDULERS or job.nodes > 1
         if unseen and any(file.is_relative_to(folder) for folder in LOCAL):
             raise LargebatchError(

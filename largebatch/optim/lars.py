@@ -170,10 +170,7 @@ class LARS(Tabled):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
         rules = self._rules()
         found = self._update_tables(rules, scale, found_inf)

@@ -23,10 +23,7 @@ class TabledSGD(Tabled, SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
         self._update_tables(self._rules(), scale, found_inf)
         assert not self._others
@@ -40,9 +37,6 @@ def _rule(group: dict[str, Any]) -> Rule:
     return Rule(
         momentum=group["momentum"],
         decay=group["weight_decay"],
-        ratio_decay=0.0,
-        eta=0.0,
-        eps=0.0,
         into=1.0,
         out=group["lr"],
         ratio="none",

@@ -68,7 +68,14 @@ def main() -> None:
     fused.moments(x, 2)
     weight, short = torch.ones(64), torch.ones(64).bfloat16()
     rule = Rule(
-        momentum=0.9, decay=0.1, ratio_decay=0.1, eta=1.0, eps=0.0, into=1.0, out=1.0, ratio="none"
+        momentum=0.9,
+        decay=0.1,
+        ratio_decay=0.1,
+        eta=1.0,
+        eps=0.0,
+        into=1.0,
+        out=1.0,
+        ratio="inside",
     )
     table = Table([weight], [short], [weight.clone()], [short], [0])
     table.update([rule], torch.ones(()), torch.zeros(()))

@@ -8,8 +8,8 @@ program waits for another or counts arrivals, so that there is no race, nothing 
 same input gives the same bits.
 
 Where a span's values stay in the cache (`_stays`), one program reduces all rows of a span, for a
-few channels, and reads them again for the result: memory is read once. Then the second launch only
-adds up the few numbers of all spans.
+few channels, and reads them again for the result: memory is read once. PyTorch then adds up the few
+numbers of all spans.
 
 PyTorch's kernels for bf16 in this memory format load two bytes per thread, and read and write the
 batch again for the sum and for the ReLU.
@@ -221,11 +221,15 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     launch: Launch,
 ) -> tuple[Tensor, Tensor]:
     shape = _Shape.of(x, span, tensors=1 if group is None else 0)
-    part, parts = None if shape.whole else _partial_moments(x, shape, launch), shape.parts
-    if part is not None and group is not None:
+    if shape.whole:
+        part = x.new_empty(shape.spans, 2, shape.channels, dtype=torch.float32)
+    else:
+        part = _partial_moments(x, shape, launch)
+    parts = shape.parts
+    if group is not None:
         part, parts = _over_workers(part, shape, group, launch), group.world_size
     y = torch.empty_like(x)
-    stat = x.new_empty(shape.spans, 3, shape.channels, dtype=torch.float32)
+    stat = part.new_empty(shape.spans, 3, shape.channels)
     tensors = [x, other, y, part, stat, sums, *affine]
     launch(
         kernels.normalise_rows,
@@ -235,14 +239,13 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
         SUM=other is not None,
         RELU=relu,
         AFFINE=affine[0] is not None,
-        COUNT=sums is not None and not shape.whole,
+        COUNT=sums is not None,
         WHOLE=shape.whole,
         CHUNK=CHUNK,
         **shape.tiles,
     )
     if sums is not None and shape.whole:
-        numbers = shape.spans, shape.channels
-        launch(kernels.add_moments, shape.grid[1:2], stat, sums, *numbers, COLS=shape.cols)
+        sums += part.sum(0)
     return y, stat
 
 

@@ -132,22 +132,6 @@ def _affine(inverse, weight, bias, C, cols, AFFINE: tl.constexpr):
 
 
 @triton.jit
-def add_moments(stat, sums, spans, C, COLS: tl.constexpr):
-    """Add the mean and unbiased variance of every span, G x 3 x C, to `sums`, 2 x C."""
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    known = cols < C
-    mean = tl.load(sums + cols, mask=known, other=0.0)
-    variance = tl.load(sums + C + cols, mask=known, other=0.0)
-    for span in range(spans):
-        at = stat + span * _wide(3 * C) + cols
-        count = tl.load(at + 2 * C, mask=known, other=2.0)
-        mean += tl.load(at, mask=known, other=0.0)
-        variance += tl.load(at + C, mask=known, other=0.0) * (count / (count - 1.0))
-    tl.store(sums + cols, mean, mask=known)
-    tl.store(sums + C + cols, variance, mask=known)
-
-
-@triton.jit
 def normalise_rows(
     x, other, y, part, stat, sums, weight, bias,
     rows, last, per, splits, C, eps,
@@ -157,8 +141,8 @@ def normalise_rows(
     """Write y, and the mean, biased variance and count of each span: G x 3 x C.
 
     With COUNT the mean and unbiased variance of every span are added to `sums`, 2 x C. With WHOLE a
-    program has all rows of its span and reads them twice, the second time backwards: what it has
-    read last is in the cache. Otherwise the moments are merged from `part`.
+    program has all rows of its span and reads them twice, the second time backwards: the last ones
+    are in the cache; COUNT then writes to `part`, G x 2 x C. Otherwise moments come from `part`.
     """
     program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
@@ -175,9 +159,12 @@ def normalise_rows(
     if program == 0:
         _store_moments(stat, span, count, mean, variance, C, cols)
         if COUNT:
-            if span == 0:
-                mean_sum = mean
-                variance_sum = variance * (count / (count - 1.0))
+            mean_sum = mean
+            variance_sum = variance * (count / (count - 1.0))
+            if WHOLE:
+                tl.store(part + span * 2 * C + cols, mean_sum, mask=known)
+                tl.store(part + span * 2 * C + C + cols, variance_sum, mask=known)
+            elif span == 0:
                 for each in range(1, spans):
                     num_of, mean_of, variance_of = _merge(part, each, spans, splits, C, cols, CHUNK)
                     mean_sum += mean_of

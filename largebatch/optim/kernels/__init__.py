@@ -43,9 +43,9 @@ class Rule:
 
     momentum: float
     decay: float
-    ratio_decay: float
-    eta: float
-    eps: float
+    ratio_decay: float = 0.0
+    eta: float = 0.0
+    eps: float = 0.0
     into: float
     out: float
     ratio: Literal["inside", "outside", "none"]
