@@ -40,6 +40,10 @@ def written(name: str, folder: Path) -> dict[str, Any]:
 def test_resnet50_names_a_failing_rival_and_measures_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler for turbo")
+
+    monkeypatch.setattr("largebatch.models.compiled.compile_model", fail)
     with pytest.raises(SystemExit, match="could not run: ours, compiled: turbo, ours, compiled: t"):
         measured("resnet50", f"{PARTS['resnet50'].tiny} turbo", tmp_path, monkeypatch)
     result = written("resnet50", tmp_path)
