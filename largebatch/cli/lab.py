@@ -86,6 +86,7 @@ def noise(
     *,
     max_steps: Count | None = None,
     out: Folder = NEW_FOLDER,
+    resume: bool = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> int:
     """Measure the gradient noise scale: the batch, in samples, above which a larger one pays less.
@@ -97,6 +98,7 @@ def noise(
         recipe: A recipe, or the folder of a run with monitor: noise_scale.
         max_steps: Stop after N updates.
         out: Folder to write.
+        resume: Continue the run in --out.
     """
     folder = recipe
     if folder.is_dir() and not (folder / LOG).exists():
@@ -113,11 +115,13 @@ def noise(
                 f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave "
                 f"it without an upper bound; train for {BOUNDED} or more"
             )
+        if resume and out == NEW_FOLDER:
+            raise CheckpointError("--resume continues the run in --out DIR; pass --out")
         folder = chosen_folder(out, loaded.name)
         of_run = options.options(out=folder).without_changes()
-        summary = start(loaded, replace(of_run, resume="auto", max_steps=max_steps))
+        summary = start(loaded, replace(of_run, resume=resume, max_steps=max_steps))
         if summary.status == "interrupted":
-            return interrupted(folder)
+            return interrupted(folder, flag="--resume ")
     if own_rank() == 0:
         _show_noise(folder)
     return 0

@@ -45,6 +45,9 @@ def build(
     The weights are newly initialised. `arguments` are passed to the model's constructor; `head_std`
     draws the classifier from N(0, head_std) with zero bias. Raises RecipeError for an unknown name
     or argument.
+
+    >>> classifier(build("cifar_resnet8", num_classes=10))
+    Linear(in_features=64, out_features=10, bias=True)
     """
     if name in _OURS:
         module, kind, fixed = _OURS[name]
@@ -83,6 +86,10 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
     the model or a part of it names in `no_weight_decay()`, as timm's do, or with a word of Swin's
     `no_weight_decay_keywords()`; and tables of positions, tokens or biases, which the libraries
     without these methods hold as parameters of their own.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    >>> [(len(it["params"]), it["adapt"]) for it in param_groups(model, weight_decay=1e-4)]
+    [(1, True), (3, False)]
     """
     plain = norm_parameters(model) | _named_by_models(model)
     plain |= {weight for path, weight in model.named_parameters() if _holds_values(path, weight)}
@@ -169,6 +176,9 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     These are weights that `param_groups` decays, but neither the first layer nor classifiers or
     embeddings. As in timm, the first two sides must exceed 1: those of depthwise convolutions do
     not. Parameters that are not a layer's weight are left out by their name.
+
+    >>> [tuple(it.shape) for it in hidden_matrices(build("lenet5", num_classes=10))]
+    [(50, 20, 5, 5), (500, 800)]
     """
     weights = [getattr(module, "weight", None) for module in model.modules()]
     first = next((id(weight) for weight in weights if weight is not None and weight.ndim > 1), None)

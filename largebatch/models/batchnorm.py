@@ -203,6 +203,10 @@ def with_span(model: M, span: int) -> M:
     Raises ValueError, naming the layer and before any change, for a type of BatchNorm that does
     more than normalise and apply its children in order, or that has a forward pass of its own; for
     modules of torch.jit.script, whose layers cannot change; for a span that is not a positive int.
+
+    >>> layer = with_span(nn.BatchNorm2d(1), 2)
+    >>> layer(torch.tensor([1.0, 3, 10, 30]).view(4, 1, 1, 1)).flatten().round().tolist()
+    [-1.0, 1.0, -1.0, 1.0]
     """
     if type(span) is not int or span < 1:
         raise ValueError(f"span is a number of samples, an int above 0, got {span!r}")
@@ -258,6 +262,16 @@ class Spans:
 
     Once created, only `update` changes the model's running statistics. With `sync_workers` > 1,
     each span is shared by that number of consecutive workers.
+
+    >>> from largebatch.distributed.serial import Serial
+    >>> layer = with_span(nn.BatchNorm2d(1), 2)
+    >>> spans = Spans(layer, Serial(torch.device("cpu")))
+    >>> for images in torch.tensor([[1.0, 3], [5, 7]]):  # two micro-batches
+    ...     _ = layer(images.view(2, 1, 1, 1))
+    >>> spans.reduce()
+    >>> spans.update()
+    >>> layer.running_mean  # 0.9 * 0 + 0.1 * 4
+    tensor([0.4000])
     """
 
     def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:

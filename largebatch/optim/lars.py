@@ -72,6 +72,13 @@ class LARS(Tabled):
 
     A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state.
     Create a new optimizer after changing such a weight from outside.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> weight.grad = torch.tensor([0.0, 2.0])
+    >>> optimizer = LARS([weight], lr=1.0, eta=0.1)
+    >>> optimizer.step()
+    >>> weight.data  # less 0.25 g: eta |w| / |g| = 0.1 * 5 / 2
+    tensor([3.0000, 3.5000])
     """
 
     _ratios: Sequence[tuple[list[Tensor], Tensor]] = ()

@@ -43,6 +43,12 @@ class Muon(Optimizer):
     other weights; its groups have a `lr_ratio`: their learning rate over that of Muon. Without one,
     it follows from the rate of the group. The default `workers` are those connected by
     torch.distributed or Horovod. Gradients must be averaged before `step`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    >>> others = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    >>> optimizer = Muon([model[0].weight], others, lr=0.02)
+    >>> [group["lr_ratio"] for group in optimizer.param_groups]
+    [1.0, 5.0]
     """
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of Muon

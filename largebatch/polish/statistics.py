@@ -166,6 +166,11 @@ def polish(
     is sharded (FSDP, tensor parallelism), has no running statistics to measure or those of an
     unknown layer, if a name in `skip` is unknown, if a layer takes several arguments or normalises
     in another way, or if a batch has no images.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    >>> drift = polish(model, [torch.randn(8, 3, 9, 9), torch.randn(5, 3, 9, 9)])
+    >>> [(layer.name, layer.channels) for layer in drift]
+    [('1', 4)]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"polish takes a model first, then batches; got a {type(model).__name__}")

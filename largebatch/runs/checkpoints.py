@@ -15,7 +15,7 @@ from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring
-from largebatch.runs.folder import check_folder
+from largebatch.runs.folder import check_folder, remember, remembered
 from largebatch.runs.options import Options
 from largebatch.runs.record import record
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
@@ -48,7 +48,7 @@ def evaluate_checkpoint(
     `training` also measures it on its training data. `each` is called with the scores and labels
     of every validation batch of this worker.
     """
-    path, checkpoint = _load(path, options)
+    path, checkpoint, options = _load(path, options)
     checked = checksum(checkpoint.state["model"])
     facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_measuring(checkpoint.recipe, options, facts) as session:
@@ -65,7 +65,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     the accuracies before and after.
     """
     check_folder(options.out, resume=False)
-    _, checkpoint = _load(path, options)
+    _, checkpoint, options = _load(path, options)
     state = checkpoint.state
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"])}
@@ -77,6 +77,8 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
 
         def polish() -> bool:
             assert session.polish.statistics is not None
+            if session.training.backend.rank == 0:
+                remember(options.out, options)
             session.judge.end(stage, num_steps=session.state.progress.updates)
             polish_statistics(session.judge, session.polish.statistics)
             return True
@@ -84,9 +86,15 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
         return record(session, options.out, polish)
 
 
-def _load(path: Path, options: Options) -> tuple[Path, Checkpoint]:
-    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution."""
+def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:
+    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution.
+
+    The options get the images of its run if they name none.
+    """
     path, checkpoint = find_checkpoint(path)
+    if options.data is None and options.dataset is None:
+        own = remembered(path.parent.parent)
+        options = replace(options, data=own.data, dataset=own.dataset)
     overrides = override_words(options.overrides)
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
@@ -98,7 +106,7 @@ def _load(path: Path, options: Options) -> tuple[Path, Checkpoint]:
         text = dump_yaml(checkpoint.recipe)
         changed = parse_recipe(text, overrides, source=str(path))
         checkpoint = replace(checkpoint, recipe=changed)
-    return path, checkpoint
+    return path, checkpoint, options
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:

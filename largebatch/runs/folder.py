@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
@@ -13,11 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
+from largebatch.distributed.environment import worker_rank
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import plugged_in
-from largebatch.runs.options import Resume
+from largebatch.runs.options import Options, Resume
 from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
 from largebatch.tracking.environment import source_commit
@@ -29,7 +31,7 @@ from largebatch.tracking.events import (
     Summary,
     Tracker,
 )
-from largebatch.tracking.log import JsonLines
+from largebatch.tracking.log import JsonLines, require_unlocked
 from largebatch.training.checkpoint import (
     Checkpoint,
     newest_checkpoint,
@@ -38,6 +40,10 @@ from largebatch.training.checkpoint import (
 from largebatch.training.saving import share_checkpoint
 from largebatch.training.session import Session
 
+OPTIONS = "options.json"
+"""File in a run folder with the options of its last command."""
+
+_OPTIONS = TypeAdapter(Options)
 _LOG = logging.getLogger(__name__)
 
 _PLANNED = ("workers", "device_batch", "accumulation", "steps")
@@ -182,6 +188,35 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def remember(folder: Path, options: Options) -> None:
+    """Write the options of a run into its folder, for `remembered`."""
+    data = options.data and options.data.absolute()
+    text = _OPTIONS.dump_json(replace(options, data=data), indent=1)
+    try:
+        write_whole(folder / OPTIONS, text)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def remembered(folder: Path, given: Options = Options()) -> Options:
+    """Return options that resume the run of a folder: the remembered ones, except those given.
+
+    Limits, profiles and changes are not remembered; recipe.yaml has the changes. A run under a
+    launcher gets its workers from there.
+    """
+    own = given.without_limits
+    with suppress(OSError, ValidationError):
+        own = _OPTIONS.validate_json((folder / OPTIONS).read_bytes()).without_limits
+    if worker_rank() is not None:
+        own = replace(own, workers=1, restarts=0, min_workers=None)
+    changed = {
+        field.name: value
+        for field in fields(given)
+        if (value := getattr(given, field.name)) != field.default
+    }
+    return replace(own, **{**changed, "out": folder, "resume": given.resume or True})
+
+
 def check_folder(folder: Path, *, resume: Resume) -> None:
     """Raise CheckpointError unless a run can start in this folder, or resume; auto: either."""
     if folder.exists() and not folder.is_dir():
@@ -189,6 +224,7 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not os.access(above, os.W_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
+    require_unlocked(folder / LOG)
     if resume == "auto":
         resume = (folder / RECIPE).exists()
     if resume and not (folder / RECIPE).exists():

@@ -30,6 +30,7 @@ from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
+    remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
@@ -66,6 +67,12 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     call with its run folder as `out` and resume=True continues it.
 
     Raises LargebatchError for what the user can fix.
+
+    >>> from tempfile import mkdtemp
+    >>> summary = run("digits_96", max_steps=1, report=False, out=mkdtemp())  # doctest: +ELLIPSIS
+    digits-96: ...
+    >>> summary.steps, summary.status
+    (1, 'paused')
     """
     changes = options.changes
     if isinstance(recipe, (str, Path)):
@@ -208,6 +215,8 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Sum
 
         def train() -> bool:
             nonlocal smaller
+            if training.backend.rank == 0:
+                remember(folder, options)
             pipeline = training.pipeline
             remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":

@@ -17,14 +17,14 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
-from largebatch.models import affine_parameters, norm_parameters
+from largebatch.models import affine_parameters, classifier, norm_parameters
 from largebatch.models.batchnorm import Spans
-from largebatch.optim.rates import train_early
+from largebatch.optim.rates import own_groups
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Execution, Groups, GroupsByBytes
 from largebatch.recipe.keys import Loss, Reduction
-from largebatch.recipe.model import EarlyWeights
+from largebatch.recipe.model import Backbone, EarlyWeights
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -62,6 +62,8 @@ def build_state(
     optimizer = build_optimizer(recipe, model, group)
     if recipe.model.early is not None:
         _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
+    if recipe.model.backbone is not None:
+        _slow_backbone(optimizer, recipe.model.backbone, plan, model)
     reducer = partial(build_reducer, recipe.reduction, recipe.execution, model, group)
 
     def build_affine() -> Updater:
@@ -232,8 +234,21 @@ def _train_early(
         if name not in weights:
             hint = nearest(name, list(weights), otherwise=f"the first is {next(iter(weights))}")
             raise RecipeError(f"model.early.names: the model has no weight {name!r}; {hint}")
-        until = plan.steps_in(section.until)
-        train_early(optimizer, weights[name], peak_lr=peak_lr, until=until)
+        for group in own_groups(optimizer, [weights[name]]):
+            group |= {"peak_lr": peak_lr, "until": plan.steps_in(section.until)}
+
+
+def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: nn.Module) -> None:
+    """Lower the rates of all weights but the classifier's; RecipeError if there is none."""
+    try:
+        head = set(classifier(model).parameters())
+    except ValueError as error:
+        raise RecipeError(f"model.backbone: {error}") from None
+    backbone = [weight for weight in model.parameters() if weight not in head]
+    after = 0 if section.frozen is None else plan.steps_in(section.frozen)
+    for group in own_groups(optimizer, backbone):
+        factor = section.lr_factor * group.get("lr_factor", 1.0)
+        group |= {"lr_factor": factor, "after": after}
 
 
 def _build_scaler(plan: Plan, device: str, *, enabled: bool) -> GradScaler:

@@ -227,6 +227,22 @@ def test_the_time_left_is_by_the_mean_of_the_last_updates(
     assert left in lines[-1]
 
 
+def test_training_is_one_bar_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("largebatch.tracking.console.BAR_SECONDS", 0.0)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    events = [replace(STEPS[0], step=step) for step in range(4)]
+    stream = io.StringIO()
+    console = Console(stream)
+    console.record(replace(START, plan=replace(PLAN, steps=4)))
+    for event in events:
+        console.record(event)
+    console.record(EVALUATION)
+    start, training, evaluation = stream.getvalue().removesuffix("\n").split("\n")
+    assert "steps" in start
+    assert [bar.count("█") for bar in training.split("\r")] == [0, 5, 10, 15, 20]
+    assert "top-1" in evaluation
+
+
 def test_a_run_continues_if_nothing_reads_its_output() -> None:
     """As after `| head`."""
     reader, writer = os.pipe()

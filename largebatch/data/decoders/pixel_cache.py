@@ -227,10 +227,7 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
             return
         images = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
         for sample, box, flip, out in images:
-            # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
-            part = torch.from_numpy(cache.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
-            resized = F.interpolate(part, size=size, mode=mode, antialias=True)
-            whole = resized.permute(0, 2, 3, 1).numpy()[0]
+            whole = resized(cache.part(sample, box), size=size, interpolation=mode)
             out[:] = whole[:, ::-1] if flip else whole
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
@@ -240,6 +237,15 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
 
     with open_prefetcher(view, resources) as fill_ahead:
         yield lambda requests: fill_ahead(requests, divide)
+
+
+def resized(pixels: Bytes, *, size: Sequence[int], interpolation: Interpolation) -> Bytes:
+    """Resize one image, H x W x 3."""
+    # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
+    image = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
+    found = F.interpolate(image, size=tuple(size), mode=interpolation, antialias=True)
+    whole: Bytes = found.permute(0, 2, 3, 1).numpy()[0]
+    return whole
 
 
 def upload(cache: PixelCache, device: torch.device) -> Uploaded:

@@ -336,7 +336,7 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
                 continue
             with naming(f"{name}/{variant}"):
                 recipe = recipe_of(entry, folder, setting.set)
-                if recipe.tracking.trackers:  # a group is of no use, and would be in definitions
+                if recipe.tracking.trackers:  # else definitions would change
                     group = {"group": recipe.tracking.group or study.name}
                     tracking = recipe.tracking.model_copy(update=group)
                     recipe = recipe.model_copy(update={"tracking": tracking})
