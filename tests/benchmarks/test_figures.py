@@ -15,7 +15,6 @@ import pytest
 
 from benchmarks.speed.measuring import RESULTS, ROOT, newest
 from benchmarks.studies.averaged_weights import tables as averaged
-from benchmarks.studies.averaged_weights.passes import SHARED
 from benchmarks.studies.optimizers.tables import POLISHED, RESNET, Cell, Study, epochs_by_seed
 from benchmarks.studies.polishing.tables import TITLES
 from benchmarks.studies.recipes.tables import QUESTIONS, difference_of, read
@@ -72,7 +71,8 @@ def answers(*questions: str) -> Iterable[Figures]:
 def gains(over: str) -> list[list[float]]:
     """Return the gains of polish over another pass, for each data set and average that have it."""
     study = result("averaged_weights")
-    every = (averaged.gains(study, data, weights, over) for data in TITLES for weights in SHARED)
+    pairs = ((data, weights) for data in TITLES for weights in averaged.SHARED)
+    every = (averaged.gains(study, data, weights, over) for data, weights in pairs)
     return [found for found in every if found]
 
 

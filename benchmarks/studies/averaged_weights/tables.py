@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.speed.measuring import RESULTS, newest
-from benchmarks.studies.averaged_weights.passes import SHARED
 from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.style import COLOURS, INK, MUTED, RULE, save_png
 
@@ -22,6 +21,15 @@ if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
 
 NAME = "averaged_weights"
+SHARED = (
+    "EMA 0.999, peak",
+    "SWA, peak",
+    "Schedule-Free SGD, end",
+    "Schedule-Free AdamW, end",
+    "soup of 3, end",
+)
+"""Averages that several workers, and augmented images, were measured with."""
+
 TITLES = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 ROWS = {
     "SWA, peak": "SWA",
@@ -190,7 +198,7 @@ def _on_workers(name: str, workers: int, found: list[Any]) -> str:
 def main() -> None:
     path = newest(NAME, RESULTS, machine="*")
     if path is None:
-        raise SystemExit("no results: python -m benchmarks.studies.averaged_weights.run")
+        raise SystemExit("no results of averaged_weights")
     study = json.loads(path.read_text(encoding="utf-8"))
     drawn = partial(draw, study=study)
     save_png(Path(path).parent / f"{NAME}.png", drawn, size=(900, 330), pixels=1800)

@@ -14,10 +14,11 @@ import torch
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
+from largebatch.data.decoders.pixel_cache import num_bytes, one_size
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
-from largebatch.errors import shorten
+from largebatch.errors import RecipeError, shorten
 from largebatch.models.of_recipe import require_accepted
 from largebatch.recipe.data import Triple
 from largebatch.recipe.loading import validate_tree
@@ -76,8 +77,8 @@ def survey(
     own = "cifar_resnet20" if (image_size or size) <= SMALL else "resnet18"
     start = start or Start(model=Model(name=own))
     prepared = start.data
-    size = image_size or min(size, prepared.get("image_size", size))
-    if prepared and prepared["eval_resize"] is None:
+    size = image_size or _accepted(size, start, classes=len(train.classes))
+    if "eval_resize" in prepared and prepared["eval_resize"] is None:
         resize = None
     elif resize is not None:
         resize = round(size * prepared.get("eval_resize", 256) / prepared.get("image_size", 224))
@@ -104,6 +105,15 @@ def survey(
         std=prepared.get("std") or _triple(std),
         start=start,
     )
+
+
+def _accepted(size: int, start: Start, *, classes: int) -> int:
+    """Return an image size; the model's own if it does not take it, as vision transformers."""
+    try:
+        require_accepted(start.model, classes=classes, image_sizes=[size])
+    except RecipeError:
+        return start.image_size or size
+    return size
 
 
 def _triple(values: torch.Tensor) -> Triple:
@@ -169,6 +179,8 @@ def _epochs(found: Survey) -> tuple[int, int]:
 
 def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
     number, model = len(found.train), found.start.model
+    total = num_bytes(found.train) + num_bytes(found.val)
+    kept = "device" if one_size(found.train) and one_size(found.val) else "memory"
     batch = global_batch_for(number)
     normalized = found.start.has_batchnorm
     tree: dict[str, Any] = {
@@ -201,7 +213,7 @@ def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
             "statistics": {"samples": min(number, STATISTICS)},
         },
         "evaluation": {"every_epochs": max(1, epochs // EVALUATIONS)},
-        "execution": {"cache": "memory" if _decoded_bytes(found) <= LARGEST_CACHE else None},
+        "execution": {"cache": kept if total <= LARGEST_CACHE else None},
     }
     if "interpolation" in found.start.data:
         tree["data"] |= {"interpolation": found.start.data["interpolation"]}
@@ -227,7 +239,7 @@ def _comments(number: int, batch: int) -> dict[str, str]:
         "schedule.peak_lr": "for SGD: 0.1 for every 256 of a batch (arXiv:1706.02677)",
         "schedule.warmup": "for SGD",
         "polish": "Final Polishing: the last epochs on clean images, then statistics",
-        "execution.cache": "memory: decoded once; null: where that would take over 2 GiB",
+        "execution.cache": "decoded once; device: of one size; null: where it takes over 2 GiB",
     }
 
 
@@ -237,7 +249,3 @@ def global_batch_for(number: int) -> int:
     while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
         batch *= 2
     return batch
-
-
-def _decoded_bytes(found: Survey) -> int:
-    return sum(int((3 * one.heights * one.widths).sum()) for one in (found.train, found.val))
