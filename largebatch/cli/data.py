@@ -17,7 +17,7 @@ from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
-from largebatch.runs.options import Count, Folder, Overrides, RecipeFile
+from largebatch.runs.options import Count, Folder, Number, Overrides, RecipeFile
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _progress(text: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def init(
+def init(  # noqa: PLR0913 -- its options
     folder: Path,
     /,
     *,
@@ -262,6 +262,7 @@ def init(
     weights: str | None = None,
     model: str | None = None,
     image_size: Count | None = None,
+    minutes: Number | None = None,
 ) -> None:
     """Write a recipe for a folder of images.
 
@@ -272,8 +273,9 @@ def init(
         weights: Weights to begin with: timm:NAME, a file (then with --model), or a run.
         model: Network of largebatch or timm, or torchvision/NAME.
         image_size: Side of the images that the network gets, in pixels.
+        minutes: Choose image size and epochs for a run of this time on this machine, measured.
     """
-    from largebatch.lab.measure.initial import draft, remarks, survey
+    from largebatch.lab.measure.initial import draft, fitted, remarks, survey
     from largebatch.runs.pretrained import start_with
 
     text = name or (out.stem if out else folder.resolve().name)
@@ -284,11 +286,14 @@ def init(
     train, val = open_indexes(folder)
     for remark in remarks(train, val):
         print(printable(remark))
-    start = None
+    start, epochs = None, None
     if weights is not None or model is not None:
         start = start_with(weights, model, classes=len(train.classes))
     found = survey(train, val, start, image_size=image_size)
-    write_recipe(out, draft(found, name=name))
+    if minutes is not None:
+        found, epochs, text = fitted(found, minutes=minutes, fixed=image_size is not None)
+        print(text)
+    write_recipe(out, draft(found, name=name, epochs=epochs))
     print("every assumption is a comment of the recipe")
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))

@@ -101,6 +101,30 @@ def test_weights_of_timm_are_loaded_once_and_prepare_the_images(
     assert not Path("other.yaml").exists()
 
 
+def test_minutes_choose_size_and_epochs_by_the_measured_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time of an image grows with its pixels; an update of 16 takes a second at 128."""
+    write_classes(Path("large/train"), side=160, cat=20, dog=28)
+    write_classes(Path("large/val"), side=160, cat=2, dog=2)
+    monkeypatch.setattr(
+        initial, "_timed", lambda recipe: ((recipe.data.image_size / 128) ** 2 / 16, 0.0)
+    )
+    chosen = {}
+    for minutes in ("3", "1", "0.4"):
+        name = f"minutes-{minutes.replace('.', '-')}"
+        assert main(["init", "large", "--minutes", minutes, "--name", name]) == DONE
+        recipe = load_recipe(Path(f"{name}.yaml"))
+        epochs = recipe.duration.epochs or 0
+        chosen[minutes] = recipe.data.image_size, epochs
+        total = epochs * 3 * (recipe.data.image_size / 128) ** 2
+        assert 0.5 * 60 * float(minutes) < total < 60 * float(minutes)
+    assert [size for size, _ in chosen.values()] == [128, 96, 64]
+    assert main(["init", "large", "--minutes", "0.01", "--name", "none"]) == USER
+    assert "--minutes" in capsys.readouterr().err
+    assert not Path("none.yaml").exists()
+
+
 def test_what_is_wrong_with_the_photographs_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ it. The recipe is a start and not a result: a file to edit.
 """
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +13,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from largebatch import accelerator
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
 from largebatch.data.decoders.pixel_cache import num_bytes, one_size
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
-from largebatch.errors import RecipeError, shorten
-from largebatch.models.of_recipe import require_accepted
+from largebatch.distributed.serial import Serial
+from largebatch.errors import LargebatchError, RecipeError, shorten
+from largebatch.models.of_recipe import build_model, require_accepted
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Triple
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
+from largebatch.runs.fitting import random_batch
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.pretrained import Start
+from largebatch.runs.state import build_criterion
 
 SAMPLE = 512
 """Number of training images whose colours are measured, spread evenly over all."""
@@ -45,6 +52,9 @@ EVALUATIONS, STATISTICS = 20, 10_000
 FEW, FEW_VALIDATING = 20, 100
 """Images of a class, and of validation, below which `init` warns."""
 
+LADDER, USED = (192, 160, 128, 96, 64), 0.85
+"""Image sizes that are tried for a number of minutes, and the part of them that a run may use."""
+
 SMALL, MEDIUM, LARGE = 64, 146, 320
 """Median short sides in pixels; images up to SMALL are trained on at their size."""
 
@@ -62,6 +72,9 @@ class Survey:
     eval_resize: int | None
     mean: Triple
     std: Triple
+    seconds: float
+    """Seconds to decode one image with all threads."""
+
     start: Start
     """The model, with weights or without."""
 
@@ -88,6 +101,7 @@ def survey(
     view = View(image_size=size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
     sums, squares, number = torch.zeros(3), torch.zeros(3), 0
     resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
+    begun = time.perf_counter()
     with torchvision.open_decoder(train, view, resources) as decode:
         for images, _ in decode(requests):
             pixels = images.double()
@@ -103,6 +117,7 @@ def survey(
         eval_resize=resize,
         mean=prepared.get("mean") or _triple(mean),
         std=prepared.get("std") or _triple(std),
+        seconds=(time.perf_counter() - begun) / len(samples),
         start=start,
     )
 
@@ -148,7 +163,70 @@ def remarks(train: Index, val: Index) -> Iterator[str]:
         )
 
 
-def draft(found: Survey, *, name: str) -> str:
+def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, str]:
+    """Choose image size and epochs so that a run takes about these minutes on this machine.
+
+    Updates of a few random images are timed at each size of LADDER, the largest first, until
+    enough epochs fit; only at the size of the survey if it is `fixed`. Returns a survey at the
+    size, the epochs, and a description. Raises LargebatchError if not even one epoch fits.
+    """
+    least, most = _epochs(found)
+    smaller = [size for size in LADDER if size < found.image_size and not fixed]
+    for size in (found.image_size, *smaller):
+        if size != found.image_size:
+            try:
+                classes = len(found.train.classes)
+                require_accepted(found.start.model, classes=classes, image_sizes=[size])
+            except RecipeError:
+                continue
+            found = survey(found.train, found.val, found.start, image_size=size)
+        recipe = validate_tree(Recipe, _tree(found, "timed", most), source="timed")
+        plan = make_plan(recipe)
+        images = plan.updates * plan.global_batch
+        per_image, update = _timed(recipe)
+        updates = images * per_image + plan.updates * update
+        measured = len(found.val) * EVALUATIONS + min(len(found.train), STATISTICS)
+        seconds = updates + images * found.seconds
+        seconds += measured * (updates / images / 3 + found.seconds)  # without a backward pass
+        epochs = int(USED * 60 * minutes * most / seconds)
+        if epochs >= least:
+            break
+    if epochs < 1:
+        raise LargebatchError(
+            f"--minutes {minutes:g}: an epoch at {found.image_size} pixels takes "
+            f"{seconds / most / 60:.1f} minutes here; give more, or a smaller --image-size or model"
+        )
+    epochs = min(epochs, most)
+    text = (
+        f"about {seconds / most * epochs / 60:.1f} minutes here, measured: {epochs} epochs of "
+        f"{seconds / most:.1f} s at {found.image_size} pixels"
+    )
+    return found, epochs, text + f"; {least} would be better" * (epochs < least)
+
+
+def _timed(recipe: Recipe) -> tuple[float, float]:
+    """Return seconds of forward and backward for an image, and of an update: the best of three."""
+    backend = Serial()
+    model = build_model(recipe, backend.device)
+    optimizer = build_optimizer(recipe, model, backend)
+    criterion = build_criterion(recipe.loss)
+    number, size = min(recipe.batch.global_batch, LARGEST_SPAN), recipe.data.image_size
+    images, labels = random_batch(number, size, classes=recipe.data.classes, device=backend.device)
+    times = []
+    for _ in range(3):
+        accelerator.synchronize(backend.device)  # sync: this is a measurement
+        begun = time.perf_counter()
+        criterion(model(images), labels).backward()
+        accelerator.synchronize(backend.device)  # sync: as above
+        passed = time.perf_counter()
+        optimizer.step()
+        accelerator.synchronize(backend.device)  # sync: as above
+        times.append(((passed - begun) / number, time.perf_counter() - passed))
+    per_image, update = (min(each) for each in zip(*times, strict=True))
+    return per_image, update
+
+
+def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
     """Return the text of a complete recipe, with the rule next to each choice."""
     classes, number = len(found.train.classes), len(found.train)
     header = (
@@ -157,8 +235,9 @@ def draft(found: Survey, *, name: str) -> str:
         "are what it followed. Measured: not yet.",
     )
     least, most = _epochs(found)
-    epochs = min(most, max(least, round(SEEN / number)))
-    recipe = validate_tree(Recipe, _tree(found, name, epochs), source=name)
+    rule = f"{SEEN:,} images, {least} to {most} epochs" if epochs is None else "as --minutes allows"
+    seen = min(most, max(least, round(SEEN / number)))
+    recipe = validate_tree(Recipe, _tree(found, name, epochs or seen), source=name)
     require_accepted(
         recipe.model, classes=recipe.data.classes, image_sizes=[recipe.data.image_size]
     )
@@ -168,7 +247,6 @@ def draft(found: Survey, *, name: str) -> str:
     if recipe.model.weights is not None:
         comments["model"] = "if its weights saw such images, try backbone: {lr_factor: 0.1}"
         comments["data.mean"] = "as the weights were trained"
-    rule = f"{SEEN:,} images, {least} to {most} epochs"
     return dump_commented(recipe, comments | {"duration": rule}, header=header)
 
 

@@ -212,6 +212,7 @@ def test_a_setting_has_its_own_process_and_a_mistake_in_one_ends_the_study(tmp_p
         carried_out(runs)
     (left,) = runs.left
     assert runs.store.claim(*left)
+    runs.store.release_all()
     cell = runs.cells[0]
     assert isinstance(cell, TrainedCell)
     record = runs.records(cell)["seed-1"]

@@ -111,6 +111,7 @@ def test_a_study_that_is_stopped_leaves_no_record(
     assert not carry_out(runs, jobs=1, report=lambda _: None)
     assert len(runs.left) == runs.number
     assert runs.store.claim(*runs.left[0])
+    runs.store.release_all()
 
 
 def record(top1: float, tau: list[int], seconds: float, *, seed: int = 1) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def test_processes_share_the_runs_and_take_over_those_of_the_dead(tmp_path: Path
     left = [slot for slot in cell.slots if store.read(cell, slot) is None]
     assert {slot.name for slot in left} <= {"seed-9"}
     assert all(store.claim(cell, slot) for slot in left)
+    store.release_all()
 
 
 def test_a_claim_is_held_until_it_is_released_or_recorded(tmp_path: Path, cell: Cell) -> None:
