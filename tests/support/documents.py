@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 _BLOCK = re.compile(
     r"^(?:<!-- needs (?P<needs>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
