@@ -3,6 +3,7 @@
 import re
 import subprocess
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, commands, name_of
@@ -109,6 +110,14 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = {path.resolve() for entry in entries for path in DOCS.glob(f"{entry}.md")}
     listed |= {(DOCS / f"{entry}.md").resolve() for entry in entries if entry.startswith("..")}
     assert listed == {*PAGES, ROOT / "benchmarks" / "README.md"} - {DOCS / "index.md"}
+
+
+def test_every_object_of_the_python_reference_exists() -> None:
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\.\. auto\w+:: ([\w.]+)", text, re.MULTILINE)
+    assert len(names) > 20
+    for name in names:
+        resolve_name(name)
 
 
 def test_every_picture_is_shown() -> None:
