@@ -15,6 +15,9 @@ nbclient = pytest.importorskip("nbclient", reason="not installed: pip install 'l
 
 pytestmark = pytest.mark.long
 
+FEW = ("duration.epochs=20", *SAMPLES, "polish.statistics.samples=240")
+"""Settings for a few images of every class."""
+
 
 @pytest.fixture
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
@@ -47,7 +50,7 @@ def test_the_loop_that_lost_accuracy_is_found_and_mended(execute: Callable[..., 
 @pytest.mark.skipif("LARGEBATCH_DATA" not in os.environ, reason="LARGEBATCH_DATA is not set")
 def test_a_large_batch_is_trained_and_compared(execute: Callable[..., str], tmp_path: Path) -> None:
     write_subset(Path(os.environ["LARGEBATCH_DATA"]) / "cifar10", tmp_path / "cifar10")
-    short = ", ".join(f'"{one}"' for one in ("duration.steps=4", *SAMPLES))
+    short = ", ".join(f'"{one}"' for one in FEW)
     text = execute("large-batch.ipynb", ('"duration.epochs=6"', short))
     assert text.count("updates, top-1") == 3
     assert (tmp_path / "runs/lars/report.png").exists()
