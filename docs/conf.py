@@ -31,6 +31,7 @@ default_role = "code"  # docstrings write `name`
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "transformers"]
 
 html_theme = "furo"
 html_title = "largebatch"

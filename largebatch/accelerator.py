@@ -1,9 +1,12 @@
 """The GPU of any vendor (NVIDIA, AMD, Intel): the only module that calls `torch.accelerator`."""
 
+import functools
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,9 @@ CPU = torch.device("cpu")
 
 TRITON = "cuda"
 """Type of the devices that Triton's kernels here are made for; PyTorch calls AMD's so too."""
+
+GRAPHS = {TRITON}
+"""Types of devices with graphs: launches that are recorded once and replayed by one launch."""
 
 
 def kind() -> torch.device | None:
@@ -40,6 +46,12 @@ def current() -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+def lost_by_fork() -> bool:
+    """Return True in a forked process whose parent had used the accelerator, which then fails."""
+    device = torch.accelerator.current_accelerator()  # if torch was built for one
+    return device is not None and bool(torch.get_device_module(device)._is_in_bad_fork())
+
+
 def choose(number: int) -> torch.device:
     """Make accelerator `number` the current one and return its device."""
     torch.accelerator.set_device_index(number)
@@ -60,6 +72,15 @@ def memory_bytes() -> int:
     device = kind()
     assert device is not None
     return int(torch.get_device_module(device).get_device_properties(0).total_memory)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> tuple[int, int]:
+    """Return the number of multiprocessors of a GPU and the bytes of its L2 cache; 0 if unknown."""
+    if device.type != TRITON:
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, int(getattr(properties, "L2_cache_size", 0))
 
 
 def uuid(device: torch.device) -> str | None:
@@ -112,9 +133,26 @@ def seed(number: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(number)
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator that this process can still allocate."""
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + cached)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of an accelerator's tensors in bytes."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def measure_peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Return the peak of the bytes that some work allocates on an accelerator."""
+    module = torch.get_device_module(device)
+    before = module.memory_allocated(device)
+    module.reset_peak_memory_stats(device)
+    work()
+    return peak_memory_bytes(device) - int(before)
 
 
 def usage(device: torch.device) -> tuple[float, float]:
@@ -126,6 +164,71 @@ def usage(device: torch.device) -> tuple[float, float]:
             with suppress(Exception):  # no library, or no such value for a GPU partition
                 values[place] = float(getattr(module, name)(device))
     return values[0], values[1]
+
+
+class Graph:
+    """Launches on a device, recorded once; `replay` repeats them on the same memory.
+
+    Graphs with the same `pool` share the memory of their intermediate results, so they must be
+    replayed in the order in which they were recorded.
+    """
+
+    _recording = False
+
+    def __init__(self, device: torch.device, pool: object = None) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._graph = self._module.CUDAGraph()
+        self.pool = pool or self._module.graph_pool_handle()
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record what is launched in this block, without running it.
+
+        Nothing may wait for the device, nor keep a number of the host that changes later.
+        """
+        module = self._module
+        settings = {"pool": self.pool, "capture_error_mode": "thread_local"}  # others load data
+        with (
+            module.device(self._device),
+            module.stream(module.current_stream()),  # again after an error, which leaves torch's
+            module.graph(self._graph, **settings),
+        ):
+            Graph._recording = True
+            try:
+                yield
+            finally:
+                Graph._recording = False
+
+    def replay(self) -> None:
+        """Run the recorded launches, behind what is queued in the current stream."""
+        self._graph.replay()
+
+
+def is_recording() -> bool:
+    """Return True if launches are being recorded by `Graph.record`."""
+    return Graph._recording
+
+
+@contextmanager
+def waits(device: torch.device) -> Iterator[list[str]]:
+    """Collect the lines at which the host waits for a device in this block; full at its end."""
+    found: list[str] = []
+    module = torch.get_device_module(device)
+    before = module.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            module.set_sync_debug_mode(before)
+    for warning in caught:
+        if "synchronizing" in str(warning.message):
+            found.append(f"{Path(warning.filename).name}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped

@@ -104,6 +104,10 @@ class DivergedError(LargebatchError):
     """The training loss is not a finite number."""
 
 
+class DeviceMemoryError(LargebatchError):
+    """A device batch does not fit the memory of an accelerator."""
+
+
 class UnusedParametersError(LargebatchError, ValueError):
     """A model has parameters that its loss does not depend on."""
 

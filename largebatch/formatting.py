@@ -1,7 +1,8 @@
-"""Numbers as text, for messages, logs and pages: counts, percentages, times, signs."""
+"""Numbers as text, for messages, logs and pages: counts, percentages, times, signs, tables."""
 
 import math
 from collections.abc import Container, Sequence
+from html import escape
 
 MISSING = "–"
 """Text for a value that does not exist or was not measured."""
@@ -80,6 +81,30 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> str
         ).rstrip()
         for row in rows
     )
+
+
+class Tabular:
+    """Base of results that print as a table, and are an HTML table in a notebook."""
+
+    __slots__ = ()
+
+    def _caption(self) -> str:
+        raise NotImplementedError
+
+    def _rows(self) -> list[list[str]]:
+        """Return the rows of the table, the column names first."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        return f"{self._caption()}\n{aligned(rows, right=range(1, len(rows[0])))}"
+
+    def _repr_html_(self) -> str:
+        head, *body = [[escape(cell) for cell in row] for row in self._rows()]
+        lines = [f"<caption>{escape(self._caption())}</caption>"]
+        lines += ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+        lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
+        return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
 def _fixed(value: float) -> str:

@@ -12,7 +12,9 @@ set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
-read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+python=(python3)
+[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
+found=$(type -P "${python[0]}") && PATH=${found%/*}:$PATH # with its horovodrun
 WORKERS=${WORKERS:-16}
 HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
 

@@ -11,13 +11,17 @@ set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
-read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+python=(python3)
+[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
 WORKERS=${WORKERS:-16}
 HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 # Not bound to a core: a worker's threads decode images on all cores of its host.
-command=(mpirun -np "$WORKERS" -H "$HOSTS" --bind-to none --map-by slot -x PATH
-    "${python[@]}" -m largebatch "$@")
+command=(mpirun -np "$WORKERS" -H "$HOSTS" --bind-to none --map-by slot)
+for name in PATH LD_LIBRARY_PATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}"; do
+    [[ ! -v $name ]] || command+=(-x "$name")
+done
+command+=("${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} == 1 ]] || exec "${command[@]}"

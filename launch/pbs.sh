@@ -4,8 +4,8 @@
 #   qsub launch/pbs.sh          from the folder that OUT is relative to
 #   DRY_RUN=1 launch/pbs.sh     print the command only
 #
-# Before LIMIT ends, the run saves, exits with code 75 and is requeued; if that needs an operator's
-# rights, submit it again: it resumes.
+# Before LIMIT ends, ten minutes before the walltime, the run saves, exits with code 75 and is requeued;
+# if that needs an operator's rights, submit it again: it resumes.
 #PBS -N largebatch
 #PBS -l select=2:ncpus=64:ngpus=8:mpiprocs=8
 #PBS -l walltime=08:00:00
@@ -16,13 +16,17 @@ cd "${PBS_O_WORKDIR:-.}"
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
-read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
-LIMIT=${LIMIT:-470m} # ten minutes less than the walltime
+python=(python3)
+[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
+LIMIT=${LIMIT:-470m}
 NODEFILE=${PBS_NODEFILE:-/dev/null}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" --time-limit "$LIMIT" "${OPTIONS[@]}"
-command=(mpirun -np "$(wc -l <"$NODEFILE")" --hostfile "$NODEFILE" --bind-to none --map-by slot
-    -x PATH "${python[@]}" -m largebatch "$@")
+command=(mpirun -np "$(wc -l <"$NODEFILE")" --hostfile "$NODEFILE" --bind-to none --map-by slot)
+for name in PATH LD_LIBRARY_PATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}"; do
+    [[ ! -v $name ]] || command+=(-x "$name")
+done
+command+=("${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0
 "${command[@]}" &

@@ -3,6 +3,7 @@
 #
 #   sbatch --nodes=4 launch/slurm.sh          overrides the options below
 #   sbatch launch/slurm.sh doctor --network   measure the network instead
+#   IMAGE=nvcr.io#team/largebatch sbatch ...  in a container of pyxis and enroot
 #   DRY_RUN=1 launch/slurm.sh                 print the command only
 #
 # Two minutes before the time limit the run saves, exits with code 75 and is requeued; it resumes in
@@ -21,13 +22,18 @@ set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
-read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+python=(python3)
+[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
+IMAGE=${IMAGE:-}
+MOUNTS=${MOUNTS:-$PWD:$PWD}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 # torch.distributed connects the workers, so srun does not set up MPI.
 # The workers end each other when one fails, and worker 0 may be saving when the others have ended.
-command=(srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}"
-    "${python[@]}" -m largebatch "$@")
+command=(srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}")
+[[ ! $IMAGE ]] || command+=(--container-image "$IMAGE" --container-mounts "$MOUNTS"
+    --container-workdir "$PWD")
+command+=("${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0
 "${command[@]}" &

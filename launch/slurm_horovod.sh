@@ -9,6 +9,7 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=08:00:00
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
@@ -18,7 +19,9 @@ set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
-read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+python=(python3)
+[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
+found=$(type -P "${python[0]}") && PATH=${found%/*}:$PATH # with its horovodrun
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 mapfile -t hosts < <(scontrol show hostnames)
 slots=("${hosts[@]/%/:${SLURM_GPUS_ON_NODE:-8}}")

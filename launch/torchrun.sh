@@ -12,7 +12,8 @@ set -euo pipefail
 RECIPE=${RECIPE:-digits_96}
 OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
-read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+python=(python3)
+[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
 NODES=${NODES:-2}
 GPUS=${GPUS:-8}
 

@@ -286,3 +286,25 @@ def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:
     assert [each.gradient_norm for each in steps] == pytest.approx([20**0.5] * 2)
     assert [[math.isnan(r) for r in each.trust_ratios] for each in steps] == [[False, True]] * 2
     assert sum(isinstance(each, System) for each in events) == 2
+
+
+def test_a_device_batch_is_measured_and_halved_where_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time the GPU seems to have more memory than it has."""
+    large = ["batch.global_batch=1152", "data.image_size=128", "execution.cache=memory"]
+    recipe = load_recipe(DIGITS, [*SHORT, *large, "duration.epochs=4"])
+    total = torch.cuda.get_device_properties(0).total_memory
+    for seeming, most in ((1.5e9, 1.5e9), (8e9, 1.5e9)):
+        torch.cuda.empty_cache()
+        monkeypatch.setattr("largebatch.accelerator.free_memory_bytes", lambda _, it=seeming: it)
+        monkeypatch.setattr("largebatch.accelerator.memory_bytes", lambda: 0)
+        torch.cuda.set_per_process_memory_fraction(most / total)
+        try:
+            found = run(recipe, out=tmp_path / f"{seeming:.0f}")
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert found.status == "finished"
+        assert found.device_batch < 1152
+        assert found.peak_memory_bytes is not None
+        assert found.peak_memory_bytes <= most

@@ -121,21 +121,30 @@ def test_the_reducer_works_in_a_users_loop_with_horovod() -> None:
 
 
 @pytest.mark.long
-def test_the_example_with_timms_training_script_runs(tmp_path: Path) -> None:
+def test_timms_training_script_gets_lars_and_spans(tmp_path: Path) -> None:
     """A script that makes model and optimizer as timm's does; that one is in no package."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN_PY, encoding="utf-8")
-    words = [str(EXAMPLES / "timm_train.py"), str(script), "--opt", "larsreference"]
+    words = ["-m", "largebatch.integrations.timm", str(script), "--opt", "larsreference"]
     found = output_of(sys.executable, *words)
     assert found.split() == ["largebatch.optim.lars", "4", "True"]
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("lightning") is None, reason="no Lightning: pip install lightning")
-def test_the_lightning_example_runs() -> None:
-    found = output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / "lightning_module.py"))
-    (top1,) = re.findall("polished: top-1 (.*)% of 360 images", found)
-    assert float(top1) > 80
+@pytest.mark.parametrize(
+    ("library", "example"),
+    [
+        pytest.param("lightning", "lightning_module.py", id="lightning"),
+        pytest.param("transformers", "transformers_trainer.py", id="transformers"),
+    ],
+)
+def test_a_trainer_is_audited_and_its_average_polished(library: str, example: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"no {library}: pip install {library}")
+    found = output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / example))
+    assert has_no_fault(found)
+    (top1,) = re.findall("polished: top-1 (.*)%", found)
+    assert float(top1) > 85
 
 
 def gain(printed: str) -> tuple[float, float]:
@@ -152,25 +161,12 @@ def test_averaged_weights_of_distributed_data_parallel_are_polished() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="no Accelerate: pip install accelerate")
-def test_averaged_weights_of_accelerate_are_polished() -> None:
-    left, polished = gain(on_torchrun("averaged_accelerate.py"))
+def test_a_loop_of_accelerate_is_audited_and_its_average_polished() -> None:
+    found = on_torchrun("loop_accelerate.py")
+    assert has_no_fault(found)
+    left, polished = gain(found)
     assert left < 80
     assert polished > 85
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("library", "example"),
-    [
-        pytest.param("lightning", "averaged_lightning.py", id="lightning"),
-        pytest.param("transformers", "averaged_transformers.py", id="transformers"),
-    ],
-)
-def test_averaged_weights_of_a_trainer_are_polished(library: str, example: str) -> None:
-    if find_spec(library) is None:
-        pytest.skip(f"no {library}: pip install {library}")
-    left, polished = gain(output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / example)))
-    assert polished > max(left, 85)
 
 
 @pytest.mark.long
@@ -207,32 +203,24 @@ def test_an_audit_of_distributed_data_parallel_finds_what_its_page_shows() -> No
     assert rows(shown) == rows(printed)
 
 
+def programs_of(page: str) -> dict[str, str]:
+    """Return the first Python block behind each link to a program that a page explains."""
+    text = (EXAMPLES.parent / page).read_text(encoding="utf-8")
+    _, *parts = re.split(r"\(examples/(\w+\.py)\)", text)
+    return {
+        name: part.split("```python\n")[1].split("```")[0]
+        for name, part in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
 def test_the_page_on_audits_has_the_command_of_each_program() -> None:
     page = (EXAMPLES.parent / "audit.md").read_text(encoding="utf-8")
-    for path in EXAMPLES.glob("audit_*.py"):
-        command = path.read_text(encoding="utf-8").splitlines()[2].partition(", or ")[0]
+    for name in programs_of("audit.md"):
+        path = EXAMPLES / name
+        command = path.read_text(encoding="utf-8").splitlines()[2]
+        command = re.split(", or |; ", command)[0]
         assert command.endswith(path.name)
         assert f"`{command}`:\n" in page
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="no Accelerate: pip install accelerate")
-def test_an_audit_of_accelerate_finds_no_fault() -> None:
-    assert has_no_fault(on_torchrun("audit_accelerate.py"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("library", "example"),
-    [
-        pytest.param("lightning", "audit_lightning.py", id="lightning"),
-        pytest.param("transformers", "audit_transformers.py", id="transformers"),
-    ],
-)
-def test_an_audit_of_a_trainer_finds_no_fault(library: str, example: str) -> None:
-    if find_spec(library) is None:
-        pytest.skip(f"no {library}: pip install {library}")
-    assert has_no_fault(output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / example)))
 
 
 @pytest.mark.long
@@ -259,10 +247,7 @@ def code_of(block: str) -> set[str]:
     ("page", "start"), [("final-polishing.md", "averaged_"), ("audit.md", "audit_")]
 )
 def test_the_lines_of_a_page_are_those_of_its_programs(page: str, start: str) -> None:
-    text = (EXAMPLES.parent / page).read_text(encoding="utf-8")
-    _, *parts = re.split(rf"\(examples/({start}\w+\.py)\)", text)
-    names, texts = parts[::2], parts[1::2]
-    assert set(names) == {path.name for path in EXAMPLES.glob(f"{start}*.py")}
-    for name, text in zip(names, texts, strict=True):
-        shown = text.split("```python\n")[1].split("```")[0]
+    programs = programs_of(page)
+    assert programs.keys() > {path.name for path in EXAMPLES.glob(f"{start}*.py")}
+    for name, shown in programs.items():
         assert code_of(shown) <= code_of((EXAMPLES / name).read_text(encoding="utf-8")), name

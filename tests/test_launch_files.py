@@ -6,25 +6,35 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import sysconfig
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
+import simulated_slurm
 from ruamel.yaml import YAML
 
-from largebatch.cli.launch import BY_TORCH, KINDS
+from largebatch.cli import launch
+from largebatch.cli.launch import BY_TORCH, KINDS, KUBERNETES
 from largebatch.cli.main import DONE, USER, main
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "launch").iterdir())
 SCRIPTS = [path for path in FILES if path.suffix == ".sh"]
 SCHEMAS = {
-    kind: json.loads((ROOT / "tests" / "support" / "kubeflow" / name).read_text())
-    for kind, name in (("mpijob", "mpijob_v2beta1.json"), ("pytorchjob", "pytorchjob_v1.json"))
+    schema["properties"]["kind"]["const"]: schema
+    for path in sorted((ROOT / "tests" / "support" / "kubeflow").iterdir())
+    for schema in [json.loads(path.read_text())]
 }
+"""Published schemas of the resources that are not Kubernetes' own, by kind."""
+
+IMAGE = ["--image", "registry/largebatch:1"]
 SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
 TRAIN = "-m largebatch train digits_96 --out runs/digits_96 --resume auto"
 COMMANDS = {
@@ -58,7 +68,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "SLURM_JOB_ID": "7",
     }.items():
         monkeypatch.setenv(name, value)
+    for name in os.environ:
+        if re.match("LD_LIBRARY_PATH|NCCL_|HOROVOD_|WANDB_|PYTHON$|IMAGE$", name):
+            monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "LOCAL", ())  # where tests have their folders
     return tmp_path
 
 
@@ -143,8 +157,10 @@ def test_a_job_is_filled_in_for_the_plan(
     printed = shlex.split(dry_run(job, SLURM_GPUS_ON_NODE="4"))
     train = printed[printed.index("train") :]
     train = train[: train.index("--time-limit")] + train[-6:] if kind == "pbs" else train
-    options = ["--resume", "auto", "--set", "batch.bn_span=24", "--data", "my data"]
+    data = str(cluster / "my data")
+    options = ["--resume", "auto", "--set", "batch.bn_span=24", "--data", data]
     assert train == ["train", str(recipe), "--out", "runs/digits-96", *options]
+    assert sys.executable in printed
     template = (ROOT / "launch" / KINDS[kind]).read_text().splitlines()
     changed = set(job.read_text().splitlines()) - set(template)
     directives = {
@@ -161,62 +177,244 @@ def test_a_job_is_filled_in_for_the_plan(
         "mpirun": {"WORKERS=${WORKERS:-12}"},
     }[kind]
     assert directives <= changed
-    assert len(changed) == len(directives) + 3  # recipe, folder and options
+    other = {line.partition("=")[0] for line in changed - directives}
+    assert other == {"RECIPE", "OUT", "OPTIONS", "python", *(["MOUNTS"] if kind == "slurm" else [])}
 
 
-def test_an_indexed_job_has_a_pod_for_each_worker_that_the_first_one_connects(
-    capsys: pytest.CaptureFixture[str],
+def manifests(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Return the resources of a job by their kind, each valid by its schema."""
+    kubernetes = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
+    found = list(YAML(typ="safe").load_all(filled(capsys, *words)))
+    for resource in found:
+        if resource["kind"] in SCHEMAS:
+            jsonschema.Draft202012Validator(SCHEMAS[resource["kind"]]).validate(resource)
+        else:
+            kubernetes.validate(resource, "1.29", strict=True)
+    for template in templates(found):
+        # The trainer adds the command, and the operators a policy.
+        name = {"name": found[-1]["metadata"]["name"]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": name, "spec": template}
+        kubernetes.validate(pod, "1.29", strict=True)
+    return {resource["kind"]: resource for resource in found}
+
+
+def templates(tree: Any) -> list[dict[str, Any]]:  # noqa: ANN401 -- any YAML
+    """Return all descriptions of pods in a manifest."""
+    if isinstance(tree, list):
+        return [pod for part in tree for pod in templates(part)]
+    if not isinstance(tree, dict):
+        return []
+    own = [tree] if "containers" in tree else []
+    return own + [pod for part in tree.values() for pod in templates(part)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [
+        ("mpijob", ["slotsPerWorker: 8", "replicas: 1", "replicas: 3", "-np 24 "]),
+        ("pytorchjob", ['nprocPerNode: "8"', "minReplicas: 3", "replicas: 3"]),
+        ("trainjob", ["mlPolicy: {numNodes: 3", "numNodes: 3", "numProcPerNode: 8"]),
+        ("jobset", ["completions: 3", "parallelism: 3", "replicas: 1"]),
+    ],
+)
+def test_a_manifest_matches_its_published_schemas(
+    cluster: Path, kind: str, numbers: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["indexedjob", "digits_96_softsync", "--nodes", "3", "--gpus-per-node", "2"]
-    service, job = YAML(typ="safe").load_all(filled(capsys, *words, "--data", "$(A)"))
-    assert (service["kind"], job["apiVersion"], job["kind"]) == ("Service", "batch/v1", "Job")
-    name = job["metadata"]["name"]
-    pod = job["spec"]["template"]["spec"]
-    assert service["metadata"]["name"] == pod.pop("subdomain") == name
-    assert service["spec"]["selector"] == {"job-name": name}
-    spec = job["spec"]
-    template = SCHEMAS["pytorchjob"]["properties"]["spec"]["properties"]["pytorchReplicaSpecs"]
-    template = template["additionalProperties"]["properties"]["template"]
-    (container,) = pod["containers"]
-    (rank,) = container.pop("env")  # the operator's schema here has neither
-    jsonschema.Draft202012Validator(template).validate(spec["template"])
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    assert rank == {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}}
+    """With all options, a recipe of the user's and characters that YAML and Kubernetes expand."""
+    text = (ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text()
+    (cluster / "own.yaml").write_text(text)
+    words = [kind, "own.yaml", "--nodes", "3", "--data", "/data/$(A)$$B$", "--name", 'A "run"!']
+    words += ["--namespace", "team", "--env-secret", "keys", "--rdma", "rdma/hca", "--host-ipc"]
+    words += ["--cpus", "4", "--memory", "400G", "--shared-memory", "64G", "--runs-claim", "lustre"]
+    printed = filled(capsys, *words, *IMAGE)
+    assert [number for number in numbers if number not in printed] == []
+    found = manifests(capsys, *words, *IMAGE)
+    assert YAML(typ="safe").load(found["ConfigMap"]["data"]["recipe.yaml"]) == YAML(
+        typ="safe"
+    ).load(text)
+    assert {(r["metadata"]["name"], r["metadata"]["namespace"]) for r in found.values()} == {
+        ("a-run", "team")
+    }
+    pods = templates(list(found.values()))
+    (worker,) = pods[-1]["containers"]
+    trains = found["TrainJob"]["spec"]["trainer"] if kind == "trainjob" else None
+    started = trains or pods[0]["containers"][0]
+    train = ["largebatch", "train", "/recipe/recipe.yaml", "--out", "/runs/A-run", "--resume"]
+    assert started["args"] == [*train, "auto", "--data", "/data/$$(A)$$$$B$$"]
+    assert {pod["containers"][0]["image"] for pod in pods} == {"registry/largebatch:1"}
+    assert all(pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}] for pod in pods)
+    limits = {"nvidia.com/gpu": 8, "rdma/hca": 1}
+    requests = {"cpu": 32, "memory": "400Gi"}
+    assert worker["resources"] == {"limits": limits, "requests": requests}
+    assert worker["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert pods[-1]["hostIPC"] is True
+    mounts = {mount["mountPath"]: mount["name"] for mount in worker["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pods[-1]["volumes"]}
+    assert {path: volumes[name] for path, name in mounts.items()} == {
+        "/runs": {"persistentVolumeClaim": {"claimName": "lustre"}},
+        "/dev/shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
+        "/data": {"persistentVolumeClaim": {"claimName": "data", "readOnly": True}},
+        "/recipe": {"configMap": {"name": "a-run"}},
+    }
+
+
+def test_a_protocols_jobset_has_a_pod_for_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["jobset", "digits_96_softsync", "--nodes", "3", "--gpus-per-node", "2", *IMAGE]
+    found = manifests(capsys, *words)
+    assert found.keys() == {"JobSet"}  # it is an installed recipe, which the image has
+    spec = found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert [v["name"] for v in spec["template"]["spec"]["volumes"]] == ["runs", "shared-memory"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 6, 6)
     assert spec["backoffLimitPerIndex"] == 0  # one that is lost ends no other
-    assert pod["restartPolicy"] == "Never"
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["command"] == ["python3", "-m"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
-    words = container["command"] + container["args"]
-    assert f"MASTER_ADDR={name}-0.{name}" in words
-    train = ["train", "digits_96_softsync", "--out", "/runs/digits-96-softsync"]
-    assert words[words.index("train") :] == [*train, "--resume", "auto", "--data", "$$(A)"]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    env = {each["name"]: each.get("value") or each["valueFrom"] for each in container["env"]}
+    assert env["RANK"] == {"fieldRef": {"fieldPath": index}}
+    assert (env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("6", "0", "1")
+    assert env["MASTER_ADDR"] == "digits-96-softsync-pods-0-0.digits-96-softsync"
 
 
-@pytest.mark.parametrize("kind", SCHEMAS)
-def test_a_manifest_matches_its_operators_schema(
-    kind: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["mpirun", "pbs", "mpijob"])
+def test_variables_of_libraries_are_handed_on_under_mpi(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [kind, "digits_96", "--nodes", "3", "--data", "$(A)$$B$"]
-    job = YAML(typ="safe").load(filled(capsys, *words))
-    jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
-    replicas = job["spec"]["mpiReplicaSpecs" if kind == "mpijob" else "pytorchReplicaSpecs"]
-    assert replicas["Worker"]["replicas"] == 3
-    first = replicas["Launcher" if kind == "mpijob" else "Worker"]
-    (container,) = first["template"]["spec"]["containers"]
-    words = container["command"] + container.get("args", [])
-    train = ["train", "digits_96", "--out", "/runs/digits-96", "--resume", "auto"]
-    assert words[words.index("train") :] == [*train, "--data", "$$(A)$$$$B$$"]
-    (worker,) = replicas["Worker"]["template"]["spec"]["containers"]
-    assert worker["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in worker["volumeMounts"]
-    volumes = replicas["Worker"]["template"]["spec"]["volumes"]
-    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in volumes
+    names = ["LD_LIBRARY_PATH", "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
+    for name in names:
+        monkeypatch.setenv(name, "")
+    text = filled(capsys, kind, "digits_96", "--nodes", "2", *(IMAGE * (kind == "mpijob")))
     if kind == "mpijob":
-        assert job["spec"]["slotsPerWorker"] == 8
-        assert words[words.index("-np") + 1] == "24"
+        add_program(cluster / "bin", "mpirun", "true")
+        launcher = templates(YAML(typ="safe").load(text))[0]["containers"][0]
+        subprocess.run([*launcher["command"], *launcher["args"]], check=True)
+        printed = (cluster / "calls").read_text().split()
     else:
-        assert job["spec"]["nprocPerNode"] == "8"
-        assert job["spec"]["elasticPolicy"]["minReplicas"] == 3
+        (cluster / "job.sh").write_text(text)
+        printed = shlex.split(dry_run(cluster / "job.sh"))
+    before = printed[: printed.index("train")]
+    assert [name for flag, name in pairwise(before) if flag == "-x"] == ["PATH", *names]
+    assert before[-2:] == ["-m", "largebatch"]
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        pytest.param(
+            "slurm --partition gpu --account lab --exclusive --time 90m --cpus 4 --name n",
+            ["#SBATCH --partition=gpu", "#SBATCH --account=lab", "#SBATCH --mem=0",
+             "#SBATCH --exclusive", "#SBATCH --time=01:30:00", "#SBATCH --cpus-per-task=4",
+             "#SBATCH --job-name=n", "OUT=${OUT:-runs/n}"],
+            id="slurm",
+        ),
+        pytest.param(
+            "slurm --memory 2T --out big/1", ["#SBATCH --mem=2048G", "OUT=${OUT:-big/1}"], id="mem"
+        ),
+        pytest.param(
+            "pbs --partition gpu --account lab --exclusive --time 30h --memory 400G",
+            ["#PBS -q gpu", "#PBS -A lab", "#PBS -l place=scatter:excl",
+             "#PBS -l walltime=30:00:00", "LIMIT=${LIMIT:-1790m}",
+             "#PBS -l select=2:ncpus=64:ngpus=8:mpiprocs=8:mem=400gb"],
+            id="pbs",
+        ),
+        pytest.param("pbs --time 10m", ["LIMIT=${LIMIT:-5m}"], id="short"),
+    ],
+)  # fmt: skip
+def test_options_of_a_queue_become_directives(
+    words: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, *options = words.split()
+    job = filled(capsys, kind, "digits_96", "--nodes", "2", *options).splitlines()
+    assert set(lines) <= set(job)
+
+
+def test_the_time_comes_from_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["resnet50_8192_mlperf", "--set", "precision=fp16"]
+    assert main(["plan", *words, "--workers", "64", "--cluster", "dgx-a100", "--json"]) == DONE
+    longest = json.loads(capsys.readouterr().out)["high"]
+    job = filled(capsys, "slurm", *words, "--nodes", "8", "--cluster", "dgx-a100", "--data", "d")
+    hours, minutes = re.findall(r"^#SBATCH --time=(\d+):(\d+):00$", job, re.MULTILINE)[0]
+    assert longest + 600 <= 3600 * int(hours) + 60 * int(minutes) < longest + 900
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "started"),
+    [
+        pytest.param(
+            "x.sif", "pbs", "apptainer exec --nv --bind {here}:{here} {here}/x.sif", id="apptainer"
+        ),
+        pytest.param(
+            "nvcr.io#a/b:1", "slurm", "--container-image nvcr.io#a/b:1 --container-mounts "
+            "{here}:{here},{here}:{here} --container-workdir {here}", id="pyxis",
+        ),
+    ],
+)  # fmt: skip
+def test_a_job_runs_in_a_container_that_sees_its_files(
+    cluster: Path, image: str, kind: str, started: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cluster / "w.pth").touch()
+    words = [kind, "digits_96", "--nodes", "2", "--image", image, "--set", "model.weights=w.pth"]
+    (cluster / "job.sh").write_text(filled(capsys, *words))
+    printed = dry_run(cluster / "job.sh").replace("\\", "")
+    assert f" {started.format(here=cluster)} python3 -m largebatch train " in printed
+    assert printed.endswith(f" --set model.weights={cluster / 'w.pth'}\n")
+
+
+TINY = [
+    *(
+        "--set",
+        "duration={steps: 2}",
+        "--set",
+        "schedule.warmup={steps: 1}",
+        "--set",
+        "polish=null",
+    ),
+    *("--set", "data.image_size=16", "--set", "model.arguments.channels=[8, 8, 16, 16]"),
+    *("--set", "evaluation={}", "--nodes", "2", "--gpus-per-node", "1"),
+]
+
+
+@pytest.mark.parametrize("kind", ["slurm", pytest.param("jobset", marks=pytest.mark.long)])
+def test_a_job_trains_a_recipe_of_the_users_on_two_hosts_as_it_is_printed(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and Kubernetes are simulated: processes with the variables that they set."""
+    text = (ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text()
+    (cluster / "own.yaml").write_text(text.replace("name: digits-96", "name: own"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    if kind == "slurm":
+        simulated_slurm.install(cluster / "bin")
+        (cluster / "job.sh").write_text(filled(capsys, "slurm", "own.yaml", "--exclusive", *TINY))
+        done = subprocess.run([cluster / "bin" / "sbatch", "job.sh"], check=False)
+        assert done.returncode == 0, next(cluster.glob("own-*.txt")).read_text()
+    else:
+        config, job = YAML(typ="safe").load_all(filled(capsys, kind, "own.yaml", *IMAGE, *TINY))
+        (cluster / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
+        (container,) = templates(job)[0]["containers"]
+        places = {"/recipe": str(cluster), "/runs": "runs"}
+        command = [
+            re.sub("^(/recipe|/runs)", lambda place: places[place[0]], word)
+            for word in container["command"] + container["args"]
+        ]
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        env = os.environ | {each["name"]: each.get("value", "") for each in container["env"]}
+        env |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
+        pods = [
+            subprocess.Popen(command, env=env | {"PET_NODE_RANK": str(index)}) for index in (0, 1)
+        ]
+        assert [pod.wait(timeout=120) for pod in pods] == [0, 0]
+    summary = json.loads((cluster / "runs" / "own" / "summary.json").read_text())
+    assert (summary["status"], summary["workers"], summary["steps"]) == ("finished", 2, 2)
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 @pytest.mark.parametrize(
@@ -228,15 +426,45 @@ def test_a_manifest_matches_its_operators_schema(
             "--nodes 5 with 8 GPUs each: batch.global_batch",
         ),
         (["pbs", "digit_96", "--nodes", "2"], "digit_96: neither a file nor an installed recipe;"),
+        (
+            ["slurm", "digits_96", "--nodes", "2", "--namespace", "a"],
+            "launch slurm has no --namespace",
+        ),
+        (["jobset", "digits_96", "--nodes", "2", "--time", "1h"], "launch jobset has no --time"),
+        (
+            ["mpirun", "digits_96", "--nodes", "2", "--memory", "1G"],
+            "launch mpirun has no --memory",
+        ),
+        (["slurm", "digits_96", "--nodes", "2", "--memory", "lots"], "--memory: expected"),
+        (["slurm", "digits_96", "--nodes", "2", "--partition", "a b"], "--partition"),
+        (["slurm", "digits_96", "--nodes", "2", "--time", "60s"], "--time 60s"),
+        (["slurm", "digits_96", "--nodes", "2", "--cluster", "abci-v100"], "--gpus-per-node 8"),
+        (["jobset", "digits_96", "--nodes", "2"], "launch jobset: pods need the --image"),
+        (["jobset", "digits_96", "--nodes", "2", *IMAGE, "--data", "d"], "--data d: "),
+        (["jobset", "digits_96", "--nodes", "2", *IMAGE, "--out", "/a"], "--out /a: "),
+        (
+            ["jobset", "digits_96", "--nodes", "2", *IMAGE, "--set", "model.weights=w.pth"],
+            "model.weights: w.pth",
+        ),
+        (["pbs", "digits_96", "--nodes", "2", *IMAGE], "--image registry/largebatch:1"),
+        (["pbs", "digits_96", "--nodes", "2", "--set", "model.weights=w.pth"], "model.weights: "),
+        (["pbs", "{tmp}/own.yaml", "--nodes", "2"], "RECIPE: {tmp}/own.yaml: "),
     ],
 )
 def test_a_job_that_cannot_be_launched_is_a_one_line_error(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "own.yaml").write_text((ROOT / "recipes/quickstart/digits_96.yaml").read_text())
+    monkeypatch.setattr(launch, "LOCAL", (tmp_path,))
+    words, message = [word.format(tmp=tmp_path) for word in words], message.format(tmp=tmp_path)
     assert main(["launch", *words]) == USER
     found = capsys.readouterr()
     assert found.out == ""
-    assert found.err.startswith(f"largebatch: {message}")
+    assert message in found.err
     assert found.err.count("\n") == 1
 
 
@@ -253,12 +481,13 @@ def test_a_recipe_that_horovod_cannot_train_has_no_horovod_job(
     kind: str, words: list[str], needs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = DONE if kind in BY_TORCH else USER
-    assert main(["launch", kind, *words, "--nodes", "1", "--gpus-per-node", "6"]) == expected
+    words = [*words, "--nodes", "1", "--gpus-per-node", "6", *(IMAGE * (kind in KUBERNETES))]
+    assert main(["launch", kind, *words]) == expected
     found = capsys.readouterr()
     if expected == USER:
         assert found.out == ""
         assert found.err.startswith(f"largebatch: launch {kind}: {needs}")
-        assert "use launch slurm, pytorchjob, indexedjob or torchrun" in found.err
+        assert "use launch slurm, pytorchjob, trainjob, jobset or torchrun" in found.err
         assert found.err.count("\n") == 1
 
 
@@ -369,5 +598,23 @@ def test_images_copy_existing_files_and_their_commands_pass_shellcheck() -> None
     for name in copied:
         assert (ROOT / name).exists(), name
     assert steps[0][1] == re.findall(r"^From: (.*)", definition, flags=re.MULTILINE)[0]
+    (torch,) = re.findall(r"^TORCH := (.*)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for text in (docker, definition):
+        assert f"pip install --no-cache-dir {torch} '.[dali,wandb]'" in text
     for script in (*commands, *(parts[part] for part in ("post", "environment", "runscript"))):
         subprocess.run([SHELLCHECK, "-s", "sh", "-"], input=script, text=True, check=True)
+
+
+@pytest.mark.long
+def test_the_image_is_built(tmp_path: Path) -> None:
+    """In half an hour and 30 GB, where there is a builder and a registry with the base image."""
+    builder = shutil.which("buildah") or shutil.which("podman")
+    if builder is None:
+        pytest.skip("an image is built by buildah or podman: apt-get install buildah")
+    store = [builder, "--root", str(tmp_path / "images"), "--runroot", str(tmp_path)]
+    store += ["--storage-driver", "vfs"]
+    docker = ROOT / "launch" / "Dockerfile"
+    base = re.findall(r"^FROM (.*)", docker.read_text(), flags=re.MULTILINE)[0]
+    if subprocess.run([*store, "pull", base], check=False).returncode:
+        pytest.skip(f"no registry has the image {base}")
+    subprocess.run([*store, "build", "--isolation", "chroot", "-f", docker, ROOT], check=True)

@@ -11,7 +11,6 @@ from browser import started_browser
 from cyclopts import App
 from documents import PAGES, ROOT
 
-import largebatch
 from largebatch.cli.main import make_app
 from largebatch.lab.studies.study import Study
 from largebatch.recipe.explain import meanings, sections_below
@@ -25,11 +24,11 @@ FILES: list[tuple[str, str, type[Section]]] = [
 """Its pages, what stands before keys in links to it, and the section that such a file is."""
 
 PUBLIC = {
-    *(
-        f"largebatch.{name}"
-        for name in largebatch.__all__
-        if name in {"audit", "load_recipe", "run"}
-    ),
+    "largebatch.load_recipe",
+    "largebatch.run",
+    "largebatch.audit.audit",
+    "largebatch.integrations.lightning.Polish",
+    "largebatch.optim.muon.Muon",
     "largebatch.tracking.events.Summary",
     "largebatch.polish.polish",
     "largebatch.training.evaluate",

@@ -66,7 +66,7 @@ PARTS = (
         "kernels",
         90,
         "pytest -q -rs -n 8 tests/models/test_batchnorm_kernels.py tests/optim/test_lars_fast.py"
-        " -k 'kernels or on_a_gpu'",
+        " -k 'kernels or on_a_gpu or sgd_in_a_table'",
         "pytest -q tests/models/test_batchnorm_kernels.py -k 'bits or compiler'",
         packages=("pytest", "xdist"),
     ),
@@ -91,6 +91,14 @@ PARTS = (
         f"resnet50 --name resnet50_28 {TINY_NETWORK}",
     ),
     Part(
+        "norm",
+        70,
+        "norm --channels-last --precision bf16 --rounds 50 --seconds 15 --batch 256 --spans 32 8"
+        " --layers 64x112 64x56 256x56 128x28 512x28 256x14 1024x14 512x7 2048x7",
+        "norm --channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
+        " --spans 4 2 --layers 64x4 --layer-spans 2",
+    ),
+    Part(
         "polish",
         60,
         "polish --images 4096 --batch 256 --seconds 24",
@@ -105,13 +113,6 @@ PARTS = (
         packages=("pytest", "xdist", "hypothesis"),
     ),
     Part("apex", 180, "with_apex --seconds 15", "with_apex --rounds 2"),
-    Part(
-        "norm",
-        60,
-        "norm --channels-last --precision bf16 --rounds 50 --seconds 25 --batch 256 --spans 32 8",
-        "norm --channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
-        " --spans 4 2",
-    ),
     Part("loop", 60, "loop --seconds 20", "loop --rounds 1 --steps 1"),
     Part(
         "input_gpu",

@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed.lars [--rounds 100] [--threads 2] [--seconds 60]
 
-    ours     optim.lars.LARS, as a recipe uses it; on CUDA also with apex, where it is installed
+    ours     optim.lars.LARS, as a recipe uses it; on CUDA also with apex, where it is installed,
+             and SGD without norms by the same table
     timm     timm.optim.lars.Lars
     sgd      torch.optim.SGD(fused=True): no norms
     copy     on a GPU: a copy that moves 28 bytes a parameter, as an update must: the norms read
@@ -38,6 +39,7 @@ from benchmarks.speed.measuring import (
 from largebatch import accelerator
 from largebatch.models import build, param_groups
 from largebatch.optim.lars import LARS
+from largebatch.optim.sgd import TabledSGD, build_sgd
 from largebatch.optional import require_torchvision
 
 LR, MOMENTUM, DECAY, ETA = 0.1, 0.9, 5e-5, 1e-3
@@ -100,6 +102,9 @@ def make_rivals(device: torch.device) -> dict[str, Step]:
         "timm": Lars(groups(device), lr=LR, momentum=MOMENTUM, trust_coeff=ETA).step,
         "sgd": torch.optim.SGD(groups(device), lr=LR, momentum=MOMENTUM, fused=True).step,
     }
+    sgd = build_sgd(groups(device), lr=LR, momentum=MOMENTUM, nesterov=False, scaled=False)
+    if isinstance(sgd, TabledSGD):
+        rivals["ours, SGD"] = sgd.step
     if device.type == "cuda" and has_apex():
         rivals["ours, apex"] = ours(groups(device), kernels="apex").step
     return rivals

@@ -2,19 +2,33 @@
 
     python -m benchmarks.speed.norm [--model resnet50] [--batch 64] [--spans 64 32 16 8]
 
-In every round each kind of normalisation goes once; the ratios are of the same round.
+In every round each kind of normalisation goes once; the ratios are of the same round. For --layers
+(channels x height) with ReLU, one launch of our kernels is compared with two, and the choice that
+they would make, forward and backward, is recorded: WHOLE of largebatch/models/kernels/fused.py.
 """
 
 import argparse
 import copy
+import time
+from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.speed.measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
+from benchmarks.speed.measuring import (
+    Step,
+    add_seconds,
+    paired_ratio,
+    rehearse_kernels,
+    spread,
+    take_turns,
+    write,
+)
+from benchmarks.speed.roofline import Layer
 from largebatch import accelerator
-from largebatch.models import build
+from largebatch.models import build, kernels
 from largebatch.models.batchnorm import with_span
 
 TARGET = 1.10
@@ -31,12 +45,47 @@ def passes(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
     return once
 
 
+def launches(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the ratio of one launch to two for each layer and span, and what the rule chooses."""
+    rehearse_kernels()
+    fused: Any = kernels.batchnorm()
+    cases = list(product(args.layers, args.layer_spans))
+    end, found = time.monotonic() + args.seconds, {}
+
+    def step(*, whole: bool) -> Step:
+        own = layer.ours(span)
+
+        def once() -> None:
+            fused.WHOLE = whole
+            own()
+
+        return once
+
+    for number, (words, span) in enumerate(cases):
+        left = (end - time.monotonic()) / (len(cases) - number)
+        layer = Layer(args.batch, words, "+ ReLU", device)
+        rivals = {"one launch": step(whole=True), "two launches": step(whole=False)}
+        times = take_turns(rivals, rounds=args.rounds, steps=5, seconds=left)
+        fused.WHOLE = None
+        found[f"{words}, span {span}"] = case = {
+            "milliseconds": {name: 1000 * spread(times[name])["median"] for name in times},
+            "one launch / two launches": paired_ratio(*times.values()),
+            "chosen": [
+                fused._Shape.of(layer.images, span, tensors=tensors).whole for tensors in (1, 2)
+            ],
+        }
+        print(f"{words}, span {span}: {case}", flush=True)
+    return found
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--spans", type=int, nargs="+", default=[64, 32, 16, 8])
+    parser.add_argument("--layers", nargs="*", default=[], metavar="CHANNELSxHEIGHT")
+    parser.add_argument("--layer-spans", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--rounds", type=int, default=7)
     add_seconds(parser)
     parser.add_argument("--threads", type=int, default=2)
@@ -79,6 +128,7 @@ def main() -> None:
             f"{name:>15}  {spread(times)['median']:.3f} s  x {ratio['median']:.3f} "
             f"({ratio['low']:.3f} to {ratio['high']:.3f}, n = {ratio['n']})"
         )
+    result["layers"] = launches(args, device) if args.layers else {}
     print(write("norm", result))
 
 

@@ -30,7 +30,7 @@ MEASURED = {
     "input_pipeline": _INPUT,
     "lars": _LARS,
     "loop": _UPDATE,
-    "norm": _BATCHNORM,
+    "norm": (*_BATCHNORM, *_KERNELS),
     "polish": (*_BATCHNORM, "polish"),
     "polish_error": (*_BATCHNORM, "polish"),
     "quickstart": (*_UPDATE, *_LARS, "data/augment.py", "data/order.py", "polish"),

@@ -75,6 +75,16 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     generators of random numbers, samplers, attributes of loaders and data sets, and what functions
     that are passed refer to. An error in the script's own code becomes a finding. Worker 0 prints
     the table.
+
+    >>> import torch
+    >>> model = nn.Linear(4, 2)
+    >>> loader = [(torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])) for _ in range(3)]
+    >>> findings = audit(
+    ...     model, loader, nn.functional.cross_entropy, SGD(model.parameters(), lr=0.1)
+    ... )  # doctest: +ELLIPSIS
+    audit: no fault, ...
+    >>> findings.ok, findings.named("gradient direction")[0].figure
+    (True, 1.0)
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__

@@ -3,8 +3,10 @@
 import gc
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from largebatch.distributed.environment import worker_rank
 from largebatch.errors import AuditError, DataError
 from largebatch.runs.options import Given, Workers
 
@@ -12,35 +14,56 @@ if TYPE_CHECKING:
     from largebatch.audit import Findings
 
 
-def audit(function: str, /, *, options: Annotated[Workers, Given] = Workers()) -> None:
+def audit(target: str, /, *arguments: str, options: Annotated[Workers, Given] = Workers()) -> None:
     """Compare the updates of your own training on several workers with those of one process.
 
-    Each worker calls FUNCTION, which returns (model, loader, loss_fn, optimizer), with a dict of
-    further arguments of largebatch.audit.audit behind them if there are any.
+    TARGET is a script with a loop over a DataLoader, which runs unchanged until its first updates
+    are audited; its arguments follow it, and options of the audit come before it. Or it is
+    MODULE:FUNCTION or FILE.py:FUNCTION, a function that each worker calls and that returns (model,
+    loader, loss_fn, optimizer), with a dict of further arguments of largebatch.audit behind them if
+    there are any.
 
     The exit code is 2 if there is a fault, or if the gradients could not be compared.
 
     Args:
-        function: module:function that returns what largebatch.audit.audit takes.
+        target: script.py, or module:function.
+        arguments: Arguments of the script.
     """
+    script = Path(target)
+    if script.suffix == ".py" and script.is_file():
+        if options.workers == 1 and worker_rank() is None:
+            from largebatch.runs.launch import start_workers
+
+            words = ["-m", "largebatch", "audit", "--workers", "2", target, *arguments]
+            return start_workers(words, workers=2, horovod=options.backend == "horovod")
+        from largebatch.audit.script import audit_script
+
+        return _end(audit_script(script, arguments), target)
     from largebatch.data.datasets.own import import_own
     from largebatch.distributed.connection import connect
 
-    module, _, name = function.partition(":")
+    module, _, name = target.partition(":")
     make = getattr(import_own(module), name, None) if name else None
     if not callable(make):
-        raise DataError(f"{function}: there is no such function; expected MODULE:FUNCTION")
+        raise DataError(
+            f"{target}: there is no such function; expected a script, or MODULE:FUNCTION such as "
+            f"{module}:build"
+        )
     backend = connect(options.backend, timeout=options.timeout)
     if backend.world_size == 1:
         raise DataError("an audit compares several workers: give --workers 2 or more")
-    findings = _check(make, function)
+    findings = _check(make, target)
     # A DistributedDataParallel that outlives its process group can block when it is freed.
     gc.collect()
     backend.close()
+    return _end(findings, target)
+
+
+def _end(findings: "Findings", target: str) -> None:
     if findings.faults:
-        raise AuditError(f"{function}: the audit found faults, listed above")
+        raise AuditError(f"{target}: the audit found faults, listed above")
     if not findings.ok:
-        raise AuditError(f"{function}: the audit could not compare the gradients")
+        raise AuditError(f"{target}: the audit could not compare the gradients")
 
 
 def _check(make: Callable[[], Any], function: str) -> "Findings":

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
+from cyclopts.validators import Number as Between
 
 from largebatch.cli.recipe import write_recipe
-from largebatch.errors import DataError, LargebatchError, printable
+from largebatch.errors import DataError, LargebatchError, printable, shorten
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
-from largebatch.runs.options import Count, Folder, Overrides, RecipeFile
+from largebatch.runs.options import Count, Folder, Number, Overrides, RecipeFile
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
         folder: The data set.
         drop_bad: Leave out images that cannot be used.
     """
-    from largebatch.data.index.folder import describe
     from largebatch.data.index.index import BadImagesError, make
 
     num_bad = 0
@@ -62,8 +61,7 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
         where = content.file or "not stored: neither the folder nor the user's cache is writable"
         lines = [f"{split}: {len(content.arrays['labels'])} images ({where})"]
         lines += [f"{split}: left out: {path}: {reason}" for path, reason in content.bad]
-        lines.append(describe(content.header["ignored"], where=split))
-        print(printable("\n".join(filter(None, lines))))
+        print(printable("\n".join(lines)))
     if num_bad:
         raise DataError(
             f"{folder}: {plural(num_bad, 'image')}, listed above, cannot be used; replace or "
@@ -73,11 +71,25 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
 
 
 def open_indexes(folder: Path) -> "tuple[Index, Index]":
-    """Return the indexes of a folder, built if there are none, and print what they hold."""
+    """Return the indexes of a folder, built if there are none, and print what they hold.
+
+    Raises DataError if the splits have other classes, or a class has no training image.
+    """
+    from largebatch.data.index.folder import EXTENSIONS, describe
     from largebatch.data.index.index import check_same_classes, load_or_read
 
     train, val = (load_or_read(folder, split) for split in SPLITS)
+    for split, found in zip(SPLITS, (train, val), strict=True):
+        if ignored := describe(found.ignored, where=split):
+            print(printable(ignored))
     check_same_classes(train.root, train.classes, val.classes)
+    present = set(train.labels.tolist())
+    empty = [name for label, name in enumerate(train.classes) if label not in present]
+    if empty:
+        raise DataError(
+            f"{folder}/train: no images ({' '.join(EXTENSIONS)}) of {shorten(empty)}; add some, or "
+            "remove these folders from train and val"
+        )
     bad = len(train.bad) + len(val.bad)
     print(
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
@@ -133,6 +145,7 @@ def _check_written(out: Path) -> None:
     line = f"{out}: written; its images are checked now, or later with: {check}"
     print(printable(line), flush=True)
     index(out)
+    print(printable(f"next: largebatch init {shlex.quote(str(out))}"))
 
 
 @app.command(name="import")
@@ -144,7 +157,7 @@ def import_(  # noqa: PLR0913 -- its options
     out: Folder,
     shard_mb: Count = 256,
     val_name: str | None = None,
-    val_fraction: Annotated[float | None, Parameter(validator=Number(gt=0, lt=1))] = None,
+    val_fraction: Annotated[float | None, Parameter(validator=Between(gt=0, lt=1))] = None,
     seed: int | None = None,
     drop_bad: bool = False,
 ) -> None:
@@ -240,22 +253,47 @@ def _progress(text: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def init(folder: Path, /, *, out: Path | None = None) -> None:
+def init(  # noqa: PLR0913 -- its options
+    folder: Path,
+    /,
+    *,
+    out: Path | None = None,
+    name: str | None = None,
+    weights: str | None = None,
+    model: str | None = None,
+    image_size: Count | None = None,
+    minutes: Number | None = None,
+) -> None:
     """Write a recipe for a folder of images.
 
     Args:
         folder: DIR/{train,val}/<class>/* or *.tar.
-        out: Recipe to write (<folder>.yaml).
+        out: Recipe to write (<name>.yaml).
+        name: Name of the recipe and its runs (that of --out, else the folder's).
+        weights: Weights to begin with: timm:NAME, a file (then with --model), or a run.
+        model: Network of largebatch or timm, or torchvision/NAME.
+        image_size: Side of the images that the network gets, in pixels.
+        minutes: Choose image size and epochs for a run of this time on this machine, measured.
     """
-    from largebatch.lab.measure.initial import draft, survey
+    from largebatch.lab.measure.initial import draft, fitted, remarks, survey
+    from largebatch.runs.pretrained import start_with
 
-    name = recipe_name(folder.resolve().name, otherwise="own-data")
+    text = name or (out.stem if out else folder.resolve().name)
+    name = recipe_name(text, otherwise="own-data")
     out = out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
-    found = survey(*open_indexes(folder))
-    text = draft(found, name=name)
-    write_recipe(out, text)
+    train, val = open_indexes(folder)
+    for remark in remarks(train, val):
+        print(printable(remark))
+    start, epochs = None, None
+    if weights is not None or model is not None:
+        start = start_with(weights, model, classes=len(train.classes))
+    found = survey(train, val, start, image_size=image_size)
+    if minutes is not None:
+        found, epochs, text = fitted(found, minutes=minutes, fixed=image_size is not None)
+        print(text)
+    write_recipe(out, draft(found, name=name, epochs=epochs))
     print("every assumption is a comment of the recipe")
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))

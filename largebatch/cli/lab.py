@@ -14,7 +14,7 @@ from largebatch.cli.recipe import write_planned
 from largebatch.cli.study import study
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
-from largebatch.formatting import aligned, plural
+from largebatch.formatting import MISSING, aligned, plural
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -86,6 +86,7 @@ def noise(
     *,
     max_steps: Count | None = None,
     out: Folder = NEW_FOLDER,
+    resume: bool = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> int:
     """Measure the gradient noise scale: the batch, in samples, above which a larger one pays less.
@@ -97,6 +98,7 @@ def noise(
         recipe: A recipe, or the folder of a run with monitor: noise_scale.
         max_steps: Stop after N updates.
         out: Folder to write.
+        resume: Continue the run in --out.
     """
     folder = recipe
     if folder.is_dir() and not (folder / LOG).exists():
@@ -113,11 +115,13 @@ def noise(
                 f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave "
                 f"it without an upper bound; train for {BOUNDED} or more"
             )
+        if resume and out == NEW_FOLDER:
+            raise CheckpointError("--resume continues the run in --out DIR; pass --out")
         folder = chosen_folder(out, loaded.name)
         of_run = options.options(out=folder).without_changes()
-        summary = start(loaded, replace(of_run, resume="auto", max_steps=max_steps))
+        summary = start(loaded, replace(of_run, resume=resume, max_steps=max_steps))
         if summary.status == "interrupted":
-            return interrupted(folder)
+            return interrupted(folder, flag="--resume ")
     if own_rank() == 0:
         _show_noise(folder)
     return 0
@@ -177,6 +181,19 @@ def suggest(
     for line in words(found):
         print(wrapped(line))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
+
+
+@app.command
+def clusters() -> None:
+    """List the installed clusters, for --cluster of plan, batch, launch and lab rehearse."""
+    from largebatch.lab.planner.cluster import installed_clusters
+
+    rows = [("cluster", "nodes", "GPUs of a node", "", "GB/s between nodes", "cores of a node")]
+    for name, found in installed_clusters().items():
+        gpu, network = found.gpu.name if found.gpu else MISSING, found.network_gigabytes_per_second
+        size = f"{found.nodes:,}", f"{found.gpus_per_node}"
+        rows.append((name, *size, gpu, f"{network or MISSING}", f"{found.cpu_cores}"))
+    print(aligned(rows, right=(1, 2, 4, 5)))
 
 
 @app.command

@@ -1,137 +1,342 @@
 """The command `launch`: print the script or manifest that starts a run on a cluster. It prints.
 
-The templates are the files of launch/, each of which also runs by itself; their settings stand
-on lines of their own. The plan is made first, so that a batch which cannot be divided is never
-submitted.
+The templates are the files of launch/. Its scripts also run by themselves; a job has other values
+on the lines of their settings. Its manifests are Jinja's, and share pod.yaml. The plan is made
+first, so that a batch which cannot be divided is never submitted.
 """
 
 import json
+import math
+import posixpath
 import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
-from pathlib import Path
-from string import Template
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal, get_args
 
-from largebatch.errors import PlanError, RecipeError
+from cyclopts import Parameter, Token
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from largebatch.errors import LargebatchError, PlanError, RecipeError
+from largebatch.formatting import duration
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe
-from largebatch.runs.options import Count, Overrides, RecipeFile
+from largebatch.recipe.loading import load_recipe, read_text
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.options import Changes, Count, Given, RecipeFile, Seconds
 
 Kind = Literal[
-    "slurm", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "indexedjob", "torchrun",
+    "slurm", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "trainjob", "jobset", "torchrun",
     "horovodrun", "mpirun",
 ]  # fmt: skip
 
-KINDS: dict[str, str] = {
-    "slurm": "slurm.sh",
-    "slurm-horovod": "slurm_horovod.sh",
-    "pbs": "pbs.sh",
-    "mpijob": "mpijob.yaml",
-    "pytorchjob": "pytorchjob.yaml",
-    "indexedjob": "indexedjob.yaml",
-    "torchrun": "torchrun.sh",
-    "horovodrun": "horovodrun.sh",
-    "mpirun": "mpirun.sh",
+BY_TORCH = ("slurm", "pytorchjob", "trainjob", "jobset", "torchrun")
+"""Kinds of jobs whose workers torch.distributed connects; Horovod connects the others."""
+
+SCHEDULERS = ("slurm", "slurm-horovod", "pbs")
+KUBERNETES = ("mpijob", "pytorchjob", "trainjob", "jobset")
+
+KINDS = {
+    kind: f"{kind.replace('-', '_')}.{'yaml' if kind in KUBERNETES else 'sh'}"
+    for kind in get_args(Kind)
 }
 """Templates in launch/, by kind of job."""
 
-BY_TORCH = ("slurm", "pytorchjob", "indexedjob", "torchrun")
-"""Kinds of jobs whose workers torch.distributed connects; Horovod connects the others."""
+LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 -- refused
+"""Folders that every host has for itself."""
+
+SHORTEST, SAVING = 300, 600
+"""Shortest time of a job, and what PBS keeps of it for saving, at most half; in seconds."""
 
 
-def launch(
-    kind: Kind,
-    recipe: RecipeFile,
-    /,
-    *,
-    nodes: Count,
-    gpus_per_node: Count = 8,
-    data: Path | None = None,
-    overrides: Overrides = (),
-) -> None:
+def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
+    found = re.fullmatch(r"([1-9]\d*)([GT])", tokens[0].value)
+    if found is None:
+        raise ValueError(f"expected such as 400G or 2T, got {tokens[0].value!r}")
+    return int(found[1]) * (1024 if found[2] == "T" else 1)
+
+
+def _word(_: object, value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"[\w.:/@%+,=#-]+", value):
+        raise ValueError(f"expected a name without spaces, got {value!r}")
+
+
+Word = Annotated[str, Parameter(validator=_word, metavar="NAME")]
+Memory = Annotated[int, Parameter(converter=_gibibytes, metavar="SIZE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What Slurm, PBS and Kubernetes reserve."""
+
+    cpus: Count | None = None
+    """CPU cores of a worker (8 under Slurm and PBS)."""
+
+    memory: Memory | None = None
+    """Memory of a node, such as 400G."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Options of Slurm and PBS."""
+
+    time: Seconds | None = None
+    """Longest time, such as 90m (8h); a longer run saves, is queued again and resumes."""
+
+    cluster: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """Cluster that the time is predicted for: a name of `lab clusters`, or a file."""
+
+    partition: Word | None = None
+    """Partition of Slurm, or queue of PBS."""
+
+    account: Word | None = None
+    """Account that pays."""
+
+    exclusive: bool = False
+    """Reserve whole nodes, under Slurm with all of their memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pods:
+    """Options of Kubernetes."""
+
+    namespace: Word | None = None
+    """Namespace of the job."""
+
+    env_secret: Word | None = None
+    """Secret whose keys become variables, such as WANDB_API_KEY."""
+
+    data_claim: Word = "data"
+    """PersistentVolumeClaim that is mounted at /data, if the recipe reads a folder."""
+
+    runs_claim: Word = "runs"
+    """PersistentVolumeClaim that is mounted at /runs."""
+
+    shared_memory: Memory | None = None
+    """Largest /dev/shm (unlimited)."""
+
+    host_ipc: bool = False
+    """Share memory with the node's other pods, as NCCL does between GPUs of one node."""
+
+    rdma: Word | None = None
+    """Resource of an RDMA card, such as rdma/hca_shared_devices_a."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Changes):
+    """Options of `launch`."""
+
+    nodes: Count
+    """Number of hosts."""
+
+    gpus_per_node: Count = 8
+    """Workers of each host."""
+
+    data: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Images, as for `train`; in pods a folder below /data, which is the default."""
+
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Run folder (runs/NAME); in pods a folder below /runs."""
+
+    name: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """Name of the job (the recipe's)."""
+
+    image: Word | None = None
+    """Container image: a file .sif of Apptainer, under Slurm one of pyxis; pods need one."""
+
+    node: Annotated[Node, Parameter(name="*", group="Slurm, PBS and Kubernetes")] = Node()
+    queue: Annotated[Queue, Parameter(name="*", group="Slurm and PBS")] = Queue()
+    pods: Annotated[Pods, Parameter(name="*", group="Kubernetes")] = Pods()
+
+
+def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> None:
     """Print the job that trains a recipe on a cluster.
 
     Args:
         kind: Kind of job.
-        nodes: Number of hosts.
-        gpus_per_node: Workers of each host.
-        data: Passed on to `train`.
     """
-    loaded = load_recipe(recipe, overrides)
+    _require_kind(kind, ("slurm", "pbs", *KUBERNETES), job.node)
+    _require_kind(kind, SCHEDULERS, job.queue)
+    _require_kind(kind, KUBERNETES, job.pods)
+    loaded = load_recipe(recipe, job.changes)
     if kind not in BY_TORCH:
         use = f"launch {', '.join(BY_TORCH[:-1])} or {BY_TORCH[-1]}"
         try:
             loaded.require_backend("horovod", use=use)
         except RecipeError as error:
             raise RecipeError(f"launch {kind}: {error}") from None
+    gpus = job.gpus_per_node
+    name = re.sub(r"[^\w.-]+", "-", job.name or loaded.name).strip("-.") or "run"
     try:
-        make_plan(loaded, workers=nodes * gpus_per_node, backend="torch")
+        make_plan(loaded, workers=job.nodes * gpus, backend="torch")
     except PlanError as error:
-        raise PlanError(f"--nodes {nodes} with {gpus_per_node} GPUs each: {error}") from None
-    if data is None and loaded.data.source == "folder":
+        raise PlanError(f"--nodes {job.nodes} with {gpus} GPUs each: {error}") from None
+    render = _manifest if kind in KUBERNETES else _script
+    sys.stdout.write(render(kind, recipe, loaded, replace(job, name=name)))
+
+
+def _require_kind(kind: str, kinds: Sequence[str], options: Node | Queue | Pods) -> None:
+    """Raise LargebatchError if an option is set that this kind of job does not have."""
+    for field in fields(options):
+        if kind not in kinds and getattr(options, field.name) != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
+
+
+def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
+    """Print and return the seconds to reserve for a run on a cluster."""
+    from largebatch.lab.planner.cluster import load_cluster
+    from largebatch.lab.planner.prediction import predict, workload
+
+    cluster = load_cluster(name)
+    if job.gpus_per_node != cluster.gpus_per_node:
+        raise LargebatchError(
+            f"--gpus-per-node {job.gpus_per_node}: a node of {cluster.name} has "
+            f"{cluster.gpus_per_node}; give that, or leave out --cluster"
+        )
+    found = predict(workload(recipe, workers=job.nodes * job.gpus_per_node), cluster)
+    time = SHORTEST * math.ceil((found.high + SAVING) / SHORTEST)
+    print(
+        f"largebatch: --time {time // 60}m: {duration(found.seconds)} predicted on {cluster.name} "
+        f"({duration(found.low)} to {duration(found.high)}), 10 min to start and save",
+        file=sys.stderr,
+    )
+    return time
+
+
+def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
+    """Return a script whose settings have the job's values; each key is the start of a line."""
+    gpus, node, queue = job.gpus_per_node, job.node, job.queue
+    given = {"RECIPE": source if source.is_file() else None, "model.weights": recipe.model.weights}
+    travels = {key: Path(file).absolute() for key, file in given.items() if file}
+    for key, file in travels.items():
+        if not file.is_file():
+            raise LargebatchError(f"{key}: {file}: there is no such file; correct the path")
+        unseen = kind in SCHEDULERS or job.nodes > 1
+        if unseen and any(file.is_relative_to(folder) for folder in LOCAL):
+            raise LargebatchError(
+                f"{key}: {file}: only this host has this folder; move it to a shared file system"
+            )
+    options = _options(job)
+    if "model.weights" in travels:
+        options += ["--set", f"model.weights={travels['model.weights']}"]
+    if job.data is not None:
+        options += ["--data", str(job.data.absolute())]
+    elif recipe.data.source == "folder":
         print(
             "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
             file=sys.stderr,
         )
-    options = ["--resume", "auto"]
-    options += [word for override in overrides for word in ("--set", override)]
-    if data is not None:
-        options += ["--data", str(data)]
-    template = files("largebatch") / "launch" / KINDS[kind]
-    fill = fill_manifest if template.name.endswith(".yaml") else fill_script
-    job = fill(
-        template.read_text(encoding="utf-8"),
-        name=loaded.name,
-        recipe=str(recipe),
-        options=options,
-        nodes=nodes,
-        gpus=gpus_per_node,
-    )
-    sys.stdout.write(job)
-
-
-def fill_script(
-    text: str, *, name: str, recipe: str, options: Sequence[str], nodes: int, gpus: int
-) -> str:
-    """Return a script with its settings filled in; each key is the start of a line."""
+    folders = dict.fromkeys(file.parent for file in travels.values())
+    folders |= {job.data.absolute(): None} if job.data else {}
+    mounts = [f"{folder}:{folder}" for folder in folders]
+    python, image = [sys.executable], job.image or ""
+    if image.endswith(".sif"):
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        python = ["apptainer", "exec", "--nv", *binds, str(Path(image).absolute()), "python3"]
+        image = ""
+    elif image:
+        python = ["python3"]
+    if image and kind != "slurm":
+        raise LargebatchError(
+            f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are for "
+            f"slurm, {', '.join(KUBERNETES)}"
+        )
+    seconds, cpus = queue.time or 8 * 3600, node.cpus or 8
+    if queue.cluster is not None and queue.time is None:
+        seconds = _predict_time(job, recipe, queue.cluster)
+    if seconds < SHORTEST:
+        raise LargebatchError(f"--time {seconds:g}s: too short to start and save; give 5m or more")
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    name = job.name or ""
+    reserved = {"partition": queue.partition, "account": queue.account}
+    reserved["mem"] = f"{node.memory}G" if node.memory else "0" if queue.exclusive else None
+    slurm = [f"\n#SBATCH --{key}={value}" for key, value in reserved.items() if value]
+    slurm += ["\n#SBATCH --exclusive"] * queue.exclusive
+    place = "place=scatter:excl" if queue.exclusive else None
+    reserved = {"q": queue.partition, "A": queue.account, "l": place}
+    pbs = [f"\n#PBS -{key} {value}" for key, value in reserved.items() if value]
     settings = {
-        "RECIPE=": f"${{RECIPE:-{shlex.quote(recipe)}}}",
-        "OUT=": f"${{OUT:-runs/{name}}}",
+        "RECIPE=": f"${{RECIPE:-{shlex.quote(str(travels.get('RECIPE', source)))}}}",
+        "OUT=": f"${{OUT:-{shlex.quote(str(job.out or f'runs/{name}'))}}}",
         "OPTIONS=": f"({shlex.join(options)})",
-        "WORKERS=": f"${{WORKERS:-{nodes * gpus}}}",
-        "NODES=": f"${{NODES:-{nodes}}}",
+        "python=": f"({shlex.join(python)})",
+        "IMAGE=": f"${{IMAGE:-{image and shlex.quote(image)}}}",
+        "MOUNTS=": f"${{MOUNTS:-{','.join(['$PWD:$PWD', *map(shlex.quote, mounts)])}}}",
+        "WORKERS=": f"${{WORKERS:-{job.nodes * gpus}}}",
+        "NODES=": f"${{NODES:-{job.nodes}}}",
         "GPUS=": f"${{GPUS:-{gpus}}}",
-        "#SBATCH --job-name=": name,
-        "#SBATCH --nodes=": str(nodes),
-        "#SBATCH --gpus-per-node=": str(gpus),
-        "#SBATCH --ntasks-per-node=": str(gpus),
-        "#PBS -N ": name,
-        "#PBS -l select=": f"{nodes}:ncpus={8 * gpus}:ngpus={gpus}:mpiprocs={gpus}",
+        "LIMIT=": f"${{LIMIT:-{int(max(seconds - SAVING, seconds / 2)) // 60}m}}",
+        "#SBATCH --job-name=": "".join([name, *slurm]),
+        "#SBATCH --nodes=": job.nodes,
+        "#SBATCH --gpus-per-node=": gpus,
+        "#SBATCH --ntasks-per-node=": gpus,
+        "#SBATCH --cpus-per-task=": cpus,
+        "#SBATCH --time=": f"{hours:02}:{minutes:02}:00",
+        "#PBS -N ": "".join([name, *pbs]),
+        "#PBS -l select=": f"{job.nodes}:ncpus={cpus * gpus}:ngpus={gpus}:mpiprocs={gpus}"
+        + (f":mem={node.memory}gb" if node.memory else ""),
+        "#PBS -l walltime=": f"{hours:02}:{minutes:02}:00",
     }
-    starts = "|".join(map(re.escape, settings))
     return re.sub(
-        rf"^({starts}).*$", lambda line: line[1] + settings[line[1]], text, flags=re.MULTILINE
+        rf"^({'|'.join(map(re.escape, settings))}).*$",
+        lambda line: f"{line[1]}{settings[line[1]]}",
+        (files("largebatch") / "launch" / KINDS[kind]).read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
     )
 
 
-def fill_manifest(
-    text: str, *, name: str, recipe: str, options: Sequence[str], nodes: int, gpus: int
-) -> str:
-    """Return a Kubernetes manifest with its variables filled in; runs are mounted at /runs."""
-    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
-    return Template(text).substitute(
-        NAME=label,
-        RECIPE=_quoted(recipe),
-        OUT=_quoted(f"/runs/{name}"),
-        OPTIONS=", ".join(map(_quoted, options)),
-        NODES=nodes,
-        GPUS=gpus,
-        WORKERS=nodes * gpus,
-        IMAGE="largebatch",
+def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
+    """Return a manifest of Kubernetes; data are mounted at /data, runs at /runs."""
+    own, weights, gpus = source.is_file(), recipe.model.weights or "", job.gpus_per_node
+    options, out = _options(job), PurePosixPath("/runs", job.out or job.name or "")
+    reads_data = job.data is not None or recipe.data.source == "folder"
+    if reads_data:
+        options += ["--data", str(job.data or "/data")]
+    if job.image is None or job.image.endswith(".sif"):
+        raise LargebatchError(
+            f"launch {kind}: pods need the --image of a registry, built from launch/Dockerfile"
+        )
+    for option, path, folders, remedy in (
+        ("model.weights:", weights, ("/data", "/runs"), "copy it there, --set model.weights=PATH"),
+        ("--data", str(job.data or ""), ("/data",), "give a folder there"),
+        ("--out", str(out), ("/runs",), "give a folder there"),
+    ):
+        if path and not _inside(path, *folders):
+            places = " and ".join(folders)
+            raise LargebatchError(f"{option} {path}: pods have {places} for it; {remedy}")
+    label = re.sub(r"[^a-z0-9]+", "-", (job.name or "").lower())[:40].strip("-")
+    manifests = Environment(  # noqa: S701 -- YAML, whose words are quoted
+        loader=FileSystemLoader(str(files("largebatch") / "launch")), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    manifests.filters["word"] = _quoted
+    return manifests.get_template(KINDS[kind]).render(
+        vars(job) | vars(job.pods) | vars(job.node),
+        name=label if label[:1].isalpha() else f"run-{label}".rstrip("-"),
+        recipe="/recipe/recipe.yaml" if own else str(source),
+        recipe_text=read_text(source, what="recipe").rstrip() if own else "",
+        reads_data=reads_data or _inside(weights, "/data"),
+        protocol=recipe.protocol is not None,
+        out=str(out),
+        options=options,
+        workers=job.nodes * gpus,
     )
+
+
+def _options(job: Job) -> list[str]:
+    """Return the words of `train` that every kind of job has."""
+    words = ["--resume", "auto"]
+    words += [word for change in job.changes for word in ("--set", change)]
+    return words + [word for module in job.imports for word in ("--import", module)]
+
+
+def _inside(path: str, *folders: str) -> bool:
+    """Return True if a path in a pod is in one of these folders, or is one."""
+    found = PurePosixPath(posixpath.normpath(path))
+    return any(found.is_relative_to(folder) for folder in folders)
 
 
 def _quoted(word: str) -> str:

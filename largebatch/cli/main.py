@@ -10,6 +10,7 @@ terminated; 1 anything else, and a check that found faults.
 """
 
 import os
+import re
 import select
 import signal
 import sys
@@ -26,9 +27,11 @@ from cyclopts import (
     UnknownOptionError,
     UnusedCliTokensError,
 )
+from cyclopts.help.help import docstring_parse
 
 from largebatch import __version__
 from largebatch.distributed.environment import (
+    COMMAND,
     LAUNCHER,
     configure_libraries,
     join_slurm,
@@ -49,13 +52,15 @@ from largebatch.errors import (
     printable,
 )
 from largebatch.runs.interrupts import Requests
-from largebatch.runs.options import Workers
+from largebatch.runs.options import OPTIONS, Workers
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 
 COMMANDS = {
     "train": "train:train",
+    "resume": "train:resume",
     "evaluate": "train:evaluate",
+    "predict": "train:predict",
     "polish": "polish:polish",
     "check": "recipe:check",
     "plan": "plan:plan",
@@ -70,8 +75,64 @@ COMMANDS = {
     "audit": "audit:audit",
     "batch": "batch:batch",
     "lab": "lab:app",
+    "completion": "completion:completion",
 }
 """Modules of largebatch.cli with the functions of the commands, or with the commands below one."""
+
+EXAMPLES = {
+    "train": (
+        "train digits_96",
+        "train digits_96 --workers 2 --set seed=2 --out runs/seed-2",
+        "train digits_96 --out runs/seed-2 --resume",
+        "train mine.yaml --data images --time-limit 8h --resume auto --out a",
+    ),
+    "evaluate": ("evaluate runs/mine", "evaluate runs/mine --data images --training --json"),
+    "polish": (
+        "polish runs/mine --out runs/polished",
+        "polish --model dla34 --weights w.pth --data d --out w.safetensors",
+    ),
+    "check": ("check mine.yaml", "check mine.yaml --set batch.global_batch=8192 --json"),
+    "plan": (
+        "plan digits_96 --workers 2",
+        "plan resnet50_8192_mlperf --workers 64 --cluster dgx-h100",
+    ),
+    "explain": ("explain optimizer.eta", "explain --schedule digits_96 --out rates.png"),
+    "recipes": ("recipes", "recipes --json"),
+    "recipes copy": ("recipes copy digits_96 --out mine.yaml",),
+    "report": ("report runs/mine", "report runs/a runs/b --out compare.html"),
+    "report diagnose": ("report diagnose runs/large runs/small", "report diagnose log.csv --json"),
+    "report mlperf": ("report mlperf runs/mlperf-1 runs/mlperf-2",),
+    "export": ("export runs/mine --out exported",),
+    "data": ("data import cifar10 cifar-10-python.tar.gz --out cifar10", "data index images"),
+    "data index": ("data index images", "data index images --drop-bad"),
+    "data verify": ("data verify images --write", "data verify images"),
+    "data pack": ("data pack images --out shards",),
+    "data import": (
+        "data import cifar10 cifar-10-python.tar.gz --out cifar10",
+        "data import imagefolder a.zip --val-fraction 0.2 --out images",
+    ),
+    "data show": ("data show mine.yaml --data images",),
+    "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
+    "init": ("init images", "init images --out mine.yaml"),
+    "launch": (
+        "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
+        "launch trainjob digits_96 --nodes 2 --image lb:1 > job.yaml",
+    ),
+    "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
+    "batch": ("batch mine.yaml --data images --minutes 20",),
+    "lab": ("lab range digits_96", "lab suggest --batch 40000"),
+    "lab clusters": ("lab clusters",),
+    "lab study": ("lab study study.yaml --dry-run", "lab study lrbench --jobs 2"),
+    "lab range": ("lab range digits_96", "lab range mine.yaml --data images --seeds 1"),
+    "lab noise": ("lab noise digits_96 --max-steps 200", "lab noise runs/mine"),
+    "lab suggest": ("lab suggest --batch 40000", "lab suggest digits_96 --batch 64 --epochs 20"),
+    "lab rehearse": ("lab rehearse resnet50_8192_mlperf --workers 64 --rank 63",),
+    "completion": (
+        "completion bash >> ~/.bash_completion",
+        "completion fish > ~/.config/fish/completions/largebatch.fish",
+    ),
+}
+"""Calls that --help of each command shows, of which every one can be parsed."""
 
 _HELP = """Train image classifiers with very large mini-batches, then polish them.
 
@@ -80,7 +141,6 @@ To start: train digits_96, plan digits_96, explain, recipes, init DIR.
 
 _ELSEWHERE = {
     "compare": "to compare runs: largebatch report A B",
-    "resume": "to resume a run: largebatch train RECIPE --out RUN --resume",
 }
 """Commands of other tools, and the command that does the same here."""
 
@@ -105,6 +165,8 @@ _HEAD_START = 1.0
 
 def make_app() -> App:
     """Return the parser of all commands."""
+    # A new command gets a row in COMMANDS and one in EXAMPLES. Its own options need no group; those
+    # that several commands share have the groups of runs.options, as Annotated[Count, OF_WORKERS].
     app = App(
         name="largebatch",
         help=_HELP,
@@ -133,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(str(error))
         return USER
     configure_libraries()
+    if argv is None:
+        os.environ[COMMAND] = str(os.getpid())
     try:
         code = _call(words)
         sys.stdout.flush()
@@ -152,6 +216,8 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
     if words[:1] in ([], ["--help"], ["-h"]):
         for name in COMMANDS:
             _ = app[name]  # imported, for its description
+    if not {"--help", "-h"}.isdisjoint(words):
+        _complete_help(app, words)
     try:
         command, bound, _ = app.parse_args(
             _with_values(words), exit_on_error=False, print_error=False
@@ -164,10 +230,31 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
     return partial(command, *bound.args, **bound.kwargs), workers
 
 
+def _complete_help(app: App, words: Sequence[str]) -> None:
+    """Give the command that words name its examples, and a description of whole paragraphs.
+
+    In a docstring a line ends where the source does; a list has lines that end with a sentence.
+    """
+    command, names = app, list[str]()
+    for word in words:
+        if word.startswith("-") or word not in command:
+            break
+        command, names = command[word], [*names, word]
+    if not names:
+        return
+    text = docstring_parse(command.help, "plaintext")
+    parts = [part for part in (text.short_description, text.long_description) if part]
+    command.help = "\n\n".join(re.sub(r"(?<![.:\n])\n(?!\n)", " ", part) for part in parts)
+    calls = "".join(f"\n  largebatch {call}" for call in EXAMPLES[" ".join(names)])
+    command.help_epilogue = f"Examples:{calls}"
+    command.group_parameters = OPTIONS
+
+
 def _with_values(words: Sequence[str]) -> list[str]:
     """Write `--flag yes` as --flag=yes, and a bare --resume as --resume=yes.
 
-    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command.
+    A flag takes no value by itself, so that `--flag FILE` leaves the file to the command. What
+    follows the script of an audit is the script's.
     """
     given: list[str] = []
     rest = list(words)
@@ -179,6 +266,8 @@ def _with_values(words: Sequence[str]) -> list[str]:
             elif word == "--resume" and value != "auto":
                 word = "--resume=yes"
         given.append(word)
+        if given[0] == "audit" and word.endswith(".py"):
+            return [*given, "--", *rest]
     return given
 
 

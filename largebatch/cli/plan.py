@@ -8,8 +8,9 @@ from typing import Annotated
 
 from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
-from largebatch.formatting import duration, plural, three_digits
+from largebatch.formatting import duration, three_digits
 from largebatch.recipe.arithmetic.describe import (
+    describe_batch_changes,
     describe_decoding,
     describe_division,
     describe_protocol,
@@ -39,7 +40,7 @@ def plan(  # noqa: PLR0913 -- its options
 
     Args:
         workers: Number of workers to plan for.
-        cluster: Predict the time there instead: the name of a cluster, or a file.
+        cluster: Predict the time there instead: a name of `lab clusters`, or a file.
         json: Print the prediction as JSON.
         calibrate: Measure this machine instead, and write a cluster file.
         data: Images for --calibrate.
@@ -88,7 +89,7 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     rows = {
         "recipe": recipe.name,
         **division,
-        **_batch_changes(plan),
+        **describe_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
         + (", held out of the training images" if recipe.data.held_out else ""),
@@ -122,17 +123,6 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         "the report",
     }
     print_rows(included)
-
-
-def _batch_changes(plan: Plan) -> dict[str, str]:
-    """Return a row for each change of the global batch."""
-    later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
-    return {
-        f"from {piece.step:,}": f"{size:,} = {plural(plan.workers, 'worker')} x "
-        f"{plural(accumulation, 'micro-batch', 'micro-batches')} x {plan.device_batch}, "
-        f"epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule x {piece.lr_factor:g}"
-        for piece, (_, size, accumulation) in later
-    }
 
 
 def _image_sizes(plan: Plan, *, usual: int) -> dict[str, str]:

@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic_core import to_json
+
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import printable
 
@@ -25,8 +27,13 @@ def print_rows(rows: Mapping[str, object], *, width: int = 15) -> None:
         print(printable(f"{name:>{width}}  {value}"), flush=True)
 
 
-def interrupted(out: Path) -> int:
+def print_json(content: object) -> None:
+    """Print a value as JSON; a number that is not finite becomes null."""
+    print(to_json(content, indent=2, inf_nan_mode="null", fallback=str).decode(), flush=True)
+
+
+def interrupted(out: Path, *, flag: str = "") -> int:
     """Print how to resume what is saved in a folder; return the exit code."""
     if own_rank() == 0:
-        print(printable(f"to resume: the same command with --out {out}"))
+        print(printable(f"to resume: the same command with {flag}--out {out}"))
     return INTERRUPTED

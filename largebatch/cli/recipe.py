@@ -4,13 +4,14 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cyclopts import App
 
-from largebatch.cli.printing import print_rows
+from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
 from largebatch.formatting import aligned, plural
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -19,7 +20,7 @@ from largebatch.recipe.installed import by_data_set, installed, origin, read_ins
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS, Optimizer
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.options import Overrides, RecipeFile
+from largebatch.runs.options import AsJson, Overrides, RecipeFile
 from largebatch.schedules.build import build_schedule, follow
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def check(
     *recipes: Path,
     overrides: Overrides = (),
     mlperf_closed: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Validate recipes without running them.
 
@@ -49,26 +51,35 @@ def check(
         recipes: Further ones.
         mlperf_closed: List the rules of MLPerf's closed division that they break.
     """
-    problems, broken = [], False
+    problems, broken, checked = [], False, list[dict[str, object]]()
     for path in (recipe, *recipes):
+        result: dict[str, object] = {"recipe": str(path), "ok": False, "problems": []}
+        checked.append(result)
         try:
             loaded = load_recipe(path, overrides)
             build_schedule(loaded.schedule, make_plan(loaded.mathematics))
         except LargebatchError as error:
             problems.append(str(error))
-        else:
-            if mlperf_closed:
-                from largebatch.lab.mlperf.rules import broken_rules
+            head, *each = str(error).splitlines()
+            result["problems"] = [line.strip() for line in each] or [head]
+            continue
+        if mlperf_closed:
+            from largebatch.lab.mlperf.rules import broken_rules
 
-                rules = broken_rules(loaded)
-                verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
-            else:
-                verdict = "ok"
-                try:
-                    loaded.require_backend("horovod")
-                except RecipeError as error:
-                    verdict += f"; {error}"
+            rules = broken_rules(loaded)
+            verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
+            result |= {"ok": not rules, "mlperf_closed": [asdict(rule) for rule in rules]}
+        else:
+            verdict, result["ok"] = "ok", True
+            try:
+                loaded.require_backend("horovod")
+            except RecipeError as error:
+                verdict += f"; {error}"
+                result["remark"] = str(error)
+        if not json:
             print(printable(f"{path}: {verdict}"))
+    if json:
+        print_json(checked)
     if problems:
         raise LargebatchError("\n".join(problems))
     return BREAKS_RULES if broken else 0
@@ -172,11 +183,14 @@ def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
 
 
 @recipes.default
-def _list() -> None:
+def _list(*, json: AsJson = False) -> None:
     """Print a row for each installed recipe, by data set; measured ones first.
 
     Rows fit 80 columns; a wider terminal shows more of the source.
     """
+    if json:
+        print_json(list(_as_json()))
+        return
     width = max(80, shutil.get_terminal_size().columns) - 51
     groups = []
     for data_set, texts in by_data_set().items():
@@ -201,6 +215,25 @@ def _list() -> None:
             print(headings[place])
         print(f"  {line}")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
+
+
+def _as_json() -> Iterator[dict[str, object]]:
+    for data_set, texts in by_data_set().items():
+        for name, text in texts.items():
+            recipe, header = parse_recipe(text), origin(text)
+            plan = make_plan(recipe.mathematics)
+            yield {
+                "name": name,
+                "data_set": data_set,
+                "needs_data": recipe.data.source == "folder",
+                "model": recipe.model.name,
+                "optimizer": recipe.optimizer.kind,
+                "global_batch": plan.global_batch,
+                "steps": plan.steps,
+                "epochs": plan.epoch(plan.steps),
+                "measured": header.measured or None,
+                "after": header.after or None,
+            }
 
 
 @recipes.command

@@ -1,16 +1,17 @@
 """The commands `report` (of runs), `report diagnose` and `report mlperf`. They print."""
 
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from largebatch.cli.printing import wrapped
+from largebatch.cli.printing import print_json, wrapped
 from largebatch.errors import printable
 from largebatch.formatting import MISSING, aligned, percent
-from largebatch.runs.options import Count
+from largebatch.runs.options import AsJson, Count
 
 if TYPE_CHECKING:
     from largebatch.report.record import Record
@@ -50,6 +51,7 @@ def diagnose(
     /,
     *,
     classes: Count | None = None,
+    json: AsJson = False,
 ) -> None:
     """Find the likely causes of what went wrong in a run, or in a run with a larger batch.
 
@@ -66,10 +68,23 @@ def diagnose(
     if other is not None:
         small = read_record(other, classes=classes)
         require_comparable(judged, small)
-    _print_table([judged] if small is None else [small, judged])
-    if judged.run is not None and not judged.is_complete:
-        print(wrapped(verdict(judged.run).words))
+    records = [judged] if small is None else [small, judged]
+    unfinished = judged.run is not None and not judged.is_complete
+    ended = verdict(judged.run).words if judged.run is not None and unfinished else None
     causes = find_causes(judged, small)
+    if json:
+        runs = [
+            {"name": record.name}
+            | {re.sub(r"\W+", "_", key): value for key, value in _values(record).items()}
+            for record in records
+        ]
+        found = [{"kind": it.kind, "figure": it.figure, "remedy": it.remedy} for it in causes]
+        named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": found}
+        print_json({**named, "not_checked": list(judged.unchecked)})
+        return
+    _print_table(records)
+    if ended:
+        print(wrapped(ended))
     if causes:
         print(printable(f"likely causes in {judged.name}, the most likely first:"))
     else:
@@ -90,26 +105,34 @@ def _print_table(records: list["Record"]) -> None:
     print(printable(aligned(rows, right=range(1, len(rows[0])))))
 
 
-def _facts(record: "Record") -> dict[str, str]:
+def _values(record: "Record") -> dict[str, float | None]:
+    """Return settings and results; None or NaN where they are not known."""
     val_loss, top1 = (
         next((one for one in reversed(column.tolist()) if not math.isnan(one)), math.nan)
         for column in (record.val_loss, record.top1)
     )
-    warmup = record.warmup
     return {
-        "global batch": MISSING if record.batch is None else f"{record.batch:,}",
-        "updates": MISSING if record.updates is None else f"{record.updates:,}",
-        "epochs": _number(record.epochs),
-        "peak learning rate": _number(record.peak),
-        "warm-up, updates": MISSING if warmup is None else f"{warmup:,}",
-        "final training loss": _number(record.end),
-        "final validation loss": _number(val_loss),
-        "top-1": MISSING if math.isnan(top1) else f"{percent(top1)} %",
+        "global batch": record.batch,
+        "updates": record.updates,
+        "epochs": record.epochs,
+        "peak learning rate": record.peak,
+        "warm-up, updates": record.warmup,
+        "final training loss": record.end,
+        "final validation loss": val_loss,
+        "top-1": top1,
     }
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else MISSING
+def _facts(record: "Record") -> dict[str, str]:
+    found = {}
+    for name, value in _values(record).items():
+        if value is None or not math.isfinite(value):
+            found[name] = MISSING
+        elif name == "top-1":
+            found[name] = f"{percent(value)} %"
+        else:
+            found[name] = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return found
 
 
 @app.command

@@ -1,16 +1,25 @@
-"""The commands `train`, `evaluate` and `export`. They print."""
+"""The commands `train`, `resume`, `evaluate`, `predict` and `export`. They print."""
 
-from dataclasses import replace
+import csv
+import io
+import os
+import shlex
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from largebatch.cli.printing import INTERRUPTED
-from largebatch.distributed.environment import own_rank
-from largebatch.errors import CheckpointError, printable
+from largebatch.cli.printing import INTERRUPTED, print_json
+from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
+from largebatch.errors import CheckpointError, DataError, printable
+from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import (
     NEW_FOLDER,
+    AsJson,
+    Count,
     Folder,
     Given,
     Imports,
@@ -19,7 +28,8 @@ from largebatch.runs.options import (
     RecipeFile,
     chosen_folder,
 )
-from largebatch.tracking.events import REPORT, Summary
+from largebatch.storage import write_whole
+from largebatch.tracking.events import RECIPE, REPORT, Summary
 
 if TYPE_CHECKING:
     from largebatch.training.evaluation import Metrics
@@ -27,14 +37,31 @@ if TYPE_CHECKING:
 
 def train(recipe: RecipeFile, /, *, options: Annotated[Options, Given] = Options()) -> int:
     """Train, polish and evaluate a recipe."""
-    loaded = load_recipe(recipe, options.changes)
+    return _train(load_recipe(recipe, options.changes), options)
+
+
+def resume(run: Path, /, *, options: Annotated[Options, Given] = Options()) -> int:
+    """Continue a run with its recipe, its images and the options it was started with.
+
+    Args:
+        run: The run folder.
+    """
+    from largebatch.runs.folder import check_folder, remembered
+
+    check_folder(run, resume=True)
+    options = remembered(run, options)
+    return _train(load_recipe(run / RECIPE, options.changes), options)
+
+
+def _train(loaded: Recipe, options: Options) -> int:
     if options.resume and options.out == NEW_FOLDER:
         raise CheckpointError("--resume continues the run in --out DIR; pass --out")
     from largebatch.runs.run import start
 
     options = replace(options.without_changes(), out=chosen_folder(options.out, loaded.name))
     try:
-        summary = start(loaded, options)
+        forks = os.environ.get(COMMAND) == str(os.getpid())
+        summary = start(loaded, options, forks=forks)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:
@@ -46,12 +73,14 @@ def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None
     """Print how to resume a run that was stopped, and where its report is."""
     status = summary.status
     if status in {"interrupted", "paused"}:
-        resume = f"to resume: the same command with --resume --out {folder}"
+        resume = f"to resume: largebatch resume {shlex.quote(str(folder))}"
+        if worker_rank() is not None:  # a launcher started this process
+            resume = f"to resume: the same command with --resume --out {folder}"
         if status == "paused":
             reached = f"--max-steps {max_steps} is reached"
             if max_steps is not None and summary.steps > max_steps:
                 reached = f"the run has {summary.steps:,} steps already (--max-steps {max_steps})"
-            resume = f"{reached}; {resume} and without --max-steps"
+            resume = f"{reached}; {resume}"
         print(printable(resume))
     page = folder / REPORT
     report = f"report: {page}"
@@ -65,6 +94,7 @@ def evaluate(
     /,
     *,
     training: bool = False,
+    json: AsJson = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> None:
     """Measure a checkpoint, or the newest one of a run.
@@ -79,6 +109,10 @@ def evaluate(
     if own_rank() != 0:
         return
     metrics = found.metrics
+    if json:
+        every = {"training": found.training and asdict(found.training), **asdict(metrics)}
+        print_json({"checkpoint": found.path, "step": found.step, **every})
+        return
     print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
     if found.training is not None:
         print(f"training images: {_scores(found.training)}")
@@ -88,6 +122,51 @@ def evaluate(
 def _scores(metrics: "Metrics") -> str:
     scores = f"top-1 {100 * metrics.top1:.2f}%  top-5 {100 * metrics.top5:.2f}%"
     return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
+
+
+def predict(
+    run: Path,
+    /,
+    *images: Path,
+    out: Path | None = None,
+    top: Count = 5,
+    imports: Imports = (),
+) -> None:
+    """Print the classes of images with their probabilities, as CSV.
+
+    Args:
+        run: A run folder or a .safetensors file.
+        images: Files, or folders of them.
+        out: File to write the CSV to as well.
+        top: Number of classes for each image, the most probable first.
+        imports: Module to import first: it may register models with timm.
+    """
+    if not images:
+        raise DataError("predict: expected images after the run: files, or folders of them")
+    from largebatch.runs.predict import predict as classify
+
+    found = classify(run, images, imports=imports)
+    best = found.probabilities.topk(min(top, len(found.classes)))
+    columns = range(1, best.indices.shape[1] + 1)
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["image", *(f"{what}_{n}" for n in columns for what in ("class", "probability"))])
+    for path, labels, values in zip(found.paths, best.indices, best.values, strict=True):
+        pairs = zip(labels.tolist(), values.tolist(), strict=True)
+        cells = [cell for label, p in pairs for cell in (found.classes[label], f"{p:.4f}")]
+        rows.writerow([path, *cells])
+    if out is not None:
+        try:
+            write_whole(out, text.getvalue().encode(errors="surrogateescape"))
+        except OSError as error:
+            raise DataError(f"{out}: cannot be written: {error.strerror}") from None
+    print(printable(text.getvalue()), end="", flush=True)
+    lines = [f"{path}: {reason}" for path, reason in found.unreadable.items()]
+    if lines:
+        total = len(found.paths) + len(lines)
+        lines.append(f"{plural(len(lines), 'image')} of {total} cannot be read")
+    for line in filter(None, [*lines, found.ignored]):
+        print(printable(f"largebatch: {line}"), file=sys.stderr)
 
 
 def export(checkpoint: Path, /, *, out: Folder, imports: Imports = ()) -> None:

@@ -7,8 +7,8 @@ A box is (top, left, height, width) in source pixels; it is resized to the model
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import closing
-from functools import lru_cache
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -159,23 +159,29 @@ def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def translated(decode: Decode, requests: Iterable[Request]) -> Batches:
-    """Yield the batches of the requests, with their images moved by `Request.shifts`."""
+@contextmanager
+def translated(opened: AbstractContextManager[Decode]) -> Iterator[Decode]:
+    """Open a decoder, and move its images by `Request.shifts`."""
     shifts: deque[IntArray | None] = deque()  # of the requests that the decoder reads ahead
 
-    def noted() -> Iterator[Request]:
+    def noted(requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
             shifts.append(request.shifts)
             yield request
 
-    with closing(decode(noted())) as batches:
-        for batch in batches:
-            shift = shifts.popleft()
-            if shift is None:
-                yield batch
-            else:
-                (moves,) = Transfer(batch.images.device).send(torch.from_numpy(shift))
-                yield batch._replace(images=translate(batch.images, moves))
+    def moved(decode: Decode, requests: Iterable[Request]) -> Batches:
+        shifts.clear()
+        with closing(decode(noted(requests))) as batches:
+            for batch in batches:
+                shift = shifts.popleft()
+                if shift is None:
+                    yield batch
+                else:
+                    (moves,) = Transfer(batch.images.device).send(torch.from_numpy(shift))
+                    yield batch._replace(images=translate(batch.images, moves))
+
+    with opened as decode:
+        yield partial(moved, decode)
 
 
 def translate(images: Tensor, shifts: Tensor) -> Tensor:
@@ -187,15 +193,15 @@ def translate(images: Tensor, shifts: Tensor) -> Tensor:
     """
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     order = torch.channels_last if channels_last else torch.contiguous_format
-    rows = _sources(shifts[:, 0], num_pixels=images.shape[2])[:, None, :, None]
-    columns = _sources(shifts[:, 1], num_pixels=images.shape[3])[:, None, None, :]
+    rows = reflected(shifts[:, 0], num_pixels=images.shape[2])[:, None, :, None]
+    columns = reflected(shifts[:, 1], num_pixels=images.shape[3])[:, None, None, :]
     numbers = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
     channels = torch.arange(images.shape[1], device=images.device).view(1, -1, 1, 1)
     return images[numbers, channels, rows, columns].contiguous(memory_format=order)
 
 
-def _sources(shifts: Tensor, *, num_pixels: int) -> Tensor:
-    """Return N x num_pixels places to read from, reflected at the first and the last pixel."""
+def reflected(shifts: Tensor, *, num_pixels: int) -> Tensor:
+    """Return N x num_pixels places to read, reflected at the first and the last pixel."""
     last = num_pixels - 1
     places = torch.arange(num_pixels, device=shifts.device) - shifts[:, None]
     return last - (last - places.abs()).abs()

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
+from largebatch import accelerator
 from largebatch.data.augment import clean_request, train_request, translated
 from largebatch.data.index.folder import describe
 from largebatch.data.index.index import (
@@ -30,9 +32,12 @@ from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
-from largebatch.recipe.execution import Execution
+from largebatch.recipe.execution import Cache, Execution
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
+
+MIN_EPOCHS = 2
+"""Passes over the data from which decoding all images beforehand pays."""
 
 OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
 Split = Literal["train", "val"]
@@ -58,6 +63,9 @@ class Pipeline:
     """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
     builds a pipeline and allocates memory; all evaluations share one."""
 
+    chosen: list[str] = field(default_factory=list)
+    """Remarks about what was chosen for this machine."""
+
     @property
     def splits(self) -> dict[str, dict[str, object]]:
         """Identity of the images of each split."""
@@ -70,9 +78,9 @@ class Pipeline:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks about the images, logged at the start of a run: the ignored files."""
+        """Remarks that are logged at the start of a run: choices, and the ignored files."""
         described = (describe(index.ignored, where=w) for w, index in self._indexes().items())
-        return list(filter(None, described))
+        return [*self.chosen, *filter(None, described)]
 
     def _indexes(self) -> dict[str, Index]:
         """Return the indexes by split; only train if training images are used for validation."""
@@ -104,7 +112,7 @@ class Pipeline:
         """Yield a batch for each request, decoded to this size; the default is evaluation's."""
         view = _view(self.data, image_size, channels_last=self.channels_last)
         with self.open_decoder(index, view) as decode:
-            yield from translated(decode, requests)
+            yield from decode(requests)
 
     def training_samples(self, positions: range) -> IntArray:
         """Return the images at these positions of the run: each once per epoch, none held out."""
@@ -247,16 +255,28 @@ def open_images(
         batch_size=plan.statistics_batch,  # the largest of any stage
         reads=execution.reads or max(8, min(64, plan.device_batch // 4)),
     )
+    chosen: list[str] = []
+    cache = execution.cache
     if dataset is not None:
         train, val, open_decoder = _open_own(data, execution, dataset, folder, backend, resources)
     else:
-        is_cached = execution.cache is not None  # training reads no files, only cached pixels
-        train, val = _open_indexes(data, backend, folder, every_file=is_cached, progress=progress)
-        if is_cached:
-            open_decoder = _open_cached(execution, [train, val], backend, resources, progress)
+        # Where pixels are cached, training reads no files: all are compared with the index now.
+        open_indexes = partial(_open_indexes, data, backend, folder, progress=progress)
+        train, val = open_indexes(every_file=cache in {"memory", "device"})
+        if cache is None and data.source != "synthetic":
+            cache = _choose_cache(recipe, plan, [train, val], backend)
+            if cache is not None:
+                train, val = open_indexes(every_file=True)
+                chosen.append(f"images are decoded once and kept (execution.cache: {cache})")
+        if cache == "device" and not accelerator.is_remote(backend.device):
+            cache = "memory"  # the host's memory is the device's
+        if cache in {"memory", "device"}:
+            open_decoder = _open_cached(cache, [train, val], backend, resources, progress)
         else:
             open_decoder = partial(_decoder(data, execution), resources=resources)
             open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
+    if cache != "device":  # which moves images itself
+        open_decoder = _moving(open_decoder)
     trained, evaluated, held_out = divide_samples(recipe, len(train), len(val))
     train = replace(train, trained=trained)
     return Pipeline(
@@ -270,7 +290,42 @@ def open_images(
         channels_last=execution.channels_last(backend.device.type),
         evaluated_samples=evaluated,
         held_out_samples=held_out,
+        chosen=chosen,
     )
+
+
+def _moving(open_decoder: OpenDecoder) -> OpenDecoder:
+    return lambda index, view: translated(open_decoder(index, view))
+
+
+def _choose_cache(
+    recipe: Recipe, plan: Plan, indexes: Sequence[Index], backend: Backend
+) -> Cache | None:
+    """Return where to cache the pixels of a recipe that leaves it open, the same on every worker.
+
+    On a GPU `device` if they are of one size and take an eighth of its memory. Otherwise `memory`
+    if they fit the host, on a CPU only where no image is resized, which changes roundings.
+    """
+    from largebatch.data.decoders import pixel_cache
+
+    data, execution, is_remote = (
+        recipe.data,
+        recipe.execution,
+        accelerator.is_remote(backend.device),
+    )
+    sizes = {pixel_cache.one_size(index) for index in indexes}
+    total = sum(map(pixel_cache.num_bytes, indexes))
+    resizes = data.crop_area or data.eval_resize or data.resolution
+    same_bits = not resizes and sizes == {(data.image_size, data.image_size)}
+    pays = plan.epoch(plan.updates) >= MIN_EPOCHS and "mlperf" not in recipe.tracking.trackers
+    if not pays or execution.decoder or execution.reads or not (is_remote or same_bits):
+        return None
+    choices: list[Cache | None] = [None, "memory", "device"]
+    own = int(pixel_cache.fits_host(indexes))
+    if own and is_remote and None not in sizes and total <= accelerator.memory_bytes() / 8:
+        own = 2
+    of_workers = backend.all_gather(torch.tensor(own).to(backend.device))
+    return choices[int(of_workers.min())]  # sync: once, before training
 
 
 def _open_own(
@@ -286,7 +341,7 @@ def _open_own(
     unused = {
         f"data.source: {data.source}": data.source != "folder",
         f"--data {folder}": folder is not None,
-        f"execution.cache: {execution.cache}": execution.cache is not None,
+        f"execution.cache: {execution.cache}": execution.cache not in {None, "none"},
         f"execution.reads: {execution.reads}": execution.reads is not None,
         "execution.decoder: dali": execution.decoder == "dali",
     }
@@ -319,7 +374,7 @@ def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextM
 
 
 def _open_cached(
-    execution: Execution,
+    cache: Cache,
     indexes: Sequence[Index],
     backend: Backend,
     resources: Resources,
@@ -334,10 +389,9 @@ def _open_cached(
         )
         for index in indexes
     }
-    # On a CPU device the host's memory is the device's.
-    if execution.cache == "memory" or device.type == "cpu":
+    if cache == "memory":
         return lambda index, view: pixel_cache.open_decoder(caches[index.digest], view, resources)
-    uploaded = {key: pixel_cache.upload(cache, device) for key, cache in caches.items()}
+    uploaded = {key: pixel_cache.upload(each, device) for key, each in caches.items()}
     return lambda index, view: nullcontext(
         partial(pixel_cache.decode_on_device, uploaded[index.digest], view)
     )

@@ -77,6 +77,11 @@ class Backend(Group, Protocol):
         """Leave the group. Safe to call twice."""
 
 
+def in_graphs(group: Group) -> bool:
+    """Return True if the sums of a group can be recorded in a graph: NCCL's, and those of one."""
+    return getattr(group, "in_graphs", False)
+
+
 def sum_over_workers(tensor: Tensor, backend: Backend) -> None:
     """Replace `tensor`, in place and on any device, with its elementwise sum over all workers."""
     sent = tensor.to(backend.device)

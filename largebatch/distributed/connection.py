@@ -35,6 +35,10 @@ def connect(
     a worker exits soon after its parent process has ended. `splits` allows groups of workers.
 
     Raises BackendError or MissingPackageError; the message says how to start the workers.
+
+    >>> backend = connect("auto")
+    >>> backend.name, backend.rank, backend.world_size
+    ('serial', 0, 1)
     """
     join_slurm()
     running = _running(accelerator.current())
@@ -84,6 +88,9 @@ def running_backend(device: torch.device) -> Backend:
 
     Raises BackendError if a launcher started several workers and neither library is initialised:
     each worker would mistake its own share of the data for all of it.
+
+    >>> running_backend(torch.device("cpu")).world_size
+    1
     """
     running = _running(device)
     if running is not None:

@@ -25,6 +25,9 @@ from largebatch.errors import UnusedParametersError
 
 Named = tuple[str, nn.Parameter]
 
+Held = list[tuple[dict[str, Tensor], Tensor | None]]
+"""Gradients of each group by name, and the squared norm after the first backward pass."""
+
 Grouping = Callable[[Sequence[int]], list[range]]
 
 
@@ -110,8 +113,7 @@ class Reducer:
     gradients overflows; use 1 if the loss is already divided by the global batch, because dividing
     twice would lose small gradients. A single worker rounds too, so that a recipe computes the same
     on any number. The gradients of `exact` keep their type and are sent last, together. `measure`
-    records the squared norms of the gradients before and after the sum, for the noise scale. With
-    `copies`, the next backward pass may overwrite the memory of a gradient (CUDA graphs).
+    records the squared norms of the gradients before and after the sum, for the noise scale.
 
     backward(create_graph=True) is an error: gradients with a graph cannot be summed.
     """
@@ -126,10 +128,8 @@ class Reducer:
         divisor: float | None = None,
         exact: Collection[nn.Parameter] = (),
         measure: bool = False,
-        copies: bool = False,
     ) -> None:
-        self._workers = workers
-        self._measure, self._copies = measure, copies
+        self.workers, self._measure = workers, measure
         self._divisor = divisor or workers.world_size
         self._alone = workers.world_size == 1 and dtype is None
         apart = set(exact)
@@ -143,7 +143,13 @@ class Reducer:
             raise ValueError("the model has no parameter with requires_grad=True")
         self.device = next(iter(self._groups[0].parameters.values())).device
         self._armed = False
+        self.in_passes = False
+        """True from `zero` to the end of `wait`: no optimizer has used the gradients yet."""
+
         self._under_way: list[Work] = []
+        self._held: Held | None = None
+        """Result of `held`, until the gradients are others."""
+
         self.squares: Tensor | None = None
         """With `measure`, after `wait`: squared norm of this worker's gradients in the step's first
         backward pass, and of the sum. Two numbers on the device."""
@@ -156,14 +162,35 @@ class Reducer:
 
     def zero(self) -> None:
         """Clear all gradients; the buffers stay allocated."""
+        self._held = None
+        self.in_passes = True
         for group in self._groups:
-            group.held.clear()
+            group.held = {}
             group.first = None
             for weight in group.parameters.values():
                 weight.grad = None
 
-    def arm(self) -> None:
+    def held(self) -> Held:
+        """Return the gradients of this step so far, for `hold`."""
+        if self._held is None:
+            self._held = [(dict(group.held), group.first) for group in self._groups]
+        return self._held
+
+    def hold(self, held: Held) -> None:
+        """Use the memory of these gradients, which a graph has written; nothing is armed."""
+        self._armed, self._under_way = False, []
+        if held is self._held:
+            return
+        self._held = held
+        for group, (gradients, first) in zip(self._groups, held, strict=True):
+            group.held, group.first = dict(gradients), first
+            for name, weight in group.parameters.items():
+                weight.grad = gradients.get(name)
+
+    def arm(self, *, complete: bool = False) -> None:
         """Announce the last backward pass of a step, which sends each group when it is complete.
+
+        With `complete` that pass is over, and all groups are sent now.
 
         Raises ValueError, naming the parameter, if other code has set or removed a gradient.
         """
@@ -171,9 +198,11 @@ class Reducer:
             for name, weight in group.parameters.items():
                 if weight.grad is not group.held.get(name):
                     raise _not_ours(name)
-            group.pending = set(group.parameters)
+            group.pending = set() if complete else set(group.parameters)
         assert not self._under_way
         self._armed = True
+        if complete and not self._alone:
+            self._send_complete_groups()
 
     def wait(self) -> None:
         """Block until every gradient is the sum over all workers.
@@ -201,6 +230,7 @@ class Reducer:
             firsts = [group.first for group in self._groups if group.first is not None]
             wholes = [group.square() for group in self._groups]
             self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
+        self.in_passes = False
 
     def finite(self) -> Tensor:
         """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""
@@ -230,7 +260,6 @@ class Reducer:
 
     def _on_gradient(self, group: _Group, name: str) -> Callable[[Tensor], None]:
         view = group.views.get(name)
-        keep = view.copy_ if view is not None else Tensor.clone if self._copies else None
 
         def note(weight: Tensor) -> None:
             gradient, held = weight.grad, group.held.get(name)
@@ -247,8 +276,9 @@ class Reducer:
                     "announces the last backward pass of a step"
                 )
             if held is None:
-                if keep is not None:
-                    weight.grad = gradient = keep(gradient)
+                if view is not None:
+                    weight.grad = gradient = view.copy_(gradient)
+                self._held = None
                 group.held[name] = gradient
                 if self._measure and len(group.held) == len(group.parameters):
                     group.first = group.square()  # before later passes add, and before it is sent
@@ -263,7 +293,7 @@ class Reducer:
 
     def _send_complete_groups(self) -> None:
         while (sent := len(self._under_way)) < len(self._groups) and not self._groups[sent].pending:
-            self._under_way.append(self._groups[sent].send(self._workers, self._divisor))
+            self._under_way.append(self._groups[sent].send(self.workers, self._divisor))
 
 
 def divide(

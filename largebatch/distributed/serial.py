@@ -24,6 +24,7 @@ class Serial:
     world_size = 1
     local_rank = 0
     local_size = 1
+    in_graphs = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or pick_device(local_rank=0, local_size=1)

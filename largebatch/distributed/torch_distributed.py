@@ -33,6 +33,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 """Gather into one tensor; the name changed in torch 2.13."""
 
 
+_IN_GRAPHS = {"nccl"}
+"""Libraries whose operations can be recorded in a graph. Their watchdogs do not see what a graph
+waits for; the next operation outside of it, queued behind it, ends a run that lost a worker."""
+
+
 class _Pending:
     def __init__(self, work: dist.Work, worker: int) -> None:
         self._work, self._worker = work, worker
@@ -55,6 +60,7 @@ class TorchGroup:
         self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.in_graphs = any(name in dist.get_backend_config(group) for name in _IN_GRAPHS)
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
         """Start to sum `tensor` over the group, in place."""

@@ -45,6 +45,9 @@ def build(
     The weights are newly initialised. `arguments` are passed to the model's constructor; `head_std`
     draws the classifier from N(0, head_std) with zero bias. Raises RecipeError for an unknown name
     or argument.
+
+    >>> classifier(build("cifar_resnet8", num_classes=10))
+    Linear(in_features=64, out_features=10, bias=True)
     """
     if name in _OURS:
         module, kind, fixed = _OURS[name]
@@ -83,6 +86,10 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
     the model or a part of it names in `no_weight_decay()`, as timm's do, or with a word of Swin's
     `no_weight_decay_keywords()`; and tables of positions, tokens or biases, which the libraries
     without these methods hold as parameters of their own.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    >>> [(len(it["params"]), it["adapt"]) for it in param_groups(model, weight_decay=1e-4)]
+    [(1, True), (3, False)]
     """
     plain = norm_parameters(model) | _named_by_models(model)
     plain |= {weight for path, weight in model.named_parameters() if _holds_values(path, weight)}
@@ -161,3 +168,42 @@ def classifier(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no classifier: neither get_classifier nor an nn.Linear"
         )
     return layers[-1]
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that Muon takes, in the order of the model.
+
+    These are weights that `param_groups` decays, but neither the first layer nor classifiers or
+    embeddings. As in timm, the first two sides must exceed 1: those of depthwise convolutions do
+    not. Parameters that are not a layer's weight are left out by their name.
+
+    >>> [tuple(it.shape) for it in hidden_matrices(build("lenet5", num_classes=10))]
+    [(50, 20, 5, 5), (500, 800)]
+    """
+    weights = [getattr(module, "weight", None) for module in model.modules()]
+    first = next((id(weight) for weight in weights if weight is not None and weight.ndim > 1), None)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    skipped = {first, *map(id, [*classifier_weights(model), *tables])}
+    decayed = set(param_groups(model, weight_decay=0.0)[0]["params"])
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if weight in decayed
+        and id(weight) not in skipped
+        and min(weight.shape[:2]) > 1
+        and "weight" in name.rpartition(".")[2]
+    ]
+
+
+def classifier_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of the classifier and of those for training only, known by their names."""
+    own = set(classifier(model).parameters())
+    classes = {len(weight) for weight in own if weight.ndim > 1}
+    return own | {
+        weight
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+        and layer.out_features in classes
+        and any(word in name.lower() for word in ("head", "aux"))
+        for weight in layer.parameters()
+    }

@@ -32,13 +32,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from largebatch.distributed.backend import Backend, Group, Work
 from largebatch.models import kernels
 from largebatch.models.batchnorm_functional import Moments, check, exact_type, normalise
-from largebatch.models.wrappers import describe_layer, keep_in_place
+from largebatch.models.wrappers import describe_layer
 
 M = TypeVar("M", bound=nn.Module)
 
 _ALIGNMENT = 16
-"""Bytes between counters: CUDA graphs write only to inputs whose addresses are multiples of this.
-Moments have such addresses if all layers have a multiple of 4 channels."""
+"""Bytes between counters: compiled graphs write to other addresses by way of a copy. Moments have
+such addresses if all layers have a multiple of 4 channels."""
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -173,13 +173,18 @@ class SpanBatchNorm(_BatchNorm):
 
 def has_hooks(module: nn.Module) -> bool:
     """Return True if anything besides its forward pass runs when a module is called."""
+    return has_own_hooks(module) or "forward" in vars(module)
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Return True if hooks run when a module is called."""
     own = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return any(own) or "forward" in vars(module) or torch_module._has_any_global_hook()
+    return any(own) or torch_module._has_any_global_hook()
 
 
 def in_backward() -> bool:
@@ -198,6 +203,10 @@ def with_span(model: M, span: int) -> M:
     Raises ValueError, naming the layer and before any change, for a type of BatchNorm that does
     more than normalise and apply its children in order, or that has a forward pass of its own; for
     modules of torch.jit.script, whose layers cannot change; for a span that is not a positive int.
+
+    >>> layer = with_span(nn.BatchNorm2d(1), 2)
+    >>> layer(torch.tensor([1.0, 3, 10, 30]).view(4, 1, 1, 1)).flatten().round().tolist()
+    [-1.0, 1.0, -1.0, 1.0]
     """
     if type(span) is not int or span < 1:
         raise ValueError(f"span is a number of samples, an int above 0, got {span!r}")
@@ -253,13 +262,26 @@ class Spans:
 
     Once created, only `update` changes the model's running statistics. With `sync_workers` > 1,
     each span is shared by that number of consecutive workers.
+
+    >>> from largebatch.distributed.serial import Serial
+    >>> layer = with_span(nn.BatchNorm2d(1), 2)
+    >>> spans = Spans(layer, Serial(torch.device("cpu")))
+    >>> for images in torch.tensor([[1.0, 3], [5, 7]]):  # two micro-batches
+    ...     _ = layer(images.view(2, 1, 1, 1))
+    >>> spans.reduce()
+    >>> spans.update()
+    >>> layer.running_mean  # 0.9 * 0 + 0.1 * 4
+    tensor([0.4000])
     """
 
     def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
-        self._backend = backend
+        self.backend = backend
         self._group = _neighbours(backend, sync_workers) if self._layers else None
         self._work: Work | None = None
+        self.is_summed = False
+        """True from `wait` to `update`."""
+
         dtypes = {layer.running_mean.dtype for layer in self._layers}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         sizes = [2 * layer.num_features for layer in self._layers]
@@ -271,11 +293,8 @@ class Spans:
         self._sums = self._moments.new_zeros(sum(sizes) + len(sizes))
         """Buffer of the all-reduce: sums of moments, and the number of spans per layer."""
 
-        self._counts: tuple[int, ...] = ()
-        """Number of spans per layer in the last step."""
-
-        self._spans = self._sums[len(self._moments) :].clone()
-        """`_counts` on the device."""
+        self._spans: dict[tuple[int, ...], Tensor] = {}
+        """Numbers of spans per layer in a step, on the device too: graphs read them there."""
 
         owners = np.repeat(np.arange(len(sizes)), sizes)
         self._owners = torch.tensor(owners, device=backend.device)
@@ -296,8 +315,22 @@ class Spans:
         for layer, part, number in zip(self._layers, parts, numbers, strict=True):
             layer.moments, layer.group = part.view(2, -1), self._group
             layer.num_in_graphs = number
-        keep_in_place([*parts, *numbers])
         self._forget()
+
+    @property
+    def groups(self) -> list[Group]:
+        """The workers that share this worker's spans, if it shares them."""
+        return [] if self._group is None else [self._group]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of spans of this step so far, by layer."""
+        return [layer.num_spans for layer in self._layers]
+
+    @counts.setter
+    def counts(self, counts: list[int]) -> None:
+        for layer, number in zip(self._layers, counts, strict=True):
+            layer.num_spans = number
 
     def reduce(self) -> None:
         """Start to sum the moments over all workers; call it after the step's last forward.
@@ -306,17 +339,22 @@ class Spans:
         """
         if not self._layers:
             return
-        counts = tuple(layer.num_spans for layer in self._layers)
-        if counts != self._counts:  # rare: steps are equal
-            self._counts = counts
-            self._spans = torch.tensor(counts, dtype=self._sums.dtype).to(self._sums.device)
-        spans = self._spans
+        counts = tuple(self.counts)
+        if counts not in self._spans:  # rare: steps are equal
+            self._spans[counts] = torch.tensor(counts, dtype=self._sums.dtype).to(self._sums.device)
+        spans = self._spans[counts]
         if not all(counts):  # layers in compiled graphs, and unused layers
             spans = spans + self._in_graphs
         self._sums[: len(self._moments)].copy_(self._moments)
         self._sums[len(self._moments) :].copy_(spans)
         self._forget()
-        self._work = self._backend.all_reduce(self._sums)
+        self._work = self.backend.all_reduce(self._sums)
+
+    def wait(self) -> None:
+        """Block until the moments are summed; `update` does that too."""
+        if self._work is not None:
+            self._work.wait()
+            self._work, self.is_summed = None, True
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
@@ -325,10 +363,10 @@ class Spans:
         Each layer counts its own spans: a layer used twice has twice as many, and an unused one is
         not updated. Nothing is updated if `skipped`, a bool on the device, is true.
         """
-        if self._work is None:
+        self.wait()
+        if not self.is_summed:
             return
-        self._work.wait()
-        self._work = None
+        self.is_summed = False
         layers = self._layers
         sums, spans = self._sums.split([len(self._moments), len(layers)])
         used = spans.clamp(max=1)  # 1, or 0 if the step did not use the layer

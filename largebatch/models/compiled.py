@@ -40,7 +40,9 @@ def compile_model(
     if shares_spans:
         for layer in layers:
             layer.leave_graphs()
-    options = torch._inductor.list_mode_options("default" if mode is True else mode)
+    # CUDA graphs are ours: they hold the whole update (training/graph.py).
+    searches = mode == "max-autotune"
+    options = torch._inductor.list_mode_options(f"{mode}-no-cudagraphs" if searches else "default")
     # Module.compile does not trace a model that is an nn.Sequential.
     model.forward = torch.compile(
         model.forward, dynamic=False, options={**options, "fallback_random": True}

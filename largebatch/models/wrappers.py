@@ -7,7 +7,7 @@ DistributedDataParallel.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 
@@ -144,16 +144,6 @@ def failures_named() -> Iterator[None]:
             f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
             f"{reason}; remove compile"
         ) from error
-
-
-def keep_in_place(tensors: Iterable[Tensor]) -> None:
-    """Declare that the tensors' addresses do not change, so that CUDA graphs may write to them.
-
-    Does nothing if the compiler was not imported, like `uncompiled`.
-    """
-    if "torch._dynamo" in sys.modules:
-        for tensor in tensors:
-            torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def _kinds(value: nn.Module | Tensor) -> set[str]:

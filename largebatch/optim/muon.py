@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.distributed.backend import Group
+from largebatch.distributed.connection import running_backend
 from largebatch.optional import require_muon
 
 zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
@@ -38,15 +39,23 @@ _COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
 class Muon(Optimizer):
     """Muon for some matrices, and an optimizer of torch for all other weights.
 
-    The groups of `others` have a `lr_ratio`: their learning rate over that of Muon. Without one,
-    it follows from the rate of the group.
+    `matrices` are what `largebatch.models.hidden_matrices` returns, `others` an optimizer of the
+    other weights; its groups have a `lr_ratio`: their learning rate over that of Muon. Without one,
+    it follows from the rate of the group. The default `workers` are those connected by
+    torch.distributed or Horovod. Gradients must be averaged before `step`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    >>> others = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    >>> optimizer = Muon([model[0].weight], others, lr=0.02)
+    >>> [group["lr_ratio"] for group in optimizer.param_groups]
+    [1.0, 5.0]
     """
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of Muon
         self,
         matrices: Sequence[nn.Parameter],
         others: Optimizer,
-        workers: Group,
+        workers: Group | None = None,
         *,
         lr: float,
         momentum: float = 0.95,
@@ -78,7 +87,7 @@ class Muon(Optimizer):
                 ours["lr_ratio"] = each["lr"] / lr
         super().__init__([group, *theirs], {"lr": lr})
         self._others = others
-        self._workers = workers
+        self._workers = workers or running_backend(matrices[0].device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_others": self._others, "_workers": self._workers}

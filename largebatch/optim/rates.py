@@ -1,5 +1,8 @@
 """Learning rates of parameter groups that differ from the schedule's."""
 
+from collections.abc import Collection
+from typing import Any
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -8,23 +11,28 @@ def set_rates(optimizer: Optimizer, lr: float, *, step: int) -> None:
     """Set the learning rates of an update; `lr` is the schedule's.
 
     A group's rate is `lr` times its `lr_factor`, if it has one. In a group with `until` the rate
-    falls linearly from `peak_lr` in place of `lr`, and is zero from update `until` on.
+    falls linearly from `peak_lr` in place of `lr`, and is zero from update `until` on. In a group
+    with `after` it is zero before update `after`.
     """
     for group in optimizer.param_groups:
         rate = lr
         if "until" in group:
             rate = group["peak_lr"] * max(0.0, 1 - step / group["until"])
-        group["lr"] = rate * group.get("lr_factor", 1.0)
+        group["lr"] = rate * group.get("lr_factor", 1.0) * (step >= group.get("after", 0))
 
 
-def train_early(optimizer: Optimizer, weight: nn.Parameter, *, peak_lr: float, until: int) -> None:
-    """Train a weight before update `until` only, as `set_rates` describes.
+def own_groups(optimizer: Optimizer, weights: Collection[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return the groups of these weights, which then hold no others.
 
-    It becomes a group of its own, with the other settings of the group that it leaves.
+    Weights that share a group with others move to a new one with the same settings.
     """
+    chosen, groups = set(weights), []
     for group in list(optimizer.param_groups):
-        rest = [other for other in group["params"] if other is not weight]
-        if len(rest) < len(group["params"]):
-            early = {**group, "params": [weight], "peak_lr": peak_lr, "until": until}
+        moved = [weight for weight in group["params"] if weight in chosen]
+        rest = [weight for weight in group["params"] if weight not in chosen]
+        if moved and rest:
             group["params"] = rest
-            optimizer.param_groups.append(early)
+            optimizer.param_groups.append({**group, "params": moved})
+        if moved:
+            groups.append(optimizer.param_groups[-1] if rest else group)
+    return groups

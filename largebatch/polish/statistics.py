@@ -18,6 +18,7 @@ they are: a block that reads them does not depend on the order of the batches.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from largebatch.distributed.agreement import require_agreement, sum_of_bits
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import running_backend
 from largebatch.errors import DataError, shorten
+from largebatch.formatting import MISSING, Tabular, plural
 from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm, by_spans
 from largebatch.models.batchnorm_functional import normalise
@@ -63,11 +65,28 @@ _Buffer = tuple[nn.Module, str, Tensor, Tensor]
 """A module, a name in it, its buffer, and a copy of the content."""
 
 
-class Drift(tuple[LayerDrift, ...]):
-    """Changes by polishing, of the layers that it reached, in the order of the model."""
+class Drift(Tabular, tuple[LayerDrift, ...]):
+    """Changes by polishing, of the layers that it reached, in the order of the model.
+
+    Prints as a table.
+    """
 
     notes: Mapping[str, str] = {}
     """Layers that kept their statistics, by name, and why."""
+
+    def _caption(self) -> str:
+        return f"polished {plural(len(self), 'BatchNorm layer')}, {len(self.notes):,} kept"
+
+    def _rows(self) -> list[list[str]]:
+        head = ["layer", "channels", "means moved by (std)", "variances by a factor of"]
+        rows = [
+            [
+                *(it.name or "(the model)", f"{it.channels:,}"),
+                *(f"{it.mean_shift:.3g}", f"{math.exp(it.log_variance_ratio):.3g}"),
+            ]
+            for it in self
+        ]
+        return [head, *rows, *([name, MISSING, MISSING, why] for name, why in self.notes.items())]
 
 
 @dataclass(slots=True)
@@ -147,6 +166,11 @@ def polish(
     is sharded (FSDP, tensor parallelism), has no running statistics to measure or those of an
     unknown layer, if a name in `skip` is unknown, if a layer takes several arguments or normalises
     in another way, or if a batch has no images.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    >>> drift = polish(model, [torch.randn(8, 3, 9, 9), torch.randn(5, 3, 9, 9)])
+    >>> [(layer.name, layer.channels) for layer in drift]
+    [('1', 4)]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"polish takes a model first, then batches; got a {type(model).__name__}")

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from largebatch.recipe.choices import Compile, Kernels
 from largebatch.recipe.section import Batch, Positive, Section, Updates
 
+Cache: TypeAlias = Literal["memory", "device", "none"]
+"""Where decoded pixels are kept."""
+
 
 class CubicGroups(Section):
     """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""
@@ -48,8 +51,9 @@ class Execution(Section):
     """
 
     device_batch: Batch | None = None
-    """Samples a worker holds at a time (--device-batch). null: the largest up to 256 that divides
-    its share of the global batch."""
+    """Samples a worker holds at a time (--device-batch). null: the largest that divides its share
+    of the global batch and fits 80 % of a GPU's free memory, as measured at the start; on a CPU
+    the largest up to 256."""
 
     decoder: Literal["dali", "torchvision"] | None = None
     """Decodes and resizes the images (--decoder). `dali`: NVIDIA DALI, on the GPU where there is
@@ -61,10 +65,12 @@ class Execution(Section):
     """Images that a worker reads at a time, at most. Storage with a high latency needs many.
     null: a quarter of the device batch, at least 8 and at most 64."""
 
-    cache: Literal["memory", "device"] | None = None
+    cache: Cache | None = None
     """Decode small data sets once and keep their pixels. `memory`: in one file that all workers of
     a machine map, in the user's cache. `device`: also on every worker's GPU, if all images have
-    one size; on a CPU that is `memory`. null: decode each time."""
+    one size; on a CPU that is `memory`. `none`: decode each time. null: in runs of two epochs or
+    more, `device` on a GPU if the pixels are an eighth of its memory; else `memory` if they are a
+    quarter of the host's memory and half of the free disk, on a CPU only if nothing is resized."""
 
     memory_format: Literal["contiguous", "channels_last"] | None = None
     """Order of images, weights and feature maps in memory, by torch's name; which one is faster on
@@ -84,10 +90,16 @@ class Execution(Section):
     only."""
 
     compile: Compile = False
-    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead`
-    adds CUDA graphs, which save launches and take memory. `max-autotune` adds a search for the
-    fastest kernels, which takes minutes. The first update of each image size takes seconds to
-    minutes longer. Evaluation and polishing run uncompiled."""
+    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead` is
+    another name for `compile: true` with `graph`. `max-autotune` adds a search for the fastest
+    kernels, which takes minutes. The first update of each image size takes seconds to minutes
+    longer. Evaluation and polishing run uncompiled."""
+
+    graph: Literal["auto"] | bool = "auto"
+    """Record an update once for each shape in a CUDA graph and replay it: the host launches one
+    graph in place of hundreds of kernels, and results are the same bits. What cannot be recorded
+    runs after the graph, and the log says why. `auto`: on a GPU, if the network and the optimizer
+    allow it; true: required; false: never."""
 
     def channels_last(self, device: str) -> bool:
         """Return True if `memory_format` is channels_last on this type of device."""
@@ -96,8 +108,17 @@ class Execution(Section):
         return self.memory_format == "channels_last"
 
     @model_validator(mode="after")
+    def _graph_is_allowed(self) -> Self:
+        if self.graph is False and isinstance(self.compile, str):
+            raise ValueError(
+                f"compile: {self.compile} is compile: true with a graph, and graph is false; give "
+                "one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _decoder_is_used(self) -> Self:
-        if self.cache is not None:
+        if self.cache in {"memory", "device"}:
             for key, value in (("decoder", self.decoder), ("reads", self.reads)):
                 if value is not None:
                     raise ValueError(

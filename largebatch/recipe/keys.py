@@ -4,9 +4,16 @@ What one section allows is checked where it is declared. What must hold between 
 `validation`.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.data import Data
@@ -136,6 +143,59 @@ class Evaluation(Section):
         return self
 
 
+SHORT = {"tracking": "trackers"}
+"""Sections that a word or a list may replace, and the key of the section that it is."""
+
+Label = Annotated[str, Field(min_length=1, max_length=64)]
+"""A name in a tracker; W&B allows tags of 64 characters."""
+
+
+def _words(value: object) -> object:
+    """Return the tuple for a list, or for one word."""
+    words = [value] if isinstance(value, str) else value
+    return tuple(words) if isinstance(words, list) else words
+
+
+class Tracking(Section):
+    """Trackers of the run, and how they file it; a list of trackers is enough. Environment
+    variables of W&B, such as WANDB_NAME or WANDB_TAGS, take precedence there.
+    """
+
+    trackers: tuple[TrackerName, ...] = ()
+    """Trackers besides the console and log.jsonl. `wandb`: Weights & Biases. `tensorboard`: event
+    files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report at the end.
+    `mlperf`: mlperf.log, as MLPerf's rules require it, for `largebatch report mlperf`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Name of the run in W&B and MLflow; null: that of its folder."""
+
+    group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Group of the run in W&B, and a tag in MLflow; null: that of all runs that differ only in
+    their seed, and in a study its name."""
+
+    job_type: Label | None = None
+    """Kind of run within its group, in W&B and as a tag in MLflow; null: train or polish."""
+
+    tags: tuple[Label, ...] = ()
+    """Tags in W&B and MLflow."""
+
+    entity: Label | None = None
+    """Team or user of W&B; null: the account's default."""
+
+    notes: str | None = None
+    """A text about the run, for W&B and MLflow."""
+
+    @field_validator("trackers", "tags", mode="before")
+    @classmethod
+    def _one_word_is_a_list(cls, value: object) -> object:
+        return _words(value)
+
+    @model_serializer(mode="wrap")
+    def _as_short_as_possible(self, dump: SerializerFunctionWrapHandler) -> Any:  # noqa: ANN401 -- pydantic's
+        full = dump(self)
+        return full if self != Tracking(trackers=self.trackers) else full["trackers"]
+
+
 class Keys(Section):
     """All keys of a recipe."""
 
@@ -167,12 +227,7 @@ class Keys(Section):
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
     nonfinite: NonFinite = NonFinite()
-    tracking: tuple[TrackerName, ...] = ()
-    """Trackers of the run, besides the console and log.jsonl. `wandb`: Weights & Biases.
-    `tensorboard`: event files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report
-    at the end. `mlperf`: mlperf.log, as
-    MLPerf's rules require it, for `largebatch report mlperf`."""
-
+    tracking: Tracking = Tracking()
     monitor: tuple[Monitor, ...] = ()
     """Further measurements for the report and the trackers. `noise_scale`: the gradient noise
     scale tr(Sigma)/|G|^2 in samples (arXiv:1812.06162), from gradients before and after their sum;
@@ -182,11 +237,16 @@ class Keys(Section):
     run. `generalization_gap`: at the end of every stage the loss on all images trained on, shown as
     validation images are, and the validation loss minus it; one forward pass over them."""
 
-    @field_validator("monitor", "tracking", mode="before")
+    @field_validator("monitor", mode="before")
     @classmethod
     def _one_word_is_a_list(cls, value: object) -> object:
-        words = [value] if isinstance(value, str) else value
-        return tuple(words) if isinstance(words, list) else words
+        return _words(value)
+
+    @field_validator(*SHORT, mode="before")
+    @classmethod
+    def _short_form(cls, value: object, field: ValidationInfo) -> object:
+        is_short = isinstance(value, (str, list, tuple))
+        return {SHORT[str(field.field_name)]: _words(value)} if is_short else value
 
     @property
     def train_samples(self) -> int:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEv
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
 from largebatch.recipe.installed import installed, read_installed
+from largebatch.recipe.keys import SHORT
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import CHOOSERS, Section, kinds_of, sections_of
@@ -37,8 +38,29 @@ MAX_LENGTH = 2**16
 MAX_DEPTH = 32  # depth of nested sections; the deepest known key is eight levels below the recipe
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and validate a recipe; `overrides` are strings like `optimizer.eta=0.002`.
+Overrides = Sequence[str] | Mapping[str, object]
+"""Changes to a recipe: strings like `optimizer.eta=0.002`, or values by dotted key."""
+
+
+def override_words(changes: Overrides) -> tuple[str, ...]:
+    """Return changes as the words of `--set`.
+
+    >>> override_words({"optimizer.eta": 0.002, "tracking": ["wandb"]})
+    ('optimizer.eta=0.002', 'tracking=["wandb"]')
+    """
+    if isinstance(changes, str):
+        raise TypeError(f"overrides: expected [{changes!r}] or a dict of keys, got a str")
+    if isinstance(changes, Mapping):
+        pairs = changes.items()
+        return tuple(f"{key}={json.dumps(it, ensure_ascii=False)}" for key, it in pairs)
+    return tuple(changes)
+
+
+def load_recipe(path: Path | str, overrides: Overrides = ()) -> Recipe:
+    """Read and validate a recipe; `overrides` are `["optimizer.eta=0.002"]` or a dict of keys.
+
+    >>> load_recipe("digits_96", {"optimizer.eta": 0.002, "seed": 3}).optimizer.eta
+    0.002
 
     A bare name, such as digits_96, is that of an installed recipe unless there is a file with this
     name. Raises RecipeError with every mistake, each by its dotted path.
@@ -75,8 +97,9 @@ def read_text(path: Path, *, what: str) -> str:
         raise RecipeError(f"{path}: cannot read the {what}: {reason}{hint}") from None
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
+def parse_recipe(text: str, overrides: Overrides = (), *, source: str = "recipe") -> Recipe:
     """Validate the text of a recipe; every message begins with `source`."""
+    overrides = override_words(overrides)
     if sum(map(len, overrides)) > MAX_LENGTH:
         raise RecipeError(f"--set: more than {MAX_LENGTH:,} characters; write them into a recipe")
     tree = parse_yaml(text, source=source)
@@ -173,9 +196,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str) -> None:
+    if len(keys) == 1 and keys[0] in SHORT and isinstance(value, (str, list)):
+        keys = [keys[0], SHORT[keys[0]]]
     section = tree
     for key in keys[:-1]:
         below = section.setdefault(key, {})
+        if section is tree and key in SHORT and isinstance(below, (str, list)):
+            below = section[key] = {SHORT[key]: below}
         if below is None:
             below = section[key] = {}
         if not isinstance(below, dict):

@@ -34,6 +34,17 @@ class EarlyWeights(Section):
     """Their learning rate falls linearly from its peak to zero by then, and stays zero."""
 
 
+class Backbone(Section):
+    """All weights but the classifier's: they come from a file, and change less than it."""
+
+    lr_factor: Positive = 1.0
+    """Factor of their learning rates, such as 0.1. It also scales their weight decay."""
+
+    frozen: Duration | None = None
+    """Their learning rates are zero until then, while the classifier alone is trained; BatchNorm's
+    running statistics move. null: never."""
+
+
 class Model(Section):
     """The network."""
 
@@ -55,6 +66,9 @@ class Model(Section):
     head_std: Positive | None = None
     """Draw the classifier's weights from N(0, head_std) with zero bias, even if all others come
     from `weights`; null keeps the model's own. MLPerf's ResNet-50 uses 0.01."""
+
+    backbone: Backbone | None = None
+    """Learning rates of all weights but the classifier's, for fine-tuning; null: the schedule's."""
 
     early: EarlyWeights | None = None
     """Weights that are trained only at the start of the run; null: none."""

@@ -6,19 +6,26 @@ it changes the result beyond the rounding of fp32. Every section is frozen and s
 key is an error. What decides the result has no default, except where the literature agrees on one.
 """
 
-from typing import Self
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from largebatch.errors import RecipeError
+from largebatch.formatting import Tabular
 from largebatch.recipe.execution import Execution
-from largebatch.recipe.keys import Keys, Reduction
+from largebatch.recipe.keys import Keys, Reduction, Tracking
 from largebatch.recipe.validation import find_conflicts
 
 
-class Recipe(Keys):
-    """One training run, complete: the file is the experiment."""
+class Recipe(Tabular, Keys):
+    """One training run, complete: the file is the experiment.
+
+    Prints as a table of the keys that do not have their defaults.
+    """
 
     @model_validator(mode="after")
     def _sections_fit_each_other(self) -> Self:
@@ -35,10 +42,26 @@ class Recipe(Keys):
             )
         return self
 
+    def _caption(self) -> str:
+        return f"recipe {self.name}"
+
+    def _rows(self) -> list[list[str]]:
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        return [["key", "value"], *_dotted(values)]
+
     @property
     def mathematics(self) -> Self:
         """The recipe without execution, trackers and monitors, which a resumed run may change."""
-        return self.model_copy(update={"execution": Execution(), "tracking": (), "monitor": ()})
+        return self.model_copy(
+            update={"execution": Execution(), "tracking": Tracking(), "monitor": ()}
+        )
+
+    @property
+    def group(self) -> str:
+        """Name under which trackers group the run with others that differ only in their seed."""
+        same = self.mathematics.model_dump_json(exclude={"seed"})
+        digest = hashlib.sha256(same.encode()).hexdigest()
+        return self.tracking.group or f"{self.name}-{digest[:6]}"
 
     def with_execution(self, **changes: object) -> Self:
         """Return the recipe with other settings of `execution`, such as device_batch=64.
@@ -67,3 +90,11 @@ class Recipe(Keys):
             raise RecipeError(
                 f"reduction.dtype: bf16: Horovod has no such type; use {use}, or another dtype"
             )
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[list[str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield [f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)]

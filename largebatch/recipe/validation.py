@@ -55,6 +55,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
     synchronous = {
         f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
         "model.early": recipe.model.early is not None,
+        "model.backbone": recipe.model.backbone is not None,
         "batch.schedule": bool(batch.schedule),
         f"reduction.dtype: {recipe.reduction.dtype}": recipe.reduction.dtype != "fp32",
         "precision: fp16": recipe.precision == "fp16",
@@ -111,11 +112,15 @@ def _schedule_free(recipe: Keys, optimizer: ScheduleFree) -> Iterator[str]:
 def _others(recipe: Keys) -> dict[str, bool]:
     """Return the conflicts of a few keys, and True for each that a recipe has."""
     cache, smoothing = recipe.execution.cache, recipe.loss.label_smoothing
+    backbone = recipe.model.backbone
     return {
+        "model.backbone.frozen would keep random weights: give model.weights too": (
+            backbone is not None and backbone.frozen is not None and recipe.model.weights is None
+        ),
         "polish is for models with BatchNorm: give batch.bn_span too": recipe.polish is not None
         and recipe.batch.bn_span is None,
         f"execution.cache: {cache} would not be used: data.source: synthetic has no files": (
-            cache is not None and recipe.data.source == "synthetic"
+            cache in {"memory", "device"} and recipe.data.source == "synthetic"
         ),
         "reduction.dtype: fp16 needs precision: fp16, whose loss scale keeps small gradients from "
         "vanishing; or send in bf16": recipe.reduction.dtype == "fp16"

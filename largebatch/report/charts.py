@@ -67,11 +67,14 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
     axes.plot(
         [found.epoch for found in kept], [100 * found.top1 for found in kept], color=MUTED, lw=1
     )
-    for stage in run.stages:
-        found = [evaluation for evaluation in run.evaluations if evaluation.stage == stage.name]
+    by_stage = [[each for each in run.evaluations if each.stage == it.name] for it in run.stages]
+    for place, (stage, found) in enumerate(zip(run.stages, by_stage, strict=True)):
+        # A stage without updates ends where the one before it does: its mark is within that one's.
+        later = [each.epoch for those in by_stage[place + 1 :] for each in those]
+        size = 6 + 3 * later.count(found[-1].epoch) if found else 6
         axes.plot(
             [each.epoch for each in found], [100 * each.top1 for each in found],
-            color=COLOURS[stage.name], marker=MARKERS[stage.name], ms=6, lw=0, clip_on=False,
+            color=COLOURS[stage.name], marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False,
             markerfacecolor=None if stage.kept else "none", label=stage.name,
         )  # fmt: skip
     if run.stages[1:]:

@@ -53,7 +53,7 @@ def make_page(run: Run) -> str:
             ),
             Section(title="What polishing changed in BatchNorm", parts=_drift(run)),
             Section(
-                title="Classes and what they are taken for",
+                title="Most frequent wrong predictions",
                 parts=list(_mistakes(run.final_mistakes)),
             ),
             Section(
@@ -323,7 +323,7 @@ def _mistakes(found: Mistakes | None) -> Iterator[Part]:
     yield Table(
         columns=[
             column("Class", lambda pair: pair.label, None),
-            column("Taken for", lambda pair: pair.predicted, None),
+            column("Predicted as", lambda pair: pair.predicted, None),
             column("Images", lambda pair: f"{pair.images:,} of {pair.size:,}", None),
         ],
         sortable=False,

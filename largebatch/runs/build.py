@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, profile
 
+from largebatch import accelerator
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
@@ -22,11 +23,13 @@ from largebatch.errors import MissingPackageError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.fitting import fitted_plan
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
+from largebatch.training.graph import require_graphs
 from largebatch.training.session import Session
 from largebatch.training.updates import Updates, synchronous_updates
 
@@ -60,24 +63,36 @@ def join(
 
 
 @contextmanager
-def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
+def open_session(
+    recipe: Recipe, options: Options, facts: Facts, *, fits: int | None = None
+) -> Iterator[Session]:
     """Build every object of a run, on all workers.
 
-    Trackers can be added later. `facts` and errors are those of join.
+    Trackers can be added later. `facts` and errors are those of join. `fits` is the largest device
+    batch to choose; None: what is measured to fit an accelerator.
     """
     splits = True
     with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
-        splits = make_plan(recipe, workers=world_size()).sync_workers > 1
+        # One sample at most: whether workers would share spans where memory is short.
+        most = 1 if accelerator.kind() else None
+        splits = make_plan(recipe, workers=world_size(), fits=most).sync_workers > 1
     facts, protocol = {**facts, **recipe.model_dump(mode="json")}, recipe.protocol
     with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
-        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
+        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name, fits=fits)
         section, device = recipe.model, backend.device
         model = build_model(recipe, device)
         require_trainable(model, section.name)
+        chosen = []
+        asked = fits or recipe.execution.device_batch
+        if accelerator.is_remote(device) and protocol is None and asked is None:
+            plan, reason = fitted_plan(recipe, plan, model, backend)
+            chosen.append(reason)
         sizes = {piece.image_size for piece in plan.sizes}
         require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
+        if protocol is None:
+            require_graphs(recipe.execution.graph, device)
         if recipe.execution.compile:
             from largebatch.models.compiled import compile_model
 
@@ -94,6 +109,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
             closing(open_images(recipe, plan, backend, folder=folder, dataset=dataset)) as pipeline,
             stop_requests(handles_signals=handles_signals, limit=limit, begun=begun) as wants_stop,
         ):
+            pipeline.chosen.extend(chosen)
             if backend.rank == 0:  # worker 0 sends its weights to the others
                 _init_from_images(model, pipeline)
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})

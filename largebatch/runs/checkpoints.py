@@ -10,12 +10,12 @@ from torch import Tensor
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import override_words, parse_recipe
 from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring
-from largebatch.runs.folder import check_folder
+from largebatch.runs.folder import check_folder, remember, remembered
 from largebatch.runs.options import Options
 from largebatch.runs.record import record
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
@@ -48,7 +48,7 @@ def evaluate_checkpoint(
     `training` also measures it on its training data. `each` is called with the scores and labels
     of every validation batch of this worker.
     """
-    path, checkpoint = _load(path, options)
+    path, checkpoint, options = _load(path, options)
     checked = checksum(checkpoint.state["model"])
     facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_measuring(checkpoint.recipe, options, facts) as session:
@@ -65,7 +65,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     the accuracies before and after.
     """
     check_folder(options.out, resume=False)
-    _, checkpoint = _load(path, options)
+    _, checkpoint, options = _load(path, options)
     state = checkpoint.state
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"])}
@@ -77,6 +77,8 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
 
         def polish() -> bool:
             assert session.polish.statistics is not None
+            if session.training.backend.rank == 0:
+                remember(options.out, options)
             session.judge.end(stage, num_steps=session.state.progress.updates)
             polish_statistics(session.judge, session.polish.statistics)
             return True
@@ -84,20 +86,27 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
         return record(session, options.out, polish)
 
 
-def _load(path: Path, options: Options) -> tuple[Path, Checkpoint]:
-    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution."""
+def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:
+    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution.
+
+    The options get the images of its run if they name none.
+    """
     path, checkpoint = find_checkpoint(path)
-    for override in options.overrides:
+    if options.data is None and options.dataset is None:
+        own = remembered(path.parent.parent)
+        options = replace(options, data=own.data, dataset=own.dataset)
+    overrides = override_words(options.overrides)
+    for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
                 f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
                 "can be changed"
             )
-    if options.overrides:
+    if overrides:
         text = dump_yaml(checkpoint.recipe)
-        changed = parse_recipe(text, options.overrides, source=str(path))
+        changed = parse_recipe(text, overrides, source=str(path))
         checkpoint = replace(checkpoint, recipe=changed)
-    return path, checkpoint
+    return path, checkpoint, options
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
@@ -136,5 +145,8 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
-    tracking = tuple(name for name in recipe.tracking if name != "mlperf")
+    trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
+    tracking = recipe.tracking.model_copy(update={"trackers": trackers})
+    if trackers and tracking.job_type is None:
+        tracking = tracking.model_copy(update={"job_type": "polish"})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

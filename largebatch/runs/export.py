@@ -21,17 +21,33 @@ from largebatch.training.saving import require_fit
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 
 _TIMM = """import timm
-from PIL import Image
+import torch
+from PIL import Image, ImageOps
 
 model = timm.create_model("local-dir:<this folder>", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-scores = model(transform(Image.open("photo.jpg").convert("RGB"))[None]).softmax(1)"""
+"""
 
 _OURS = """import largebatch.models
 import safetensors.torch
+import torch
+from PIL import Image, ImageOps
+from torchvision import transforms
 
 model = largebatch.models.build("{name}", num_classes={classes}, arguments={arguments}).eval()
-model.load_state_dict(safetensors.torch.load_file("model.safetensors"))"""
+model.load_state_dict(safetensors.torch.load_file("<this folder>/model.safetensors"))
+resize = transforms.Resize({resize}, transforms.InterpolationMode("{interpolation}"))
+normalize = transforms.Normalize({mean}, {std})
+crop = transforms.CenterCrop({side})
+transform = transforms.Compose([resize, crop, transforms.ToTensor(), normalize])
+"""
+
+_PREDICT = """names = {names}
+photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
+with torch.inference_mode():
+    probabilities = model(transform(photo)[None]).softmax(1)[0]
+for probability, label in zip(*probabilities.topk({shown})):
+    print(f"{{names[label]}}: {{probability:.2%}}")"""
 
 
 def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
@@ -73,16 +89,27 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
 def _card(checkpoint: Checkpoint) -> str:
     """Describe the model: the code that loads it, its input, and its accuracy after each stage."""
     recipe, section, data = checkpoint.recipe, checkpoint.recipe.model, checkpoint.recipe.data
-    code = _TIMM if is_timms(section.name) else _OURS
-    load = code.format(name=section.name, classes=data.classes, arguments=section.arguments)
     side, resize = data.image_size, data.eval_resize
+    names = checkpoint.origin.classes or range(data.classes)
+    code = (_TIMM if is_timms(section.name) else _OURS) + _PREDICT
+    code = code.format(
+        name=section.name,
+        classes=data.classes,
+        arguments=section.arguments,
+        resize=resize or (side, side),
+        interpolation=data.interpolation,
+        mean=data.mean,
+        std=data.std,
+        side=side,
+        names=names,
+        shown=min(5, data.classes),
+    )
     shown = f"the centre of the image, whose short side has {resize}" if resize else "the image"
     rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4] if checkpoint.stages else []
     for stage in checkpoint.stages:
         name = stage.name if stage.kept else f"{stage.name} (rolled back)"
         rows.append((name, f"{stage.top1:.2%}", f"{stage.top5:.2%}", f"{stage.loss:.4f}"))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    names = ", ".join(f"{label} `{name}`" for label, name in enumerate(checkpoint.origin.classes))
     return f"""---
 library_name: {"timm" if is_timms(section.name) else "largebatch"}
 pipeline_tag: image-classification
@@ -91,12 +118,14 @@ pipeline_tag: image-classification
 
 Trained with largebatch for {checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it.
 
+The classes of an image (in the evaluation's form: `largebatch predict RUN IMAGES`):
+
 ```python
-{load}
+{code}
 ```
 
 Input: RGB from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}; {side} x {side} pixels
-of {shown} ({data.interpolation}). Classes: {names or "by number"}.
+of {shown} ({data.interpolation}).
 
 Measured on {data.val_split:,} validation images{":" if rows else " after a stage; none has ended."}
 

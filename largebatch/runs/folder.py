@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
@@ -14,13 +14,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
+from largebatch.distributed.environment import worker_rank
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import plugged_in
-from largebatch.runs.options import Resume
+from largebatch.runs.options import Options, Resume
 from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
+from largebatch.tracking.environment import source_commit
 from largebatch.tracking.events import (
     CHECKPOINTS,
     LOG,
@@ -29,7 +31,7 @@ from largebatch.tracking.events import (
     Summary,
     Tracker,
 )
-from largebatch.tracking.log import JsonLines
+from largebatch.tracking.log import JsonLines, require_unlocked
 from largebatch.training.checkpoint import (
     Checkpoint,
     newest_checkpoint,
@@ -38,7 +40,14 @@ from largebatch.training.checkpoint import (
 from largebatch.training.saving import share_checkpoint
 from largebatch.training.session import Session
 
+OPTIONS = "options.json"
+"""File in a run folder with the options of its last command."""
+
+_OPTIONS = TypeAdapter(Options)
 _LOG = logging.getLogger(__name__)
+
+_PLANNED = ("workers", "device_batch", "accumulation", "steps")
+"""What trackers get of the plan: the rest follows from the recipe, which they have."""
 
 
 @contextmanager
@@ -48,14 +57,24 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
     Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
     recipe, note = session.saver.recipe, partial(session.log.note, "train")
-    config = {**recipe.model_dump(mode="json"), "plan": asdict(session.training.plan)}
+    tracking = recipe.tracking.model_copy(
+        update={
+            "group": recipe.group,
+            "job_type": recipe.tracking.job_type or "train",
+        }
+    )
+    config = {
+        **recipe.model_dump(mode="json", exclude={"tracking"}),
+        "plan": {key: getattr(session.training.plan, key) for key in _PLANNED},
+        "commit": source_commit() if tracking.trackers else None,
+    }
     trackers: list[Tracker] = [Console()]
-    for name in dict.fromkeys(recipe.tracking):
+    for name in dict.fromkeys(tracking.trackers):
         match name:
             case "wandb":
                 from largebatch.tracking.wandb import Wandb
 
-                trackers.append(Wandb(folder, config, note=note))
+                trackers.append(Wandb(folder, config, tracking, note=note))
             case "tensorboard":
                 from largebatch.tracking.tensorboard import TensorBoard
 
@@ -63,7 +82,7 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
             case "mlflow":
                 from largebatch.tracking.mlflow import MLflow
 
-                trackers.append(MLflow(folder, config))
+                trackers.append(MLflow(folder, config, tracking))
             case "mlperf":
                 tracker = plugged_in("trackers", name)
                 trackers.append(tracker(folder, recipe, began=session.began))
@@ -169,6 +188,35 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def remember(folder: Path, options: Options) -> None:
+    """Write the options of a run into its folder, for `remembered`."""
+    data = options.data and options.data.absolute()
+    text = _OPTIONS.dump_json(replace(options, data=data), indent=1)
+    try:
+        write_whole(folder / OPTIONS, text)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def remembered(folder: Path, given: Options = Options()) -> Options:
+    """Return options that resume the run of a folder: the remembered ones, except those given.
+
+    Limits, profiles and changes are not remembered; recipe.yaml has the changes. A run under a
+    launcher gets its workers from there.
+    """
+    own = given.without_limits
+    with suppress(OSError, ValidationError):
+        own = _OPTIONS.validate_json((folder / OPTIONS).read_bytes()).without_limits
+    if worker_rank() is not None:
+        own = replace(own, workers=1, restarts=0, min_workers=None)
+    changed = {
+        field.name: value
+        for field in fields(given)
+        if (value := getattr(given, field.name)) != field.default
+    }
+    return replace(own, **{**changed, "out": folder, "resume": given.resume or True})
+
+
 def check_folder(folder: Path, *, resume: Resume) -> None:
     """Raise CheckpointError unless a run can start in this folder, or resume; auto: either."""
     if folder.exists() and not folder.is_dir():
@@ -176,6 +224,7 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not os.access(above, os.W_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
+    require_unlocked(folder / LOG)
     if resume == "auto":
         resume = (folder / RECIPE).exists()
     if resume and not (folder / RECIPE).exists():

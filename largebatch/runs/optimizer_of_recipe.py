@@ -8,10 +8,10 @@ from torch.optim.optimizer import ParamsT
 
 from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
-from largebatch.models import classifier, param_groups
+from largebatch.models import classifier_weights, hidden_matrices, param_groups
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
-from largebatch.optional import require_schedulefree, require_shampoo, require_timm
+from largebatch.optional import require_schedulefree, require_shampoo
 from largebatch.recipe import optimizers
 from largebatch.recipe.recipe import Recipe
 
@@ -94,10 +94,9 @@ def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -
 
 
 def _build_lamb(section: optimizers.LAMB, groups: ParamsT, *, lr: float) -> Optimizer:
-    require_timm()
-    from timm.optim.lamb import Lamb
+    from largebatch.optim.lamb import LAMB  # needs timm
 
-    lamb: Optimizer = Lamb(
+    lamb: Optimizer = LAMB(
         groups,
         lr=lr,
         betas=(section.beta1, section.beta2),
@@ -124,42 +123,6 @@ def _build_muon(
     return Muon(matrices, others, workers, lr=lr, **settings)
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that Muon takes, in the order of the model.
-
-    These are weights that `param_groups` decays, but neither the first layer nor classifiers or
-    embeddings. As in timm, the first two sides must exceed 1: those of depthwise convolutions do
-    not. Parameters that are not a layer's weight are left out by their name.
-    """
-    weights = [getattr(module, "weight", None) for module in model.modules()]
-    first = next((id(weight) for weight in weights if weight is not None and weight.ndim > 1), None)
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    skipped = {first, *map(id, [*_of_classifiers(model), *tables])}
-    decayed = set(param_groups(model, weight_decay=0.0)[0]["params"])
-    return [
-        weight
-        for name, weight in model.named_parameters()
-        if weight in decayed
-        and id(weight) not in skipped
-        and min(weight.shape[:2]) > 1
-        and "weight" in name.rpartition(".")[2]
-    ]
-
-
-def _of_classifiers(model: nn.Module) -> set[nn.Parameter]:
-    """Return the weights of the classifier and of those for training only, known by their names."""
-    own = set(classifier(model).parameters())
-    classes = {len(weight) for weight in own if weight.ndim > 1}
-    return own | {
-        weight
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear)
-        and layer.out_features in classes
-        and any(word in name.lower() for word in ("head", "aux"))
-        for weight in layer.parameters()
-    }
-
-
 def _build_others(
     section: optimizers.MuonSGD | optimizers.MuonAdamW,
     model: nn.Module,
@@ -168,7 +131,7 @@ def _build_others(
     muon_lr: float,
 ) -> Optimizer:
     """Build the optimizer of the weights that are not `matrices`."""
-    taken, classifiers = set(matrices), _of_classifiers(model)
+    taken, classifiers = set(matrices), classifier_weights(model)
     decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
     head = [weight for weight in decayed if weight in classifiers]
     rest = [weight for weight in decayed if weight not in taken | classifiers]

@@ -5,7 +5,7 @@ workers get them as JSON.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import wraps
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Self, TypeVar
 from typing import get_type_hints as hints_of
 
-from cyclopts import Parameter, Token
+from cyclopts import Group, Parameter, Token
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+from largebatch.recipe.loading import override_words
 
 Resume = bool | Literal["auto"]
 """auto: resume if there is a checkpoint, else start."""
@@ -73,16 +74,37 @@ Seconds = Annotated[float, Parameter(converter=_seconds, metavar="TIME")]
 Given = Parameter(name="*")
 """Marks a dataclass of options: each field is an option of the command."""
 
-RecipeFile = Annotated[Path, Parameter(help="A YAML file, or the name of an installed recipe.")]
+OPTIONS = Group("Options", sort_key=1)
+"""The panel of --help for a command's own options; the others are shared, and follow in order."""
+
+OF_RECIPE = Parameter(group=Group("Recipe", sort_key=2))
+OF_DATA = Parameter(group=Group("Data", sort_key=3))
+OF_FOLDER = Parameter(group=Group("Run folder and end of the run", sort_key=4))
+OF_WORKERS = Parameter(group=Group("Workers", sort_key=5))
+
+
+def _recipes(_: object) -> list[str]:
+    """Return the installed recipes, which a shell offers after Tab."""
+    from largebatch.recipe.installed import installed
+
+    return list(installed())
+
+
+RecipeFile = Annotated[
+    Path,
+    Parameter(completer=_recipes, help="A YAML file, or the name of an installed recipe."),
+]
 Overrides = Annotated[
     Sequence[str],
+    OF_RECIPE,
     Parameter(
         name="--set",
         metavar="KEY=VALUE",
         help="Override a key of the recipe, such as seed=3; may be repeated.",
     ),
 ]
-Imports = Annotated[Sequence[str], Parameter(name="--import", metavar="MODULE")]
+Imports = Annotated[Sequence[str], OF_RECIPE, Parameter(name="--import", metavar="MODULE")]
+AsJson = Annotated[bool, Parameter(name="--json", help="Print the result as JSON, and only that.")]
 
 if TYPE_CHECKING:
 
@@ -92,21 +114,27 @@ if TYPE_CHECKING:
         def __get__(self, options: object, kind: type) -> Path: ...
         def __set__(self, options: object, value: Path | str) -> None: ...
 
+    class _Overrides:
+        """Words of --set, for which mypy accepts a mapping too."""
+
+        def __get__(self, options: object, kind: type) -> Sequence[str]: ...
+        def __set__(self, options: object, value: Sequence[str] | Mapping[str, object]) -> None: ...
+
 else:
-    _Path = Folder
+    _Path, _Overrides = Annotated[Folder, OF_FOLDER], Overrides
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
     """Local workers and their connection."""
 
-    workers: Count = 1
+    workers: Annotated[Count, OF_WORKERS] = 1
     """Number of worker processes to start on this machine."""
 
-    backend: BackendName = "auto"
+    backend: Annotated[BackendName, OF_WORKERS] = "auto"
     """Library that sums gradients; auto: the launcher's."""
 
-    timeout: Seconds = TIMEOUT_SECONDS
+    timeout: Annotated[Seconds, OF_WORKERS] = TIMEOUT_SECONDS
     """Seconds, or such as 5m, to wait for a worker (six times as long until the first update)."""
 
 
@@ -114,20 +142,21 @@ class Workers:
 class Changes:
     """What is changed in a recipe, and what it needs to be imported."""
 
-    overrides: Overrides = ()
+    overrides: _Overrides = ()  # type: ignore[assignment]
     """Changes to the recipe, as KEY=VALUE."""
 
-    device_batch: Annotated[int | None, Parameter(metavar="N")] = None
+    device_batch: Annotated[int | None, OF_RECIPE, Parameter(metavar="N")] = None
     """Samples a worker holds at a time: --set execution.device_batch=N."""
 
-    decoder: Annotated[str | None, Parameter(metavar="NAME")] = None
+    decoder: Annotated[str | None, OF_RECIPE, Parameter(metavar="NAME")] = None
     """dali or torchvision: --set execution.decoder=NAME."""
 
     imports: Imports = ()
     """Module to import first: it may register models with timm; may be repeated."""
 
     def __post_init__(self) -> None:
-        """Convert paths given as str, and lists to tuples, as Python's callers pass them."""
+        """Convert paths given as str, lists and mappings, as Python's callers pass them."""
+        object.__setattr__(self, "overrides", override_words(self.overrides))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in {"out", "data"} and isinstance(value, str):
@@ -147,10 +176,10 @@ class Changes:
 class Machine(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    data: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
     """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
 
-    dataset: Annotated[str | None, Parameter(metavar="M:F")] = None
+    dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None
     """Images instead from module:function, which returns data sets (train, val)."""
 
     def options(self, *, out: Path) -> "Options":
@@ -166,27 +195,29 @@ class Options(Machine):
     out: _Path = NEW_FOLDER  # type: ignore[assignment]
     """Run folder."""
 
-    resume: Annotated[Resume, Parameter(metavar="yes|auto", show_choices=False)] = False
+    resume: Annotated[Resume, OF_FOLDER, Parameter(metavar="yes|auto", show_choices=False)] = False
     """yes: continue the run in --out; auto: if it has a checkpoint, else start it."""
 
-    restarts: Annotated[int, Parameter(metavar="N")] = 0
+    restarts: Annotated[int, OF_WORKERS, Parameter(metavar="N")] = 0
     """Restart --workers that died, at most N times."""
 
-    min_workers: Count | None = None
+    min_workers: Annotated[Count | None, OF_WORKERS] = None
     """Fewest workers to continue with, if a restart fails."""
 
-    max_steps: Count | None = None
+    max_steps: Annotated[Count | None, OF_FOLDER] = None
     """Stop after N updates in total; the run can be resumed."""
 
-    time_limit: Seconds | None = None
+    time_limit: Annotated[Seconds | None, OF_FOLDER] = None
     """Stop before this time is over, such as 90m or 8h; the run can be resumed."""
 
     profile: Annotated[
-        tuple[int, int] | None, Parameter(converter=_updates, n_tokens=1, metavar="FROM:TO")
+        tuple[int, int] | None,
+        OF_FOLDER,
+        Parameter(converter=_updates, n_tokens=1, metavar="FROM:TO"),
     ] = None
     """Write trace.json of these updates, counted from 1, and a table of it in the report."""
 
-    allow: Annotated[Sequence[str], Parameter(metavar="KEY")] = ()
+    allow: Annotated[Sequence[str], OF_FOLDER, Parameter(metavar="KEY")] = ()
     """Key that may differ from the resumed run, such as schedule.peak_lr; may be repeated."""
 
     report: Annotated[bool, Parameter(parse=False)] = True
@@ -201,6 +232,12 @@ class Options(Machine):
             for name, value in vars(self).items()
             if name not in own
         }
+
+    @property
+    def without_limits(self) -> Self:
+        """The options of the whole run, without changes, limits and what one command does."""
+        whole = replace(self, max_steps=None, time_limit=None, profile=None, allow=())
+        return whole.without_changes()
 
     def without_changes(self) -> Self:
         """Return the options for a recipe to which the changes have been applied."""
@@ -225,6 +262,7 @@ def with_options(
             return function(recipe, make(*args, **options))
 
         hints = hints_of(Options)  # without what the command line needs
+        hints |= {"out": Path | str, "overrides": Sequence[str] | Mapping[str, object]}
         keywords = [
             Argument(field.name, Argument.KEYWORD_ONLY, default=field.default,
                      annotation=hints[field.name])

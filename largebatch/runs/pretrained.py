@@ -1,28 +1,33 @@
-"""Polish weights that were trained elsewhere: a model of timm or torchvision.
+"""Weights that were trained elsewhere, to polish or to begin with: a model of timm or torchvision.
 
-Their recipe follows from the folder of images and from how the model's library prepares images;
-the rest is the polishing of our own runs. Only running means and variances change.
+The recipe that polishes them follows from the folder of images and from how the model's library
+prepares images; the rest is the polishing of our own runs. Only running means and variances change.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.data.index.index import Index, check_same_classes, load_or_read
 from largebatch.distributed.agreement import checksum
-from largebatch.errors import CheckpointError, DataError
-from largebatch.models import zoo
+from largebatch.errors import CheckpointError, DataError, reason_of
+from largebatch.models import build, is_timms, require_known, zoo
+from largebatch.optional import require_timm
 from largebatch.polish import Drift
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import Overrides, load_recipe, parse_recipe
+from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_measuring
-from largebatch.runs.checkpoints import with_statistics
+from largebatch.runs.checkpoints import find_checkpoint, with_statistics
+from largebatch.runs.export import WEIGHTS
 from largebatch.runs.options import Options
-from largebatch.runs.weights import read_weights, state_for
+from largebatch.runs.weights import load_initial, read_weights, state_for
 from largebatch.storage import write_whole
+from largebatch.tracking.events import RECIPE
 from largebatch.training.evaluation import Metrics
 
 
@@ -75,7 +80,7 @@ def polish_weights(
     return Polished(before=before, after=after, drift=drift)
 
 
-def recipe_for(name: str, train: Index, val: Index, overrides: Sequence[str]) -> Recipe:
+def recipe_for(name: str, train: Index, val: Index, overrides: Overrides) -> Recipe:
     """Return a recipe that shows images to a model as its library does in evaluation.
 
     Its schedule is not used. Spans of 64 are a usual device batch when such models are trained;
@@ -103,3 +108,79 @@ def recipe_for(name: str, train: Index, val: Index, overrides: Sequence[str]) ->
         "schedule": {"peak_lr": 1.0, "warmup": None, "decay": {"kind": "constant"}},
     }
     return parse_recipe(json.dumps(tree), overrides, source=f"the recipe of {name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A model to begin a training with."""
+
+    model: Model
+    data: dict[str, Any] = field(default_factory=dict)
+    """Image preparation of its weights, as keys of a recipe's data section; empty if unknown."""
+
+    has_batchnorm: bool = True
+
+
+TIMM = "timm:"
+"""Before the name of weights that timm downloads."""
+
+_KEYS = ("image_size", "eval_resize", "mean", "std", "interpolation")
+
+
+def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
+    """Return a model with weights, or `name` without; a new classifier is drawn for the weights.
+
+    `weights` are `timm:NAME`, which are downloaded once into NAME.safetensors here, a file of the
+    model `name`, or a run, a checkpoint or an export of this package. Raises CheckpointError if
+    they cannot be read or do not fit, RecipeError for an unknown model.
+    """
+    section: dict[str, Any] = {"name": name}
+    data: dict[str, Any] = {}
+    path = Path(weights or "")
+    if weights is not None and weights.startswith(TIMM):
+        name = weights.removeprefix(TIMM)
+        section, path = {"name": name}, _download(name)
+    elif weights is not None and name is None:
+        path, recipe = _of_ours(path)
+        section = recipe.model.model_dump(include={"name", "arguments"}, exclude_unset=True)
+        data = recipe.data.model_dump(mode="json", include=set(_KEYS))
+    name = str(section["name"])
+    require_known(name)
+    if weights is not None:
+        if is_timms(name) or name.startswith(zoo.TORCHVISION):
+            data = data or zoo.preparation(name)
+        section |= {"weights": str(path), "head_std": 0.01}
+    model = Model.model_validate(section)
+    built = build(name, num_classes=classes, arguments=model.arguments)
+    if weights is not None:
+        load_initial(path, built, drawn=True)
+    normalized = any(isinstance(layer, _BatchNorm) for layer in built.modules())
+    return Start(model=model, data=data, has_batchnorm=normalized)
+
+
+def _download(name: str) -> Path:
+    zoo.require_known(name)
+    path = Path(f"{name}.safetensors")
+    if not path.exists():
+        try:
+            state = require_timm().create_model(name, pretrained=True).state_dict()
+        except Exception as error:  # of the network, the hub or timm
+            raise CheckpointError(
+                f"{TIMM}{name}: timm cannot load these weights: {reason_of(error)}; or download "
+                f"them elsewhere, and pass --weights FILE --model {name}"
+            ) from None
+        write_whole(path, safetensors.torch.save(state, metadata={"format": "pt"}))
+    return path
+
+
+def _of_ours(path: Path) -> tuple[Path, Recipe]:
+    """Return the file and the recipe of a run, a checkpoint or an export."""
+    folder = path if path.is_dir() else path.parent
+    exported = folder / WEIGHTS
+    if exported.exists() and path in {folder, exported}:
+        return exported, load_recipe(folder / RECIPE)
+    try:
+        path, checkpoint = find_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; for weights of another program pass --model too") from None
+    return path, checkpoint.recipe

@@ -4,32 +4,39 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 charts and checkpoints/. It is made after everything that a user can get wrong has been checked.
 """
 
+import gc
 import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 
-from largebatch.distributed.environment import join_slurm, require_alone, worker_rank
-from largebatch.errors import BackendError, PlanError, WorkerFailedError
+from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
+from largebatch.errors import BackendError, PlanError, WorkerFailedError, printable
 from largebatch.formatting import plural
-from largebatch.models import kernels
+from largebatch.models import is_timms, kernels
+from largebatch.optional import require_timm
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, with_profiler
+from largebatch.runs.fitting import halve
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
+    remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import Options, chosen_folder, with_options
 from largebatch.runs.record import record
-from largebatch.tracking.events import SUMMARY, Summary
+from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.stages import require_resumable, run_stages
 
 _SLOW = (
@@ -44,12 +51,13 @@ JOB = TypeAdapter(tuple[Recipe, Options])
 
 @with_options(Options)
 def run(recipe: Recipe | Path | str, options: Options) -> Summary:
-    """Train, polish and evaluate a recipe; return the content of summary.json.
+    """Train, polish and evaluate a recipe; return the content of summary.json, and the folder.
 
     `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
-    then with `overrides` such as ["seed=3"]. Starts `workers` processes on this machine, unless
-    torchrun, horovodrun or srun started this one among several. `out` is the run folder, by default
-    runs/<name>-<time>. All keywords are the fields of `largebatch.runs.options.Options`.
+    then with `overrides` such as ["seed=3"] or {"seed": 3}. Starts `workers` processes on this
+    machine, unless torchrun, horovodrun or srun started this one among several. `out` is the run
+    folder, by default runs/<name>-<time>. All keywords are the fields of
+    `largebatch.runs.options.Options`.
 
     A data set or a model of the caller is named and not passed, because workers are separate
     processes that import it: `dataset` is module:function that returns data sets (train, val), and
@@ -59,6 +67,12 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     call with its run folder as `out` and resume=True continues it.
 
     Raises LargebatchError for what the user can fix.
+
+    >>> from tempfile import mkdtemp
+    >>> summary = run("digits_96", max_steps=1, report=False, out=mkdtemp())  # doctest: +ELLIPSIS
+    digits-96: ...
+    >>> summary.steps, summary.status
+    (1, 'paused')
     """
     changes = options.changes
     if isinstance(recipe, (str, Path)):
@@ -70,25 +84,31 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
         )
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
-    return start(recipe, options.without_changes())
+    summary = start(recipe, options.without_changes())
+    assert summary.folder is not None
+    if own_rank() == 0 and (page := summary.folder / REPORT).is_file():
+        sys.stdout.write(printable(f"report: {page}\n"))
+    return summary
 
 
-def start(recipe: Recipe, options: Options) -> Summary:
-    """Do what `run` does, for a loaded recipe."""
+def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
+    """Do what `run` does, for a loaded recipe; with `forks` workers are copies of this process."""
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
-        if "mlperf" in recipe.tracking and recipe.data.source == "folder" and options.data:
+        if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
             require_stored(options.data, purpose="tracking: [mlperf]")
     if options.workers == 1:
-        return run_worker(recipe, options)
-    make_plan(recipe, workers=options.workers, backend=options.backend)
-    restarting(recipe, options)
-    return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
+        summary = run_worker(recipe, options)
+    else:
+        make_plan(recipe, workers=options.workers, backend=options.backend)
+        restarting(recipe, options, forks=forks)
+        summary = TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
+    return replace(summary, folder=options.out)
 
 
 def _require_options(options: Options) -> None:
@@ -112,7 +132,7 @@ def _require_options(options: Options) -> None:
         )
 
 
-def restarting(recipe: Recipe, options: Options) -> None:
+def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None:
     """Start local workers; if one dies, start all again from the newest checkpoint.
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
@@ -120,6 +140,10 @@ def restarting(recipe: Recipe, options: Options) -> None:
     """
     from largebatch.runs.launch import start_workers
 
+    if forks:  # what every worker would import: torch's optimizers its compiler
+        import_module("torch._dynamo")
+        if is_timms(recipe.model.name):
+            require_timm()
     workers, restarts = options.workers, options.restarts
     least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
@@ -127,7 +151,12 @@ def restarting(recipe: Recipe, options: Options) -> None:
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            start_workers(command, workers=workers, horovod=options.backend == "horovod")
+            start_workers(
+                command,
+                workers=workers,
+                horovod=options.backend == "horovod",
+                forked=partial(run_worker, recipe, options) if forks else None,
+            )
         except WorkerFailedError as error:
             if not left:
                 raise
@@ -150,9 +179,21 @@ def restarting(recipe: Recipe, options: Options) -> None:
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker of a run."""
-    folder = options.out
-    with open_session(recipe, options, {"command": "train"}) as session:
+    """Run one worker of a run; after it ran out of memory, again with a smaller device batch."""
+    begun, limit = time.monotonic(), options.time_limit
+    summary, smaller = _run_worker(recipe, options, None)
+    while smaller is not None:
+        gc.collect()  # the tensors of the session before
+        left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
+        again = replace(options, resume="auto", allow=(), time_limit=left)
+        summary, smaller = _run_worker(recipe, again, smaller)
+    return summary
+
+
+def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Summary, int | None]:
+    """Run one worker; return the device batch to continue with after memory ran out, or None."""
+    folder, smaller = options.out, None
+    with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
         training, saver = session.training, session.saver
         checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
         if checkpoint is not None:
@@ -162,7 +203,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             saver.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, training.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                return finished  # if the numbers differ, its last checkpoint is damaged
+                return finished, None  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with
 
@@ -173,7 +214,11 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            remarks = [] if checkpoint is not None else [*training.pipeline.remarks]
+            nonlocal smaller
+            if training.backend.rank == 0:
+                remember(folder, options)
+            pipeline = training.pipeline
+            remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
             if recipe.precision != "fp32" and training.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
@@ -186,7 +231,10 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
             for remark in remarks:
                 session.log.note("train", remark)
-            with profiler:
+            with suppress(torch.OutOfMemoryError), profiler:
                 return run_stages(profiled, until=until)
+            smaller = halve(session)  # here, where the failed pass is no longer referenced
+            return False
 
-        return record(session, folder, train, resume=bool(options.resume), draws=options.report)
+        resumes, draws = bool(options.resume), options.report
+        return record(session, folder, train, resume=resumes, draws=draws), smaller

@@ -17,14 +17,14 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
-from largebatch.models import affine_parameters, norm_parameters
+from largebatch.models import affine_parameters, classifier, norm_parameters
 from largebatch.models.batchnorm import Spans
-from largebatch.optim.rates import train_early
+from largebatch.optim.rates import own_groups
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.choices import Compile, Precision
+from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Execution, Groups, GroupsByBytes
 from largebatch.recipe.keys import Loss, Reduction
-from largebatch.recipe.model import EarlyWeights
+from largebatch.recipe.model import Backbone, EarlyWeights
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -62,15 +62,9 @@ def build_state(
     optimizer = build_optimizer(recipe, model, group)
     if recipe.model.early is not None:
         _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
-    reducer = partial(
-        build_reducer,
-        recipe.reduction,
-        recipe.execution,
-        plan,
-        model,
-        group,
-        keeps_gradients=alone,
-    )
+    if recipe.model.backbone is not None:
+        _slow_backbone(optimizer, recipe.model.backbone, plan, model)
+    reducer = partial(build_reducer, recipe.reduction, recipe.execution, model, group)
 
     def build_affine() -> Updater:
         """Build the updater of BatchNorm's scales and shifts and the classifier.
@@ -137,6 +131,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         requests=requests,
         seed=recipe.seed,
         skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        graph=recipe.execution.graph,
     )
     saver = Saver(
         recipe=recipe,
@@ -200,20 +195,15 @@ def build_criterion(section: Loss) -> Criterion:
     return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
 
 
-def build_reducer(  # noqa: PLR0913 -- what decides on the messages
+def build_reducer(
     section: Reduction,
     execution: Execution,
-    plan: Plan,
     model: nn.Module,
     backend: Backend,
     *,
     measure: bool = False,
-    keeps_gradients: bool = False,
 ) -> Reducer:
-    """Build the reducer, which sums gradients and with `measure` measures their noise scale.
-
-    `keeps_gradients`: an update's gradients are needed while the next ones are computed.
-    """
+    """Build the reducer, which sums gradients and with `measure` measures their noise scale."""
     return Reducer(
         model.named_parameters(),
         backend,
@@ -222,17 +212,7 @@ def build_reducer(  # noqa: PLR0913 -- what decides on the messages
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=kept_exact(section.dtype, model),
         measure=measure,
-        copies=copies_gradients(plan, execution.compile, backend.device, keeps=keeps_gradients),
     )
-
-
-def copies_gradients(
-    plan: Plan, compiled: Compile, device: torch.device, *, keeps: bool = False
-) -> bool:
-    """Return True if a compiled pass may overwrite gradients of the pass before (CUDA graphs)."""
-    accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
-    reuses = compiled in {"reduce-overhead", "max-autotune"} and device.type != "cpu"
-    return reuses and (accumulates or keeps)
 
 
 def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:
@@ -254,8 +234,21 @@ def _train_early(
         if name not in weights:
             hint = nearest(name, list(weights), otherwise=f"the first is {next(iter(weights))}")
             raise RecipeError(f"model.early.names: the model has no weight {name!r}; {hint}")
-        until = plan.steps_in(section.until)
-        train_early(optimizer, weights[name], peak_lr=peak_lr, until=until)
+        for group in own_groups(optimizer, [weights[name]]):
+            group |= {"peak_lr": peak_lr, "until": plan.steps_in(section.until)}
+
+
+def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: nn.Module) -> None:
+    """Lower the rates of all weights but the classifier's; RecipeError if there is none."""
+    try:
+        head = set(classifier(model).parameters())
+    except ValueError as error:
+        raise RecipeError(f"model.backbone: {error}") from None
+    backbone = [weight for weight in model.parameters() if weight not in head]
+    after = 0 if section.frozen is None else plan.steps_in(section.frozen)
+    for group in own_groups(optimizer, backbone):
+        factor = section.lr_factor * group.get("lr_factor", 1.0)
+        group |= {"lr_factor": factor, "after": after}
 
 
 def _build_scaler(plan: Plan, device: str, *, enabled: bool) -> GradScaler:

@@ -38,20 +38,25 @@ def begin_with(path: Path, state: TrainState, backend: Backend, *, drawn: bool) 
     """
     model, digest = state.model, None
     if backend.rank == 0:
-        weights = read_weights(path)
+        load_initial(path, model, drawn=drawn)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest().encode()
-        own = set(classifier(model).parameters()) if drawn else set()
-        names = {name for name, weight in model.named_parameters() if weight in own}
-        try:
-            found = state_for(model, weights, without=names)
-        except CheckpointError as error:
-            hint = "; to draw a new classifier, set model.head_std, such as 0.01"
-            raise CheckpointError(f"{path}: {error}{'' if drawn else hint}") from None
-        model.load_state_dict({**model.state_dict(), **found})
     for tensor in model.state_dict().values():
         backend.broadcast(tensor)
     state.weights_sha256 = broadcast_bytes(digest, backend).decode()
+
+
+def load_initial(path: Path, model: nn.Module, *, drawn: bool) -> None:
+    """Load a file of weights into a model, except into a classifier that is `drawn`."""
+    weights = read_weights(path)
+    own = set(classifier(model).parameters()) if drawn else set()
+    names = {name for name, weight in model.named_parameters() if weight in own}
+    try:
+        found = state_for(model, weights, without=names)
+    except CheckpointError as error:
+        hint = "; to draw a new classifier, set model.head_std, such as 0.01"
+        raise CheckpointError(f"{path}: {error}{'' if drawn else hint}") from None
+    model.load_state_dict({**model.state_dict(), **found})
 
 
 def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:

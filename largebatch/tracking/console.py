@@ -1,4 +1,7 @@
-"""Progress on a terminal: a line every few seconds, and one for every evaluation."""
+"""Progress on a terminal: a line every few seconds, and one for every evaluation.
+
+In a notebook the line of training is one bar that moves.
+"""
 
 import math
 import os
@@ -25,6 +28,9 @@ from largebatch.tracking.events import (
 LINE_SECONDS = 5.0
 """Seconds between lines on training."""
 
+BAR_SECONDS = 0.5
+"""Seconds between moves of the bar in a notebook."""
+
 TIMED_UPDATES = 100
 """Updates whose mean length predicts the time left: that of one update may be far off."""
 
@@ -36,6 +42,8 @@ class Console:
         self._stream = stream or sys.stdout
         self._steps = 0
         self._resumed = False
+        self._is_notebook = "JPY_PARENT_PID" in os.environ  # local workers inherit it
+        self._bar = ""
         self._last_line = -LINE_SECONDS
         self._recent: deque[float] = deque(maxlen=TIMED_UPDATES)
 
@@ -67,9 +75,16 @@ class Console:
             case Finish():
                 self._show_finish(event.summary)
 
-    def _show(self, line: str) -> None:
+    def _show(self, line: str, *, bar: str = "") -> None:
+        """Write a line; one with a bar replaces the one before, and stays open."""
+        text = f"{line}\n"
+        if self._is_notebook and bar:
+            text = f"\r{bar} {line.strip()}".ljust(len(self._bar))
+        elif self._bar:
+            text = f"\n{text}"
+        self._bar = text if text.startswith("\r") else ""
         try:
-            self._stream.write(f"{line}\n")
+            self._stream.write(text)
             self._stream.flush()
         except BrokenPipeError:  # nobody reads it, as after `| head`; the run continues
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -102,14 +117,16 @@ class Console:
     def _show_step(self, event: Step) -> None:
         done = event.step + 1
         self._recent.append(event.step_seconds)
-        if time.monotonic() - self._last_line < LINE_SECONDS and done != self._steps:
+        every = BAR_SECONDS if self._is_notebook else LINE_SECONDS
+        if time.monotonic() - self._last_line < every and done != self._steps:
             return
         self._last_line = time.monotonic()
         seconds = (self._steps - done) * fmean(self._recent)
         left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
         self._show(
             f"{event.stage:>10}  step {done}/{self._steps}  loss {event.loss:.4f}  "
-            f"lr {event.lr:.4g}  {three_digits(event.images_per_second)} samples/s  {left} left"
+            f"lr {event.lr:.4g}  {three_digits(event.images_per_second)} samples/s  {left} left",
+            bar="█" * (20 * done // self._steps) + "░" * (20 - 20 * done // self._steps),
         )
 
     def _show_finish(self, summary: Summary) -> None:

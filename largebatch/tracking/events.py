@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAd
 from pydantic_core import to_json
 
 from largebatch.errors import printable
+from largebatch.formatting import Tabular, duration, percent, plural
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.storage import write_whole
 
@@ -262,8 +263,11 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """Content of summary.json. Accuracies are fractions of 1, times are seconds on worker 0."""
+class Summary(Tabular):
+    """Content of summary.json. Accuracies are fractions of 1, times are seconds on worker 0.
+
+    Prints as a table with a row for each stage.
+    """
 
     recipe: str
     commit: str | None
@@ -303,6 +307,28 @@ class Summary:
     status: Status
     diverged: Printable | None = None
     """Reason of the failure, if a loss or gradient was not finite."""
+
+    folder: Annotated[Path | None, Field(exclude=True)] = field(default=None, compare=False)
+    """Run folder, of the Summary that `run` returns; not in the file."""
+
+    def _caption(self) -> str:
+        updates = plural(self.steps, "update")
+        text = f"{self.recipe}: {self.status} after {updates} in {duration(self.seconds)}"
+        if self.folder is None:
+            return text
+        page = self.folder / REPORT
+        return f"{text}; {printable(str(page if page.is_file() else self.folder))}"
+
+    def _rows(self) -> list[list[str]]:
+        head = ["stage", "updates", "seconds", "top-1 %", "top-5 %", "loss", "kept"]
+        return [head] + [
+            [
+                *(it.name, f"{it.steps:,}", f"{it.seconds:.1f}"),
+                *(percent(it.top1), percent(it.top5), f"{it.loss:.4f}"),
+                "yes" if it.kept else "no",
+            ]
+            for it in self.stages
+        ]
 
     def write(self, path: Path) -> None:
         """Write the summary as JSON."""
@@ -350,4 +376,4 @@ class Tracker(Protocol):
 
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
     """Write indented JSON; a number that is not finite becomes null."""
-    write_whole(path, to_json(content, indent=2, inf_nan_mode="null") + b"\n")
+    write_whole(path, to_json(content, indent=2, inf_nan_mode="null", exclude={"folder"}) + b"\n")

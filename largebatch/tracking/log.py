@@ -3,9 +3,9 @@
 import fcntl
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from largebatch.errors import CheckpointError, LogError, reason_of
 from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
@@ -30,12 +30,7 @@ class JsonLines:
         with ExitStack() as opened:
             self._file = opened.enter_context(path.open("ab", buffering=0))
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"{path.parent}: another run is writing to this folder; wait for its end or "
-                    "choose another --out"
-                ) from None
+                _lock(self._file, path)
             except OSError as error:
                 _LOG.warning(
                     "%s: cannot be locked (%s); make sure that no other run writes to it",
@@ -65,6 +60,23 @@ class JsonLines:
     def close(self) -> None:
         """Close the file and unlock the folder for other processes."""
         self._opened.close()
+
+
+def require_unlocked(path: Path) -> None:
+    """Raise CheckpointError if another process has this log open."""
+    with suppress(OSError), path.open("rb") as file:
+        _lock(file, path)
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Lock an open file; OSError if its file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{path.parent}: another run is writing to this folder; wait for its end or choose "
+            "another --out"
+        ) from None
 
 
 def record(trackers: list[Tracker], event: Event) -> None:

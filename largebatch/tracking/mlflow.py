@@ -6,17 +6,19 @@ folder, and from MLFLOW_EXPERIMENT_NAME, by default largebatch.
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from largebatch.errors import clip
 from largebatch.optional import require_mlflow
+from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
 from largebatch.tracking.scalars import (
     Plotted,
     Scalars,
     ScalarTracker,
+    dotted,
     read_id,
     write_id,
 )
@@ -41,9 +43,9 @@ _STATUS = {"finished": "FINISHED", "paused": "FINISHED", "failed": "FAILED"}
 class MLflow(ScalarTracker):
     """A Tracker for one MLflow run, which belongs to one run folder."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], tracking: Tracking) -> None:
         self._mlflow = require_mlflow()
-        self._folder, self._config = folder, config
+        self._folder, self._config, self._tracking = folder, config, tracking
         self._run = read_id(folder, "mlflow")
         self._scalars = Scalars(folder / LOG if self._run else None)
         self._client: Any = None
@@ -55,20 +57,38 @@ class MLflow(ScalarTracker):
             os.environ.setdefault(name, value)
         self._client, entities = self._mlflow.MlflowClient(), self._mlflow.entities
         if self._run is None:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "largebatch")
-            found = self._client.get_experiment_by_name(name)
-            place = found.experiment_id if found else self._client.create_experiment(name)
-            run = self._client.create_run(place, run_name=self._folder.resolve().name)
+            place = os.environ.get("MLFLOW_EXPERIMENT_ID")
+            if not place:
+                name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "largebatch"
+                found = self._client.get_experiment_by_name(name)
+                place = found.experiment_id if found else self._client.create_experiment(name)
+            name = self._tracking.name or self._folder.resolve().name
+            run = self._client.create_run(place, run_name=name, tags=self._tags())
             self._run = str(run.info.run_id)
             parameters = [
                 entities.Param(name, clip(str(value), _LONGEST_PARAMETER))
-                for name, value in _dotted(self._config)
+                for name, value in dotted(self._config)
             ]
             for first in range(0, len(parameters), _MOST_PARAMETERS):
                 part = parameters[first : first + _MOST_PARAMETERS]
                 self._client.log_batch(self._run, params=part)
             write_id(self._folder, "mlflow", self._run)
         self._client.update_run(self._run, status="RUNNING")
+
+    def _tags(self) -> dict[str, str]:
+        """Return the run's tags, among them those of MLflow's own pages."""
+        from mlflow.tracking.context.registry import resolve_tags
+
+        tracking, commit = self._tracking, str(self._config.get("commit") or "")
+        tags = {
+            "mlflow.note.content": tracking.notes,
+            "mlflow.source.git.commit": commit.removesuffix("+"),
+            "group": tracking.group,
+            "job_type": tracking.job_type,
+            **dict.fromkeys(tracking.tags, "true"),
+        }
+        found: dict[str, str] = resolve_tags({key: value for key, value in tags.items() if value})
+        return found
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
         now, metric = int(time.time() * 1000), self._mlflow.entities.Metric
@@ -89,16 +109,3 @@ class MLflow(ScalarTracker):
         if report.exists():
             self._client.log_artifact(self._run, str(report))
         self._client.set_terminated(self._run, status=_STATUS.get(summary.status, "KILLED"))
-
-
-def _dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the settings by their dotted keys.
-
-    >>> list(_dotted({"seed": 1, "optimizer": {"eta": 0.001}}))
-    [('seed', 1), ('optimizer.eta', 0.001)]
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -33,6 +33,9 @@ from largebatch.tracking.events import (
 MOST_WORKERS = 16
 """Number of workers above which only the least, the mean and the most are plotted."""
 
+BEST = {"val/top1": max, "val/top5": max, "val/loss": min}
+"""What the best value of a number is."""
+
 Plotted = Step | Evaluation | GeneralizationGap | Decision | Drift | System
 """Events with numbers to plot."""
 
@@ -47,9 +50,16 @@ class Scalars:
     def __init__(self, log: Path | None = None) -> None:
         self._last: dict[str, int] = {}  # last given step of every kind of event and stage
         self._layers: tuple[str, ...] = ()
-        self.count = 0
-        """Number of given events, plus one for every part of the run; it only rises."""
+        self.row = -1
+        """Row of a table for the last given numbers: one per update, which is its number unless
+        earlier ones took more. Numbers that the row of their update has, those of a further part
+        and of an earlier update get a row of their own; it never falls."""
 
+        self.best: dict[str, tuple[float, float]] = {}
+        """Best and last value of each name in BEST that was given."""
+
+        self._step: int | None = None
+        self._names: set[str] = set()
         for event in logged(log) if log is not None else ():
             self.take(event)
 
@@ -57,15 +67,23 @@ class Scalars:
         """Return the numbers of an event by name; empty if there are none or they were given."""
         if isinstance(event, Start):
             self._layers = event.layers or self._layers
-            self.count += 1
+            self._step = None
         if not isinstance(event, Plotted):
             return {}
         key = f"{event.event}/{event.stage}"
         if event.step <= self._last.get(key, -1):
             return {}
         self._last[key] = event.step
-        self.count += 1
-        return _numbers(event, self._layers)
+        values = _numbers(event, self._layers)
+        if event.step != self._step or self._names & values.keys():
+            self.row = max(event.step, self.row + 1)
+            self._step, self._names = event.step, set()
+        self._names |= values.keys()
+        for name in BEST.keys() & values.keys():
+            last = values[name]
+            known = filter(math.isfinite, (*self.best.get(name, ())[:1], last))
+            self.best[name] = BEST[name](known, default=last), last
+        return values
 
 
 class ScalarTracker(ABC):
@@ -153,3 +171,16 @@ def read_id(folder: Path, tracker: str) -> str | None:
     """Return the id of the folder's run in a tracker; None before its first part."""
     path = folder / f"{tracker}-id"
     return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the settings by their dotted keys.
+
+    >>> list(dotted({"seed": 1, "optimizer": {"eta": 0.001}}))
+    [('seed', 1), ('optimizer.eta', 0.001)]
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

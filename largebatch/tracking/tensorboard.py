@@ -1,4 +1,4 @@
-"""TensorBoard: the scalars of a run and its recipe, in the run folder.
+"""TensorBoard: the scalars of a run, its recipe and its hyper-parameters, in the run folder.
 
 `tensorboard --logdir runs` shows all runs below a folder.
 """
@@ -6,10 +6,11 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from largebatch.optional import require_tensorboard
 from largebatch.tracking.events import LOG, Start, Summary
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, dotted
 
 FOLDER = "tensorboard"
 
@@ -20,23 +21,34 @@ class TensorBoard(ScalarTracker):
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         require_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
-        self._begin, self._folder, self._config = SummaryWriter, folder, dict(config)
+        self._begin, self._hparams = SummaryWriter, cast("Any", hparams)  # torch does not type it
+        self._folder, self._config = folder, dict(config)
         followed = (folder / FOLDER).exists()
         self._scalars = Scalars(folder / LOG if followed else None)
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
         self._writer = self._begin(str(self._folder / FOLDER))
         text = json.dumps(self._config, indent=2)
         self._writer.add_text("recipe", f"```\n{text}\n```")
+        settings = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for key, value in dotted(self._config)
+            if value is not None
+        }
+        # add_hparams would make a second run. The first summary, a list of all settings, is left
+        # out: the page reads that of one run only, and without it collects those of all runs.
+        _, begin, self._end = self._hparams(settings, {})
+        self._writer.file_writer.add_summary(begin)
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
-        assert self._writer is not None
         for name, value in values.items():
             self._writer.add_scalar(name, value, event.step)
         self._writer.flush()  # as log.jsonl, so that a killed run leaves everything
 
-    def _close(self, summary: Summary) -> None:  # noqa: ARG002 -- the base's signature
-        assert self._writer is not None
+    def _close(self, summary: Summary) -> None:
+        if summary.status == "finished":
+            self._writer.file_writer.add_summary(self._end)
         self._writer.close()

@@ -1,7 +1,8 @@
-"""Weights & Biases: scalars by step, the recipe as configuration, and the report.
+"""Weights & Biases: a row of history per update, the recipe as configuration, and the report.
 
 It works without an account: without an API key, or if W&B cannot be reached, the run is recorded
-offline in the run folder and can be uploaded later with `wandb sync`.
+offline in the run folder and can be uploaded later with `wandb sync`. Later parts are then recorded
+offline too until it is uploaded, because W&B would overwrite what it gets late.
 """
 
 import os
@@ -12,16 +13,38 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from largebatch.errors import reason_of
+from largebatch.errors import clip, reason_of
 from largebatch.optional import require_wandb
-from largebatch.tracking.events import LOG, REPORT, Start, Summary
+from largebatch.recipe.keys import Tracking
+from largebatch.tracking.events import LOG, METRICS, REPORT, Start, Summary
 from largebatch.tracking.scalars import (
+    BEST,
     Plotted,
     Scalars,
     ScalarTracker,
     read_id,
     write_id,
 )
+
+_CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "accumulation"}
+_CONFIGURED |= {"folder"}
+"""Keys of a summary that the configuration has."""
+
+_ENVIRONMENT = {
+    "entity": "WANDB_ENTITY",
+    "group": "WANDB_RUN_GROUP",
+    "job_type": "WANDB_JOB_TYPE",
+    "name": "WANDB_NAME",
+    "notes": "WANDB_NOTES",
+    "project": "WANDB_PROJECT",
+    "tags": "WANDB_TAGS",
+}
+"""Variables that W&B reads itself, by the argument that would override them."""
+
+_ALERTS = {"failed": "ERROR", "interrupted": "WARN", "stopped": "WARN"}
+"""Level of the alert at the end of a run, by its status."""
+
+_LONGEST_ALERT = 500  # characters
 
 
 class Wandb(ScalarTracker):
@@ -34,6 +57,7 @@ class Wandb(ScalarTracker):
         self,
         folder: Path,
         config: Mapping[str, object],
+        tracking: Tracking,
         *,
         note: Callable[[str], None],
     ) -> None:
@@ -41,45 +65,68 @@ class Wandb(ScalarTracker):
         self._folder, self._config, self._note = folder, dict(config), note
         self._run: Any = None
         followed = read_id(folder, "wandb")
+        name = tracking.name or (None if followed else folder.resolve().name)
+        self._given = {"project": "largebatch", **dict(tracking), "name": name}
         self._resume = "allow" if followed else None
         self._scalars = Scalars(folder / LOG if followed else None)
         self._identity = followed or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
-        write_id(self._folder, "wandb", self._identity)
         chosen = os.environ.get("WANDB_MODE")
-        offline = chosen is None and not self._wandb.login(prompt=False, verify=False)
+        parts = self._folder.glob("wandb/offline-run-*/*.wandb")
+        unsent = any(not part.with_name(f"{part.name}.synced").exists() for part in parts)
+        offline = chosen is None and (unsent or not self._wandb.login(prompt=False, verify=False))
         try:
-            self._run = self._init("offline" if offline else None, self._identity, self._resume)
+            self._run = self._init("offline" if offline else None)
         except Exception as error:  # W&B's service keeps that id reserved
-            self._run = self._init("offline", f"{self._identity}-offline", None)
+            self._identity += "-offline"
+            self._run = self._init("offline")
             self._note(f"W&B cannot be reached ({reason_of(error)}); the run is recorded offline")
+        write_id(self._folder, "wandb", self._identity)
+        self._scalars.row = max(self._scalars.row, self._run.step - 1)  # W&B drops earlier rows
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        for name, best in BEST.items():
+            summary = f"{best.__name__},last"
+            self._run.define_metric(name, step_metric="step", summary=summary)
 
-    def _init(self, mode: str | None, identity: str, resume: str | None) -> Any:  # noqa: ANN401 -- W&B's
+    def _init(self, mode: str | None) -> Any:  # noqa: ANN401 -- W&B's
+        commit = str(self._config.get("commit") or "").removesuffix("+")
         return self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or "largebatch",
-            name=os.environ.get("WANDB_NAME") or self._folder.name,
-            id=identity,
-            resume=resume,
+            id=self._identity,
+            resume=self._resume,
             dir=str(self._folder),
             config=self._config,
             mode=mode,
-            settings=self._wandb.Settings(silent=True),
+            settings=self._wandb.Settings(silent=True, git_commit=commit or None),
+            **{
+                name: value
+                for name, variable in _ENVIRONMENT.items()
+                if (value := self._given[name]) and not os.environ.get(variable)
+            },
         )
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
-        # rows count over all parts of the run, because W&B drops a repeated one
-        self._run.log({"step": event.step, **values}, step=self._scalars.count, commit=True)
+        self._run.log({"step": event.step, **values}, step=self._scalars.row)
 
     def _close(self, summary: Summary) -> None:
-        self._run.summary.update(asdict(summary))
+        self._run.log({}, commit=True)  # the last row; W&B would set its own summary after ours
+        found = {key: value for key, value in asdict(summary).items() if key not in _CONFIGURED}
+        found["final"] = {name: found.pop(name) for name in METRICS}
+        found["stages"] = {stage.pop("name"): stage for stage in found["stages"]}
+        for name, (best, last) in self._scalars.best.items():  # W&B has those of this part
+            found[name] = {BEST[name].__name__: best, "last": last}
+        self._run.summary.update(found)
         report = self._folder / REPORT
         if report.exists():
             kept = self._wandb.Artifact(f"{self._identity}-report", type="report")
             kept.add_file(str(report))
             self._run.log_artifact(kept)
+        if level := _ALERTS.get(summary.status):
+            title = "diverged" if summary.diverged else summary.status
+            text = f"{self._folder}: {title} after {summary.steps:,} updates"
+            text = f"{text}: {summary.diverged}" if summary.diverged else text
+            self._run.alert(f"Run {title}", clip(text, _LONGEST_ALERT), level=level)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
         if offline:  # every part of the run has its own folder there

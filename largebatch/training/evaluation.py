@@ -68,6 +68,11 @@ def evaluate(
     not class numbers, if a batch or an output has another form, if workers have different classes,
     or if the model is sharded (FSDP, tensor parallelism). Raises BackendError if workers are not
     connected.
+
+    >>> scores = torch.tensor([[2.0, 1, 0], [0, 3, 1], [1, 2, 0]])
+    >>> metrics = evaluate(nn.Identity(), [(scores, torch.tensor([0, 1, 2]))], expected=3)
+    >>> round(metrics.top1, 3), metrics.samples
+    (0.667, 3)
     """
     model = local_model(model)
     device = device_of(model)

@@ -5,8 +5,10 @@ loop does not depend on YAML, LARS or the number of workers; runs/build.py combi
 generator: its caller logs, evaluates and saves between two updates, or stops.
 """
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -23,6 +25,9 @@ from largebatch.models.batchnorm import Spans
 from largebatch.optim.rates import set_rates
 from largebatch.recipe.choices import OffTarget
 from largebatch.schedules.functions import Schedule
+from largebatch.training.graph import UseGraph, open_graphs
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -33,7 +38,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class Stopwatch:
     """Sums the time in its `with` blocks: of the host on a CPU, of the current stream on a GPU.
 
-    Nothing waits for a GPU: events are recorded in its stream.
+    Nothing waits for a GPU: events are recorded in its stream. What is in a graph is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,6 +53,8 @@ class Stopwatch:
         self._mark()
 
     def _mark(self) -> None:
+        if accelerator.is_recording():
+            return
         if accelerator.is_remote(self._device):
             self._events.append(accelerator.event(self._device, enable_timing=True))
         else:
@@ -83,7 +90,7 @@ class Update(NamedTuple):
 
     reduction: Stopwatch
     """Time that it waited for the summed gradients after computing its own: the network, and slower
-    workers. Sums for BatchNorm, for which a forward pass waits, are not included."""
+    workers. Sums for BatchNorm, for which a forward pass waits, and in graphs are not included."""
 
     scaled_by: Tensor
     """Factor of the loss, and so of the measured gradients: 0-d, on the device."""
@@ -93,6 +100,86 @@ class Update(NamedTuple):
 
     gradient_norm: Tensor | None = None
     """Value returned by `measure_norm` of train(), if it is given."""
+
+
+@dataclass(slots=True)
+class Results:
+    """What an update computes besides weights: 0-d tensors on the device, as in `Update`."""
+
+    scale: Tensor
+    loss: Tensor
+    finite: Tensor
+    skipped: Tensor | None = None
+    squares: Tensor | None = None
+    norm: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class Work:
+    """The work of an update on the device, in the parts that a graph can replay (see graph.py).
+
+    `results` are those of the update so far.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    criterion: Criterion
+    reducer: Reducer
+    spans: Spans
+    scaler: GradScaler
+    global_batch: int
+    skip_nonfinite: bool
+    measure_norm: Callable[[], Tensor] | None
+
+    def __post_init__(self) -> None:
+        self._one = torch.ones((), device=self.reducer.device)
+        self.results = Results(self.scaler.scale(self._one), self._one, self._one)
+
+    def accumulate(self, batch: Batch, *, first: bool, last: bool) -> None:
+        """Add the gradients of a micro-batch; those of the last one are sent while they come."""
+        results, reducer = self.results, self.reducer
+        if first:
+            reducer.zero()
+            results.loss = torch.zeros((), device=reducer.device)
+        loss = self.criterion(self.model(batch.images), batch.labels) / self.global_batch
+        if last:
+            self.spans.reduce()
+            reducer.arm()
+        self.scaler.scale(loss).backward()
+        results.loss += loss.detach()
+
+    def sum(self, stopwatch: Stopwatch) -> None:
+        """Finish the sums over the workers and examine the gradients."""
+        results = self.results
+        with stopwatch:
+            self.reducer.wait()
+        self.spans.wait()
+        results.squares, results.finite = self.reducer.squares, self.reducer.finite()
+        results.norm = None if self.measure_norm is None else self.measure_norm()
+
+    def update(self) -> None:
+        """Update weights and running statistics, unless gradients are not finite."""
+        results, optimizer, scaler = self.results, self.optimizer, self.scaler
+        skipped = ~results.finite if self.skip_nonfinite else None
+        before = scaler.scale(self._one)
+        if skipped is not None and skips_on_device(optimizer) and not scaler.is_enabled():
+            optimizer.grad_scale, optimizer.found_inf = None, skipped.float()  # type: ignore[attr-defined]  # as GradScaler sets them
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        elif skipped is None or results.finite.item():  # sync: only where the recipe skips updates
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            results.scale = scaler.scale(self._one)
+        if scaler.is_enabled():
+            skipped = results.scale < before
+        results.skipped = skipped
+        self.spans.update(skipped)
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer leaves its weights unchanged where its `found_inf` is not 0."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
@@ -111,6 +198,8 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     seed: Callable[[int], int],
     skip_nonfinite: bool = False,
     measure_norm: Callable[[], Tensor] | None = None,
+    graph: UseGraph = False,
+    note: Callable[[str], object] = _LOG.info,
 ) -> Generator[Update, None, None]:
     """Make one optimizer update for each of `steps`, in order, and yield after each.
 
@@ -118,44 +207,49 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     generator state. `scaler` scales the loss for fp16 and is disabled otherwise. With it, or with
     `skip_nonfinite`, an update whose summed gradients are not finite is skipped. An infinity of
     one worker is in every sum, so all workers skip the same step. The host does not wait for that
-    result, except with optimizers that `scaler` waits for: all but LARS and torch's fused ones.
+    result, except with optimizers that it must tell: all but LARS and torch's fused ones.
     `measure_norm` is called after the gradients are summed, while they are still scaled, and before
     the optimizer, which may overwrite them.
+
+    With `graph` an update is recorded once for each shape of a batch, on a GPU, and replayed with
+    the same bits as a result; what cannot be recorded runs after the graph. `note` gets one
+    sentence: how much of an update is in the graph, and why not all of it. With "auto" updates run
+    without a graph where nothing can be recorded; with True that raises RecipeError.
     """
-    one = torch.ones((), device=reducer.device)
-    scale = scaler.scale(one)
+    work = Work(
+        model=model,
+        optimizer=optimizer,
+        criterion=criterion,
+        reducer=reducer,
+        spans=spans,
+        scaler=scaler,
+        global_batch=global_batch,
+        skip_nonfinite=skip_nonfinite,
+        measure_norm=measure_norm,
+    )
+    recorded = open_graphs(work, graph, note)
     for step in steps:
         model.train()
         accelerator.seed(seed(step), reducer.device)
-        lr, scaled_by = schedule(step), scale
+        lr, scaled_by = schedule(step), work.results.scale
         set_rates(optimizer, lr, step=step)
-        reducer.zero()
-        loss = torch.zeros((), device=reducer.device)
+        work.results = Results(scaled_by, scaled_by, scaled_by)
         data, reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)
         for micro in range(accumulation):
             with data:
-                images, labels = next(batches)
-            part = criterion(model(images), labels) / global_batch
-            if micro == accumulation - 1:
-                spans.reduce()
-                reducer.arm()
-            scaler.scale(part).backward()
-            loss += part.detach()
-        with reduction:
-            reducer.wait()
-        finite = reducer.finite()
-        norm = None if measure_norm is None else measure_norm()
-        skipped = ~finite if skip_nonfinite else None
-        if skipped is None or finite.item():  # sync: only where the recipe skips updates
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            scale = scaler.scale(one)
-        if scaler.is_enabled():
-            skipped = scale < scaled_by
-        spans.update(skipped)
-        measured = data, reduction, scaled_by, reducer.squares, norm
-        yield Update(step, lr, loss, scale, skipped, finite, *measured)
+                batch = Batch(*next(batches))
+            first, last = micro == 0, micro == accumulation - 1
+            if recorded is not None and recorded.replay(batch, reduction, first=first, last=last):
+                continue
+            work.accumulate(batch, first=first, last=last)
+            if last:
+                work.sum(reduction)
+                work.update()
+        found = work.results
+        yield Update(
+            step, lr, found.loss, found.scale, found.skipped, found.finite,
+            data, reduction, scaled_by, found.squares, found.norm,
+        )  # fmt: skip
 
 
 def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:

@@ -1,5 +1,6 @@
 """The updates of a stage: what they are made with, and the training loop over its batches."""
 
+import functools
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import StageName
+from largebatch.training.graph import UseGraph
 from largebatch.training.loop import Criterion, Update, step_seeds, train
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog, StepLog
@@ -31,6 +33,7 @@ class Training:
     requests: Requests
     seed: int
     skip_nonfinite: bool
+    graph: UseGraph
 
 
 class Part(NamedTuple):
@@ -62,6 +65,11 @@ def train_pieces(
         yield from train_piece(steps=piece, accumulation=accumulation, global_batch=global_batch)
 
 
+def noted_once(note: Callable[[str], object]) -> Callable[[str], object]:
+    """Return a function that passes each sentence on once: pieces of a plan repeat it."""
+    return functools.cache(note)
+
+
 def synchronous_updates(
     training: Training, part: Part, *, after: Callable[[], object] = lambda: None
 ) -> Generator[None, None, None]:
@@ -82,6 +90,8 @@ def synchronous_updates(
         seed=step_seeds(training.seed, training.backend.rank),
         skip_nonfinite=training.skip_nonfinite,
         measure_norm=step_log.monitors.measure_norm,
+        graph=training.graph,
+        note=noted_once(partial(training.log.note, part.stage)),
     )
     updates = train_pieces(train_piece, plan, part.steps)
     step_log.resume_clock()

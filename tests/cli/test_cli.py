@@ -1,5 +1,6 @@
 """Every way a command can go wrong: exit code, message, and nothing half-written."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -98,6 +99,10 @@ def test_a_checkpoint_is_measured_without_what_its_machine_had(
     assert "(1437 images)" in training
     losses = [float(line.partition("loss ")[2].split()[0]) for line in (first, training)]
     assert float(gap.split()[-1]) == pytest.approx(losses[0] - losses[1], abs=2e-4)
+    assert main(["evaluate", str(path), "--training", "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert [found["loss"], found["training"]["loss"]] == pytest.approx(losses, abs=1e-4)
+    assert (found["checkpoint"], found["step"], found["samples"]) == (str(path), 1, 360)
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["polish", "--out", "polished"]])
@@ -178,7 +183,7 @@ def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     shown = " | ".join(" ".join(line) for line in lines)
     for part in (
-        "86,016 = 1,024 workers x 1 micro-batch x 84",
+        "86,016 = 1,024 workers x 84",
         "42 samples, 2 in a device batch",
         "14.89 steps",
         "1,350 = 1,275 augmented + 75 clean",

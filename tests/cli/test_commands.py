@@ -1,5 +1,9 @@
 """The commands' declarations: the options of a run are declared once, and every word has help."""
 
+import json
+import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
@@ -12,7 +16,8 @@ from cyclopts import App, Parameter
 from cyclopts.help.help import docstring_parse
 
 from largebatch import load_recipe, run
-from largebatch.cli.main import COMMANDS, DONE, USER, main, make_app, parse
+from largebatch.cli.main import COMMANDS, DONE, EXAMPLES, USER, main, make_app, parse
+from largebatch.cli.recipe import BREAKS_RULES
 from largebatch.runs.options import Options
 from largebatch.runs.run import JOB
 
@@ -37,7 +42,7 @@ def test_the_tree_of_commands() -> None:
         "recipes copy", "report diagnose", "report mlperf",
         *(f"data {name}" for name in ("index", "verify", "pack", "import", "show")),
         *(f"lab {name}" for name in (
-            "study", "range", "noise", "suggest", "rehearse")),
+            "clusters", "study", "range", "noise", "suggest", "rehearse")),
     }  # fmt: skip
 
 
@@ -52,10 +57,81 @@ def test_every_command_and_each_of_its_arguments_has_help(name: str) -> None:
         assert not each.parse or each.name == "*" or each.parameter.help, each.name
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in PASSED_ON])
-def test_help_of_a_command_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", EVERY)
+def test_help_of_a_command_has_examples_that_are_commands(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fit a terminal of 80 columns, so they can be copied."""
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([*name.split(), "--help"]) == DONE
-    assert f"Usage: largebatch {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"Usage: largebatch {name}" in shown
+    for call in EXAMPLES[name]:
+        assert f"  largebatch {call}\n" in shown
+        assert f"{call} ".startswith(f"{name} ") or name in {"data", "lab"}
+        parse(shlex.split(call.partition(" >")[0]))
+
+
+def test_options_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--help"]) == DONE
+    panels = re.split(r"\n╭─ (.*?) ─+╮", capsys.readouterr().out)
+    found = dict(zip(panels[1::2], panels[2::2], strict=True))
+    assert list(found) == ["Arguments", "Options", "Recipe", "Data", "Workers"]
+    assert "--json" in found["Options"]
+    assert ("--set" in found["Recipe"], "--timeout" in found["Workers"]) == (True, True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == DONE
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+    assert main(["__complete", "train", "digits_"]) == DONE  # the script calls it
+    assert "digits_96" in capsys.readouterr().out
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "keys"),
+    [
+        pytest.param("recipes", DONE, {"name", "data_set", "global_batch", "epochs"}, id="recipes"),
+        pytest.param("check digits_96 nowhere", USER, {"recipe", "ok", "problems"}, id="check"),
+        pytest.param(
+            "check --mlperf-closed digits_96", BREAKS_RULES, {"mlperf_closed"}, id="rules"
+        ),
+    ],
+)
+def test_json_is_all_that_a_command_prints(
+    command: str, code: int, keys: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), "--json"]) == code
+    rows = json.loads(capsys.readouterr().out)
+    assert all(keys <= row.keys() for row in rows)
+    if "nowhere" in command:
+        assert [(row["recipe"], row["ok"]) for row in rows] == [
+            ("digits_96", True), ("nowhere", False),
+        ]  # fmt: skip
+        assert "nowhere" in rows[1]["problems"][0]
+
+
+def test_doctor_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"torch": "works  2.1, no GPU", "DALI": "absent  pip install x", "cores": "2; more"}
+    monkeypatch.setattr("largebatch.cli.doctor.examine", lambda: iter(found.items()))
+    assert main(["doctor", "--json"]) == DONE
+    shown = json.loads(capsys.readouterr().out)
+    assert {name: each["status"] for name, each in shown.items()} == {
+        "torch": "works", "DALI": "absent", "cores": None,
+    }  # fmt: skip
+    assert shown["torch"]["finding"] == "2.1, no GPU"
+
+
+def test_the_clusters_that_the_planner_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "clusters"]) == DONE
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["abci-v100", "1,088", "4", "V100-SXM2-16GB", "25.0", "40"] in rows
 
 
 def given(*words: str) -> Options:
@@ -153,9 +229,9 @@ def unknown_key():
 @pytest.mark.parametrize(
     ("function", "code", "shown"),
     [
-        ("mine:right", DONE, "no fault"),
+        ("mine.py:right", DONE, "no fault"),
         ("mine:never_sums", USER, "fault"),
-        ("mine:none", USER, "mine:none"),
+        ("mine", USER, "mine:build"),
         ("mine:unknown_key", USER, "set_epoch"),
     ],
 )

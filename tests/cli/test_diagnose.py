@@ -1,5 +1,6 @@
 """`report diagnose`: runs side by side, and their causes."""
 
+import json
 from pathlib import Path
 
 import fake_runs
@@ -17,6 +18,11 @@ def test_a_run_is_shown_with_its_causes(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert ["updates", "40"] in [line.split() for line in shown.splitlines()]
     assert "1. diverged: " in shown
+    assert main([*DIAGNOSE, str(folder), "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][0]["updates"] == 40
+    assert found["causes"][0]["kind"] == "diverged"
+    assert {"figure", "remedy"} < found["causes"][0].keys()
 
 
 def test_two_logs_of_another_program_are_side_by_side(

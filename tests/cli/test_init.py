@@ -5,12 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from importing import png
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from short_runs import NARROW, SHALLOW, SMALL
 
+from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import load_or_read
 from largebatch.lab.measure import initial
+from largebatch.optional import require_timm
 from largebatch.recipe.loading import load_recipe
 
 
@@ -46,6 +51,97 @@ def test_the_recipe_is_complete_and_trains(
     assert (Path("runs/my-data") / "summary.json").exists()
 
 
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_recipe_begins_with_weights_of_a_run_or_an_export(
+    exported: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights are of ten classes; images are normalised as there, the classifier is new."""
+    short = (*SMALL, SHALLOW, NARROW, "duration={steps: 1}", "schedule.warmup=null", "polish=null")
+    digits = run("digits_96", overrides=short, out="digits", report=False)
+    place = "digits"
+    if exported:
+        assert main(["export", place, "--out", "exported"]) == DONE
+        place = "exported/model.safetensors"
+    words = ["init", str(folder), "--weights", place, "--name", "tuned", "--image-size", "10"]
+    assert main(words) == DONE
+    recipe, there = load_recipe(Path("tuned.yaml")), load_recipe(Path("digits/recipe.yaml"))
+    assert (recipe.name, recipe.data.image_size) == ("tuned", 10)
+    assert (recipe.data.mean, recipe.data.std) == (there.data.mean, there.data.std)
+    assert recipe.model.arguments == there.model.arguments
+    found = run(recipe, data=folder, max_steps=1, out="tuned", report=False)
+    assert found.weights_sha256 != digits.weights_sha256
+
+
+def test_weights_of_timm_are_loaded_once_and_prepare_the_images(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the cache of the Hugging Face hub, as it is after a download; no network is needed."""
+    from huggingface_hub import constants
+
+    timm, name = require_timm(), "resnet10t.c3_in1k"
+    repository = folder.parent / "hub" / f"models--timm--{name}"
+    snapshot = repository / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0")
+    torch.manual_seed(3)
+    state = timm.create_model(name, pretrained=False).state_dict()
+    save_file(state, snapshot / "model.safetensors")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder.parent / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["init", str(folder), "--weights", f"timm:{name}"]) == DONE
+    recipe = load_recipe(Path("my-data.yaml"))
+    assert (recipe.model.name, recipe.model.weights) == (name, f"{name}.safetensors")
+    assert recipe.data.mean == timm.get_pretrained_cfg(name).mean
+    found = load_file(f"{name}.safetensors")
+    assert all(value.equal(found[key]) for key, value in state.items())
+    missing = "timm:resnet18.a1_in1k"
+    assert main(["init", str(folder), "--weights", missing, "--name", "other"]) == USER
+    assert missing in capsys.readouterr().err
+    assert not Path("other.yaml").exists()
+
+
+def test_minutes_choose_size_and_epochs_by_the_measured_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time of an image grows with its pixels; an update of 16 takes a second at 128."""
+    write_classes(Path("large/train"), side=160, cat=20, dog=28)
+    write_classes(Path("large/val"), side=160, cat=2, dog=2)
+    monkeypatch.setattr(
+        initial, "_timed", lambda recipe: ((recipe.data.image_size / 128) ** 2 / 16, 0.0)
+    )
+    chosen = {}
+    for minutes in ("3", "1", "0.4"):
+        name = f"minutes-{minutes.replace('.', '-')}"
+        assert main(["init", "large", "--minutes", minutes, "--name", name]) == DONE
+        recipe = load_recipe(Path(f"{name}.yaml"))
+        epochs = recipe.duration.epochs or 0
+        chosen[minutes] = recipe.data.image_size, epochs
+        total = epochs * 3 * (recipe.data.image_size / 128) ** 2
+        assert 0.5 * 60 * float(minutes) < total < 60 * float(minutes)
+    assert [size for size, _ in chosen.values()] == [128, 96, 64]
+    assert main(["init", "large", "--minutes", "0.01", "--name", "none"]) == USER
+    assert "--minutes" in capsys.readouterr().err
+    assert not Path("none.yaml").exists()
+
+
+def test_what_is_wrong_with_the_photographs_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train/cat/new.HEIC").write_bytes(b"x")
+    assert main(["init", str(folder), "--name", "first"]) == DONE
+    printed = capsys.readouterr().out
+    for words in ("1 .heic", "cat 16, dog 4, yak 4", "6 validation images"):
+        assert words in printed
+    for split in ("train", "val"):
+        (folder / split / "empty").mkdir()
+    assert main(["data", "index", str(folder)]) == USER
+    assert main(["init", str(folder), "--name", "second"]) == USER
+    assert "empty" in capsys.readouterr().err
+    assert main(["data", "import", "imagefolder", str(folder), "--out", "shards"]) == DONE
+    assert "empty" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["2024", "1e5", "null", "no"])
 def test_a_folder_may_have_a_name_that_is_no_text_in_yaml(folder: Path, name: str) -> None:
     folder.rename(name)
@@ -54,7 +150,7 @@ def test_a_folder_may_have_a_name_that_is_no_text_in_yaml(folder: Path, name: st
 
 
 def test_mean_and_deviation_are_those_of_the_pixels(folder: Path) -> None:
-    found = initial.survey(*(load_or_read(folder, split) for split in ("train", "val")))
+    found = initial.survey(load_or_read(folder, "train"), load_or_read(folder, "val"))
     images = [np.asarray(Image.open(path)) / 255 for path in folder.glob("train/*/*.png")]
     pixels = np.concatenate([image.reshape(-1, 3) for image in images])
     assert found.mean == pytest.approx(pixels.mean(0), abs=6e-4)

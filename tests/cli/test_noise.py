@@ -65,6 +65,9 @@ def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
     page = (folder / "report.html").read_text()
     assert 'id="noise"' in page
     assert describe_noise(read_run(folder))[:60] in page
+    for resume, key in ([], "--resume"), (["--resume"], "model"):  # a run that is not this one's
+        assert main(["lab", "noise", "digits_96", "--out", str(folder), *resume]) == USER
+        assert key in capsys.readouterr().err
     run(a_recipe(changes=(*LENET, "duration={steps: 3}")), out=tmp_path / "other")
     assert 'id="noise"' not in make_page(read_run(tmp_path / "other"))
     assert main(["lab", "noise", str(tmp_path / "other")]) == USER

@@ -62,7 +62,7 @@ def recipe(*changes: str) -> Recipe:
         changes=(
             *("data.source=folder", "data.classes=2", "data.train_samples=14"),
             *("data.val_samples=6", "batch.global_batch=8", "batch.bn_span=4", "data.flip=true"),
-            *("execution.cache=null", "polish=null", "evaluation.every_epochs=1", *changes),
+            *("execution.cache=none", "polish=null", "evaluation.every_epochs=1", *changes),
         )
     )
 

@@ -237,20 +237,6 @@ def test_one_element_decides_whether_gradients_are_finite(
         assert bool(reducer.finite()) is finite
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_gradients_are_copied_if_their_memory_is_reused(*, copies: bool) -> None:
-    """One worker without buffers keeps what the backward pass returned, else."""
-    weight, places = nn.Parameter(torch.ones(4)), []
-    weight.register_hook(lambda gradient: places.append(gradient.data_ptr()))
-    with Reducer([("weight", weight)], Serial(torch.device("cpu")), copies=copies) as reducer:
-        reducer.arm()
-        (2 * weight).sum().backward()
-        reducer.wait()
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [2.0] * 4
-        assert (weight.grad.data_ptr() != places[0]) is copies
-
-
 def test_frozen_parameters_are_left_out_and_shared_ones_count_once() -> None:
     model, backend = net(), Recorder()
     model[1].weight = model[0].weight

@@ -3,6 +3,7 @@
 import importlib.util
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,8 +24,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from largebatch import accelerator
 from largebatch.optim.kernels import batched, fused
 from largebatch.optim.lars import LARS
+from largebatch.optim.rates import set_rates
+from largebatch.optim.sgd import TabledSGD, build_sgd
 from largebatch.optional import INSTALL_APEX
 from largebatch.recipe.choices import Convention, Kernels
 
@@ -111,6 +115,41 @@ def test_the_table_matches_the_formula(
     take_steps(optimizer, weights, formulas, range(3))
     for weight, formula in zip(weights, formulas, strict=True):
         assert_close(weight, formula.w, 1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_in_a_table_is_that_of_pytorch(path: Path, nesterov: bool) -> None:
+    """In one launch, with PyTorch's groups and state; on a GPU if there is one."""
+    if not torch.cuda.is_available():
+        path("table")
+    device = accelerator.current()
+    launch = mock.Mock(side_effect=accelerator.launch)
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    for weight in ours:
+        weight.data = weight.data.to(device)
+
+    def groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": weights[:6], "weight_decay": 0.05}, {"params": weights[6:], "lr": 0.7}]
+
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    table = build_sgd(groups(ours), scaled=False, **settings)
+    plain = torch.optim.SGD(groups(theirs), foreach=False, **settings)
+    assert isinstance(table, TabledSGD)
+    with mock.patch.object(accelerator, "launch", launch):
+        for step in range(4):
+            for optimizer in (table, plain):
+                set_rates(optimizer, RATES[step], step=step)
+            for one, other, grad in zip(ours, theirs, gradients(ours, step), strict=True):
+                if grad is not None:
+                    one.grad, other.grad = grad.to(device), grad.clone()
+            table.step()
+            plain.step()
+    assert launch.call_count == 4
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=2e-6)
+    plain.load_state_dict(table.state_dict())
+    table.load_state_dict(plain.state_dict())
+    assert table.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
 
 
 def test_the_limits_match_plain_pytorch() -> None:

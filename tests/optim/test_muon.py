@@ -16,9 +16,9 @@ from largebatch import load_recipe
 from largebatch.distributed.backend import Group
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.models import build
+from largebatch.models import build, hidden_matrices
 from largebatch.optim.muon import Muon
-from largebatch.runs.optimizer_of_recipe import build_optimizer, hidden_matrices
+from largebatch.runs.optimizer_of_recipe import build_optimizer
 
 SHAPES = ((16, 8), (8, 8), (8, 4, 3, 3), (4, 40), (5, 4), (24, 20), (12, 2, 3, 3))
 SERIAL = Serial(torch.device("cpu"))

@@ -78,7 +78,7 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["evaluation={offset_epochs: 1}"], "evaluation", "offset_epochs"),
         (["seed=99999999999999999999"], "seed", "less than"),
         (["schedule.peak_lr=.inf"], "schedule.peak_lr", "finite"),
-        (["tracking=[aim]"], "tracking.0", "'wandb'"),
+        (["tracking=[aim]"], "tracking.trackers.0", "'wandb'"),
         (["name=a/b"], "name", "pattern"),
         (["execution.cache=disk"], "execution.cache", "'memory'"),
         # Conflicts between sections, whose lines start with the keys.
@@ -168,6 +168,7 @@ LAST = "{length: null, peak_lr: 0.5, decay: {kind: constant}}"
     [
         pytest.param([], id="usual"),
         pytest.param(["name='2024'", "model.name='null'", "tracking=[wandb]"], id="strings"),
+        pytest.param(["tracking={trackers: wandb, tags: [a], notes: 'b: c'}"], id="tracking"),
         pytest.param(
             [f"schedule.decay={{kind: piecewise, pieces: [{PIECES}, {LAST}]}}"], id="long value"
         ),
@@ -199,3 +200,25 @@ def test_a_change_of_the_machine_is_validated_like_a_recipe() -> None:
     recipe = load_recipe(DIGITS, ["protocol={kind: hardsync, learners: 2}"])
     with pytest.raises(ValueError, match="must be a learner's mini-batch with protocol"):
         recipe.with_execution(device_batch=24)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["tracking=wandb", "tracking.tags=a"],
+        ["tracking.tags=[a]", "tracking=[wandb]"],
+        ["tracking=[mlflow]", "tracking={trackers: [wandb], tags: [a]}"],
+    ],
+)
+def test_a_list_of_trackers_leaves_the_other_keys_of_the_section(changes: list[str]) -> None:
+    tracking = load_recipe(DIGITS, changes).tracking
+    assert (tracking.trackers, tracking.tags) == (("wandb",), ("a",))
+
+
+def test_runs_that_differ_only_in_seed_and_machine_are_one_group() -> None:
+    first, *others = (
+        load_recipe(DIGITS, [change]).group
+        for change in ("seed=1", "seed=2", "execution.device_batch=48", "schedule.peak_lr=0.25")
+    )
+    assert [group == first for group in others] == [True, True, False]
+    assert load_recipe(DIGITS, ["tracking.group=mine"]).group == "mine"

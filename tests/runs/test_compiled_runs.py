@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from short_runs import AFFINE, CLEAN, DIGITS, STATISTICS, a_recipe, content
+from short_runs import AFFINE, CLEAN, STATISTICS, a_recipe, content
 from torch import Tensor, nn
 
-from largebatch import load_recipe, models, run
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch import models, run
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.state import copies_gradients
 
 COMPILED = "execution.compile=true"
 STEPS = 4
@@ -89,25 +87,3 @@ def test_a_run_is_resumed_whether_it_was_compiled_or_not(
     assert not any("_orig_mod" in name for name in resumed["model"])
     same = 0.0 if first == second else 1e-5
     torch.testing.assert_close(resumed["model"], whole["model"], rtol=0, atol=same)
-
-
-GROWS = "batch.schedule=[{after: {epochs: 2}, global_batch: 384, lr_factor: 2}]"
-GRAPHS = "execution.compile=reduce-overhead"
-
-
-@pytest.mark.parametrize(
-    ("changes", "copied"),
-    [
-        pytest.param((), False, id="one pass an update"),
-        pytest.param(("execution.device_batch=48",), True, id="accumulated"),
-        pytest.param((GROWS,), True, id="accumulated later"),
-    ],
-)
-def test_gradients_that_cuda_graphs_would_overwrite_are_copied(
-    changes: tuple[str, ...], copied: bool
-) -> None:
-    """One pass's gradients are needed in the next one of the same update."""
-    chosen = load_recipe(DIGITS, [GRAPHS, "execution.device_batch=96", *changes])
-    plan, gpu = make_plan(chosen, workers=1), torch.device("cuda")
-    assert copies_gradients(plan, chosen.execution.compile, gpu) == copied
-    assert not copies_gradients(plan, chosen.execution.compile, torch.device("cpu"))

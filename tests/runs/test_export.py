@@ -17,7 +17,8 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.runs.checkpoints import find_checkpoint
-from largebatch.runs.export import timm_config
+from largebatch.runs.export import export, timm_config
+from largebatch.runs.predict import predict
 from largebatch.training.checkpoint import write_checkpoint
 
 
@@ -62,14 +63,6 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     recipe = load_recipe(trained["resnet10t"] / "recipe.yaml")
     assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.data.mean, recipe.data.std)
     assert list(model.pretrained_cfg["label_names"]) == [str(digit) for digit in range(10)]
-    (code,) = re.findall(
-        r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.DOTALL
-    )
-    Image.new("L", (40, 30)).save(tmp_path / "photo.jpg")
-    code = code.replace("<this folder>", str(tmp_path / "out"))
-    made: dict[str, Any] = {}
-    exec(code.replace("photo.jpg", str(tmp_path / "photo.jpg")), made)
-    assert made["scores"].shape == (1, 10)
 
 
 @pytest.mark.parametrize(("size", "resize"), [(224, 256), (192, 225), (32, 36), (64, 93)])
@@ -109,6 +102,25 @@ def test_a_model_of_ours_is_its_weights_and_its_recipe(
     }
     found = safetensors.torch.load_file(out / "model.safetensors")
     torch.testing.assert_close(found, weights(folder), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "cifar_resnet8"])
+def test_the_lines_of_the_card_predict_as_the_package_does(
+    name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(trained[name], tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    photo = tmp_path / "photo.jpg"
+    Image.linear_gradient("L").resize((80, 60)).save(photo)
+    code = code.replace("<this folder>", str(tmp_path / "out")).replace("photo.jpg", str(photo))
+    exec(code, {})
+    (best, *_) = capsys.readouterr().out.splitlines()
+    expected = predict(trained[name], [photo])
+    probability, label = expected.probabilities[0].max(0)
+    found, percent = best.removesuffix("%").split(": ")
+    assert found == expected.classes[int(label)]
+    assert float(percent) == pytest.approx(100 * probability.item(), abs=0.5)  # cut, then resized
 
 
 def test_nothing_is_overwritten(

@@ -202,3 +202,41 @@ def test_workers_leave_when_what_started_them_is_killed(tmp_path: Path) -> None:
         launcher.kill()
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         time.sleep(0.05)
+
+
+def test_workers_share_the_imports_of_the_command_and_pages_are_imported_after_the_training(
+    tmp_path: Path,
+) -> None:
+    """Neither timm nor torchvision has anything to do for a network of this package."""
+    changes = ["model={name: cifar_resnet8}", "polish=null"]
+    words = [word for change in changes for word in ("--set", change)]
+    words += ["--workers", "2", "--max-steps", "1", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "largebatch", "train", "digits_96", *words],
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    before, _, after = done.stdout.partition("step 1/")
+    imports, later = (
+        [line.rpartition("|")[2].strip() for line in part.splitlines() if "import time:" in line]
+        for part in (before, after)
+    )
+    assert [imports.count(name) for name in ("torch", "sympy")] == [1, 1]
+    pages = {"jinja2", "matplotlib.figure", "largebatch.report"}
+    assert pages <= set(later)
+    unused = {
+        "timm",
+        "torchvision",
+        "sklearn",
+        "scipy",
+        "pandas",
+        "wandb",
+        "optuna",
+        "largebatch.lab",
+    }
+    unused |= {"largebatch.audit", "torch._inductor.compile_fx", "tensorboard", "nvidia.dali"}
+    assert not unused & {*imports, *later}
+    assert not pages & set(imports)

@@ -1,9 +1,13 @@
-"""Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU."""
+"""Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU.
+
+Updates are replayed from graphs, up to the optimizers, whose kernels here are not LARS's tables.
+"""
 
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerator
 import late_group
@@ -19,9 +23,13 @@ from largebatch.accelerator import CPU
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.serial import Serial
+from largebatch.errors import DeviceMemoryError
 from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.events import StageName
+from largebatch.training import updates
 from largebatch.training.evaluation import evaluate
+from largebatch.training.loop import Update
 
 EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
 JUDGED = "keep: better, held_out: 200"
@@ -62,7 +70,7 @@ CASES = {
     "SWA, outside": ((SWA, STATISTICS), ("optimizer.convention=outside",)),
     "statistics, scaled-momentum, decoding": (
         (STATISTICS,),
-        (*lars("scaled-momentum"), "execution.cache=null"),
+        (*lars("scaled-momentum"), "execution.cache=none"),
     ),
     "bf16, accumulated": (
         (CLEAN,),
@@ -104,6 +112,7 @@ def on_accelerator(
 ) -> dict[str, dict[str, int]]:
     """Train there, resuming after each stop; return the lines at which the host waited."""
     accelerator.simulate()
+    accelerator.use_graphs()
     late_group.register()
     for number, stop in enumerate(stops):
         run(recipe, out=folder, max_steps=stop, resume=number > 0)
@@ -203,10 +212,53 @@ def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:
         "training/evaluation.py",
         "training/checkpoint.py",
         "distributed/connection.py",  # before the first update
+        "runs/fitting.py",
     }
     often = {line: number for line, number in waits["pageable"].items() if number >= BEFORE}
     assert list(often) == [next(iter(often))]
     assert next(iter(often)).startswith("models/of_recipe.py")  # the model, once
+
+
+def until_memory_shrinks(recipe: Recipe, folder: Path) -> str | None:
+    """Train on a device that has room for half of a global batch from the fourth update on.
+
+    Return the error that ends the run, if one does.
+    """
+    accelerator.simulate()
+    accelerator.ALLOCATED.limit = accelerator.MEMORY
+    real = updates.log_update
+
+    def log_update(stage: StageName, update: Update, *parts: Any) -> None:  # noqa: ANN401 -- of any kind
+        real(stage, update, *parts)
+        if update.step == 3:
+            accelerator.ALLOCATED.limit = 6_000_000
+
+    with mock.patch.object(updates, "log_update", log_update):
+        try:
+            run(recipe, out=folder)
+        except DeviceMemoryError as error:
+            return str(error)
+    return None
+
+
+def test_after_memory_ran_out_a_run_goes_on_with_half_of_its_device_batch(tmp_path: Path) -> None:
+    recipe = a_recipe(CLEAN, STATISTICS, EMA, changes=(CHANNELS_LAST,))
+    on_forked_workers(on_cpu, recipe, tmp_path / "cpu", workers=1)
+    found = on_forked_workers(until_memory_shrinks, recipe, tmp_path / "device", workers=1)
+    assert found is None
+    assert apart(tmp_path / "cpu", tmp_path / "device", SAME) == {}
+    assert [step["step"] for step in log(tmp_path / "device", "step")] == list(range(BEFORE))
+    plans = [start["plan"] for start in log(tmp_path / "device", "start")]
+    assert [plan["device_batch"] for plan in plans] == [96, 48]
+
+
+def test_a_given_device_batch_that_does_not_fit_is_refused_with_one_that_does(
+    tmp_path: Path,
+) -> None:
+    recipe = a_recipe(CLEAN, changes=("execution.device_batch=96",))
+    found = on_forked_workers(until_memory_shrinks, recipe, tmp_path / "run", workers=1)
+    assert found is not None
+    assert "--device-batch 48" in found
 
 
 def polished(device: torch.device, backend: Backend | None) -> tuple[nn.Module, float, int]:

@@ -43,7 +43,7 @@ class Machine:
         self.started: list[tuple[int, object]] = []
         self.limits: list[float | None] = []
 
-    def start(self, command: list[str], *, workers: int, horovod: bool) -> None:
+    def start(self, command: list[str], *, workers: int, **others: object) -> None:
         _, options = JOB.validate_json(command[-1])
         self.started.append((workers, options.resume))
         self.limits.append(options.time_limit)

@@ -102,7 +102,7 @@ def test_two_horovod_workers_train_as_one_does(finished: dict[str, Path], tmp_pa
 def test_dali_trains_as_torchvision_does(finished: dict[str, Path], tmp_path: Path) -> None:
     """Pixels of enlarged digits differ by 1/255 at most; training makes more of it every step."""
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
-    recipe = load_recipe(DIGITS, [*CHANGES, "execution.cache=null", "execution.decoder=dali"])
+    recipe = load_recipe(DIGITS, [*CHANGES, "execution.cache=none", "execution.decoder=dali"])
     run(recipe, out=tmp_path / "run", max_steps=2)
     ours, theirs = (log(folder, "step") for folder in (tmp_path / "run", finished["one"]))
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-4)

@@ -9,6 +9,8 @@ Its tensors wrap a CPU tensor, which computes; every operation on them
     is counted    in `COUNTS`: operations, of these launches (all but views and allocations), host
                   syncs, transfers between host and device, and of these the pageable copies, which
                   block the host until the device has finished its queue
+    is recorded   in a graph, where nothing is computed: a replay is one launch. Refused are a host
+                  sync, a copy from the host and an event there, and a replay whose memory was freed
 
 After `hang()` the device waits for a lost worker and the host does not notice: operations of its
 default stream change nothing, and the host blocks when it reads their results or copies from
@@ -21,9 +23,11 @@ import copy
 import functools
 import sys
 import threading
+import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +137,52 @@ def _hold_if_hung() -> None:
         hold()
 
 
+class Allocated:
+    """Bytes of the tensors that were made since `limit` was set; more raise OutOfMemoryError.
+
+    A backward pass raises it at its end: autograd's threads lose errors of Python's fallbacks.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.failed = False
+        self.bytes = self.peak = 0
+        self._tensors: Counter[int] = Counter()
+        """Number of tensors by the address of their memory."""
+
+    def add(self, tensor: "SimTensor") -> None:
+        """Count the memory of a tensor until its last tensor is gone."""
+        memory = tensor.raw.untyped_storage()
+        address, size = memory.data_ptr(), memory.nbytes()
+        if not self._tensors[address]:
+            assert self.limit is not None
+            self.failed = self.failed or self.bytes + size > self.limit
+            if torch._C._current_graph_task_id() == -1:  # not in a backward pass
+                self.check()
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+        self._tensors[address] += 1
+        weakref.finalize(tensor, self._remove, address, size)
+
+    def check(self) -> None:
+        """Raise OutOfMemoryError if a tensor did not fit."""
+        failed, self.failed = self.failed, False
+        if failed:
+            raise torch.OutOfMemoryError(f"more than the {self.limit} bytes of the device")
+
+    def _remove(self, address: int, size: int) -> None:
+        self._tensors[address] -= 1
+        self.bytes -= 0 if self._tensors[address] else size
+
+
+ALLOCATED = Allocated()
+
+
+def _backward(tensor: Tensor, *args: Value, **settings: Value) -> None:
+    torch.autograd.backward(tensor, *args, **settings)
+    ALLOCATED.check()
+
+
 class SimTensor(Tensor):
     """A tensor on the simulated device; `raw` holds its values."""
 
@@ -151,7 +201,11 @@ class SimTensor(Tensor):
             requires_grad=False,
         )
         wrapper.raw = raw
+        if ALLOCATED.limit is not None:
+            ALLOCATED.add(wrapper)
         made: Self = wrapper
+        if Graph.recording is not None:
+            Graph.recording.note(made, made=True)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's contents are its own
@@ -233,10 +287,24 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
     raws = {id(x): x.raw for x in ours}
     if _HUNG.is_set() and in_default_stream() and name not in _FREE:
         raws = {id(x): x.raw.clone() for x in ours}  # the device does not come to it
+    recording = Graph.recording
+    if recording is not None:
+        for x in ours:
+            recording.note(x)
+        if name not in _FREE:
+            real_args, real_kwargs = tree_map_only(SimTensor, lambda x: x.raw, (args, kwargs))
+            # It is computed when it is replayed; numbers of classes may be any by now.
+            raws = {id(x): x.raw.clone().mul_(x.dtype.is_floating_point) for x in ours}
     known = {id(raws[id(x)]): x for x in ours}
     raw_args, raw_kwargs = tree_map_only(SimTensor, lambda x: raws[id(x)], (args, kwargs))
-    with torch.no_grad():
-        out = func(*raw_args, **raw_kwargs)
+    out = _computed(func, raw_args, raw_kwargs)
+    if recording is not None and name not in _FREE:
+        fresh = [
+            (place, x)
+            for place, x in enumerate(tree_flatten(out)[0])
+            if isinstance(x, Tensor) and id(x) not in known
+        ]
+        recording.add(lambda: _repeat(func, real_args, real_kwargs, fresh), [x for _, x in fresh])
     if not stays:
         return out
     return tree_map_only(
@@ -244,6 +312,32 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
         lambda x: known.get(id(x), x if isinstance(x, SimTensor) else SimTensor(x)),
         out,
     )
+
+
+def _computed(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
+    """Return the result of an operation; random numbers are those of the device."""
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    generator: AbstractContextManager[None] = _device_generator() if draws else nullcontext()
+    with torch.no_grad(), generator:
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _device_generator() -> Iterator[None]:
+    outer = torch.default_generator.get_state()
+    torch.default_generator.set_state(GENERATOR.get_state())
+    try:
+        yield
+    finally:
+        GENERATOR.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(outer)
+
+
+def _repeat(func: Value, args: Value, kwargs: Value, fresh: list[tuple[int, Tensor]]) -> None:
+    """Compute an operation of a graph again, into the memory of its first results."""
+    flat = tree_flatten(_computed(func, args, kwargs))[0]
+    for place, target in fresh:
+        target.copy_(flat[place])
 
 
 def _count(
@@ -255,6 +349,8 @@ def _count(
     if name in _COPIES:
         source, to, waits = _COPIES[name](args, kwargs)
         if to != isinstance(source, SimTensor):
+            if Graph.recording is not None:
+                raise RuntimeError(f"{line}: {name} between host and device in a graph")
             _count_transfer(line, source, to_host=not to, waits=waits)
             return to
     elif ours and host:
@@ -262,9 +358,11 @@ def _count(
             raise RuntimeError(f"{name}: tensors on {NAME} and on the CPU")
         COUNTS.pageable[line] += 1  # an index is copied
         COUNTS.transfers[line] += 1
+        _note_wait(line)
         _hold_if_hung()
     if _reads(name, kwargs, ours):
         COUNTS.syncs[line] += 1
+        _note_wait(line)
         _hold_if_hung()
     COUNTS.launches[line] += name not in _FREE
     return name not in {"_local_scalar_dense", "equal"}
@@ -298,10 +396,20 @@ def _count_transfer(line: str, source: Tensor, *, to_host: bool, waits: bool) ->
     if to_host:
         COUNTS.syncs[line] += waits
         if waits:
+            _note_wait(line)
             _hold_if_hung()
     elif not is_pinned(source):
         COUNTS.pageable[line] += 1
+        _note_wait(line)
         _hold_if_hung()
+
+
+def _note_wait(line: str) -> None:
+    """Refuse a wait of the host in a graph; warn of others where torch would."""
+    if Graph.recording is not None:
+        raise RuntimeError(f"{line}: operation not permitted when stream is capturing")
+    if MODULE.sync_debug_mode == "warn":
+        warnings.warn(f"called a synchronizing operation in {line}", UserWarning, stacklevel=5)
 
 
 _PACKAGE = str(Path(largebatch.__file__).parent) + "/"
@@ -352,6 +460,71 @@ def synchronize(*_: object) -> None:
         busy.complete()
 
 
+class Graph:
+    """A graph of the device: what was asked of it in a `with` block, which nothing has computed.
+
+    A replay writes into the memory of the results. What nobody refers to by then is overwritten,
+    as by another graph of the same memory.
+    """
+
+    recording: "Graph | None" = None
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+        self._results: list[Tensor] = []
+        self._seen: dict[int, list[weakref.ref[SimTensor]]] = {}
+        """Tensors of each address: of others' memory one must be alive in a replay."""
+
+        self._own: set[int] = set()
+
+    def note(self, tensor: SimTensor, *, made: bool = False) -> None:
+        """Note a tensor that the graph reads, writes, or makes."""
+        address = _address(tensor)
+        if made and address not in self._seen:
+            self._own.add(address)
+        self._seen.setdefault(address, []).append(weakref.ref(tensor))
+
+    def add(self, step: Callable[[], object], results: list[Tensor]) -> None:
+        """Add a launch, and the memory that it writes first."""
+        self._steps.append(step)
+        self._results += results
+
+    def finish(self) -> None:
+        """Fill the results with NaN: nothing has been computed."""
+        for result in self._results:
+            if result.is_floating_point():
+                result.fill_(torch.nan)
+
+    def replay(self) -> None:
+        """Compute everything, as one launch."""
+        line = _line()
+        COUNTS.operations[line] += 1
+        COUNTS.launches[line] += 1
+        dead = {at for at, seen in self._seen.items() if not any(ref() is not None for ref in seen)}
+        if dead - self._own:
+            raise RuntimeError(f"a graph uses the memory of {len(dead - self._own)} freed tensors")
+        for step in self._steps:
+            step()
+        for result in self._results:
+            if result.untyped_storage().data_ptr() in dead and result.is_floating_point():
+                result.fill_(torch.nan)
+
+
+@contextmanager
+def recording(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterator[None]:
+    """Record what is asked of the device in this block."""
+    assert pool is not None
+    assert capture_error_mode == "thread_local"
+    assert Graph.recording is None
+    Graph.recording, drawn = graph, GENERATOR.get_state()
+    try:
+        yield
+    finally:
+        Graph.recording = None
+        GENERATOR.set_state(drawn)
+        graph.finish()
+
+
 class Event:
     """An event in the stream of the device, whose operations are complete when they return.
 
@@ -365,6 +538,8 @@ class Event:
 
     def record(self, *_: object) -> None:
         """Record the operations that must complete before the event."""
+        if Graph.recording is not None:
+            raise RuntimeError("an event in a graph: its time is unknown")
         self._before = [busy for busy in _BUSY.values() if busy.ordered]
         self._never = _HUNG.is_set() and in_default_stream()
 
@@ -413,6 +588,9 @@ class Stream:
 SEEDS: Counter[int] = Counter()
 """Number of times each seed was set on the device."""
 
+GENERATOR = torch.Generator()
+"""Random numbers of the device."""
+
 MEMORY = 2**34
 """Bytes of the device."""
 
@@ -426,19 +604,45 @@ class _Module:
     uuid: str | None = None
     """Which of all devices it is."""
 
+    sync_debug_mode = "default"
+    CUDAGraph = Graph
+    graph: Value = staticmethod(recording)
+    device, stream = nullcontext, nullcontext
+
+    def current_stream(self, _: object = None) -> None: ...
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    def get_sync_debug_mode(self) -> str:
+        return self.sync_debug_mode
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.sync_debug_mode = mode
+
     def get_device_name(self, _: object = None) -> str:
         return "simulated"
 
     def get_device_properties(self, _: object = None) -> SimpleNamespace:
-        return SimpleNamespace(name="simulated", total_memory=MEMORY, uuid=self.uuid)
+        return SimpleNamespace(
+            name="simulated", total_memory=ALLOCATED.limit or MEMORY, uuid=self.uuid
+        )
 
     def max_memory_allocated(self, _: object = None) -> int:
-        return 0
+        return ALLOCATED.peak
 
     def memory_allocated(self, _: object = None) -> int:
-        return 0
+        return ALLOCATED.bytes
 
-    def reset_peak_memory_stats(self, _: object = None) -> None: ...
+    memory_reserved = memory_allocated
+
+    def reset_peak_memory_stats(self, _: object = None) -> None:
+        ALLOCATED.peak = ALLOCATED.bytes
+
+    def mem_get_info(self, _: object = None) -> tuple[int, int]:
+        return (ALLOCATED.limit or MEMORY) - ALLOCATED.bytes, ALLOCATED.limit or MEMORY
+
+    def empty_cache(self) -> None: ...
 
     def is_initialized(self) -> bool:
         return True
@@ -459,6 +663,7 @@ class _Module:
 
     def manual_seed(self, seed: int) -> None:
         SEEDS[seed] += 1
+        GENERATOR.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
@@ -469,10 +674,10 @@ class _Module:
         synchronize()
 
     def get_rng_state(self, *_: object) -> Tensor:
-        return torch.get_rng_state()
+        return GENERATOR.get_state()
 
     def set_rng_state(self, state: Tensor, *_: object) -> None:
-        torch.set_rng_state(state)
+        GENERATOR.set_state(state)
 
 
 MODULE = _Module()
@@ -497,6 +702,7 @@ def simulate() -> torch.device:
         (torch, "tensor", _factory(torch.tensor)),
         (torch, "empty", _factory(torch.empty)),
         (torch, "zeros", _factory(torch.zeros)),
+        (Tensor, "backward", _backward),
         (Tensor, "pin_memory", lambda tensor, *_: pinned(tensor.clone())),
         (Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor)),
     ):
@@ -504,10 +710,21 @@ def simulate() -> torch.device:
     return torch.device(NAME, 0)
 
 
-def use_kernels(*, computes: bool = True) -> None:
+def use_graphs() -> None:
+    """Allow graphs on the device, with the sums of `late_group`."""
+    import late_group
+
+    from largebatch.distributed import torch_distributed
+
+    for target, name in ((largebatch.accelerator, "GRAPHS"), (torch_distributed, "_IN_GRAPHS")):
+        mock.patch.object(target, name, {NAME, late_group.BACKEND}).start()
+
+
+def use_kernels(*, computes: bool = True, of_models: bool = True) -> None:
     """Run Triton's kernels on the device, each counted as one launch.
 
-    Its interpreter computes them, slowly; otherwise their results are never written.
+    Its interpreter computes them, slowly; otherwise their results are never written. Those of
+    optimizers are quick; those of models are left out unless `of_models`.
     """
     launch = largebatch.accelerator.launch
     mock.patch.object(kernels.batchnorm(), "PARTS", 8).start()  # the interpreter is slow
@@ -518,13 +735,20 @@ def use_kernels(*, computes: bool = True) -> None:
         for tensor in args:
             if isinstance(tensor, SimTensor):
                 require_idle(tensor, kernel.__name__)
-        if computes and not (_HUNG.is_set() and in_default_stream()):
-            launch(kernel, grid, *tree_map_only(SimTensor, lambda x: x.raw, args), **constants)
+        raws = tree_map_only(SimTensor, lambda x: x.raw, args)
+        if Graph.recording is not None:
+            for tensor in args:
+                if isinstance(tensor, SimTensor):
+                    Graph.recording.note(tensor)
+            work = functools.partial(launch, kernel, grid, *raws, **constants)
+            Graph.recording.add(work if computes else lambda: None, [])
+        elif computes and not (_HUNG.is_set() and in_default_stream()):
+            launch(kernel, grid, *raws, **constants)
 
     works = {} if computes else {torch.device(NAME, 0): True}  # a trial needs results
     for target, name, replacement in (
         (largebatch.accelerator, "launch", launch_on_raw),
-        (kernels, "DEVICES", {NAME}),
+        (kernels, "DEVICES", {NAME} if of_models else set()),
         (lars_kernels, "DEVICES", {NAME}),
         *((module, "_WORK", dict(works)) for module in (kernels, lars_kernels)),
     ):

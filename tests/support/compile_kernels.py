@@ -52,21 +52,30 @@ def main() -> None:
     launches: dict[str, tuple[Any, tuple[object, ...], dict[str, object]]] = {}
 
     def launch(kernel: Any, grid: object, *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped
-        launches[kernel.__name__] = kernel, args, constants
+        name = kernel.__name__ + (" of whole spans" if constants.get("WHOLE") else "")
+        launches[name] = kernel, args, constants
 
     accelerator.launch = launch
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     x = torch.randn(4, 64, 8, 8).bfloat16().to(memory_format=torch.channels_last)
     affine = torch.rand(2, 64).requires_grad_()
     sums = torch.zeros(2, 64)
-    for other in (x.clone(), None):
-        leaf = x.clone().requires_grad_()
-        out, _ = fused.normalise(leaf, other, *affine, eps=1e-5, span=2, relu=True, sums=sums)
-        out.backward(x)
+    for fused.WHOLE in (True, False):
+        for other in (x.clone(), None):
+            leaf = x.clone().requires_grad_()
+            out, _ = fused.normalise(leaf, other, *affine, eps=1e-5, span=2, relu=True, sums=sums)
+            out.backward(x)
     fused.moments(x, 2)
     weight, short = torch.ones(64), torch.ones(64).bfloat16()
     rule = Rule(
-        momentum=0.9, decay=0.1, ratio_decay=0.1, eta=1.0, eps=0.0, into=1.0, out=1.0, ratio="none"
+        momentum=0.9,
+        decay=0.1,
+        ratio_decay=0.1,
+        eta=1.0,
+        eps=0.0,
+        into=1.0,
+        out=1.0,
+        ratio="inside",
     )
     table = Table([weight], [short], [weight.clone()], [short], [0])
     table.update([rule], torch.ones(()), torch.zeros(()))
@@ -74,9 +83,11 @@ def main() -> None:
         name: compiled(kernel, target, args, constants)
         for name, (kernel, args, constants) in launches.items()
     }
-    for name in ("statistics", "normalise_rows", "gradient_sums", "gradient_rows"):
+    rows = {name for name in code if name.startswith(("normalise_rows", "gradient_rows"))}
+    assert len(rows) == 4
+    for name in {"statistics", "gradient_sums", *rows}:
         assert "ld.global.v4" in code[name], f"{name} does not read 16 bytes at once"
-    for name in ("normalise_rows", "gradient_rows", "update"):
+    for name in {"update", *rows}:
         assert "cvt.rn.bf16" in code[name], f"{name} does not round to nearest"
     print(len(code), "kernels")
 

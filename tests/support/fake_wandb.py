@@ -12,8 +12,8 @@ class FakeWandb:
         self.calls: list[str] = []
         self.offline = False
         self.step = 0
-        self.rows: list[int] = []
         self.resumes: list[str | None] = []
+        self.modes: list[str | None] = []
         """What each init was given."""
 
         self.summary = SimpleNamespace(update=self._summary)
@@ -30,7 +30,7 @@ class FakeWandb:
 
     def init(self, **words: Any) -> "FakeWandb":  # noqa: ANN401 -- whatever init takes
         self._call("init", words["mode"])
-        self.named = words["project"], words["name"]
+        self.modes.append(words["mode"])
         self.resumes.append(words["resume"])
         self.offline = words["mode"] == "offline"
         return self
@@ -38,10 +38,11 @@ class FakeWandb:
     def define_metric(self, *_: object, **__: object) -> None:
         self._call("define_metric")
 
-    def log(self, values: dict[str, object], *, step: int, commit: bool) -> None:
-        assert commit
-        self.rows.append(step)
+    def log(self, values: dict[str, object], **_: object) -> None:
         self._call("log", list(values))
+
+    def alert(self, *_: object, **__: object) -> None:
+        self._call("alert")
 
     def _summary(self, _: object) -> None:
         self._call("summary")

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from accelerator import NAME, Busy, SimTensor, Value, mark_busy, mark_idle, require_idle
+from accelerator import NAME, Busy, Graph, SimTensor, Value, mark_busy, mark_idle, require_idle
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
@@ -95,6 +95,19 @@ class Barrier(LateWork):
         return True
 
 
+class Recorded(Work):
+    """A collective in a graph, which every replay executes."""
+
+    def __init__(self, begin: Callable[[], Value]) -> None:
+        super().__init__()
+        assert Graph.recording is not None
+        Graph.recording.add(lambda: begin().complete(), [])
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Order the graph after it, as it is."""
+        return True
+
+
 class LateGroup(ProcessGroup):
     """Executes collectives over Gloo, on CPU copies."""
 
@@ -154,8 +167,10 @@ class LateGroup(ProcessGroup):
         """Lose another worker: collectives that start later never complete."""
         self.lost = True
 
-    def allreduce(self, tensors: list[Tensor], opts: Value = None) -> LateWork:  # type: ignore[override]  # an overload
+    def allreduce(self, tensors: list[Tensor], opts: Value = None) -> Work:  # type: ignore[override]  # an overload
         """Start to reduce tensors in place."""
+        if Graph.recording is not None:
+            return Recorded(lambda: self.allreduce(tensors, opts))
         copies = [copy_of(tensor) for tensor in tensors]
         pairs = list(zip(tensors, copies, strict=True))
         return self._start("all_reduce", lambda: self.inner.allreduce(copies, opts), pairs)
@@ -179,8 +194,10 @@ class LateGroup(ProcessGroup):
         ]
         return self._start("all_gather", lambda: self.inner.allgather(copies, sent, opts), pairs)
 
-    def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Value = None) -> LateWork:
+    def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Value = None) -> Work:
         """Start to gather a tensor of every worker into one."""
+        if Graph.recording is not None:
+            return Recorded(lambda: self._allgather_base(out, tensor, opts))
         result, sent = copy_of(out), copy_of(tensor)
         return self._start(
             "all_gather", lambda: self.inner._allgather_base(result, sent, opts), [(out, result)]

@@ -1,6 +1,8 @@
 """TensorBoard, MLflow and W&B, each the real library without a network, read back by its own."""
 
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +19,13 @@ from test_tracking import (
     FINISH,
     START,
     STEPS,
-    read_records,
-    read_wandb,
+    SUMMARY,
 )
+from wandb_server import serving
 
 from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError
+from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import SYSTEM, Event, System
 from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.mlflow import MLflow
@@ -40,6 +43,7 @@ COLUMNS: dict[str, Any] = dict.fromkeys(SYSTEM, (1.0, math.nan))
 USED = System(stage="train", step=1, **COLUMNS)
 EVENTS_OF_A_RUN: list[Event] = [*MONITORED, USED, EVALUATION, DECISION, DRIFT]
 LAST = replace(MONITORED[1], step=2)
+PAUSED = replace(SUMMARY, status="paused")
 
 
 @pytest.fixture(name="uri")
@@ -112,8 +116,10 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(folder: Path) -> None:
         "tensorboard", reason="tensorboard is not installed: pip install tensorboard"
     )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
-    follow(folder, in_two_parts(), lambda: TensorBoard(folder, CONFIG))
+    config = {**CONFIG, "optimizer": {"eta": 0.001}, "polish": None, "sizes": [1, 2]}
+    follow(folder, in_two_parts(), lambda: TensorBoard(folder, config))
     read = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
     assert [(each.step, each.value) for each in read.Scalars("train/loss")] == [
@@ -125,6 +131,11 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(folder: Path) -> None:
     assert [each.value for each in read.Scalars("train/lr")] == [0.125] * 3
     recipe = read.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
     assert b'"seed": 1' in recipe
+    assert [path.name for path in folder.rglob("tensorboard/*") if path.is_dir()] == []
+    content = read.PluginTagToContent("hparams")
+    begin = parse_session_start_info_plugin_data(content["_hparams_/session_start_info"])
+    assert begin.hparams["optimizer.eta"].number_value == 0.001
+    assert set(content) == {"_hparams_/session_start_info", "_hparams_/session_end_info"}
 
 
 def test_mlflow_has_every_step_of_a_resumed_run_once(
@@ -133,8 +144,14 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     from mlflow import MlflowClient
 
     monkeypatch.setattr("largebatch.tracking.mlflow.FLUSH_SECONDS", -1.0)
-    config = {**CONFIG, "optimizer": {"eta": 0.001, "kind": "lars"}, "long": "x" * 9000}
-    follow(folder, in_two_parts(), lambda: MLflow(folder, config))
+    config = {
+        **CONFIG,
+        "optimizer": {"eta": 0.001, "kind": "lars"},
+        "long": "x" * 9000,
+        "commit": "f00d+",
+    }
+    given = Tracking(group="seeds", tags=("z",), notes="of a run")
+    follow(folder, in_two_parts(), lambda: MLflow(folder, config, given))
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("largebatch")
     assert experiment is not None
@@ -142,6 +159,9 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     identity = found.info.run_id
     assert (folder / "mlflow-id").read_text() == identity
     assert (found.info.run_name, found.info.status) == ("digits-1", "FINISHED")
+    tags = found.data.tags
+    assert (tags["group"], tags["z"], tags["mlflow.note.content"]) == ("seeds", "true", "of a run")
+    assert (tags["mlflow.source.git.commit"], "mlflow.user" in tags) == ("f00d", True)
     assert found.data.params["optimizer.eta"] == "0.001"
     assert found.data.params["long"].endswith("(9,000 characters)")
     history = client.get_metric_history(identity, "train/loss")
@@ -155,39 +175,50 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     assert artifacts == {"report.html": 11}
 
 
-def test_a_resumed_run_keeps_one_run_in_wandb(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows rise over the parts, for W&B drops one whose number it has; no step is there twice."""
+    """The real library and its own upload, to a server: each update is one row, sent once."""
     wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    monkeypatch.setenv("WANDB_TAGS", "x,y")
     wandb.teardown()  # it reads the environment once in a process
-    follow(folder, in_two_parts()[1:], lambda: Wandb(folder, CONFIG, note=print))
-    (only,) = folder.glob("wandb/offline-run-*")
-    (folder / "log.jsonl").unlink()
-    first = JsonLines(folder / "log.jsonl", resume=False)
-    for event in in_two_parts()[0]:
-        first.record(event)
-    first.close()
-    resumed = Wandb(folder, CONFIG, note=print)
-    for event in in_two_parts()[1]:
-        resumed.record(event)
-    both = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.parent.name)
-    assert len({path.name for path in both}) == 1  # one id
-    (second,) = (path for path in both if path.parent != only)
-    history, _, _ = read_wandb(second)
-    rows = [row for row in history if "step" in row]
-    assert [row["step"] for row in rows] == [2, 2]
-    numbers = [row["_step"] for row in history if "_step" in row]
-    assert numbers == [6, 7]  # after two starts, two updates and an evaluation
-    assert rows[0]["trust_ratio/fc"] == 0.25
-    assert rows[1]["val/top1"] == 0.975
-    kept = [each.artifact for each in read_records(second) if each.HasField("artifact")]
-    identity = second.stem.removeprefix("run-")
-    assert [(each.name, each.type) for each in kept] == [(f"{identity}-report", "report")]
-    files = [[(file.path, file.size) for file in each.manifest.contents] for each in kept]
-    assert files == [[("report.html", 11)]]
+    folder = tmp_path / "digits-1"
+    folder.mkdir()
+    given = Tracking(group="seeds", tags=("z",), notes="of three parts", job_type="train")
+    first, second = MONITORED
+    best = replace(EVALUATION, stage="train", step=1, top1=0.99)
+    diverged = replace(SUMMARY, status="failed", diverged="loss nan")
+    parts: list[list[Event]] = [
+        [BEGUN, first, replace(USED, step=0), best, second, replace(FINISH, summary=PAUSED)],
+        [replace(BEGUN, resume_step=1), replace(second, lr=9.0), LAST,
+         replace(FINISH, summary=PAUSED)],
+        [replace(BEGUN, resume_step=3), replace(LAST, step=3), replace(EVALUATION, step=4),
+         replace(EVALUATION, stage="ema", step=4), replace(FINISH, summary=diverged)],
+    ]  # fmt: skip
+    config, notes = {**CONFIG, "commit": "f00d+"}, list[str]()
+    follow(folder, parts, lambda: Wandb(folder, config, given, note=notes.append))
+    (command,) = {note.partition("send it: ")[2] for note in notes}
+    with serving() as server:
+        environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a"}
+        command = f"{sys.executable} -m {command}"
+        subprocess.run(command, shell=True, check=True, env=os.environ | environment)
+    rows = [server.rows[line] for line in sorted(server.rows)]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
+    assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row.get("train/loss") for row in rows] == [2.5, 1.5, 1.5, 1.5, None, None]
+    assert [row.get("val/top1") for row in rows] == [None, 0.99, None, None, 0.975, 0.975]
+    assert rows[0]["system/cpu_percent/worker0"] == 1.0
+    assert server.summary["val/top1"] == {"max": 0.99, "last": 0.975}
+    assert server.summary["stages"]["train"]["top1"] == 0.975
+    assert not {"top1", "global_batch", "commit"} & server.summary.keys()
+    assert [alert["severity"] for alert in server.alerts] == ["ERROR"]
+    shown = {key: server.run[key] for key in ("displayName", "groupName", "notes", "commit")}
+    assert list(shown.values()) == ["mine", "seeds", "of three parts", "f00d"]
+    assert (server.run["tags"], server.run["jobType"]) == (["x", "y"], "train")
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])

@@ -20,6 +20,7 @@ from test_tracking import (
 )
 
 from largebatch import load_recipe, run
+from largebatch.recipe.keys import Tracking
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
@@ -41,7 +42,7 @@ def fake(
     there = FakeWandb(fails, at_key=at_key)
     monkeypatch.setattr("largebatch.tracking.wandb.require_wandb", lambda: there)
     notes: list[str] = []
-    return there, notes, Wandb(folder, CONFIG, note=notes.append)
+    return there, notes, Wandb(folder, CONFIG, Tracking(), note=notes.append)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,21 @@ def test_a_server_that_is_not_reached_leaves_an_offline_run(
     assert there.calls[-1] == "log"
     wandb.record(FINISH)
     assert [command in note for note in notes] == [False, True]
+
+
+@pytest.mark.parametrize(("sent", "mode"), [(False, "offline"), (True, None)])
+def test_a_run_with_parts_that_are_not_sent_continues_offline(
+    sent: bool, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else W&B would write the earlier parts, which are sent later, over the later ones."""
+    part = tmp_path / "wandb" / "offline-run-1-ab" / "run-ab.wandb"
+    part.parent.mkdir(parents=True)
+    for path in (part, part.with_name("run-ab.wandb.synced"))[: 1 + sent]:
+        path.touch()
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    there, _, wandb = fake(tmp_path, monkeypatch, "")
+    wandb.record(START)
+    assert there.modes == [mode]
 
 
 def a_recipe(*changes: str) -> Recipe:

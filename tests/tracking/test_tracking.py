@@ -18,6 +18,7 @@ import pytest
 
 from largebatch.errors import CheckpointError
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.keys import Tracking
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     EVENTS,
@@ -226,6 +227,22 @@ def test_the_time_left_is_by_the_mean_of_the_last_updates(
     assert left in lines[-1]
 
 
+def test_training_is_one_bar_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("largebatch.tracking.console.BAR_SECONDS", 0.0)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    events = [replace(STEPS[0], step=step) for step in range(4)]
+    stream = io.StringIO()
+    console = Console(stream)
+    console.record(replace(START, plan=replace(PLAN, steps=4)))
+    for event in events:
+        console.record(event)
+    console.record(EVALUATION)
+    start, training, evaluation = stream.getvalue().removesuffix("\n").split("\n")
+    assert "steps" in start
+    assert [bar.count("█") for bar in training.split("\r")] == [0, 5, 10, 15, 20]
+    assert "top-1" in evaluation
+
+
 def test_a_run_continues_if_nothing_reads_its_output() -> None:
     """As after `| head`."""
     reader, writer = os.pipe()
@@ -246,7 +263,8 @@ def test_wandb_records_offline_without_a_key(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     folder = tmp_path / "digits-1"
     folder.mkdir()
-    tracker = Wandb(folder, CONFIG, note=print)
+    (folder / "report.html").write_text("<p>98 %</p>")
+    tracker = Wandb(folder, CONFIG, Tracking(), note=print)
     tracker.record(START)
     for event in EVENTS_OF_A_RUN:
         tracker.record(event)
@@ -261,10 +279,13 @@ def test_wandb_records_offline_without_a_key(
     waits = [(row["train/data_seconds"], row["train/reduction_seconds"]) for row in history[:2]]
     assert waits == [(0.25, 0.125)] * 2
     assert [row["val/top1"] for row in history if "val/top1" in row] == [0.975]
-    assert [row["step"] for row in history if "step" in row] == [0, 1, 2, 2, 2]
+    assert [row["step"] for row in history if "step" in row] == [0, 1, 2]
     assert [row["held_out/top1"] for row in history if "held_out/top1" in row] == [0.94]
     assert any(row.get("drift/bn1/mean_shift") == 0.5 for row in history)
     assert summary["status"] == "finished"
+    kept = [each.artifact for each in read_records(file) if each.HasField("artifact")]
+    assert [each.type for each in kept] == ["report"]
+    assert [(each.path, each.size) for each in kept[0].manifest.contents] == [("report.html", 11)]
 
 
 def read_wandb(path: Path) -> tuple[list[dict[str, object]], dict[str, object], dict[str, object]]:

@@ -97,7 +97,10 @@ HALF = Case(precision=torch.float16)
 
 @contextmanager
 def training(
-    backend: Backend, case: Case, network: nn.Module | None = None
+    backend: Backend,
+    case: Case,
+    network: nn.Module | None = None,
+    **settings: Any,  # noqa: ANN401 -- of train()
 ) -> Iterator[tuple[TrainState, Iterator[Update]]]:
     """Provide a state, and the updates that change it."""
     network = with_span((network or small()).to(backend.device), case.span)
@@ -130,6 +133,7 @@ def training(
             accumulation=case.accumulation,
             global_batch=SAMPLES * case.accumulation * backend.world_size,
             seed=step_seeds(0, 0),
+            **settings,
         )
         yield TrainState(model=network, updater=updater, scaler=scaler, average=None), made
 
@@ -199,6 +203,10 @@ def on_both(case: Case) -> dict[str, float]:
         pytest.param(replace(HALF, init_scale=OVERFLOWS, optimizer=sgd), id="skipped, SGD"),
         pytest.param(Case(span=4, kernels=True, steps=2), id="kernels"),
         pytest.param(replace(HALF, init_scale=OVERFLOWS, kernels=True), id="kernels, skipped"),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, kernels=True, optimizer=sgd),
+            id="kernels, skipped, SGD",
+        ),
     ],
 )
 def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:

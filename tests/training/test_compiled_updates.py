@@ -116,7 +116,7 @@ def updates(case: Case, backend: Backend, *, sizes: tuple[int, ...] = (16,)) -> 
 def some_updates(
     case: Case, model: nn.Module, spans: Spans, backend: Backend, *, size: int
 ) -> list[Tensor]:
-    with Reducer(model.named_parameters(), backend, copies=case.mode) as reducer:
+    with Reducer(model.named_parameters(), backend) as reducer:
         made = train(
             model,
             LARS(param_groups(model, weight_decay=1e-4), lr=0.1),

@@ -29,7 +29,7 @@ from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable, has_bytes, members
-from largebatch.errors import DataError
+from largebatch.errors import DataError, shorten
 
 _File = TypeVar("_File")
 
@@ -116,6 +116,7 @@ def open_archives(
                 found = "".join(f" ({remark})" for remark in remarks)
                 raise DataError(f"{source}: there are no images of {split}{found}; {LAYOUT}")
         train, val = splits[TRAIN], splits[names[-1]]
+        remarks += _without_images(source, train)
         if val_fraction is not None:
             val = {name: _chosen(name, train[name], val_fraction, seed) for name in train}
             for name, chosen in val.items():
@@ -160,6 +161,15 @@ def _chosen(class_name: str, images: list[_Image], fraction: float, seed: int) -
         return hashlib.blake2b(text, digest_size=16).digest()
 
     return sorted(images, key=key)[:number]
+
+
+def _without_images(source: Path, classes: Iterable[str]) -> Iterator[str]:
+    """Yield a line with the folders beside those of the classes."""
+    folder = source / TRAIN if (source / TRAIN).is_dir() else source
+    below = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+    others = sorted(filter(visible, below - {TRAIN, *classes}))
+    if others and below & set(classes):
+        yield f"folders without images, which are not classes: {shorten(others)}"
 
 
 def _archives(source: Path, names: Sequence[str]) -> dict[Path, str | None]:

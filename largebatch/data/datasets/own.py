@@ -71,9 +71,11 @@ class Items:
 
 
 def import_own(module: str) -> ModuleType:
-    """Import a user's module, also from the current folder, like `python -m`."""
+    """Import a user's module, also from the current folder, like `python -m`, or a file NAME.py."""
     require_torchvision()  # needed by timm and most data sets
     folder = str(Path.cwd())
+    if module.endswith(".py"):
+        folder, module = str(Path(module).parent.resolve()), Path(module).stem
     if folder not in sys.path:
         sys.path.insert(0, folder)
     if not module or module.startswith("."):  # Python's message for these does not help

@@ -19,9 +19,10 @@ bytes and Pillow before version 13 (which starts with the height of a tall box).
 """
 
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -33,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.data.augment import clean_request
-from largebatch.data.decoders.prefetch import Part, Transfer, open_prefetcher
+from largebatch.data.augment import clean_request, reflected, translate
+from largebatch.data.decoders.prefetch import Part, Transfer, ahead, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
 from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.index import Index
@@ -86,10 +87,8 @@ class PixelCache:
     @property
     def one_size(self) -> Bytes | None:
         """The same bytes as N x H x W x 3; None if images differ in size."""
-        heights, widths = self.index.heights, self.index.widths
-        if (heights != heights[0]).any() or (widths != widths[0]).any():
-            return None
-        return self.pixels.reshape(-1, int(heights[0]), int(widths[0]), 3)
+        size = one_size(self.index)
+        return None if size is None else self.pixels.reshape(-1, *size, 3)
 
     def part(self, sample: int, box: list[int]) -> Bytes:
         """Return a view of the box of an image, H x W x 3."""
@@ -123,7 +122,7 @@ def open_cache(
         raise DataError(
             f"{index.root}: {len(index)} decoded images are {total / 1e9:.1f} GB, and "
             f"execution.cache stores at most {LIMIT / 1e9:.1f} GB; decode them each time with "
-            "execution.cache: null, or make the images smaller"
+            "execution.cache: none, or make the images smaller"
         )
     path = _place(index)
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
@@ -133,6 +132,31 @@ def open_cache(
     # Mapped as private, because torch warns about read-only arrays; nothing writes to it.
     pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
     return PixelCache(index, pixels, starts)
+
+
+def fits_host(indexes: Sequence[Index]) -> bool:
+    """Return True if cached pixels take a quarter of this host's memory and half of the free disk.
+
+    Each split must be below LIMIT, and the folder of the files, or the one above it, writable.
+    """
+    sizes = [num_bytes(index) for index in indexes]
+    place = user_cache() / "pixels"
+    above = next(folder for folder in (place, *place.parents) if folder.exists())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(memory / 4, shutil.disk_usage(above).free / 2)
+    return max(sizes) <= LIMIT and sum(sizes) <= room and os.access(above, os.W_OK)
+
+
+def num_bytes(index: Index) -> int:
+    """Return the bytes of the decoded pixels of an index."""
+    return int((3 * index.heights * index.widths).sum())
+
+
+def one_size(index: Index) -> tuple[int, int] | None:
+    """Return the height and width of all images; None if they differ."""
+    height, width = int(index.heights[0]), int(index.widths[0])
+    is_one = (index.heights == height).all() and (index.widths == width).all()
+    return (height, width) if is_one else None
 
 
 def _place(index: Index) -> Path:
@@ -162,11 +186,11 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
         with whole_file(path) as file:
             file.write(checksum(written()))
     except OSError as error:
-        size = int((3 * index.heights * index.widths).sum()) / 1e6
+        size = num_bytes(index) / 1e6
         raise DataError(
             f"{path.parent}: {size:,.1f} MB of decoded images cannot be written there "
             f"({error.strerror or error}); set XDG_CACHE_HOME to a writable folder with room for "
-            "them, or decode them each time with --set execution.cache=null"
+            "them, or decode them each time with --set execution.cache=none"
         ) from None
 
 
@@ -203,10 +227,7 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
             return
         images = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
         for sample, box, flip, out in images:
-            # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
-            part = torch.from_numpy(cache.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
-            resized = F.interpolate(part, size=size, mode=mode, antialias=True)
-            whole = resized.permute(0, 2, 3, 1).numpy()[0]
+            whole = resized(cache.part(sample, box), size=size, interpolation=mode)
             out[:] = whole[:, ::-1] if flip else whole
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
@@ -216,6 +237,15 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
 
     with open_prefetcher(view, resources) as fill_ahead:
         yield lambda requests: fill_ahead(requests, divide)
+
+
+def resized(pixels: Bytes, *, size: Sequence[int], interpolation: Interpolation) -> Bytes:
+    """Resize one image, H x W x 3."""
+    # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
+    image = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
+    found = F.interpolate(image, size=tuple(size), mode=interpolation, antialias=True)
+    whole: Bytes = found.permute(0, 2, 3, 1).numpy()[0]
+    return whole
 
 
 def upload(cache: PixelCache, device: torch.device) -> Uploaded:
@@ -233,27 +263,79 @@ def upload(cache: PixelCache, device: torch.device) -> Uploaded:
 
 
 def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]) -> Batches:
-    """Return one batch for each request, in order, resized from AT_ONCE pixels at a time."""
-    pixels, device, size = uploaded.pixels, uploaded.pixels.device, view.image_size
-    transfer = Transfer(device)
-    center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)
-    spread = torch.tensor(view.std, device=device).mul_(255).view(3, 1, 1)
+    """Yield one batch for each request, in order, its images moved by `Request.shifts`.
+
+    A thread computes the numbers of the next requests, and so the order of the next epoch, while
+    the current ones are used.
+    """
+    pixels, size = uploaded.pixels, view.image_size
+    transfer, tables = Transfer(pixels.device), _tables(pixels.shape[1:3], view, pixels.device)
+    scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
+    center, spread = transfer.send(*scale)
     order = torch.channels_last if view.channels_last else torch.contiguous_format
-    step = max(1, AT_ONCE // (pixels[0].numel() // 3))
-    for request in requests:
+
+    def number(request: Request) -> tuple[Request, Tensor]:
+        shifts = np.zeros((len(request.samples), 2)) if request.shifts is None else request.shifts
         labels = uploaded.labels[request.samples]
-        rows = request.samples, *request.boxes.T, request.flips, labels
-        numbers = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
-        (numbers,) = transfer.send(numbers)
-        samples, boxes, flips = numbers[0], numbers[1:5].T, numbers[5] > 0
-        shape = len(samples), 3, size, size
-        images = torch.empty(shape, device=device, memory_format=order)
-        for part in (slice(first, first + step) for first in range(0, len(samples), step)):
-            whole, places, mirrored = pixels[samples[part]], boxes[part], flips[part]
-            images[part] = resample(
-                whole, places, mirrored, size=size, interpolation=view.interpolation
-            )
-        yield Batch(images.sub_(center).div_(spread), numbers[-1])
+        rows = request.samples, *request.boxes.T, request.flips, *shifts.T, labels
+        return request, torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
+
+    with closing(ahead(map(number, requests))) as numbered:
+        for request, on_host in numbered:
+            (numbers,) = transfer.send(on_host)
+            if (request.boxes[:, 2:] == size).all():
+                images = _cut_out(pixels, numbers, tables[0], request.boxes[:, :2].any())
+            else:
+                moves = request.shifts is not None
+                images = _resized(pixels, numbers, tables, view, moves=moves)
+            images = images.sub(center).div_(spread)  # of bytes too, in float32
+            yield Batch(images.contiguous(memory_format=order), numbers[-1])
+
+
+@lru_cache(maxsize=8)
+def _tables(axes: torch.Size, view: View, device: torch.device) -> tuple[list[Tensor], ...]:
+    """Return tables on a device: pixels to read by shift, and, of small images, weights.
+
+    The first are for rows, by shift, and for columns, by flip and shift, a negative shift counted
+    from the end. The weights are for rows and columns, by first pixel, length and place.
+    """
+    size = view.image_size
+    shifts = torch.cat([torch.arange(size), torch.arange(1 - size, 0)])
+    rows = reflected(shifts, num_pixels=size)
+    weights: list[Tensor] = []
+    if max(*axes, size) <= SMALL:
+        found = (_all_weights(num, size, view.interpolation)[0] for num in axes)
+        weights = [torch.from_numpy(np.pad(it, [(0, 0), (1, 0), (0, 0), (0, 0)])) for it in found]
+    places = [rows, torch.stack([rows, size - 1 - rows])]
+    return tuple([table.to(device) for table in tables] for tables in (places, weights))
+
+
+def _cut_out(pixels: Tensor, numbers: Tensor, places: list[Tensor], offsets: np.bool_) -> Tensor:
+    """Return parts of the images that are not resized, mirrored and moved: N x 3 x H x W bytes."""
+    samples, top, left, _, _, flips, down, right, _ = numbers
+    rows, columns = places[0][down], places[1][flips, right]
+    if offsets:
+        rows, columns = rows + top[:, None], columns + left[:, None]
+    return pixels[samples[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _resized(
+    pixels: Tensor, numbers: Tensor, tables: tuple[list[Tensor], ...], view: View, *, moves: bool
+) -> Tensor:
+    """Return the boxes of the images, resized, mirrored and moved, some at a time."""
+    (places, weights), size, parts = tables, view.image_size, []
+    for some in numbers.split(max(1, AT_ONCE // (pixels[0].numel() // 3)), dim=1):
+        samples, top, left, height, width, flips, down, right, _ = some
+        whole = pixels[samples]
+        if weights:
+            rows = weights[0][top[:, None], height[:, None], places[0][down]]
+            columns = weights[1][left[:, None], width[:, None], places[1][flips, right]]
+            parts.append(_product(whole, rows, columns))
+        else:
+            mode = view.interpolation
+            part = resample(whole, some[1:5].T, flips > 0, size=size, interpolation=mode)
+            parts.append(translate(part, some[6:8].T) if moves else part)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def resample(
@@ -270,7 +352,13 @@ def resample(
     across = torch.where(flips[:, None], places.flip(1), places)
     rows = _weights(top, box_height, places, num_pixels=height, interpolation=interpolation)
     columns = _weights(left, box_width, across, num_pixels=width, interpolation=interpolation)
+    return _product(images, rows, columns)
 
+
+def _product(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Resize N x H x W x 3 bytes by the weights of output rows and columns: N x 3 x ... floats."""
+    number, height, width, _ = images.shape
+    size = rows.shape[1]
     planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     narrow = _whole(torch.bmm(planes.view(number, 3 * height, width), columns.transpose(1, 2)))
     narrow = narrow.view(number, 3, height, size).transpose(1, 2).reshape(number, height, 3 * size)

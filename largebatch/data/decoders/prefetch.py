@@ -7,7 +7,7 @@ with computation.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -52,6 +52,16 @@ class Transfer:
         for tensor in sent:
             tensor.record_stream(current)  # else its memory could be reused too early
         return sent
+
+
+def ahead(items: Iterable[Order]) -> Generator[Order, None, None]:
+    """Yield the items, with AHEAD more of them computed by a thread, which ends with the last."""
+    source = iter(items)
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
+        started = deque(pool.submit(next, source, None) for _ in range(AHEAD))
+        while (item := started.popleft().result()) is not None:
+            started.append(pool.submit(next, source, None))
+            yield item
 
 
 class Part(NamedTuple):

@@ -64,12 +64,9 @@ def to_pillow(index: Index, sample: int, content: Bytes) -> Image.Image:
     name = name_of(index.locate(sample))
     orientation = 1 if index.orientations is None else int(index.orientations[sample])
     try:
-        with Image.open(io.BytesIO(content.data)) as image:
-            pixels = image.convert("RGB")
+        pixels = decode_upright(content.data, orientation)
     except Exception as error:  # Pillow raises many types for a damaged file
         raise DataError(f"{name}: Pillow cannot decode this image: {error}") from error
-    if orientation != 1:
-        pixels = pixels.transpose(METHODS[orientation])
     height, width = int(index.heights[sample]), int(index.widths[sample])
     if pixels.size != (width, height):
         raise DataError(
@@ -77,6 +74,13 @@ def to_pillow(index: Index, sample: int, content: Bytes) -> Image.Image:
             "the index; run `largebatch data index` again"
         )
     return pixels
+
+
+def decode_upright(content: bytes | memoryview, orientation: int) -> Image.Image:
+    """Decode an image to RGB, with its EXIF orientation applied."""
+    with Image.open(io.BytesIO(content)) as image:
+        pixels = image.convert("RGB")
+    return pixels if orientation == 1 else pixels.transpose(METHODS[orientation])
 
 
 def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:

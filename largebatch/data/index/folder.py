@@ -9,6 +9,7 @@ SYSTEM are not counted.
 """
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -24,6 +25,9 @@ SYSTEM = frozenset({"@eadir", "#recycle", "$recycle.bin", "lost+found", "__macos
 
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
+
+CONVERTIBLE = {".avif", ".bmp", ".gif", ".heic", ".heif", ".tif", ".tiff", ".webp"}
+"""Suffixes of images that can be converted to those that are read."""
 
 MISPLACED = "images in other places"
 
@@ -54,8 +58,8 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     if not folder.is_dir():
         raise DataError(
             f"{folder}: there is no such folder; {expected}; found {_found(root)}. To divide class "
-            "folders, or for splits of other names: largebatch data import imagefolder "
-            "(--val-fraction, --val-name)"
+            f"folders: largebatch data import imagefolder {shlex.quote(str(root))} --val-fraction "
+            f"0.2 --out {shlex.quote(f'{root}-data')} (for a split of another name: --val-name)"
         )
     with os.scandir(folder) as scanned:
         entries = sorted(
@@ -162,7 +166,11 @@ def describe(ignored: Mapping[str, int], *, where: str) -> str:
     """Return a line with the numbers of ignored files; empty if there are none.
 
     >>> describe({".gif": 4}, where="train")
-    'train: ignored files: 4 .gif (read are .jpeg .jpg .png)'
+    'train: ignored files: 4 .gif (read are .jpeg .jpg .png); to convert: mogrify -format jpg *.gif'
     """
+    if not ignored:
+        return ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
-    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})" if kinds else ""
+    patterns = " ".join(f"*{kind}" for kind in ignored if kind in CONVERTIBLE)
+    convert = f"; to convert: mogrify -format jpg {patterns}" if patterns else ""
+    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)}){convert}"

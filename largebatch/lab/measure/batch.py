@@ -400,9 +400,13 @@ def recommend(rows: Sequence[Row], *, most: float, own: int) -> Row:
 
 
 def describe(advice: Advice) -> Iterator[str]:
-    """Yield the critical batch, the table of batches, the rate, and remarks."""
+    """Yield the recommended batch, the critical one, the table, the rate, and remarks."""
     value, low, high = advice.critical
     noise, chosen = advice.noise, advice.chosen
+    yield (
+        f"recommended: {chosen.batch:,}, within {CLOSE - 1:.0%} of the shortest time up to the "
+        f"critical batch, for {chosen.epochs:.3g} epochs"
+    )
     yield (
         f"critical batch: {samples(value)} ({samples(low)} to {samples(high)}), which takes "
         f"{MORE_STEPS:.0%} more epochs than small batches; the interval includes a factor of "
@@ -416,12 +420,14 @@ def describe(advice: Advice) -> Iterator[str]:
     edges = [f"{three_digits(t.upper.value)} at {size:,}" for size, t in advice.edges if t.upper]
     known = f"upper edges of range tests: {', '.join(edges) or 'none'}"
     rule = "" if advice.keeps or len(edges) > 1 else "; the square-root rule"
-    yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}; {known}{rule}"
+    if advice.edges or advice.keeps:
+        yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}; {known}{rule}"
+    else:
+        yield (
+            f"learning rate: not measured, for range tests had no time; the recipe has "
+            f"{_rate_rule(advice)}, by the square-root rule: test it with largebatch lab range"
+        )
     yield from advice.remarks
-    yield (
-        f"recommended: {chosen.batch:,}, within {CLOSE - 1:.0%} of the shortest time up to the "
-        f"critical batch, for {chosen.epochs:.3g} epochs"
-    )
 
 
 def _table(advice: Advice) -> str:

@@ -30,7 +30,6 @@ from largebatch.distributed.environment import available_cores
 from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.lab.measure.estimate import random_batch
 from largebatch.lab.planner.cluster import Cluster, Measured
 from largebatch.lab.planner.prediction import workload
 from largebatch.models.batchnorm import SpanBatchNorm
@@ -38,6 +37,7 @@ from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
+from largebatch.runs.fitting import random_batch
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion, grouping_of, kept_exact

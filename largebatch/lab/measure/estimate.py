@@ -17,6 +17,7 @@ from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.fitting import largest_side, random_batch, whole_spans
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion
 
@@ -68,7 +69,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         kept = sum(activations.values())
         if attempt and (num >= most or before + seconds > _ENOUGH_SECONDS):
             break
-        num = _whole_spans(min(2 * num, most), span) if attempt else num  # the first is slower
+        num = whole_spans(min(2 * num, most), span) if attempt else num  # the first is slower
     start = time.perf_counter()
     optimizer.step()
     update = _elapsed(start, backend.device)
@@ -94,35 +95,10 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     )
 
 
-def _whole_spans(num: int, span: int) -> int:
-    """Return the samples of whole spans among `num`; all of them within one span.
-
-    >>> [_whole_spans(num, 15) for num in (8, 16, 32)]
-    [8, 15, 30]
-    """
-    return num if num < span else num - num % span
-
-
 def state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of the tensors in an optimizer's state."""
     leaves = tree_leaves(optimizer.state_dict()["state"])
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def largest_side(plan: Plan, *, usual: int) -> int:
-    """Return the largest image size in training, where it is `usual` without a schedule."""
-    sizes = [piece.image_size for piece in plan.sizes]
-    if not sizes or plan.updates > plan.train_steps:
-        sizes.append(usual)
-    return max(sizes)
-
-
-def random_batch(
-    num: int, side: int, *, classes: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return random samples of this size, and labels."""
-    labels = torch.randint(classes, (num,), device=device)
-    return torch.randn(num, 3, side, side, device=device), labels
 
 
 def _elapsed(start: float, device: torch.device) -> float:

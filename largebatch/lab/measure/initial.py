@@ -4,21 +4,34 @@ Every number is measured from the images or follows from one by a rule, which th
 it. The recipe is a start and not a result: a file to edit.
 """
 
+import math
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from largebatch import accelerator
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
+from largebatch.distributed.serial import Serial
+from largebatch.errors import LargebatchError, RecipeError, shorten
+from largebatch.models.of_recipe import build_model, require_accepted
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Triple
 from largebatch.recipe.loading import validate_tree
+from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
+from largebatch.runs.fitting import random_batch
+from largebatch.runs.optimizer_of_recipe import build_optimizer
+from largebatch.runs.pretrained import Start
+from largebatch.runs.state import build_criterion
 
 SAMPLE = 512
 """Number of training images whose colours are measured, spread evenly over all."""
@@ -32,6 +45,15 @@ LARGEST_SPAN = 32
 SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
 """Images that a run sees, within these bounds of epochs."""
 
+EVALUATIONS, STATISTICS = 20, 10_000
+"""Evaluations of the validation images in a run, and most images of the statistics pass."""
+
+FEW, FEW_VALIDATING = 20, 100
+"""Images of a class, and of validation, below which `init` warns."""
+
+LADDER, USED = (192, 160, 128, 96, 64), 0.85
+"""Image sizes that are tried for a number of minutes, and the part of them that a run may use."""
+
 SMALL, MEDIUM, LARGE = 64, 146, 320
 """Median short sides in pixels; images up to SMALL are trained on at their size."""
 
@@ -41,7 +63,7 @@ LARGEST_CACHE = 2 * 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Survey of a folder of images."""
+    """Survey of a folder of images, at one image size."""
 
     train: Index
     val: Index
@@ -49,17 +71,36 @@ class Survey:
     eval_resize: int | None
     mean: Triple
     std: Triple
+    seconds: float
+    """Seconds to decode one image with all threads."""
+
+    start: Start
+    """The model, with weights or without."""
 
 
-def survey(train: Index, val: Index) -> Survey:
-    """Choose the image size of the training, and measure the colours at this size."""
-    image_size, resize = image_sizes(train)
+def survey(
+    train: Index, val: Index, start: Start | None = None, *, image_size: int | None = None
+) -> Survey:
+    """Measure the colours of the images at this size, by default one that suits them and the model.
+
+    Colours that the weights of the model were trained with are not measured.
+    """
+    size, resize = image_sizes(train)
+    own = "cifar_resnet20" if (image_size or size) <= SMALL else "resnet18"
+    start = start or Start(model=Model(name=own))
+    prepared = start.data
+    size = image_size or min(size, prepared.get("image_size", size))
+    if prepared and prepared["eval_resize"] is None:
+        resize = None
+    elif resize is not None:
+        resize = round(size * prepared.get("eval_resize", 256) / prepared.get("image_size", 224))
     samples = np.unique(np.linspace(0, len(train) - 1, SAMPLE).astype(np.int64))
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
-    requests = (clean_request(train, part, image_size=image_size, resize=resize) for part in parts)
-    view = View(image_size=image_size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
+    requests = (clean_request(train, part, image_size=size, resize=resize) for part in parts)
+    view = View(image_size=size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
     sums, squares, number = torch.zeros(3), torch.zeros(3), 0
     resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
+    begun = time.perf_counter()
     with torchvision.open_decoder(train, view, resources) as decode:
         for images, _ in decode(requests):
             pixels = images.double()
@@ -71,10 +112,12 @@ def survey(train: Index, val: Index) -> Survey:
     return Survey(
         train=train,
         val=val,
-        image_size=image_size,
+        image_size=size,
         eval_resize=resize,
-        mean=_triple(mean),
-        std=_triple(std),
+        mean=prepared.get("mean") or _triple(mean),
+        std=prepared.get("std") or _triple(std),
+        seconds=(time.perf_counter() - begun) / len(samples),
+        start=start,
     )
 
 
@@ -94,7 +137,86 @@ def image_sizes(index: Index) -> tuple[int, int | None]:
     return size, round(size * 256 / 224)
 
 
-def draft(found: Survey, *, name: str) -> str:
+def remarks(train: Index, val: Index) -> Iterator[str]:
+    """Yield what is too little for a good model, and what to do about it."""
+    counts = np.bincount(train.labels, minlength=len(train.classes))
+    few = [f"{name} {n}" for name, n in zip(train.classes, counts, strict=True) if n < FEW]
+    if few:
+        yield (
+            f"fewer than {FEW} training images: {shorten(few)}; such classes are hardly learned: "
+            "add images, and begin with pretrained weights (--weights)"
+        )
+    if len(val) < FEW_VALIDATING:
+        yield (
+            f"{len(val)} validation images: an accuracy is known to about "
+            f"{100 / math.sqrt(len(val)):.0f} points; add images to val"
+        )
+
+
+def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, str]:
+    """Choose image size and epochs so that a run takes about these minutes on this machine.
+
+    Updates of a few random images are timed at each size of LADDER, the largest first, until
+    enough epochs fit; only at the size of the survey if it is `fixed`. Returns a survey at the
+    size, the epochs, and a description. Raises LargebatchError if not even one epoch fits.
+    """
+    least, most = _epochs(found)
+    smaller = [size for size in LADDER if size < found.image_size and not fixed]
+    for size in (found.image_size, *smaller):
+        if size != found.image_size:
+            try:
+                classes = len(found.train.classes)
+                require_accepted(found.start.model, classes=classes, image_sizes=[size])
+            except RecipeError:
+                continue
+            found = survey(found.train, found.val, found.start, image_size=size)
+        recipe = validate_tree(Recipe, _tree(found, "timed", most), source="timed")
+        plan = make_plan(recipe)
+        images = plan.updates * plan.global_batch
+        per_image, update = _timed(recipe)
+        updates = images * per_image + plan.updates * update
+        measured = len(found.val) * EVALUATIONS + min(len(found.train), STATISTICS)
+        seconds = updates + images * found.seconds
+        seconds += measured * (updates / images / 3 + found.seconds)  # without a backward pass
+        epochs = int(USED * 60 * minutes * most / seconds)
+        if epochs >= least:
+            break
+    if epochs < 1:
+        raise LargebatchError(
+            f"--minutes {minutes:g}: an epoch at {found.image_size} pixels takes "
+            f"{seconds / most / 60:.1f} minutes here; give more, or a smaller --image-size or model"
+        )
+    epochs = min(epochs, most)
+    text = (
+        f"about {seconds / most * epochs / 60:.1f} minutes here, measured: {epochs} epochs of "
+        f"{seconds / most:.1f} s at {found.image_size} pixels"
+    )
+    return found, epochs, text + f"; {least} would be better" * (epochs < least)
+
+
+def _timed(recipe: Recipe) -> tuple[float, float]:
+    """Return seconds of forward and backward for an image, and of an update: the best of three."""
+    backend = Serial()
+    model = build_model(recipe, backend.device)
+    optimizer = build_optimizer(recipe, model, backend)
+    criterion = build_criterion(recipe.loss)
+    number, size = min(recipe.batch.global_batch, LARGEST_SPAN), recipe.data.image_size
+    images, labels = random_batch(number, size, classes=recipe.data.classes, device=backend.device)
+    times = []
+    for _ in range(3):
+        accelerator.synchronize(backend.device)  # sync: this is a measurement
+        begun = time.perf_counter()
+        criterion(model(images), labels).backward()
+        accelerator.synchronize(backend.device)  # sync: as above
+        passed = time.perf_counter()
+        optimizer.step()
+        accelerator.synchronize(backend.device)  # sync: as above
+        times.append(((passed - begun) / number, time.perf_counter() - passed))
+    per_image, update = (min(each) for each in zip(*times, strict=True))
+    return per_image, update
+
+
+def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
     """Return the text of a complete recipe, with the rule next to each choice."""
     classes, number = len(found.train.classes), len(found.train)
     header = (
@@ -102,15 +224,32 @@ def draft(found: Survey, *, name: str) -> str:
         "Written by `largebatch init`: where to begin, not a result. The rules next to the numbers",
         "are what it followed. Measured: not yet.",
     )
-    recipe = validate_tree(Recipe, _tree(found, name), source=name)
-    return dump_commented(recipe, _comments(number, recipe.batch.global_batch), header=header)
+    least, most = _epochs(found)
+    rule = f"{SEEN:,} images, {least} to {most} epochs" if epochs is None else "as --minutes allows"
+    seen = min(most, max(least, round(SEEN / number)))
+    recipe = validate_tree(Recipe, _tree(found, name, epochs or seen), source=name)
+    require_accepted(
+        recipe.model, classes=recipe.data.classes, image_sizes=[recipe.data.image_size]
+    )
+    comments = _comments(number, recipe.batch.global_batch)
+    if found.image_size != image_sizes(found.train)[0]:
+        del comments["data.image_size"]  # it was chosen otherwise
+    if recipe.model.weights is not None:
+        comments["model"] = "if its weights saw such images, try backbone: {lr_factor: 0.1}"
+        comments["data.mean"] = "as the weights were trained"
+    return dump_commented(recipe, comments | {"duration": rule}, header=header)
 
 
-def _tree(found: Survey, name: str) -> dict[str, Any]:
-    number = len(found.train)
+def _epochs(found: Survey) -> tuple[int, int]:
+    """Return the fewest and the most epochs; training from weights needs fewer."""
+    return (5, 20) if found.start.model.weights is not None else (FEWEST_EPOCHS, MOST_EPOCHS)
+
+
+def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
+    number, model = len(found.train), found.start.model
     batch = global_batch_for(number)
-    epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
-    return {
+    normalized = found.start.has_batchnorm
+    tree: dict[str, Any] = {
         "name": name,
         "seed": 1,
         "duration": {"epochs": epochs},
@@ -126,8 +265,8 @@ def _tree(found: Survey, name: str) -> dict[str, Any]:
             "flip": True,
             "eval_resize": found.eval_resize,
         },
-        "model": {"name": "cifar_resnet20" if found.image_size <= SMALL else "resnet18"},
-        "batch": {"global_batch": batch, "bn_span": min(batch, LARGEST_SPAN)},
+        "model": model.model_dump(exclude_unset=True),
+        "batch": {"global_batch": batch, "bn_span": min(batch, LARGEST_SPAN) * normalized or None},
         "optimizer": {"kind": "sgd", "momentum": 0.9, "weight_decay": 1e-4},
         "schedule": {
             "peak_lr": 0.1 * batch / 256,
@@ -137,11 +276,16 @@ def _tree(found: Survey, name: str) -> dict[str, Any]:
         "loss": {"label_smoothing": 0.1},
         "polish": {
             "clean": {"epochs": max(1, epochs // 16)},
-            "statistics": {"samples": min(number, 10_000)},
+            "statistics": {"samples": min(number, STATISTICS)},
         },
-        "evaluation": {"every_epochs": max(1, epochs // 20)},
+        "evaluation": {"every_epochs": max(1, epochs // EVALUATIONS)},
         "execution": {"cache": "memory" if _decoded_bytes(found) <= LARGEST_CACHE else None},
     }
+    if "interpolation" in found.start.data:
+        tree["data"] |= {"interpolation": found.start.data["interpolation"]}
+    if not normalized:
+        del tree["polish"]
+    return tree
 
 
 def _comments(number: int, batch: int) -> dict[str, str]:
@@ -150,7 +294,6 @@ def _comments(number: int, batch: int) -> dict[str, str]:
     if batch > most:
         bounds = f"the smallest: too few images for {UPDATES_PER_EPOCH} updates an epoch"
     return {
-        "duration": f"{SEEN:,} images, {FEWEST_EPOCHS} to {MOST_EPOCHS} epochs",
         "data.image_size": "from the short sides of half of the images",
         "data.mean": f"of {min(SAMPLE, number)} training images at this size",
         "data.crop_area": "random crops while training",

@@ -22,13 +22,14 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import own_part
 from largebatch.distributed.serial import Done, Serial
 from largebatch.errors import LargebatchError
-from largebatch.lab.measure.estimate import largest_side, random_batch, saved_bytes, state_bytes
+from largebatch.lab.measure.estimate import saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
 from largebatch.lab.planner.prediction import FIXED_BYTES, workload
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.fitting import largest_side, random_batch
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion, build_state, build_step_log, kept_exact
 from largebatch.training.loop import Criterion, Update, step_seeds, train

@@ -88,7 +88,11 @@ def broken_rules(recipe: Recipe) -> list[BrokenRule]:
         ),
         ("data.held_out", data.held_out is None, whole),
         ("polish.held_out", recipe.train_samples == data.train_split, whole),
-        ("execution.cache", recipe.execution.cache is None, "the clock starts before any image"),
+        (
+            "execution.cache",
+            recipe.execution.cache in {None, "none"},
+            "the clock starts before any image",
+        ),
         ("evaluation.every_epochs", evaluation.every_epochs == 4, every),
         (
             "evaluation.offset_epochs",

@@ -109,7 +109,7 @@ class Workload:
     @property
     def decodes(self) -> bool:
         """True if image files are read and decoded throughout the run."""
-        cached = self.settings["execution.cache"] is not None
+        cached = self.settings["execution.cache"] in {"memory", "device"}
         return self.settings["data.source"] == "folder" and not cached
 
 
@@ -123,11 +123,11 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
         raise PlanError("protocol: only updates that wait for all are predicted; leave it out")
     data, cache = recipe.data, recipe.execution.cache
     cached = 3 * data.train_samples * data.image_size**2
-    if cache is not None and cached > CACHED_BYTES:
+    if cache in {"memory", "device"} and cached > CACHED_BYTES:
         raise PlanError(
             f"execution.cache: {cache}: {data.train_samples:,} images of {data.image_size} x "
             f"{data.image_size} take {cached / 1e9:.0f} GB or more, and a cache holds "
-            f"{CACHED_BYTES / 1e9:.0f} GB; --set execution.cache=null --set execution.decoder=dali"
+            f"{CACHED_BYTES / 1e9:.0f} GB; --set execution.cache=none --set execution.decoder=dali"
         )
     plan = make_plan(recipe, workers=workers)
     sizes = plan.sized(range(plan.train_steps), otherwise=data.image_size)

@@ -198,7 +198,10 @@ class TrainedCell(Cell):
         options = {**task.options, "workers": self.workers}
         if self.backend != "auto":
             options["backend"] = self.backend
-        record = train(self.recipe_of(task.slot, task.rate), task.folder, options)
+        recipe = self.recipe_of(task.slot, task.rate)
+        filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{task.slot.name}"})
+        recipe = recipe.model_copy(update={"tracking": filed})
+        record = train(recipe, task.folder, options)
         return {**record, "rate": task.rate, "scale": task.slot.scale}
 
 
@@ -333,6 +336,10 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
                 continue
             with naming(f"{name}/{variant}"):
                 recipe = recipe_of(entry, folder, setting.set)
+                if recipe.tracking.trackers:  # else definitions would change
+                    group = {"group": recipe.tracking.group or study.name}
+                    tracking = recipe.tracking.model_copy(update=group)
+                    recipe = recipe.model_copy(update={"tracking": tracking})
                 if kind is SettingCell:
                     monitor = tuple(dict.fromkeys((*recipe.monitor, "system")))
                     recipe = recipe.model_copy(update={"monitor": monitor})

@@ -7,6 +7,10 @@ writes the result. Every program of the second launch merges for itself, in a fi
 program waits for another or counts arrivals, so that there is no race, nothing to reset, and the
 same input gives the same bits.
 
+Where a span's values stay in the cache (`_stays`), one program reduces all rows of a span, for a
+few channels, and reads them again for the result: memory is read once. PyTorch then adds up the few
+numbers of all spans.
+
 PyTorch's kernels for bf16 in this memory format load two bytes per thread, and read and write the
 batch again for the sum and for the ReLU.
 """
@@ -36,6 +40,9 @@ TILE = 8192
 CHUNK = 16
 """Partial sums per step of a merge."""
 
+WHOLE: bool | None = None
+"""True or False to give a program a whole span always or never; None to decide by `_stays`."""
+
 
 def _cdiv(number: int, divisor: int) -> int:
     return -(-number // divisor)
@@ -43,6 +50,18 @@ def _cdiv(number: int, divisor: int) -> int:
 
 def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+def _stays(programs: int, tensors: int, bytes_of_each: int, device: torch.device) -> bool:
+    """Return True if what each program reads stays in the cache until it reads it again.
+
+    There must be programs for every multiprocessor, and those that run at the same time may read
+    half of the L2 cache: their results need the other half. Their number follows from registers:
+    on an H100 a thread takes 117 forward and 177 backward, so two programs run together, or one.
+    """
+    num, cache = accelerator.multiprocessors(device)
+    running = num * (2 if tensors == 1 else 1)
+    return programs >= running > 0 and running * tensors * bytes_of_each <= cache / 2
 
 
 class _Shape(NamedTuple):
@@ -64,18 +83,30 @@ class _Shape(NamedTuple):
     per: int
     """Rows of a part."""
 
+    whole: bool
+    """True if a part is a whole span, which its program reads twice."""
+
     @classmethod
-    def of(cls, x: Tensor, span: int) -> "_Shape":
-        """Return the numbers for N x C x ... images with spans of `span` samples."""
+    def of(cls, x: Tensor, span: int, *, tensors: int = 0) -> "_Shape":
+        """Return the numbers for N x C x ... images with spans of `span` samples.
+
+        `tensors` of this shape would be read twice for a whole span; 0 if it must be in parts.
+        """
         samples, channels = int(x.shape[0]), int(x.shape[1])  # numbers, in a dynamic graph too
         area, spans = int(x.numel()) // (samples * channels), -(-samples // span)
-        rows = min(span, samples) * area
-        cols = min(128 // x.element_size(), _power_of_2(channels))
+        rows, size = min(span, samples) * area, x.element_size()
+        cols = min(64 // size, _power_of_2(channels))
+        programs = spans * _cdiv(channels, cols)
+        whole = tensors > 0 and (
+            _stays(programs, tensors, rows * cols * size, x.device) if WHOLE is None else WHOLE
+        )
+        if not whole:
+            cols = min(128 // size, _power_of_2(channels))
         tile = max(1, min(TILE // cols, _power_of_2(rows)))
-        parts = max(1, PARTS // (spans * _cdiv(channels, cols)))
+        parts = 1 if whole else max(1, PARTS // (spans * _cdiv(channels, cols)))
         per = _cdiv(_cdiv(rows, parts), tile) * tile
         last = samples * area - (spans - 1) * rows
-        return cls(spans, rows, last, channels, cols, tile, _cdiv(rows, per), per)
+        return cls(spans, rows, last, channels, cols, tile, _cdiv(rows, per), per, whole)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -157,13 +188,11 @@ class _Normalise(torch.autograd.Function):
         relu: bool,  # noqa: FBT001 -- as above
         group: Group | None,
     ) -> tuple[Tensor, Tensor]:
-        shape = _Shape.of(x, span if group is None else len(x))
-        y, stat = _forward(
-            x, other, (weight, bias), sums, shape, eps, relu, group, accelerator.launch
-        )
+        settings = span if group is None else len(x), eps, relu, group, accelerator.launch
+        y, stat = _forward(x, other, (weight, bias), sums, *settings)
         result = y if relu and other is not None else None
         ctx.save_for_backward(x, result, weight, bias, stat)
-        ctx.settings = shape, eps, relu, group, accelerator.launch
+        ctx.settings = settings
         ctx.adds = other is not None
         ctx.mark_non_differentiable(stat)
         ctx.set_materialize_grads(False)
@@ -185,13 +214,18 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     other: Tensor | None,
     affine: tuple[Tensor | None, Tensor | None],
     sums: Tensor | None,
-    shape: _Shape,
+    span: int,
     eps: float,
     relu: bool,  # noqa: FBT001 -- as above
     group: Group | None,
     launch: Launch,
 ) -> tuple[Tensor, Tensor]:
-    part, parts = _partial_moments(x, shape, launch), shape.parts
+    shape = _Shape.of(x, span, tensors=1 if group is None else 0)
+    if shape.whole:
+        part = x.new_empty(shape.spans, 2, shape.channels, dtype=torch.float32)
+    else:
+        part = _partial_moments(x, shape, launch)
+    parts = shape.parts
     if group is not None:
         part, parts = _over_workers(part, shape, group, launch), group.world_size
     y = torch.empty_like(x)
@@ -206,9 +240,12 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
         RELU=relu,
         AFFINE=affine[0] is not None,
         COUNT=sums is not None,
+        WHOLE=shape.whole,
         CHUNK=CHUNK,
         **shape.tiles,
     )
+    if sums is not None and shape.whole:
+        sums += part.sum(0)
     return y, stat
 
 
@@ -218,27 +255,30 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
     y: Tensor | None,
     affine: tuple[Tensor | None, Tensor | None],
     stat: Tensor,
-    shape: _Shape,
+    span: int,
     eps: float,
     relu: bool,  # noqa: FBT001 -- as above
     group: Group | None,
     launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C."""
+    shape = _Shape.of(x, span, tensors=0 if group is not None else 2 if y is None else 3)
     dy = _in_rows(dy, x.dtype)
     dz = torch.empty_like(x) if y is not None else dy
     part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
-    tensors = [dy, x, y, dz, part, stat, *affine]
-    launch(
-        kernels.gradient_sums,
-        shape.grid,
-        *(x if tensor is None else tensor for tensor in tensors),
-        *(*shape.sizes, shape.channels, eps),
-        SUM=y is not None,
-        RELU=relu,
-        AFFINE=affine[0] is not None,
-        **shape.tiles,
-    )
+    constants = {"AFFINE": affine[0] is not None, **shape.tiles}
+    grad, result = dy, y
+    if not shape.whole:
+        launch(
+            kernels.gradient_sums,
+            shape.grid,
+            *(x if tensor is None else tensor for tensor in [dy, x, y, dz, part, stat, *affine]),
+            *(*shape.sizes, shape.channels, eps),
+            SUM=y is not None,
+            RELU=relu,
+            **constants,
+        )
+        grad, result, relu = dz, None, relu and y is None
     dx = torch.empty_like(x)
     grads = stat.new_empty(2, shape.channels)  # of bias and weight
     parts = shape.parts
@@ -246,18 +286,20 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         grads = part.sum((0, 1))
         part, parts = grads.clone(), 1
         group.all_reduce(part).wait()
+    tensors = [grad, x, result, dz, dx, part, stat, *affine, grads]
     launch(
         kernels.gradient_rows,
         shape.grid,
-        *(x if tensor is None else tensor for tensor in [dz, x, dx, part, stat, *affine, grads]),
+        *(x if tensor is None else tensor for tensor in tensors),
         *(*shape.sizes, parts, shape.channels, eps),
-        RELU=relu and y is None,
-        AFFINE=affine[0] is not None,
-        COUNT=group is None,
+        SUM=result is not None,
+        RELU=relu,
+        COUNT=group is None and not shape.whole,
+        WHOLE=shape.whole,
         CHUNK=CHUNK,
-        **shape.tiles,
+        **constants,
     )
-    return dx, dz, grads
+    return dx, dz, part.sum((0, 1)) if shape.whole else grads
 
 
 def _of_affine(
@@ -314,8 +356,8 @@ def _in_graph(  # noqa: PLR0913 -- operators take no keywords
     span: int,
     relu: bool,  # noqa: FBT001 -- as above
 ) -> tuple[Tensor, Tensor]:
-    shape = _Shape.of(x, span)
-    return _forward(x, other, (weight, bias), None, shape, eps, relu, None, _launch_in_graph)
+    settings = span, eps, relu, None, _launch_in_graph
+    return _forward(x, other, (weight, bias), None, *settings)
 
 
 @_in_graph.register_fake  # type: ignore[untyped-decorator]  # torch's
@@ -336,7 +378,7 @@ def _backward_in_graph(  # noqa: PLR0913 -- operators take no keywords
     span: int,
     relu: bool,  # noqa: FBT001 -- as above
 ) -> list[Tensor]:
-    settings = _Shape.of(x, span), eps, relu, None, _launch_in_graph
+    settings = span, eps, relu, None, _launch_in_graph
     dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *settings)
     return [dx, grads] if y is None else [dx, grads, dz]
 

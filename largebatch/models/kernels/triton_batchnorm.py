@@ -43,13 +43,8 @@ def _rows_of_span(span, rows, last):
 
 
 @triton.jit
-def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Write the mean and deviations of `per` rows of a span, G x P x 2 x C, then counts, G x P."""
-    split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
-    cols = block * COLS + tl.arange(0, COLS)
-    x += span * rows * C
-    start = split * per
-    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+def _moments(x, start, end, C, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return the number of rows, their mean and the sum of squared deviations from it."""
     count = tl.maximum(end - start, 0).to(tl.float32)
     values, inside = _load(x, start, end, C, cols, ROWS)
     origin = tl.sum(values, 0) / tl.maximum(tl.minimum(count, ROWS), 1.0)
@@ -62,10 +57,21 @@ def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constex
         second += values * values
     total = tl.sum(first, 0)
     shift = total / tl.maximum(count, 1.0)
+    return count, origin + shift, tl.sum(second, 0) - total * shift
+
+
+@triton.jit
+def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Write the mean and deviations of `per` rows of a span, G x P x 2 x C, then counts, G x P."""
+    split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
+    cols = block * COLS + tl.arange(0, COLS)
+    start = split * per
+    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+    count, mean, deviations = _moments(x + span * rows * C, start, end, C, cols, ROWS, COLS)
     which = span * tl.num_programs(0) + split
     at = part + which * 2 * C + cols
-    tl.store(at, origin + shift, mask=cols < C)
-    tl.store(at + C, tl.sum(second, 0) - total * shift, mask=cols < C)
+    tl.store(at, mean, mask=cols < C)
+    tl.store(at + C, deviations, mask=cols < C)
     if block == 0:
         num = part + _wide(tl.num_programs(2)) * tl.num_programs(0) * 2 * C
         tl.store(num + which, count)
@@ -116,27 +122,49 @@ def merge_spans(part, stat, splits, C, COLS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _affine(inverse, weight, bias, C, cols, AFFINE: tl.constexpr):
+    """Return gain and offset of x minus its mean."""
+    gain, offset = inverse, tl.zeros_like(inverse)
+    if AFFINE:
+        gain *= tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+        offset = tl.load(bias + cols, mask=cols < C, other=0.0).to(tl.float32)
+    return gain, offset
+
+
+@triton.jit
 def normalise_rows(
     x, other, y, part, stat, sums, weight, bias,
     rows, last, per, splits, C, eps,
     SUM: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write y, and the mean, biased variance and count of each span: G x 3 x C.
 
-    With COUNT the mean and unbiased variance of every span are added to `sums`, 2 x C.
+    With COUNT the mean and unbiased variance of every span are added to `sums`, 2 x C. With WHOLE a
+    program has all rows of its span and reads them twice, the second time backwards: the last ones
+    are in the cache; COUNT then writes to `part`, G x 2 x C. Otherwise moments come from `part`.
     """
     program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known, spans = cols < C, tl.num_programs(2)
-    count, mean, variance = _merge(part, span, spans, splits, C, cols, CHUNK)
+    base = span * rows * C
+    start = program * per
+    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+    if WHOLE:
+        count, mean, deviations = _moments(x + base, start, end, C, cols, ROWS, COLS)
+        variance = _relu(deviations / count)
+    else:
+        count, mean, variance = _merge(part, span, spans, splits, C, cols, CHUNK)
     inverse = 1.0 / tl.sqrt_rn(variance + eps)
     if program == 0:
         _store_moments(stat, span, count, mean, variance, C, cols)
         if COUNT:
-            if span == 0:
-                mean_sum = mean
-                variance_sum = variance * (count / (count - 1.0))
+            mean_sum = mean
+            variance_sum = variance * (count / (count - 1.0))
+            if WHOLE:
+                tl.store(part + span * 2 * C + cols, mean_sum, mask=known)
+                tl.store(part + span * 2 * C + C + cols, variance_sum, mask=known)
+            elif span == 0:
                 for each in range(1, spans):
                     num_of, mean_of, variance_of = _merge(part, each, spans, splits, C, cols, CHUNK)
                     mean_sum += mean_of
@@ -145,14 +173,10 @@ def normalise_rows(
                 tl.store(sums + cols, mean_sum, mask=known)
                 variance_sum += tl.load(sums + C + cols, mask=known, other=0.0)
                 tl.store(sums + C + cols, variance_sum, mask=known)
-    gain, offset = inverse, tl.zeros_like(mean)
-    if AFFINE:
-        gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
-        offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
-    base = span * rows * C
-    start = program * per
-    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
-    for row in range(start, end, ROWS):
+    gain, offset = _affine(inverse, weight, bias, C, cols, AFFINE)
+    num_steps = tl.cdiv(end - start, ROWS)
+    for step in range(num_steps):
+        row = start + (num_steps - 1 - step) * ROWS
         values, inside = _load(x + base, row, end, C, cols, ROWS)
         values = (values - mean[None, :]) * gain[None, :] + offset[None, :]
         if SUM:
@@ -161,6 +185,55 @@ def normalise_rows(
         if RELU:
             values = _relu(values)
         _store(y + base, values, row, C, cols, inside, ROWS)
+
+
+@triton.jit
+def _scales(stat, span, weight, bias, C, cols, eps, AFFINE: tl.constexpr):
+    """Return the mean of a span, one over its deviation, and gain and offset of its result."""
+    mean = tl.load(stat + span * 3 * C + cols, mask=cols < C, other=0.0)
+    variance = tl.load(stat + span * 3 * C + C + cols, mask=cols < C, other=0.0)
+    inverse = 1.0 / tl.sqrt_rn(variance + eps)
+    gain, offset = _affine(inverse, weight, bias, C, cols, AFFINE)
+    return mean, inverse, gain, offset
+
+
+@triton.jit
+def _before_relu(
+    dy, x, y, row, end, C, cols, mean, gain, offset,
+    SUM: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return dz, zero where the ReLU's result is, x minus its mean, and which rows are inside."""
+    grad, inside = _load(dy, row, end, C, cols, ROWS)
+    values, _ = _load(x, row, end, C, cols, ROWS)
+    values = tl.where(inside, values - mean[None, :], 0.0)
+    if RELU:
+        if SUM:
+            result, _ = _load(y, row, end, C, cols, ROWS)
+        else:
+            result = values * gain[None, :] + offset[None, :]
+        grad = tl.where(result <= 0.0, 0.0, grad)
+        grad = tl.where(inside, grad, 0.0)
+    return grad, values, inside
+
+
+@triton.jit
+def _gradient_sums(
+    dy, x, y, dz, start, end, C, cols, mean, gain, offset,
+    SUM: tl.constexpr, RELU: tl.constexpr, STORE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of dz and of dz times x minus its mean; with STORE write dz."""
+    first = tl.zeros((ROWS, COLS), tl.float32)
+    second = tl.zeros((ROWS, COLS), tl.float32)
+    for row in range(start, end, ROWS):
+        grad, values, inside = _before_relu(
+            dy, x, y, row, end, C, cols, mean, gain, offset, SUM, RELU, ROWS
+        )
+        if STORE:
+            _store(dz, grad, row, C, cols, inside, ROWS)
+        first += grad
+        second += grad * values
+    return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @triton.jit
@@ -178,36 +251,17 @@ def gradient_sums(
     split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C
-    mean = tl.load(stat + span * 3 * C + cols, mask=known, other=0.0)
-    variance = tl.load(stat + span * 3 * C + C + cols, mask=known, other=0.0)
-    inverse = 1.0 / tl.sqrt_rn(variance + eps)
-    gain, offset = inverse, tl.zeros_like(mean)
-    if AFFINE:
-        gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
-        offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
+    mean, inverse, gain, offset = _scales(stat, span, weight, bias, C, cols, eps, AFFINE)
     base = span * rows * C
     start = split * per
     end = tl.minimum(start + per, _rows_of_span(span, rows, last))
-    first = tl.zeros((ROWS, COLS), tl.float32)
-    second = tl.zeros((ROWS, COLS), tl.float32)
-    for row in range(start, end, ROWS):
-        grad, inside = _load(dy + base, row, end, C, cols, ROWS)
-        values, _ = _load(x + base, row, end, C, cols, ROWS)
-        values = tl.where(inside, values - mean[None, :], 0.0)
-        if RELU:
-            if SUM:
-                result, _ = _load(y + base, row, end, C, cols, ROWS)
-            else:
-                result = values * gain[None, :] + offset[None, :]
-            grad = tl.where(result <= 0.0, 0.0, grad)
-            grad = tl.where(inside, grad, 0.0)
-            if SUM:
-                _store(dz + base, grad, row, C, cols, inside, ROWS)
-        first += grad
-        second += grad * values
+    first, second = _gradient_sums(
+        dy + base, x + base, y + base, dz + base, start, end, C, cols, mean, gain, offset,
+        SUM, RELU, SUM, ROWS, COLS,
+    )  # fmt: skip
     part += (span * tl.num_programs(0) + split) * 2 * C + cols
-    tl.store(part, tl.sum(first, 0), mask=known)
-    tl.store(part + C, tl.sum(second, 0) * inverse, mask=known)
+    tl.store(part, first, mask=known)
+    tl.store(part + C, second * inverse, mask=known)
 
 
 @triton.jit
@@ -227,20 +281,34 @@ def _add(part, span, splits, C, cols, CHUNK: tl.constexpr):
 
 @triton.jit
 def gradient_rows(
-    dz, x, dx, part, stat, weight, bias, affine,
+    dy, x, y, dz, dx, part, stat, weight, bias, affine,
     rows, last, per, splits, C, eps,
-    RELU: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    SUM: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x, and with COUNT those of bias and weight over all spans: 2 x C."""
+    """Write the gradient of x, and with COUNT those of bias and weight over all spans: 2 x C.
+
+    With WHOLE a program has all rows of its span, writes its sums to `part`, G x 2 x C, and reads
+    the rows again, backwards. Otherwise it adds the sums in `part`. With SUM dz is written too.
+    """
     program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C
-    at = stat + span * 3 * C + cols
-    mean = tl.load(at, mask=known, other=0.0)
-    inverse = 1.0 / tl.sqrt_rn(tl.load(at + C, mask=known, other=0.0) + eps)
-    count = tl.load(at + 2 * C, mask=known, other=1.0)
-    first, second = _add(part, span, splits, C, cols, CHUNK)
+    mean, inverse, gain, offset = _scales(stat, span, weight, bias, C, cols, eps, AFFINE)
+    count = tl.load(stat + span * 3 * C + 2 * C + cols, mask=known, other=1.0)
+    base = span * rows * C
+    start = program * per
+    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
+    if WHOLE:
+        first, second = _gradient_sums(
+            dy + base, x + base, y + base, dz + base, start, end, C, cols, mean, gain, offset,
+            SUM, RELU, STORE=False, ROWS=ROWS, COLS=COLS,
+        )  # fmt: skip
+        second *= inverse
+        tl.store(part + span * 2 * C + cols, first, mask=known)
+        tl.store(part + span * 2 * C + C + cols, second, mask=known)
+    else:
+        first, second = _add(part, span, splits, C, cols, CHUNK)
     if COUNT:
         if (program == 0) & (span == 0):
             bias_grad, weight_grad = first, second
@@ -250,20 +318,15 @@ def gradient_rows(
                 weight_grad += weight_of
             tl.store(affine + cols, bias_grad, mask=known)
             tl.store(affine + C + cols, weight_grad, mask=known)
-    gain, offset = inverse, tl.zeros_like(mean)
-    if AFFINE:
-        gain *= tl.load(weight + cols, mask=known, other=0.0).to(tl.float32)
-        offset = tl.load(bias + cols, mask=known, other=0.0).to(tl.float32)
     slope = -gain * inverse * second / count
     level = -gain * first / count
-    base = span * rows * C
-    start = program * per
-    end = tl.minimum(start + per, _rows_of_span(span, rows, last))
-    for row in range(start, end, ROWS):
-        grad, inside = _load(dz + base, row, end, C, cols, ROWS)
-        values, _ = _load(x + base, row, end, C, cols, ROWS)
-        values -= mean[None, :]
-        if RELU:
-            grad = tl.where(values * gain[None, :] + offset[None, :] <= 0.0, 0.0, grad)
+    num_steps = tl.cdiv(end - start, ROWS)
+    for step in range(num_steps):
+        row = start + (num_steps - 1 - step) * ROWS
+        grad, values, inside = _before_relu(
+            dy + base, x + base, y + base, row, end, C, cols, mean, gain, offset, SUM, RELU, ROWS
+        )
+        if SUM:
+            _store(dz + base, grad, row, C, cols, inside, ROWS)
         grad = grad * gain[None, :] + (values * slope[None, :] + level[None, :])
         _store(dx + base, grad, row, C, cols, inside, ROWS)

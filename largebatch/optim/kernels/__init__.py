@@ -43,9 +43,9 @@ class Rule:
 
     momentum: float
     decay: float
-    ratio_decay: float
-    eta: float
-    eps: float
+    ratio_decay: float = 0.0
+    eta: float = 0.0
+    eps: float = 0.0
     into: float
     out: float
     ratio: Literal["inside", "outside", "none"]
@@ -53,6 +53,10 @@ class Rule:
 
     clip_ratio: float | None = None
     clip_gradient: float | None = None
+    nesterov: bool = False
+    """True for w -= out (g + decay w + momentum b), without r and with into 1. Only `table`
+    supports it."""
+
     found_inf: Tensor | None = None
     """1 to leave weights and buffers unchanged for any gradients, else 0: 0-d, float32, on their
     device. Only `batched` supports it."""

@@ -1,4 +1,4 @@
-"""The update of all tensors of a GPU in two launches: norms, then ratios and update.
+"""The update of all tensors of a GPU in two launches: norms, if any ratio needs them, and update.
 
 A table of the tensors' addresses is on the device, and so do the numbers of their groups (rates,
 momentum, ...), so that a CUDA graph can replay both launches. Weights are float32; a float16 or
@@ -59,37 +59,43 @@ class Table:
         self._addresses = self._send(columns)
         self._grads_are_aligned = _are_aligned(columns[3])
         self._squares = self._empty(self._num_chunks, 2)
-        self._numbers = self._empty(max(groups) + 1, 10)
+        self._numbers = self._empty(max(groups) + 1, 11)
+        self._ratios = self._empty(self._num)
         self._rules: list[list[float]] = []
 
     def move_grads(self, grads: Tensors) -> None:
-        """Read the gradients from other memory from now on."""
+        """Read the gradients from other memory from now on; in a graph, when it is replayed."""
         addresses = [grad.data_ptr() for grad in grads]
         self._grads_are_aligned = _are_aligned(addresses)
-        self._addresses[3].copy_(self._pinned([addresses])[0], non_blocking=True)
+        if not accelerator.is_recording():
+            self._addresses[3].copy_(self._pinned([addresses])[0], non_blocking=True)
+
+    def use(self, rules: Sequence[Rule]) -> None:
+        """Take the numbers of these rules from now on; in a graph, when it is replayed."""
+        numbers = [_numbers(rule) for rule in rules[: len(self._numbers)]]  # later: no tensors
+        if numbers != self._rules and not accelerator.is_recording():
+            self._numbers.copy_(self._pinned(numbers), non_blocking=True)
+            self._rules = numbers
 
     def update(
         self, rules: Sequence[Rule], scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> Tensor:
         """Update weights and buffers, and return the ratio of each weight, 1 if its rule has none.
 
-        Gradients are divided by `scale`. Nothing else changes if `found_inf` is not 0.
+        The ratios are in the same memory after every update. Gradients are divided by `scale`.
+        Nothing else changes if `found_inf` is not 0.
         """
         from largebatch.optim.kernels import triton_lars
 
-        used = rules[: len(self._numbers)]  # later ones have no tensors
-        numbers = [_numbers(rule) for rule in used]
-        if numbers != self._rules:
-            self._numbers.copy_(self._pinned(numbers), non_blocking=True)
-            self._rules = numbers
-        unused = self._numbers
+        self.use(rules)
+        ratios, unused = self._ratios, self._numbers
         scales = (unused if scale is None else scale, unused if found_inf is None else found_inf)
-        ratios = self._empty(self._num)
         constants = {"SCALED": scale is not None, "CHUNK": CHUNK}
         constants["ALIGNED"] = self._aligned and self._grads_are_aligned
         grid = (self._num_chunks,)
         table = self._chunks, self._tensors, self._addresses, self._squares
-        accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
+        if any(rule.ratio != "none" for rule in rules[: len(self._numbers)]):
+            accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
         accelerator.launch(
             triton_lars.update,
             grid,
@@ -125,6 +131,7 @@ def _numbers(rule: Rule) -> list[float]:
         _PLACES[rule.ratio],
         math.inf if rule.clip_ratio is None else rule.clip_ratio,
         math.inf if rule.clip_gradient is None else rule.clip_gradient,
+        float(rule.nesterov),
     ]
 
 

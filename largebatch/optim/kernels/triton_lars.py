@@ -80,7 +80,7 @@ def update(
     group = tl.load(tensors + 4 * which + 2)
     first = tl.load(tensors + 4 * which + 3)
     last = first + (size + CHUNK - 1) // CHUNK
-    rule = numbers + 10 * group
+    rule = numbers + 11 * group
     place = tl.load(rule + 7)
     ratio = tl.full((), 1.0, tl.float64)
     if place > 0.0:
@@ -117,7 +117,10 @@ def update(
     buffers = _pointer(addresses + num, which, tl.float32, ALIGNED) + at
     buffer = tl.load(buffers, mask=inside, other=0.0) * tl.load(rule).to(tl.float32)
     buffer += into.to(tl.float32) * direction
-    weight -= out.to(tl.float32) * buffer
+    step = buffer
+    if tl.load(rule + 10) > 0.0:
+        step = direction + tl.load(rule).to(tl.float32) * buffer
+    weight -= out.to(tl.float32) * step
     if SKIPS:
         inside = at < tl.where(tl.load(found_inf) == 0.0, size, 0)
     tl.store(buffers, buffer, mask=inside)

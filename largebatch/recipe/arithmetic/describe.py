@@ -10,9 +10,23 @@ from largebatch.recipe.protocols import Protocol
 
 def describe_division(plan: Plan) -> str:
     """Describe the division of the first global batch."""
-    passes = plural(plan.accumulation, "micro-batch", "micro-batches")
-    workers = plural(plan.workers, "worker")
-    return f"{plan.global_batch:,} = {workers} x {passes} x {plan.device_batch}"
+    return _division(plan, plan.global_batch, plan.accumulation)
+
+
+def describe_batch_changes(plan: Plan) -> dict[str, str]:
+    """Describe each change of the global batch, by its step."""
+    later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
+    return {
+        f"from {piece.step:,}": f"{_division(plan, size, accumulation)}, epoch "
+        f"{plan.epoch(piece.step):.2f}, learning rate of the schedule x {piece.lr_factor:g}"
+        for piece, (_, size, accumulation) in later
+    }
+
+
+def _division(plan: Plan, batch: int, accumulation: int) -> str:
+    passes = plural(accumulation, "micro-batch", "micro-batches")
+    workers = plural(plan.workers, "worker") + (f" x {passes}" if accumulation > 1 else "")
+    return f"{batch:,} = {workers} x {plan.device_batch}"
 
 
 def describe_spans(plan: Plan) -> str:
@@ -35,8 +49,9 @@ def describe_decoding(execution: Execution, source: str) -> str:
     """Describe the source of the pixels."""
     if source == "synthetic":
         return "synthetic"
-    if execution.cache is None:
-        return f"decoded by {execution.decoder or 'torchvision'}"
+    if execution.cache in {None, "none"}:
+        once = execution.cache is None and execution.decoder is None
+        return f"decoded by {execution.decoder or 'torchvision'}" + ", once if small" * once
     return f"decoded once, cached as bytes (execution.cache: {execution.cache})"
 
 

@@ -34,7 +34,7 @@ MAX_EVALUATIONS = 100_000
 """Evaluations of a run: to plan more of them would take longer than a second."""
 
 DEVICE_BATCH_LIMIT = 256
-"""The largest device batch that is chosen by default."""
+"""The largest device batch that is chosen where memory is not measured, or noise is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +179,16 @@ class Plan:
         return range(start, start + self.device_batch)
 
 
-def make_plan(recipe: Recipe, *, workers: int = 1, backend: str | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe, *, workers: int = 1, backend: str | None = None, fits: int | None = None
+) -> Plan:
     """Divide a recipe over workers, and check that the backend of this name can train it.
 
-    If `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
-    BatchNorm spans in a device batch are preferred; if a worker's share has none, several workers
-    share each span. The device batch is the same in all pieces of a batch schedule. With a
-    protocol it is a learner's mini-batch, and an update takes whole mini-batches, whichever
-    learners compute them.
+    If `execution.device_batch` is null it is the largest of at most `fits` images, which were
+    measured to fit the memory, or of DEVICE_BATCH_LIMIT. Whole BatchNorm spans in a device batch
+    are preferred; if a worker's share has none, or none fits, several workers share each span. The
+    device batch is the same in all pieces of a batch schedule. With a protocol it is a learner's
+    mini-batch, and an update takes whole mini-batches, whichever learners compute them.
 
     Raises PlanError if a global batch cannot be divided so, RecipeError if the recipe's own lengths
     contradict each other, or for the backend.
@@ -197,7 +199,7 @@ def make_plan(recipe: Recipe, *, workers: int = 1, backend: str | None = None) -
     if protocol is None:
         noise = "noise_scale" in recipe.monitor
         asked = recipe.execution.device_batch
-        device_batch = _divide(batch, workers=workers, asked=asked, measures_noise=noise)
+        device_batch = _divide(batch, workers=workers, asked=asked, fits=fits, measures_noise=noise)
         accumulation = batch.global_batch // (workers * device_batch)
     else:
         if backend is not None:
@@ -239,7 +241,9 @@ def make_plan(recipe: Recipe, *, workers: int = 1, backend: str | None = None) -
     return replace(plan, sizes=sizes)
 
 
-def _divide(batch: BatchSizes, *, workers: int, asked: int | None, measures_noise: bool) -> int:
+def _divide(
+    batch: BatchSizes, *, workers: int, asked: int | None, fits: int | None, measures_noise: bool
+) -> int:
     """Return the device batch; raise PlanError if a global batch cannot be divided."""
     common = math.gcd(*batch.by_key.values())  # its divisors divide the batch of every piece
     over = f"over {plural(workers, 'worker')}"
@@ -262,7 +266,12 @@ def _divide(batch: BatchSizes, *, workers: int, asked: int | None, measures_nois
             )
     if asked is None:
         whole = [size for size in possible if size % span == 0] or possible
-        fitting = [size for size in whole if size <= DEVICE_BATCH_LIMIT]
+        if fits is None:
+            most = DEVICE_BATCH_LIMIT
+        else:
+            most = min(fits, DEVICE_BATCH_LIMIT) if measures_noise else fits
+            whole = whole if min(whole) <= most else possible
+        fitting = [size for size in whole if size <= most]
         return max(fitting, default=min(whole))
     if asked not in possible:
         key, size = next(

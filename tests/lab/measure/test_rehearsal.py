@@ -14,11 +14,11 @@ from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.order import sample_ids
 from largebatch.distributed.torch_distributed import TorchGroup
-from largebatch.lab.measure.estimate import random_batch
 from largebatch.lab.measure.rehearsal import Message, activation_bytes, rehearse
 from largebatch.lab.planner.cluster import load_cluster
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.runs.fitting import random_batch
 from largebatch.runs.state import build_criterion
 from largebatch.tracking.events import StageName
 from largebatch.training.loop import Update

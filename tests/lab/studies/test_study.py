@@ -196,6 +196,14 @@ def test_a_trial_of_updates_has_lengths_in_epochs_at_the_same_updates(tmp_path: 
     assert evaluated == pytest.approx(make_plan(cell.recipe, workers=1).evaluate_after, rel=0.02)
 
 
+def test_runs_of_a_tracked_study_are_one_group(tmp_path: Path) -> None:
+    tracked = {**SETTINGS, "tracking": ["wandb"]}
+    for changes, group in ((SETTINGS, None), (tracked, "tracked")):
+        digits = {"digits": {"recipe": "digits_96", "set": changes}}
+        found = cells(tmp_path, recipes=digits, name="tracked")
+        assert {cell.recipe.tracking.group for cell in found} == {group}
+
+
 def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     study = load_study("gtdlbench")
     assert study.settings is not None

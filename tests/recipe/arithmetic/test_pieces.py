@@ -233,7 +233,7 @@ def test_the_command_line_refuses_in_one_line(capsys: pytest.CaptureFixture[str]
 def test_the_plan_has_a_row_for_each_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(DIGITS), "--workers", "2", "--set", DOUBLED]) == 0
     shown = capsys.readouterr().out
-    assert "global batch  96 = 2 workers x 1 micro-batch x 48\n" in shown
+    assert "global batch  96 = 2 workers x 48\n" in shown
     row = "from 150  192 = 2 workers x 2 micro-batches x 48, epoch 10.02, learning rate of the"
     assert row in shown
     assert "samples seen  57,600 (40.08 epochs)" in shown

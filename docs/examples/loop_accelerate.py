@@ -1,6 +1,6 @@
-"""Averaged weights in an Accelerate loop, polished on all workers.
+"""An Accelerate loop, audited, whose averaged weights are polished on all workers.
 
-accelerate launch --cpu --num_processes 2 docs/examples/averaged_accelerate.py
+accelerate launch --cpu --num_processes 2 docs/examples/loop_accelerate.py
 """
 
 import torch
@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from largebatch import evaluate
 from largebatch.data.datasets.digits import load_digits
+from largebatch.integrations.accelerate import audit_loop, polished
 from largebatch.models import build
-from largebatch.polish import polish
-from largebatch.training import evaluate
 
 
 def main() -> None:
@@ -28,6 +28,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(train_set, 48, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    audit_loop(accelerator, model, loader, cross_entropy, optimizer)
+
     average = get_ema_multi_avg_fn(0.98)
     averaged = AveragedModel(accelerator.unwrap_model(model), multi_avg_fn=average)
     for _ in range(4):
@@ -40,9 +42,9 @@ def main() -> None:
     val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), workers)), 64)
     left = evaluate(averaged, val_loader)
     clean_loader = DataLoader(Subset(train_set, range(rank, len(train_set), workers)), 64)
-    polish(averaged, clean_loader)
-    polished = evaluate(averaged, val_loader)
-    accelerator.print(f"top-1 of the average {left.top1:.2%}, polished {polished.top1:.2%}")
+    with polished(accelerator, model, averaged, clean_loader):
+        found = evaluate(model, val_loader)
+    accelerator.print(f"top-1 of the average {left.top1:.2%}, polished {found.top1:.2%}")
     accelerator.end_training()
 
 

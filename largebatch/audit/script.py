@@ -1,0 +1,237 @@
+"""The audit of a script that does not call it: the script's own loop makes the updates.
+
+The script runs as `python script.py` would. Hooks of torch see its first update, and with it the
+model, the optimizer, the loss function and the loader. When the loop then requests the next batch,
+an audit starts in a thread; its step gives the loop a batch, and waits until the loop requests
+another one. So forward, backward, reduction, clipping and update are those of the script, which
+ends with the audit.
+"""
+
+import gc
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, DistributedSampler
+
+from largebatch.audit.auditing import audit
+from largebatch.audit.findings import Findings
+from largebatch.errors import DataError
+from largebatch.models.inputs import labels_of
+from largebatch.models.wrappers import device_of
+from largebatch.optional import require_torchvision
+
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+"""Functions of torch.nn.functional; a loss that is a module is seen whatever it calls."""
+
+
+class _EndedError(BaseException):
+    """Ends the script after its audit; not an Exception, which the script may catch."""
+
+
+def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
+    """Run a script with its arguments until its first updates are audited; every worker calls this.
+
+    Raises DataError, with what was not seen, if the script ends before that or cannot be audited.
+    """
+    watch = _Watch()
+    require_torchvision()  # what most scripts import, also where it was built for another torch
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.argv = [str(path), *arguments]
+    end: Exception = RuntimeError("the script ended")
+    try:
+        with watch.installed():
+            runpy.run_path(str(path), run_name="__main__")
+    except _EndedError:
+        pass
+    except SystemExit as error:
+        if watch.thread is None and error.code:
+            raise
+    except Exception as error:
+        if watch.thread is None:
+            raise
+        end = error
+    watch.requests.put(end)
+    if watch.thread is not None:
+        watch.thread.join()
+        watch.models, watch.optimizer = [], None
+        gc.collect()  # a DistributedDataParallel that outlives its process group can block
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if isinstance(watch.result, Findings):
+        return watch.result
+    if watch.result is not None:
+        raise watch.result
+    raise DataError(
+        f"{path}: {watch.missing()}; pass what it trains with: {path}:FUNCTION returns "
+        "(model, loader, loss_fn, optimizer), or call largebatch.audit in the script"
+    )
+
+
+class _Watch:
+    """What hooks saw of a script, and the exchange of batches between it and its audit."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.loss: tuple[Callable[[Any, Any], Tensor], object] | None = None
+        """Loss function and labels of its last call."""
+
+        self.optimizer: Optimizer | None = None
+        self.set_epoch: Callable[[int], object] | None = None
+        self.loader: DataLoader[Any] | None = None
+        self.batch: object = None
+        self.thread: threading.Thread | None = None
+        self.result: Findings | BaseException | None = None
+        self.batches: SimpleQueue[Any] = SimpleQueue()
+        self.requests: SimpleQueue[Exception | None] = SimpleQueue()
+        """An item for each request of the script for a batch; an error if it has failed."""
+
+        self._hooks = ExitStack()
+        self._depth = 0
+        self._owner = threading.current_thread()
+
+    def missing(self) -> str:
+        """Return what was not seen."""
+        if self.loader is None:
+            return "it has read no batch from a DataLoader in this process"
+        if self.optimizer is None:
+            return "it has made no update with a model that it called, in this process"
+        return "it has requested no batch after its first update"
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """See what a script does in this block."""
+        own_iter, own_epoch = DataLoader.__iter__, DistributedSampler.set_epoch
+
+        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+            own = own_iter(loader)
+            return self._follow(loader, own) if self._is_of_script() else own
+
+        def set_epoch(sampler: DistributedSampler[Any], epoch: int) -> None:
+            if self._is_of_script():
+                self.set_epoch = sampler.set_epoch
+            own_epoch(sampler, epoch)
+
+        with self._hooks, ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+                register_optimizer_step_post_hook(self._after_update),
+            ):
+                self._hooks.callback(handle.remove)
+            for name in _LOSSES:
+                seen = partial(self._call_loss, getattr(F, name))
+                self._hooks.enter_context(mock.patch.object(F, name, seen))
+            stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
+            stack.enter_context(mock.patch.object(DistributedSampler, "set_epoch", set_epoch))
+            yield
+
+    def _is_of_script(self) -> bool:
+        return threading.current_thread() is self._owner
+
+    def _enter(self, *_: object) -> None:
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        self._depth -= 1
+        if self._depth or not torch.is_grad_enabled():
+            return
+        if next(module.parameters(), None) is not None:
+            self.models = [*(it for it in self.models if it is not module), module]
+        elif isinstance(output, Tensor) and output.ndim == 0 and len(args) == 2:
+            self.loss = module, args[1]
+
+    def _call_loss(self, function: Callable[..., Tensor], *args: Any, **words: Any) -> Tensor:  # noqa: ANN401
+        given = dict(signature(function).bind(*args, **words).arguments)
+        scores, labels = given.pop("input"), given.pop("target")
+        if torch.is_grad_enabled() and scores.requires_grad:
+            self.loss = partial(function, **given), labels
+        return function(*args, **words)
+
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        updated = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        self.models.sort(key=lambda model: not updated.isdisjoint(map(id, model.parameters())))
+        if self.models and not updated.isdisjoint(map(id, self.models[-1].parameters())):
+            self.optimizer = optimizer
+
+    def _follow(self, loader: DataLoader[Any], own: Iterator[Any]) -> Iterator[Any]:
+        """Yield a loader's batches; after the first update those of the audit."""
+        for batch in own:
+            self.loader, self.batch = loader, batch
+            yield batch
+            if self.optimizer is None or self.loader is not loader:
+                continue
+            self._hooks.close()
+            self._start()
+            while (batch := self.batches.get()) is not None:
+                yield batch
+                self.requests.put(None)
+            raise _EndedError
+
+    def _start(self) -> None:
+        model, loader, optimizer = self.models[-1], self.loader, self.optimizer
+        loss_fn, labels = self.loss or (None, None)
+        if loss_fn is None or not _has_labels(self.batch, labels):
+            raise DataError(
+                "a script is audited if it passes the labels of the batch that it read last to a "
+                f"loss function, {'which this one does not' if loss_fn else 'and none was seen'} "
+                "(a loader that reads ahead, mixup, a loss in the model): call largebatch.audit in "
+                "it, or a part of largebatch.integrations"
+            )
+        batches, requests = self.batches, self.requests
+        sampler = getattr(loader, "sampler", None)
+        set_epoch = self.set_epoch
+        if not isinstance(sampler, DistributedSampler):
+            set_epoch = getattr(sampler, "set_epoch", None)
+
+        def step(batch: object) -> None:
+            batches.put(batch)
+            error = requests.get()
+            if error is not None:
+                requests.put(error)  # for the next call
+                raise error
+
+        def work() -> None:
+            device = device_of(model)
+            try:
+                if device.type != "cpu":
+                    torch.get_device_module(device).set_device(device)
+                self.result = audit(model, loader, loss_fn, optimizer, step, set_epoch=set_epoch)
+            except BaseException as error:  # raised in the main thread
+                self.result = error
+            batches.put(None)
+
+        self.thread = threading.Thread(target=work, name="audit")
+        self.thread.start()
+
+
+def _has_labels(batch: Any, labels: object) -> bool:  # noqa: ANN401 -- as the loader has it
+    """Return True if these are the labels of a batch, or of its last part."""
+    try:
+        given = labels_of(batch)
+    except ValueError:
+        return False
+    if not isinstance(labels, Tensor) or not 0 < len(labels) <= len(given):
+        return False
+    last = given[-len(labels) :]
+    return labels.shape == last.shape and bool((labels.cpu() == last.cpu()).all())

@@ -1,0 +1,70 @@
+"""Callbacks for Lightning."""
+
+from collections.abc import Callable, Iterable
+from itertools import cycle
+from typing import Any
+
+from torch import Tensor
+
+from largebatch.audit import Findings, audit
+from largebatch.optional import require_lightning
+from largebatch.polish import polish
+
+require_lightning()
+
+from lightning import Callback, LightningModule, Trainer  # noqa: E402
+
+
+class Polish(Callback):  # type: ignore[misc]  # Lightning's types are not read
+    """Polish the model before every validation, and when training ends.
+
+    Put it behind a callback that averages weights, such as Lightning's EMAWeightAveraging: then
+    the average is polished. `batches` are clean training images, of which every worker may pass all
+    or its own share. `network` names the module within the LightningModule that takes images; "" is
+    the LightningModule itself.
+    """
+
+    def __init__(self, batches: Iterable[Any], network: str = "model") -> None:
+        self.batches, self.network = batches, network
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Polish the weights that are validated."""
+        if not trainer.sanity_checking:
+            polish(pl_module.get_submodule(self.network), self.batches)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Polish the weights that training ends with."""
+        polish(pl_module.get_submodule(self.network), self.batches)
+
+
+class Audit(Callback):  # type: ignore[misc]  # as above
+    """Audit the first updates when training starts, and undo them; `findings` has the results.
+
+    The step is the strategy's forward and backward pass, with the trainer's accumulation and
+    clipping; `network` is as above, and `loss_fn` a mean over samples.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], network: str = "model") -> None:
+        self.loss_fn, self.network = loss_fn, network
+        self.findings: Findings | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Audit the loop; every worker calls this."""
+        strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        loader = trainer.train_dataloader
+        micros = trainer.accumulate_grad_batches
+        lasts = cycle(micro == micros - 1 for micro in range(micros))
+        clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+
+        def step(batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
+            output = strategy.training_step(strategy.batch_to_device(batch), 0)
+            loss = output["loss"] if isinstance(output, dict) else output
+            strategy.backward(loss / micros, optimizer)
+            if next(lasts):
+                pl_module.configure_gradient_clipping(optimizer, *clip)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+        network = pl_module.get_submodule(self.network)
+        self.findings = audit(network, loader, self.loss_fn, optimizer, step, set_epoch=set_epoch)

@@ -1,0 +1,159 @@
+"""The device batch that fits the memory of an accelerator, and a smaller one after it did not."""
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor, nn
+
+from largebatch import accelerator
+from largebatch.distributed.backend import Backend
+from largebatch.errors import DeviceMemoryError
+from largebatch.models.of_recipe import build_model
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.state import build_criterion
+from largebatch.training.session import Session
+
+SHARE = 0.8
+"""Part of the free memory that is used; the rest is for copies of input and fragmentation."""
+
+_PART = 1 / 8
+"""Part of the free memory that the second measurement aims at, and part of all memory that cached
+pixels may take."""
+
+_COPIES = 4
+"""Copies of the weights besides the gradients: moments, averages and sums."""
+
+
+def fitted_plan(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[Plan, str]:
+    """Return the plan with the largest device batch that fits every worker, and the reason.
+
+    `plan` is any plan of the recipe for these workers. The model does not change.
+    """
+    images, reason = measure(recipe, plan, model, backend)
+    of_workers = backend.all_gather(torch.tensor(images).to(backend.device))
+    images = int(of_workers.min())  # sync: once, before training
+    fitted = make_plan(recipe, workers=plan.workers, backend=backend.name, fits=images)
+    return fitted, (
+        f"device batch {fitted.device_batch:,} of a worker's {_share(plan):,} samples in an "
+        f"update: {images:,} fit, {reason} (execution.device_batch sets another)"
+    )
+
+
+def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[int, str]:
+    """Return the number of samples that fit this worker's device, and the reason in words.
+
+    The memory of a forward and backward pass is measured for two numbers of random samples, whole
+    BatchNorm spans or part of one; its growth is the memory of a sample.
+    """
+    device, most, span = backend.device, _share(plan), plan.bn_span or 1
+    side = largest_side(plan, usual=recipe.data.image_size)
+    criterion = build_criterion(recipe.loss)
+    on_one = math.ceil(backend.local_size / max(1, accelerator.count()))
+    caches = recipe.execution.cache in {None, "device"}
+    cached = _PART * accelerator.memory_bytes() if caches else 0
+    free = accelerator.free_memory_bytes(device) / on_one - cached
+
+    def peak(num: int) -> int:
+        def work() -> None:
+            images, labels = random_batch(num, side, classes=recipe.data.classes, device=device)
+            criterion(model(images), labels).backward()
+
+        found = accelerator.measure_peak(device, work)
+        model.zero_grad(set_to_none=True)
+        return max(1, found)
+
+    with _unchanged(model, device):
+        few = whole_spans(2, span)
+        low = peak(few)
+        many = whole_spans(max(few, min(most, int(_PART * free * few / low))), span)
+        high = peak(many)
+    each = max(1.0, (high - low) / (many - few) if many > few else high / many)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    fixed = max(0.0, high - many * each) + _COPIES * weights
+    return max(1, min(most, int((SHARE * free - fixed) / each))), (
+        f"in {SHARE:.0%} of {free / 1e9:.3g} GB: {each / 1e6:.3g} MB a sample of {side} x {side} "
+        f"pixels, measured, and {fixed / 1e9:.3g} GB besides"
+    )
+
+
+def halve(session: Session) -> int:
+    """Save a run that ran out of memory as of its last update; return half of its device batch.
+
+    Raises DeviceMemoryError, with a device batch that fits, where this process cannot go on: the
+    recipe gives the device batch, other workers wait, or weights may have changed.
+    """
+    training, recipe = session.training, session.saver.recipe
+    plan, backend, reducer = training.plan, training.backend, session.state.updater.reducer
+    in_passes = reducer.in_passes
+    reducer.zero()
+    gc.collect()  # the tensors of the pass that failed
+    asked, fits = recipe.execution.device_batch, plan.device_batch // 2
+    if asked is not None:
+        with suppress(torch.OutOfMemoryError):
+            found, _ = measure(recipe, plan, build_model(recipe, backend.device), backend)
+            fits = min(found, fits)
+    free = recipe.with_execution(device_batch=None)
+    smaller = make_plan(free, workers=plan.workers, fits=fits).device_batch
+    where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
+    step = session.state.progress.step
+    if smaller >= plan.device_batch or recipe.protocol is not None:
+        raise DeviceMemoryError(
+            f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
+        )
+    if asked is not None or backend.name != "serial" or not in_passes:
+        raise DeviceMemoryError(
+            f"{where} (after update {step:,}); {smaller:,} would: continue with --device-batch "
+            f"{smaller} --resume auto"
+        )
+    training.step_log.flush()
+    session.log.note("train", f"{where}: continuing after update {step:,} with {smaller:,}")
+    if step:
+        session.saver.save()
+    training.requests.stopped = True
+    return smaller
+
+
+def whole_spans(num: int, span: int) -> int:
+    """Return the samples of whole spans among `num`; all of them within one span.
+
+    >>> [whole_spans(num, 15) for num in (8, 16, 32)]
+    [8, 15, 30]
+    """
+    return num if num < span else num - num % span
+
+
+def largest_side(plan: Plan, *, usual: int) -> int:
+    """Return the largest image size in training, where it is `usual` without a schedule."""
+    sizes = [piece.image_size for piece in plan.sizes]
+    if not sizes or plan.updates > plan.train_steps:
+        sizes.append(usual)
+    return max(sizes)
+
+
+def random_batch(
+    num: int, side: int, *, classes: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return random samples of this size, and labels."""
+    labels = torch.randint(classes, (num,), device=device)
+    return torch.randn(num, 3, side, side, device=device), labels
+
+
+def _share(plan: Plan) -> int:
+    """Return the samples of a worker in an update: a number that divides every global batch."""
+    return math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
+
+
+@contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and generators, and remove gradients, at the end of the block."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([device.index or 0], device_type=device.type):
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    model.zero_grad(set_to_none=True)

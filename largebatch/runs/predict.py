@@ -1,0 +1,161 @@
+"""The classes of any images by a saved run, shown to the model as its evaluation shows them."""
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from largebatch.data.augment import center_boxes, whole_boxes
+from largebatch.data.decoders.pixel_cache import resized
+from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
+from largebatch.data.decoders.torchvision import AT_A_TIME, decode_upright, show
+from largebatch.data.index.folder import by_suffix, describe, is_image, visible
+from largebatch.data.index.headers import BadImageError, Size, measure_part
+from largebatch.data.types import Batches, Bytes, Floats, IntArray, Resources, View
+from largebatch.distributed.environment import available_cores
+from largebatch.errors import DataError, reason_of
+from largebatch.models.of_recipe import build_model
+from largebatch.models.views import MeanOfViews
+from largebatch.optional import require_torchvision
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.runs.build import join
+from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.options import Options
+from largebatch.training.evaluation import evaluate
+from largebatch.training.saving import require_fit
+
+
+class Predictions(NamedTuple):
+    """Probabilities of the classes for every image that could be read."""
+
+    classes: Sequence[str]
+    """Names by label."""
+
+    paths: list[Path]
+    probabilities: Tensor
+    """N x classes, float32, on the CPU."""
+
+    unreadable: dict[Path, str]
+    """Reasons by path."""
+
+    ignored: str
+    """Line with the numbers of files in folders that are not read; empty if there are none."""
+
+
+def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -> Predictions:
+    """Predict the classes of images, and of all images in folders, by a checkpoint or a run.
+
+    A run folder is represented by its newest checkpoint, as in `evaluate`. Raises DataError if no
+    image can be read, CheckpointError if the checkpoint cannot be.
+    """
+    require_torchvision()  # now: threads cannot import it at the same time
+    path, checkpoint = find_checkpoint(run)
+    recipe, weights = checkpoint.recipe, checkpoint.model(source=path)
+    found, ignored = _list_images(places)
+    sizes: dict[Path, Size] = {}
+    unreadable: dict[Path, str] = {}
+    for image in found:
+        try:
+            with image.open("rb") as file:
+                sizes[image] = measure_part(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        except (OSError, BadImageError) as error:
+            unreadable[image] = getattr(error, "strerror", None) or str(error)
+    plan = make_plan(recipe.mathematics)
+    plan = plan.measuring(workers=1, device_batch=recipe.execution.device_batch)
+    scores: list[Tensor] = []
+    options = Options(backend="serial", imports=imports)
+    if sizes:
+        with join(options, {"command": "predict"}) as backend:
+            model = build_model(recipe, backend.device)
+            with require_fit(str(path)):
+                model.load_state_dict(weights)
+            if recipe.evaluation.views > 1:
+                model = MeanOfViews(model, views=recipe.evaluation.views)
+            resources = Resources(backend.device, available_cores(), plan.device_batch)
+            view = View(
+                image_size=recipe.data.image_size,
+                mean=recipe.data.mean,
+                std=recipe.data.std,
+                interpolation=recipe.data.interpolation,
+                channels_last=recipe.execution.channels_last(backend.device.type),
+            )
+            resize, cached = recipe.data.eval_resize, recipe.execution.cache is not None
+            batches = _decode(sizes, resize, view, resources, unreadable, cached=cached)
+            evaluate(model, batches, backend, each=lambda logits, _: scores.append(logits))
+    readable = [row for row, image in enumerate(sizes) if image not in unreadable]
+    if not readable:
+        causes = [f"{image}: {reason}" for image, reason in unreadable.items()] + [ignored]
+        raise DataError("no image can be read\n  " + "\n  ".join(filter(None, causes)))
+    return Predictions(
+        classes=checkpoint.origin.classes or [str(label) for label in range(recipe.data.classes)],
+        paths=[image for image in sizes if image not in unreadable],
+        probabilities=torch.cat(scores).float().softmax(1).cpu()[readable],
+        unreadable=unreadable,
+        ignored=ignored,
+    )
+
+
+def _list_images(places: Iterable[Path]) -> tuple[list[Path], str]:
+    """Return the files among places and the images in their folders, each once, in order."""
+    found: list[Path] = []
+    ignored: list[Path] = []
+    for place in places:
+        if not place.is_dir():
+            found.append(place)
+        for folder, below, names in os.walk(place):
+            below[:] = sorted(filter(visible, below))
+            for name in sorted(filter(visible, names)):
+                (found if is_image(name) else ignored).append(Path(folder, name))
+    return list(dict.fromkeys(found)), describe(by_suffix(map(str, ignored)), where="folders")
+
+
+def _decode(
+    sizes: dict[Path, Size],
+    resize: int | None,
+    view: View,
+    resources: Resources,
+    unreadable: dict[Path, str],
+    *,
+    cached: bool,
+) -> Batches:
+    """Yield batches of the images; those that cannot be decoded are black and `unreadable`.
+
+    They are resized as a run does that has `cached` its pixels, or none.
+    """
+    files = list(sizes.items())
+    heights = np.array([size.height for size in sizes.values()])
+    widths = np.array([size.width for size in sizes.values()])
+    boxes = whole_boxes(heights, widths)
+    if resize is not None:
+        boxes = center_boxes(heights, widths, image_size=view.image_size, resize=resize)
+
+    def fill(rows: Sequence[int], pixels: Bytes | Floats) -> None:
+        for row, out in zip(rows, pixels, strict=True):
+            path, size = files[row]
+            try:
+                image = decode_upright(path.read_bytes(), size.orientation)
+            except Exception as error:  # Pillow raises many types for a damaged file
+                unreadable[path] = reason_of(error)
+                out[:] = 0
+                continue
+            if cached:
+                top, left, height, width = boxes[row]
+                part = np.array(image)[top : top + height, left : left + width]
+                out[:] = resized(part, size=out.shape[:2], interpolation=view.interpolation)
+            else:
+                show(image, view, boxes[row], np.False_, out)
+
+    def divide(rows: range) -> tuple[IntArray, list[Part]]:
+        parts = in_parts(len(rows), threads=resources.threads, most=AT_A_TIME)
+        labels = np.zeros(len(rows), dtype=np.int64)  # evaluation needs some
+        return labels, [Part(part, partial(fill, rows[part])) for part in parts]
+
+    starts = range(0, len(files), resources.batch_size)
+    parts = (range(start, min(start + resources.batch_size, len(files))) for start in starts)
+    with open_prefetcher(view, resources) as fill_ahead:
+        yield from fill_ahead(parts, divide)

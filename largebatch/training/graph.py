@@ -1,0 +1,258 @@
+"""An update as one CUDA graph: recorded once for each shape of a batch, then replayed.
+
+A small device batch is bound by the host, which launches hundreds of kernels; a graph is one
+launch. The first two updates of a shape run as always, because libraries choose kernels and
+optimizers create their state in them; during the second it is noted where the host waits for the
+device. The third is recorded, part by part, and replayed from then on:
+
+    passes      forward and backward pass of a micro-batch, a graph for each place in an update:
+                the first one writes gradients, later ones add to them, the last one sends them
+    sums        sums over the workers (NCCL's alone can be recorded), and their check
+    update      the optimizer, the loss scale, the running statistics
+
+One graph has as many of them as can be recorded; the rest runs after it. All graphs of a `train()`
+share memory. A batch is copied into the memory that the graph reads: on the device that takes
+microseconds, and copies from the host overlap with updates before (data/decoders/prefetch.py).
+
+What a replay must find is on the device: gradients, moments, statistics, and the numbers of the
+optimizer, which `refresh` copies there. Random numbers are those of the seed that is set before.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from largebatch import accelerator
+from largebatch.data.types import Batch
+from largebatch.distributed.backend import in_graphs
+from largebatch.distributed.reducer import Held
+from largebatch.errors import RecipeError, clip
+from largebatch.models.batchnorm import has_own_hooks
+
+if TYPE_CHECKING:
+    from largebatch.training.loop import Results, Stopwatch, Work
+
+UseGraph = Literal["auto", True, False]
+
+NOTHING, PASSES, SUMS, EVERYTHING = range(4)
+"""How much of an update is recorded."""
+
+_WARM_UP = 2
+"""Updates of a shape before it is recorded."""
+
+_SHAPES = 4
+"""Shapes whose graphs are kept."""
+
+_REST = {
+    NOTHING: "updates run without a CUDA graph",
+    PASSES: "forward and backward passes are CUDA graphs; sums and the update follow",
+    SUMS: "an update is a CUDA graph up to the optimizer, which follows",
+    EVERYTHING: "an update is one CUDA graph",
+}
+
+
+@dataclass(slots=True)
+class _Part:
+    """A recorded part of an update, and what the host must know after it was replayed."""
+
+    graph: accelerator.Graph
+    depth: int
+    held: Held
+    results: "Results"
+    counts: list[int]
+    """Spans that were counted."""
+
+
+@dataclass(slots=True)
+class _Shape:
+    updates: int = 0
+    batch: Batch | None = None
+    """The memory that the graphs read."""
+
+    parts: dict[tuple[bool, bool], _Part] = field(default_factory=dict)
+    """By whether the micro-batch is the first and the last one of an update."""
+
+
+class Graphs:
+    """Replays the parts of an update that it has recorded."""
+
+    def __init__(self, work: "Work", use: UseGraph, note: Callable[[str], object]) -> None:
+        self._work, self._use, self._note = work, use, note
+        self._device = work.reducer.device
+        self._shapes: dict[object, _Shape] = {}
+        self._shape = _Shape()
+        self._pool: object = None
+        self._depth, self._reason, self._noted = EVERYTHING, "", -1
+        layer = next((it for it in work.model.modules() if has_own_hooks(it)), None)
+        over_workers = [it for it in work.spans.groups if not in_graphs(it)]
+        if layer is not None:
+            self._limit(NOTHING, f"{type(layer).__name__} has hooks, which may decide on the host")
+        if over_workers:
+            self._limit(NOTHING, "a BatchNorm span is summed over workers, and not by NCCL")
+        elif not in_graphs(work.spans.backend) or not in_graphs(work.reducer.workers):
+            self._limit(PASSES, "only NCCL's sums can be recorded")
+
+    def replay(self, batch: Batch, stopwatch: "Stopwatch", *, first: bool, last: bool) -> bool:
+        """Do the work of a micro-batch, or of the last and the update; False to do it eagerly."""
+        if first:
+            self._begin(batch)
+        shape, key = self._shape, (first, last)
+        if self._depth == NOTHING or shape.updates < _WARM_UP:
+            return False
+        if shape.updates == _WARM_UP:
+            self._watch(batch, stopwatch, *key)
+            return True
+        if shape.batch is None or _form(shape.batch) != _form(batch):
+            return False  # a smaller last micro-batch
+        if key not in shape.parts and not self._record(shape, stopwatch, *key):
+            return False
+        for kept, given in zip(shape.batch, batch, strict=True):
+            kept.copy_(given, non_blocking=True)
+        self._run(shape.parts[key], stopwatch, last=last)
+        return True
+
+    def _begin(self, batch: Batch) -> None:
+        """Choose the graphs of an update."""
+        form = _form(batch)
+        self._shape = self._shapes.pop(form, _Shape())
+        self._shapes[form] = self._shape  # the newest is the last
+        if len(self._shapes) > _SHAPES:
+            self._shapes.pop(next(iter(self._shapes)))
+        self._shape.updates += 1
+        if self._shape.updates == _WARM_UP + 1 and self._depth:
+            self._shape.batch = Batch(*map(torch.empty_like, batch))
+
+    def _watch(self, batch: Batch, stopwatch: "Stopwatch", first: bool, last: bool) -> None:  # noqa: FBT001 -- a key
+        """Do the work as always, and note what cannot be recorded of it."""
+        work, before = self._work, _host_generators()
+        with accelerator.waits(self._device) as found:
+            work.accumulate(batch, first=first, last=last)
+        if found:
+            self._limit(NOTHING, f"the host waits for the device in {found[0]}")
+        elif before != _host_generators():
+            self._limit(NOTHING, "the network draws random numbers on the host")
+        if not last:
+            return
+        with accelerator.waits(self._device) as found:
+            work.sum(stopwatch)
+        if found:
+            self._limit(PASSES, f"the host waits for the device in {found[0]}")
+        if problem := _problem(work.optimizer):
+            self._limit(SUMS, problem)
+        with accelerator.waits(self._device) as found:
+            work.update()
+        if found:
+            self._limit(SUMS, f"the host waits for the device in {found[0]}")
+
+    def _record(self, shape: _Shape, stopwatch: "Stopwatch", first: bool, last: bool) -> bool:  # noqa: FBT001 -- a key
+        """Record a part; nothing is computed. Return False if that failed, without a trace."""
+        work, reducer, spans = self._work, self._work.reducer, self._work.spans
+        held, counts, results = reducer.held(), spans.counts, work.results
+        assert shape.batch is not None
+        try:
+            graph = accelerator.Graph(self._device, self._pool)
+            work.results = replace(results)
+            depth = self._depth if last else PASSES
+            with graph.record():
+                work.accumulate(shape.batch, first=first, last=depth >= SUMS)
+                if depth >= SUMS:
+                    work.sum(stopwatch)
+                if depth == EVERYTHING:
+                    work.update()
+            more = [after - before for after, before in zip(spans.counts, counts, strict=True)]
+            part = _Part(graph, depth, reducer.held(), work.results, more)
+        except Exception as problem:  # torch and Triton raise all kinds
+            reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
+            self._shapes.clear()
+            self._limit(NOTHING, f"recording failed ({reason})")
+            part = None
+        reducer.hold(held)
+        spans.counts, spans.is_summed, work.results = counts, False, results
+        if part is None:
+            return False
+        self._pool, shape.parts[first, last] = graph.pool, part
+        self._say()
+        return True
+
+    def _run(self, part: _Part, stopwatch: "Stopwatch", *, last: bool) -> None:
+        work, reducer, spans = self._work, self._work.reducer, self._work.spans
+        reducer.hold(part.held)
+        if part.depth == EVERYTHING:
+            work.optimizer.refresh()  # type: ignore[attr-defined]  # see _problem
+        part.graph.replay()
+        work.results = replace(part.results)
+        spans.counts = [a + b for a, b in zip(spans.counts, part.counts, strict=True)]
+        spans.is_summed = part.depth == SUMS
+        if not last:
+            return
+        if part.depth < SUMS:
+            spans.reduce()
+            reducer.arm(complete=True)
+            work.sum(stopwatch)
+        if part.depth < EVERYTHING:
+            work.update()
+        for it in fields(work.results):  # the next replay overwrites them
+            value = getattr(work.results, it.name)
+            if value is not None and (it.name != "scale" or work.scaler.is_enabled()):
+                setattr(work.results, it.name, value.clone())
+
+    def _limit(self, depth: int, reason: str) -> None:
+        if depth < self._depth:
+            self._depth, self._reason = depth, reason
+        if depth == NOTHING:
+            self._say()
+
+    def _say(self) -> None:
+        """Note how much is recorded; raise RecipeError if a graph is required and there is none."""
+        if self._depth == NOTHING and self._use is True:
+            raise refused(self._reason)
+        if self._noted != self._depth:
+            self._noted = self._depth
+            self._note(_REST[self._depth] + (f": {self._reason}" if self._reason else ""))
+
+
+def refused(reason: str) -> RecipeError:
+    """Return the error of a graph that is required and cannot be."""
+    return RecipeError(f"execution.graph: true: {reason}; set graph: auto, or false")
+
+
+def require_graphs(use: UseGraph, device: torch.device) -> None:
+    """Raise RecipeError if a graph is required and the device has none."""
+    if use is True and device.type not in accelerator.GRAPHS:
+        raise refused(f"there are no graphs on a device of type {device.type}")
+
+
+def open_graphs(work: "Work", use: UseGraph, note: Callable[[str], object]) -> Graphs | None:
+    """Return what records and replays the work of updates; None to do it as always."""
+    device = work.reducer.device
+    require_graphs(use, device)
+    if use is False or device.type not in accelerator.GRAPHS:
+        return None
+    return Graphs(work, use, note)
+
+
+def _form(batch: Batch) -> object:
+    return tuple((it.shape, it.dtype, it.stride()) for it in batch)
+
+
+def _host_generators() -> object:
+    """Return the states of the host's random numbers, which a graph would not draw again."""
+    numpys = np.random.get_state(legacy=False)
+    return torch.default_generator.get_state().tolist(), random.getstate(), repr(numpys)
+
+
+def _problem(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer cannot be in a graph; None if it can: its numbers are on the device.
+
+    Such an optimizer has `refresh`, which copies them there before a replay, and the addresses of
+    the gradients, and `can_replay`.
+    """
+    can_replay = getattr(optimizer, "can_replay", None)
+    if can_replay is not None and can_replay():
+        return None
+    return f"{type(optimizer).__name__} takes its numbers from the host here"

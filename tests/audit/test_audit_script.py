@@ -1,0 +1,107 @@
+"""An audit of an unchanged script, by `largebatch audit script.py`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from programs import output_of
+
+from largebatch.audit.script import audit_script
+from largebatch.errors import DataError
+
+LOOP = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+fault, several = sys.argv[-1], "LOCAL_RANK" in os.environ
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(96, 3, 6, 6), torch.arange(96) % 4)
+model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+sampler = DistributedSampler(data, int(several) + 1, 0)
+if several:
+    dist.init_process_group("gloo")
+    sampler = DistributedSampler(data)
+    model = DistributedDataParallel(model)
+loader = DataLoader(data, 8, sampler=sampler)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(100):
+    if fault != "order":
+        sampler.set_epoch(epoch)
+    for number, (images, labels) in enumerate(loader):
+        if fault == "labels":
+            labels = labels.roll(1)
+        scores = model(images)
+        if fault == "loss":
+            loss = -scores.log_softmax(1)[torch.arange(8), labels].mean()
+        else:
+            loss = cross_entropy(scores, labels, label_smoothing=0.1)
+        (loss if fault == "scale" else loss / 2).backward()
+        if number == 5 and fault == "error":
+            raise RuntimeError("of the script")
+        if number % 2 and fault != "no update":
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 1 and fault == "end":
+            sys.exit()
+    if fault == "no update":
+        break
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["none"])
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP, encoding="utf-8")
+    return path
+
+
+def test_a_scripts_own_loop_on_two_workers_is_audited_with_its_own_arguments(script: Path) -> None:
+    words = [sys.executable, "-m", "largebatch", "audit", str(script), "--workers", "none"]
+    printed = output_of(*words)
+    assert "audit: no fault" in printed
+    assert "unknown" not in printed
+    assert "1.0000 times that of one process with all 32 samples" in printed
+
+
+@pytest.mark.parametrize(
+    ("fault", "faults"),
+    [
+        pytest.param("none", [], id="none"),
+        pytest.param("order", ["epoch order"], id="set_epoch is not called"),
+        pytest.param("scale", ["gradient scale"], id="micro-batches are added"),
+    ],
+)
+def test_a_fault_of_a_script_is_found(fault: str, faults: list[str], script: Path) -> None:
+    findings = audit_script(script, [fault])
+    assert [it.check for it in findings.faults] == faults
+    assert findings.is_compared
+
+
+@pytest.mark.parametrize(
+    ("fault", "missing"),
+    [
+        pytest.param("no update", "update", id="no update"),
+        pytest.param("loss", "loss", id="no loss function"),
+        pytest.param("labels", "labels", id="labels of another batch"),
+        pytest.param("end", "batch", id="the script ends"),
+    ],
+)
+def test_a_script_that_cannot_be_audited_is_refused(fault: str, missing: str, script: Path) -> None:
+    with pytest.raises(DataError, match=missing):
+        audit_script(script, [fault])
+
+
+def test_an_error_of_the_script_is_a_finding(script: Path) -> None:
+    findings = audit_script(script, ["error"])
+    assert not findings.is_compared
+    (found,) = [it for it in findings if "of the script" in it.text]
+    assert found.level == "unknown"

@@ -1,0 +1,168 @@
+"""Batches from pixels on a device: the bits of the CPU, few launches, and no wait.
+
+And where pixels are kept by default.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerator
+import pytest
+import torch
+from accelerator import COUNTS
+from decoding import CPU, open_cache, png_folder
+from on_forked_workers import on_forked_workers
+
+from largebatch import load_recipe
+from largebatch.data import pipeline as pipelines
+from largebatch.data.decoders import pixel_cache
+from largebatch.data.order import _permutation
+from largebatch.data.pipeline import open_images
+from largebatch.data.types import Batch
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.recipe import Recipe
+
+WHOLE = ("data.crop_area=null", "data.image_size=32")
+MOVED = ("data.translate=4", "data.flip=alternating")
+CROPS = ("data.crop_area=[0.4, 1.0]", "data.flip=true")
+
+
+def a_recipe(*changes: str) -> Recipe:
+    return load_recipe(
+        "digits_96",
+        [
+            *("batch={global_batch: 4, bn_span: 2}", "schedule.warmup=null", "polish=null"),
+            *("data.source=folder", "data.classes=2", "data.train_samples=13"),
+            *("data.val_samples=13", "evaluation={}", "execution.cache=memory", *changes),
+        ],
+    )
+
+
+def batches(recipe: Recipe, folder: Path, device: torch.device | None) -> list[Batch]:
+    """Return updates of three epochs and an evaluation, from a device or the memory of the CPU."""
+    pipeline = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder)
+    if device is not None:
+        uploaded = pixel_cache.upload(open_cache(pipeline.train_index), device)
+        pipeline = replace(
+            pipeline,
+            val_index=pipeline.train_index,
+            open_decoder=lambda _, view: nullcontext(
+                partial(pixel_cache.decode_on_device, uploaded, view)
+            ),
+        )
+    return [*pipeline.training(range(10), clean=False), *pipeline.validation()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Path]:
+    """Return a function that writes images of this size and returns their folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def write(height: int, width: int) -> Path:
+        png_folder(tmp_path, one_size=True, size=(height, width))
+        (tmp_path / "val").symlink_to(tmp_path / "train")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "steps"),
+    [
+        pytest.param((32, 32), (*WHOLE, *MOVED), 0, id="mirrored, moved by reflection"),
+        pytest.param((32, 32), (*WHOLE, *MOVED, "data.translate=31"), 0, id="moved far"),
+        pytest.param((36, 40), (*WHOLE, *CROPS, "data.eval_resize=36"), 1, id="centre, crops"),
+        pytest.param((36, 40), (*CROPS, *MOVED), 1, id="crops, moved"),
+        pytest.param((50, 60), (*CROPS, *MOVED), 1, id="crops of larger images, moved"),
+    ],
+)
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+def test_batches_from_a_device_are_those_of_the_cpu(
+    size: tuple[int, int],
+    changes: tuple[str, ...],
+    steps: int,
+    order: str,
+    folder: Callable[[int, int], Path],
+) -> None:
+    """Bit for bit where nothing is resized, also as decoded; else a few differ by a rounding."""
+    recipe, images = a_recipe(f"execution.memory_format={order}", *changes), folder(*size)
+    expected = batches(recipe, images, None)
+    found = batches(recipe, images, CPU)
+    if not steps:
+        decoded = batches(recipe.with_execution(cache="none"), images, None)
+        for ours, theirs in zip(decoded, expected, strict=True):
+            assert torch.equal(ours.images, theirs.images)
+    step = 1 / 255 / min(recipe.data.std)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.labels, theirs.labels)
+        assert ours.images.stride() == theirs.images.stride()
+        difference = (ours.images - theirs.images).abs()
+        assert difference.max() <= steps * 1.01 * step
+        assert (difference > 0).float().mean() <= steps * 0.03
+    if recipe.data.eval_resize is not None:  # a centre that is not resized
+        assert torch.equal(found[-1].images, expected[-1].images)
+
+
+def launches(recipe: Recipe, images: Path) -> dict[str, float]:
+    """Return the largest difference from the CPU, and the counts of the last batches."""
+    device = accelerator.simulate()
+    expected = batches(recipe, images, None)
+    batches(recipe, images, device)  # its tables are copied once
+    _permutation.cache_clear()
+    COUNTS.clear()
+    found = batches(recipe, images, device)
+    counts = {name: number / len(found) for name, number in COUNTS.totals().items()}
+    pairs = zip(found, expected, strict=True)
+    apart = max(float((a.images.cpu() - b.images).abs().max()) for a, b in pairs)
+    return {**counts, "apart": apart}
+
+
+def test_a_batch_costs_five_launches_and_one_copy_of_a_table(
+    folder: Callable[[int, int], Path],
+) -> None:
+    recipe = a_recipe(*WHOLE, *MOVED, "execution.memory_format=channels_last")
+    found = on_forked_workers(launches, recipe, folder(32, 32), workers=1)
+    assert found["apart"] == 0
+    assert found["launches"] < 5.5
+    assert found["transfers"] < 1.5
+    assert found["syncs"] == 0
+    assert found["pageable"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "expected"),
+    [
+        pytest.param((*WHOLE, *MOVED), 1e9, "device", id="small"),
+        pytest.param((*WHOLE, *MOVED), 5e5, "memory", id="more than an eighth of a GPU"),
+        pytest.param((*WHOLE, *MOVED), None, "memory", id="on a CPU, where no bit changes"),
+        pytest.param(CROPS, 1e9, "device", id="crops"),
+        pytest.param(CROPS, None, None, id="crops on a CPU, where roundings would change"),
+        pytest.param((*WHOLE, "execution.decoder=torchvision"), 1e9, None, id="a decoder is given"),
+        pytest.param((*WHOLE, "duration={epochs: 1}"), 1e9, None, id="one epoch"),
+        pytest.param((*WHOLE, "execution.cache=none"), 1e9, None, id="switched off"),
+    ],
+)
+def test_pixels_are_kept_where_they_fit(
+    changes: tuple[str, ...],
+    memory: float | None,
+    expected: str | None,
+    folder: Callable[[int, int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, opened = a_recipe("execution.cache=null", *changes), list[Any]()
+
+    def note(cache: str, *_: object) -> None:
+        opened.append(cache)
+
+    monkeypatch.setattr(pipelines, "_open_cached", note)
+    if memory is not None:
+        monkeypatch.setattr("largebatch.accelerator.is_remote", lambda _: True)
+        monkeypatch.setattr("largebatch.accelerator.memory_bytes", lambda: memory)
+    found = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder(32, 32))
+    assert opened == ([] if expected is None else [expected])
+    assert any("execution.cache" in remark for remark in found.remarks) == (expected is not None)

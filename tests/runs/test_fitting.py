@@ -1,0 +1,106 @@
+"""The device batch that fits the memory of a simulated accelerator."""
+
+import os
+from functools import partial
+
+import accelerator
+import late_group
+import pytest
+import torch
+import torch.distributed as dist
+from on_forked_workers import on_forked_workers
+from short_runs import STATISTICS, a_recipe
+from torch import nn
+
+from largebatch.accelerator import measure_peak
+from largebatch.distributed.serial import Serial
+from largebatch.distributed.torch_distributed import RunningTorch
+from largebatch.models.of_recipe import build_model
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.runs.fitting import SHARE, fitted_plan, measure, random_batch
+from largebatch.runs.state import build_criterion
+
+RECIPE = a_recipe(STATISTICS, changes=("batch.global_batch=480", "execution.cache=none"))
+POSSIBLE = [48, 96, 240, 480]
+"""The divisors of the global batch that are whole spans."""
+
+LIMITS = (7_000_000, 16_000_000, accelerator.MEMORY)
+
+
+def one_pass(model: nn.Module, num: int) -> None:
+    images, labels = random_batch(num, 16, classes=10, device=torch.device(accelerator.NAME, 0))
+    build_criterion(RECIPE.loss)(model(images), labels).backward()
+
+
+def chosen() -> list[tuple[int, int, dict[int, int]]]:
+    """Return for each limit the device batch, the free memory, and the peak of each possible."""
+    device = accelerator.simulate()
+    found = []
+    for limit in LIMITS:
+        accelerator.ALLOCATED.limit = limit
+        model = build_model(RECIPE, device)
+        before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        drawn = torch.get_rng_state()
+        free = limit - accelerator.ALLOCATED.bytes
+        plan, _ = fitted_plan(RECIPE, make_plan(RECIPE), model, Serial(device))
+        assert torch.equal(torch.get_rng_state(), drawn)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.cpu(), before[name])
+        assert all(weight.grad is None for weight in model.parameters())
+        accelerator.ALLOCATED.limit = accelerator.MEMORY
+        peaks = {}
+        at = POSSIBLE.index(plan.device_batch)
+        for num in POSSIBLE[at : at + 2]:
+            peaks[num] = measure_peak(device, partial(one_pass, model, num))
+            model.zero_grad()
+        del model
+        found.append((plan.device_batch, free, peaks))
+    return found
+
+
+def test_the_device_batch_is_the_largest_that_fits_and_the_measurement_leaves_no_trace() -> None:
+    found = on_forked_workers(chosen, workers=1)
+    assert [batch for batch, _, _ in found] == [48, 96, 480]
+    for batch, free, peaks in found:
+        assert peaks[batch] <= SHARE * free
+        larger = [peak for num, peak in peaks.items() if num > batch]
+        assert not larger or larger[0] > SHARE * free
+
+
+def of_two() -> tuple[int, int]:
+    """Return the samples that fit this worker, and the device batch that both choose."""
+    device = accelerator.simulate()
+    late_group.register()
+    accelerator.ALLOCATED.limit = LIMITS[0] if os.environ["RANK"] == "1" else accelerator.MEMORY
+    dist.init_process_group(late_group.BACKEND)
+    try:
+        backend, model = RunningTorch(device), build_model(RECIPE, device)
+        plan = make_plan(RECIPE, workers=2)
+        own, _ = measure(RECIPE, plan, model, backend)
+        return own, fitted_plan(RECIPE, plan, model, backend)[0].device_batch
+    finally:
+        dist.destroy_process_group()
+
+
+def test_workers_choose_what_fits_the_smallest_of_their_devices() -> None:
+    own, both = on_forked_workers(of_two, workers=2)
+    assert (own, both) == (240, 48)
+
+
+@pytest.mark.parametrize(
+    ("workers", "fits", "changes", "expected"),
+    [
+        pytest.param(1, 100, (), (96, 1), id="whole spans"),
+        pytest.param(1, 960, (), (960, 1), id="all of the share, more than the 256 of a CPU"),
+        pytest.param(4, 40, (), (24, 2), id="spans over workers where none fits whole"),
+        pytest.param(1, 40, (), (48, 1), id="the smallest possible"),
+        pytest.param(1, 960, ("monitor=[noise_scale]",), (240, 1), id="noise needs many"),
+        pytest.param(1, 960, ("execution.device_batch=192",), (192, 1), id="given"),
+    ],
+)
+def test_a_plan_takes_what_fits(
+    workers: int, fits: int, changes: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    recipe = a_recipe(STATISTICS, changes=("batch.global_batch=960", *changes))
+    plan = make_plan(recipe, workers=workers, fits=fits)
+    assert (plan.device_batch, plan.sync_workers) == expected
