@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,19 @@ def test_an_installed_recipe_trains_from_any_folder(environment: Path, tmp_path:
     words = ("train", "digits_96", "--max-steps", "1", "--out", "run")
     assert "report: run/report.html" in call(environment, tmp_path, "largebatch", *words)
     assert "<h1>digits-96</h1>" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.long
+def test_an_editable_install_is_a_path_that_other_tools_follow(
+    environment: Path, tmp_path: Path
+) -> None:
+    source = environment.parents[1] / "source"
+    program = f"from setuptools.build_meta import build_editable as b; print(b({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (pth,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert Path(archive.read(pth).decode().strip()) == source
 
 
 def test_all_modules_are_imported_from_the_wheel(environment: Path, tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def audit(target: str, /, *arguments: str, options: Annotated[Workers, Given] = 
         arguments: Arguments of the script.
     """
     script = Path(target)
-    if script.suffix == ".py" and script.is_file():
+    if script.suffix == ".py":
+        if not script.is_file():
+            raise DataError(f"{target}: there is no such script")
         if options.workers == 1 and worker_rank() is None:
             from largebatch.runs.launch import start_workers
 

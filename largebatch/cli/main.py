@@ -91,6 +91,8 @@ EXAMPLES = {
         "polish runs/mine --out runs/polished",
         "polish --model dla34 --weights w.pth --data d --out w.safetensors",
     ),
+    "resume": ("resume runs/mine",),
+    "predict": ("predict runs/mine photographs",),
     "check": ("check mine.yaml", "check mine.yaml --set batch.global_batch=8192 --json"),
     "plan": (
         "plan digits_96 --workers 2",
@@ -113,7 +115,7 @@ EXAMPLES = {
     ),
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
-    "init": ("init images", "init images --out mine.yaml"),
+    "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
     "launch": (
         "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
         "launch trainjob digits_96 --nodes 2 --image lb:1 > job.yaml",
@@ -245,8 +247,8 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
     text = docstring_parse(command.help, "plaintext")
     parts = [part for part in (text.short_description, text.long_description) if part]
     command.help = "\n\n".join(re.sub(r"(?<![.:\n])\n(?!\n)", " ", part) for part in parts)
-    calls = "".join(f"\n  largebatch {call}" for call in EXAMPLES[" ".join(names)])
-    command.help_epilogue = f"Examples:{calls}"
+    calls = "".join(f"\n  largebatch {call}" for call in EXAMPLES.get(" ".join(names), ()))
+    command.help_epilogue = calls and f"Examples:{calls}"
     command.group_parameters = OPTIONS
 
 

@@ -41,8 +41,9 @@ def compile_model(
         for layer in layers:
             layer.leave_graphs()
     # CUDA graphs are ours: they hold the whole update (training/graph.py).
-    searches = mode == "max-autotune"
-    options = torch._inductor.list_mode_options(f"{mode}-no-cudagraphs" if searches else "default")
+    without = {True: "default", "reduce-overhead": "default"}
+    without["max-autotune"] = "max-autotune-no-cudagraphs"
+    options = torch._inductor.list_mode_options(without.get(mode, mode))
     # Module.compile does not trace a model that is an nn.Sequential.
     model.forward = torch.compile(
         model.forward, dynamic=False, options={**options, "fallback_random": True}

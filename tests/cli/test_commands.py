@@ -232,6 +232,7 @@ def unknown_key():
         ("mine.py:right", DONE, "no fault"),
         ("mine:never_sums", USER, "fault"),
         ("mine", USER, "mine:build"),
+        ("other.py", USER, "other.py"),
         ("mine:unknown_key", USER, "set_epoch"),
     ],
 )

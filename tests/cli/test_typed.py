@@ -46,7 +46,6 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("lab suggest digits_96", "lab suggest: missing --batch"),
         ("launch slrm digits_96 --nodes 2", 'Did you mean "slurm"?'),
         ("compare a b", "largebatch report A B"),
-        ("resume run", "largebatch train RECIPE --out RUN"),
         *(
             (f"train digits_96 {words}", words.split()[0])
             for words in ("--workers 0", "--workers x", "--max-steps 0", "--timeout 5x",
