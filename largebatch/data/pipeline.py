@@ -308,11 +308,8 @@ def _choose_cache(
     """
     from largebatch.data.decoders import pixel_cache
 
-    data, execution, is_remote = (
-        recipe.data,
-        recipe.execution,
-        accelerator.is_remote(backend.device),
-    )
+    data, execution = recipe.data, recipe.execution
+    is_remote = accelerator.is_remote(backend.device)
     sizes = {pixel_cache.one_size(index) for index in indexes}
     total = sum(map(pixel_cache.num_bytes, indexes))
     resizes = data.crop_area or data.eval_resize or data.resolution

@@ -144,7 +144,7 @@ class Reducer:
         self.device = next(iter(self._groups[0].parameters.values())).device
         self._armed = False
         self.in_passes = False
-        """True from `zero` to the end of `wait`: no optimizer has used the gradients yet."""
+        """True while train() computes gradients, before the optimizer changes weights."""
 
         self._under_way: list[Work] = []
         self._held: Held | None = None
@@ -163,7 +163,6 @@ class Reducer:
     def zero(self) -> None:
         """Clear all gradients; the buffers stay allocated."""
         self._held = None
-        self.in_passes = True
         for group in self._groups:
             group.held = {}
             group.first = None
@@ -230,7 +229,6 @@ class Reducer:
             firsts = [group.first for group in self._groups if group.first is not None]
             wholes = [group.square() for group in self._groups]
             self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
-        self.in_passes = False
 
     def finite(self) -> Tensor:
         """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""

@@ -182,6 +182,7 @@ class Graphs:
     def _run(self, part: _Part, stopwatch: "Stopwatch", *, last: bool) -> None:
         work, reducer, spans = self._work, self._work.reducer, self._work.spans
         reducer.hold(part.held)
+        reducer.in_passes = part.depth < EVERYTHING
         if part.depth == EVERYTHING:
             work.optimizer.refresh()  # type: ignore[attr-defined]  # see _problem
         part.graph.replay()

@@ -160,6 +160,7 @@ class Work:
     def update(self) -> None:
         """Update weights and running statistics, unless gradients are not finite."""
         results, optimizer, scaler = self.results, self.optimizer, self.scaler
+        self.reducer.in_passes = False
         skipped = ~results.finite if self.skip_nonfinite else None
         before = scaler.scale(self._one)
         if skipped is not None and skips_on_device(optimizer) and not scaler.is_enabled():
@@ -236,6 +237,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         work.results = Results(scaled_by, scaled_by, scaled_by)
         data, reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)
         for micro in range(accumulation):
+            reducer.in_passes = True
             with data:
                 batch = Batch(*next(batches))
             first, last = micro == 0, micro == accumulation - 1

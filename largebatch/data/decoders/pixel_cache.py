@@ -275,7 +275,7 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
     order = torch.channels_last if view.channels_last else torch.contiguous_format
 
     def number(request: Request) -> tuple[Request, Tensor]:
-        shifts = np.zeros((len(request.samples), 2)) if request.shifts is None else request.shifts
+        shifts = np.zeros_like(request.boxes[:, :2]) if request.shifts is None else request.shifts
         labels = uploaded.labels[request.samples]
         rows = request.samples, *request.boxes.T, request.flips, *shifts.T, labels
         return request, torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))

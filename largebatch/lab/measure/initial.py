@@ -16,6 +16,7 @@ import torch
 from largebatch import accelerator
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
+from largebatch.data.decoders.pixel_cache import num_bytes, one_size
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
@@ -247,6 +248,8 @@ def _epochs(found: Survey) -> tuple[int, int]:
 
 def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
     number, model = len(found.train), found.start.model
+    total = num_bytes(found.train) + num_bytes(found.val)
+    kept = "device" if one_size(found.train) and one_size(found.val) else "memory"
     batch = global_batch_for(number)
     normalized = found.start.has_batchnorm
     tree: dict[str, Any] = {
@@ -279,7 +282,7 @@ def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
             "statistics": {"samples": min(number, STATISTICS)},
         },
         "evaluation": {"every_epochs": max(1, epochs // EVALUATIONS)},
-        "execution": {"cache": "memory" if _decoded_bytes(found) <= LARGEST_CACHE else None},
+        "execution": {"cache": kept if total <= LARGEST_CACHE else None},
     }
     if "interpolation" in found.start.data:
         tree["data"] |= {"interpolation": found.start.data["interpolation"]}
@@ -305,7 +308,7 @@ def _comments(number: int, batch: int) -> dict[str, str]:
         "schedule.peak_lr": "for SGD: 0.1 for every 256 of a batch (arXiv:1706.02677)",
         "schedule.warmup": "for SGD",
         "polish": "Final Polishing: the last epochs on clean images, then statistics",
-        "execution.cache": "memory: decoded once; null: where that would take over 2 GiB",
+        "execution.cache": "decoded once; device: of one size; null: where it takes over 2 GiB",
     }
 
 
@@ -315,7 +318,3 @@ def global_batch_for(number: int) -> int:
     while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
         batch *= 2
     return batch
-
-
-def _decoded_bytes(found: Survey) -> int:
-    return sum(int((3 * one.heights * one.widths).sum()) for one in (found.train, found.val))
