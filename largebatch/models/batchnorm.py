@@ -26,13 +26,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.backend import Backend, Group, Work
 from largebatch.models import kernels
 from largebatch.models.batchnorm_functional import Moments, check, exact_type, normalise
-from largebatch.models.wrappers import describe_layer
+from largebatch.models.wrappers import describe_layer, has_own_hooks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -174,17 +173,6 @@ class SpanBatchNorm(_BatchNorm):
 def has_hooks(module: nn.Module) -> bool:
     """Return True if anything besides its forward pass runs when a module is called."""
     return has_own_hooks(module) or "forward" in vars(module)
-
-
-def has_own_hooks(module: nn.Module) -> bool:
-    """Return True if hooks run when a module is called."""
-    own = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(own) or torch_module._has_any_global_hook()
 
 
 def in_backward() -> bool:

@@ -13,6 +13,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.conv import _ConvNd
 
 from largebatch.errors import RecipeError
@@ -144,6 +145,27 @@ def failures_named() -> Iterator[None]:
             f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
             f"{reason}; remove compile"
         ) from error
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Return True if hooks run when a module is called."""
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(own) or torch_module._has_any_global_hook()
+
+
+def needs_host(model: nn.Module) -> str | None:
+    """Return why a graph cannot replay a model's passes; None if nothing is known against it."""
+    for layer in model.modules():
+        if has_own_hooks(layer):
+            return f"{type(layer).__name__} has hooks, which may decide on the host"
+    if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
+        return "the model is on several devices"
+    return None
 
 
 def _kinds(value: nn.Module | Tensor) -> set[str]:

@@ -28,7 +28,7 @@ _FAR = 8.0
 """Distance of a mean from zero, in standard deviations, from which rounding it to float32 changes
 the variance by more than 1e-6, if batches differ as much as samples do."""
 
-_TOGETHER = 32
+TOGETHER = 32
 """Batches that are merged together on a GPU, because launching the kernels of a merge takes longer
 than running them."""
 
@@ -76,10 +76,21 @@ class Moments:
             self._merge(count, mean, deviations)
             return mean, deviations / count
         mean, var = self.in_one(values)
-        self._pending.append((count, mean, var))
-        if len(self._pending) == _TOGETHER:
-            self.merge()
+        self.add_later(count, mean, var)
         return mean, var
+
+    def add_later(self, count: int, mean: Tensor, var: Tensor) -> None:
+        """Add the moments of values, merged with others."""
+        self._pending.append((count, mean, var))
+        if len(self._pending) == TOGETHER:
+            self.merge()
+
+    def swap_pending(
+        self, pending: list[tuple[int, Tensor, Tensor]]
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Replace the batches that are to be merged, and return them."""
+        before, self._pending = self._pending, pending
+        return before
 
     def merge(self) -> None:
         """Add the batches that are pending."""

@@ -48,9 +48,10 @@ from largebatch.models.wrappers import (
     evaluation_mode,
     input_of,
     local_model,
+    needs_host,
     uncompiled,
 )
-from largebatch.polish.moments import Moments, pool
+from largebatch.polish.moments import TOGETHER, Moments, pool
 from largebatch.tracking.events import LayerDrift
 
 _NATIVE = (
@@ -132,6 +133,7 @@ def polish(
     *,
     skip: Iterable[str] = (),
     forward: Callable[[nn.Module, Any], object] | None = None,
+    graph: bool = False,
 ) -> Drift:
     """Set the running statistics of every BatchNorm layer to the moments over all batches.
 
@@ -140,7 +142,8 @@ def polish(
     `forward(model, batch)` runs the model; it gets the batch as it is and the module inside
     wrappers. Every worker passes its own batches of clean training data, or none; all get the same
     statistics, and their weights must be equal. The default `backend` is that of the workers
-    connected by torch.distributed or Horovod (`running_backend`).
+    connected by torch.distributed or Horovod (`running_backend`). With `graph` passes over batches
+    of one size are recorded in a CUDA graph and replayed, where that is possible: the same bits.
 
     If some layers with weights are in training mode, a layer in evaluation mode is frozen: it keeps
     its statistics and normalises by them during the call, so that the layers behind it get what
@@ -183,7 +186,7 @@ def polish(
     _require_some(owners, notes, model)
     with evaluation_mode(model), uncompiled():
         _require_same_network(model, owners, backend, kept=notes)
-        pooled = _measure(model, owners, batches, backend, forward)
+        pooled = _measure(model, owners, batches, backend, forward, graph=graph)
     pairs = list(zip(owners, pooled, strict=True))
     drift = Drift(owner.replace(moments) for owner, moments in pairs if moments.count)
     unused = "kept: the forward pass in evaluation mode does not use it"
@@ -319,9 +322,13 @@ def _measure(
     batches: Iterable[Any],
     backend: Backend,
     forward: Callable[[nn.Module, Any], object] | None,
+    *,
+    graph: bool,
 ) -> list[Moments]:
     as_input, num_batches, others = input_of(model), 0, _other_buffers(model)
     together = accelerator.is_remote(device_of(model))
+    graph = graph and together and not others and needs_host(model) is None
+    replayed: Callable[[Tensor], None] | None = None
     with ExitStack() as stack:
         for owner in owners:
             for layer in owner.layers:
@@ -334,8 +341,13 @@ def _measure(
                     forward(model, batch)
                 continue
             for part in by_spans(as_input(images_of(batch)), model, together=together):
+                if replayed is not None:
+                    replayed(part)
+                    continue
                 with _Watch(owners), _kept(others):
                     model(part)
+                if graph and max(owner.calls for owner in owners) < TOGETHER:
+                    replayed = _replayed(model, owners)
     pooled = pool([owner.measured for owner in owners], backend=backend)
     if not any(moments.count for moments in pooled):
         total = torch.tensor(num_batches, device=backend.device)
@@ -349,6 +361,35 @@ def _measure(
         )
     _check(owners, pooled)
     return pooled
+
+
+def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor], None]:
+    """Return a function that measures images, replayed from a graph for images of one shape."""
+    counts: dict[torch.Size, list[list[int]]] = {}
+
+    def moments_of(images: Tensor) -> Tensor:
+        before = [owner.measured.swap_pending([]) for owner in owners]
+        try:
+            with _Watch(owners):
+                model(images)
+        finally:
+            found = [
+                owner.measured.swap_pending(pending)
+                for owner, pending in zip(owners, before, strict=True)
+            ]
+        counts[images.shape] = [[count for count, *_ in calls] for calls in found]
+        return torch.cat([it.double() for calls in found for _, *both in calls for it in both])
+
+    moments = accelerator.Replayed(moments_of, device_of(model))
+
+    def measure(images: Tensor) -> None:
+        values = moments(images)
+        for owner, calls in zip(owners, counts[images.shape], strict=True):
+            for count in calls:
+                mean, var, values = values.tensor_split([len(owner.mean), 2 * len(owner.mean)])
+                owner.measured.add_later(count, mean, var)
+
+    return measure
 
 
 def _checked(

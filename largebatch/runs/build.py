@@ -91,8 +91,7 @@ def open_session(
             chosen.append(reason)
         sizes = {piece.image_size for piece in plan.sizes}
         require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
-        if protocol is None:
-            require_graphs(recipe.execution.graph, device)
+        require_graphs(recipe.execution.graph, device, protocol=protocol is not None)
         if recipe.execution.compile:
             from largebatch.models.compiled import compile_model
 

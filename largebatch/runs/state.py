@@ -147,6 +147,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         pipeline=pipeline,
         backend=backend,
         views=recipe.evaluation.views,
+        graph=recipe.execution.graph is not False,
         average_samples=optimizer.statistics_samples
         if isinstance(optimizer, ScheduleFree)
         else None,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from largebatch import accelerator
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
 from largebatch.models.inputs import class_numbers, images_of, labels_of, scores_of
@@ -22,6 +23,7 @@ from largebatch.models.wrappers import (
     evaluation_mode,
     input_of,
     local_model,
+    needs_host,
 )
 
 
@@ -43,7 +45,7 @@ class Metrics:
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     model: nn.Module,
     batches: Iterable[Any],
     backend: Backend | None = None,
@@ -51,6 +53,7 @@ def evaluate(
     expected: int | None = None,
     each: Callable[[Tensor, Tensor], object] = lambda *_: None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    graph: bool = False,
 ) -> Metrics:
     """Evaluate a model on this worker's batches, together with all other workers.
 
@@ -62,7 +65,9 @@ def evaluate(
     in evaluation mode during the call. `expected` is the number of labels over all workers, if it
     is known. `each` is called with the scores and labels of every batch. `forward(model, batch)`
     runs models of several inputs or outputs: it gets the batch as it is, and the module inside
-    wrappers, and returns the scores, or scores and labels.
+    wrappers, and returns the scores, or scores and labels. With `graph` the forward pass of batches
+    of one size is recorded in a CUDA graph and replayed, where the device has graphs and the model
+    does not wait for it; the model must not change within the call.
 
     Raises ValueError if the number of labels is not `expected`, if there are no labels or some are
     not class numbers, if a batch or an output has another form, if workers have different classes,
@@ -81,8 +86,11 @@ def evaluate(
     tally = _Tally(device)
     with evaluation_mode(model):
         as_input = input_of(model)
+        call: Callable[[Tensor], Any] = model
+        if graph and needs_host(model) is None:
+            call = accelerator.Replayed(lambda images: scores_of(model(images)), device)
         for batch in batches:
-            output = forward(model, batch) if forward else model(as_input(images_of(batch)))
+            output = forward(model, batch) if forward else call(as_input(images_of(batch)))
             if forward and isinstance(output, tuple) and len(output) == 2:
                 output, labels = output
             else:

@@ -18,12 +18,10 @@ What a replay must find is on the device: gradients, moments, statistics, and th
 optimizer, which `refresh` copies there. Random numbers are those of the seed that is set before.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -32,7 +30,7 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import in_graphs
 from largebatch.distributed.reducer import Held
 from largebatch.errors import RecipeError, clip
-from largebatch.models.batchnorm import has_own_hooks
+from largebatch.models.wrappers import needs_host
 
 if TYPE_CHECKING:
     from largebatch.training.loop import Results, Stopwatch, Work
@@ -88,11 +86,10 @@ class Graphs:
         self._shape = _Shape()
         self._pool: object = None
         self._depth, self._reason, self._noted = EVERYTHING, "", -1
-        layer = next((it for it in work.model.modules() if has_own_hooks(it)), None)
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
-        if layer is not None:
-            self._limit(NOTHING, f"{type(layer).__name__} has hooks, which may decide on the host")
-        if over_workers:
+        if problem := needs_host(work.model):
+            self._limit(NOTHING, problem)
+        elif over_workers:
             self._limit(NOTHING, "a BatchNorm span is summed over workers, and not by NCCL")
         elif not in_graphs(work.spans.backend) or not in_graphs(work.reducer.workers):
             self._limit(PASSES, "only NCCL's sums can be recorded")
@@ -129,12 +126,12 @@ class Graphs:
 
     def _watch(self, batch: Batch, stopwatch: "Stopwatch", first: bool, last: bool) -> None:  # noqa: FBT001 -- a key
         """Do the work as always, and note what cannot be recorded of it."""
-        work, before = self._work, _host_generators()
+        work, before = self._work, accelerator.host_generators()
         with accelerator.waits(self._device) as found:
             work.accumulate(batch, first=first, last=last)
         if found:
             self._limit(NOTHING, f"the host waits for the device in {found[0]}")
-        elif before != _host_generators():
+        elif before != accelerator.host_generators():
             self._limit(NOTHING, "the network draws random numbers on the host")
         if not last:
             return
@@ -222,8 +219,10 @@ def refused(reason: str) -> RecipeError:
     return RecipeError(f"execution.graph: true: {reason}; set graph: auto, or false")
 
 
-def require_graphs(use: UseGraph, device: torch.device) -> None:
-    """Raise RecipeError if a graph is required and the device has none."""
+def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = False) -> None:
+    """Raise RecipeError if a graph is required and the device or a protocol has none."""
+    if use is True and protocol:
+        raise refused("learners of a protocol send each gradient by itself")
     if use is True and device.type not in accelerator.GRAPHS:
         raise refused(f"there are no graphs on a device of type {device.type}")
 
@@ -239,12 +238,6 @@ def open_graphs(work: "Work", use: UseGraph, note: Callable[[str], object]) -> G
 
 def _form(batch: Batch) -> object:
     return tuple((it.shape, it.dtype, it.stride()) for it in batch)
-
-
-def _host_generators() -> object:
-    """Return the states of the host's random numbers, which a graph would not draw again."""
-    numpys = np.random.get_state(legacy=False)
-    return torch.default_generator.get_state().tolist(), random.getstate(), repr(numpys)
 
 
 def _problem(optimizer: Optimizer) -> str | None:

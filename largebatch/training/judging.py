@@ -54,6 +54,9 @@ class Evaluator:
     views: int
     """Views of each image whose logits are averaged."""
 
+    graph: bool
+    """True if passes over batches of one size may be replayed from a graph."""
+
     average_samples: int | None
     """Number of images that the statistics of an optimizer's average are measured on."""
 
@@ -75,7 +78,7 @@ class Evaluator:
     def statistics(self, samples: int) -> PolishDrift:
         """Polish the statistics of the model over the first samples of the training order."""
         images = CleanSamples(self.pipeline, samples)
-        return polish(self.state.model, images, self.backend)
+        return polish(self.state.model, images, self.backend, graph=self.graph)
 
     def store_average(self) -> None:
         """Copy the average of the weights into the model, if the optimizer has one."""
@@ -93,7 +96,9 @@ class Evaluator:
 
             model = MeanOfViews(model, views=self.views)
         with self._measurable():
-            return evaluate(model, batches, self.backend, expected=expected, each=each)
+            return evaluate(
+                model, batches, self.backend, expected=expected, each=each, graph=self.graph
+            )
 
     @contextmanager
     def _measurable(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ from largebatch.training.loop import Update
 
 EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
 JUDGED = "keep: better, held_out: 200"
-FEW = ("duration={steps: 4}", "schedule.warmup={steps: 1}")
+FEW = ("duration={steps: 6}", "schedule.warmup={steps: 1}")
 CHANNELS_LAST = "execution.memory_format=channels_last"
 """The accelerator's default, of which the kernels of a CPU add in another order."""
 

@@ -364,7 +364,7 @@ def _count(
         COUNTS.syncs[line] += 1
         _note_wait(line)
         _hold_if_hung()
-    COUNTS.launches[line] += name not in _FREE
+    COUNTS.launches[line] += name not in _FREE and Graph.recording is None
     return name not in {"_local_scalar_dense", "equal"}
 
 
@@ -731,7 +731,7 @@ def use_kernels(*, computes: bool = True, of_models: bool = True) -> None:
 
     def launch_on_raw(kernel: Value, grid: Value, *args: Value, **constants: Value) -> None:
         COUNTS.operations[line := _line()] += 1
-        COUNTS.launches[line] += 1
+        COUNTS.launches[line] += Graph.recording is None
         for tensor in args:
             if isinstance(tensor, SimTensor):
                 require_idle(tensor, kernel.__name__)

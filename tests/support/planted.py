@@ -18,8 +18,8 @@ MUTANTS = (
     Mutant(
         "the loss is not divided by the global batch",
         "training/loop.py",
-        "criterion(model(images), labels) / global_batch",
-        "criterion(model(images), labels)",
+        "(self.model(batch.images), batch.labels) / self.global_batch",
+        "(self.model(batch.images), batch.labels)",
         "test_crown.py::test_four_micro_batches_on_one_worker_match_plain_pytorch",
     ),
     Mutant(
@@ -40,15 +40,15 @@ MUTANTS = (
     Mutant(
         "gradients of the step before stay in the buffers",
         "training/loop.py",
-        "        reducer.zero()\n",
+        "            reducer.zero()\n",
         "",
         "test_crown.py::test_four_micro_batches_on_one_worker_match_plain_pytorch",
     ),
     Mutant(
         "the reducer sends during the first micro-batch",
         "training/loop.py",
-        "if micro == accumulation - 1:",
-        "if micro == 0:",
+        "micro == 0, micro == accumulation - 1",
+        "micro == 0, micro == 0",
         "test_crown.py::test_two_threads_as_workers_match_plain_pytorch",
     ),
     Mutant(

@@ -111,7 +111,8 @@ def training(
         lower = torch.autocast(backend.device.type, case.precision)
         network.forward = lower(network.forward)
     parts = list(zip(*(part.to(backend.device).chunk(2) for part in data()), strict=True))
-    batches = itertools.cycle(Batch(*part) for part in parts[backend.rank :: backend.world_size])
+    own = [Batch(*part) for part in parts[backend.rank :: backend.world_size]]
+    batches = settings.pop("batches", None) or itertools.cycle(own)
     scaler = GradScaler(
         backend.device.type,
         enabled=case.precision is torch.float16,

@@ -1,22 +1,33 @@
 """Updates in graphs of the simulated accelerator: the bits of updates without, in one launch."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import accelerator
+import late_group
 import pytest
 import torch
+import torch.distributed as dist
 from accelerator import COUNTS
 from on_forked_workers import on_forked_workers
-from test_accelerator import HALF, OVERFLOWS, Case, lars_outside, sgd, small, training
+from test_accelerator import CPU, DIGITS, HALF, OVERFLOWS, Case, lars_outside, sgd, small, training
 from torch import Tensor, nn
 
+from largebatch import load_recipe, run
+from largebatch.data.types import Batch
+from largebatch.distributed import torch_distributed
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
+from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import RecipeError
-from largebatch.training.graph import UseGraph
+from largebatch.models.batchnorm import with_span
+from largebatch.polish import polish
+from largebatch.training.evaluation import Metrics, evaluate
+from largebatch.training.graph import UseGraph, require_graphs
 
 TABLED = Case(steps=5)
 
@@ -33,11 +44,19 @@ class Found:
     waits: int = 0
 
 
-def updates(case: Case, graph: UseGraph, network: nn.Module, **settings: Any) -> Found:  # noqa: ANN401 -- of train()
+def updates(
+    backend: Backend,
+    case: Case,
+    graph: UseGraph,
+    network: nn.Module,
+    **settings: Any,  # noqa: ANN401 -- of train()
+) -> Found:
     """Train; all that was yielded is read at the end: a later replay changes nothing of it."""
     found = Found({}, [], [])
     settings |= {"graph": graph, "note": found.notes.append}
-    with training(Serial(accelerator.simulate()), case, network, **settings) as (state, made):
+    if "sizes" in settings:
+        settings["batches"] = batches_of(settings.pop("sizes"), backend.device)
+    with training(backend, case, network, **settings) as (state, made):
         yielded = []
         for _ in range(case.steps):
             COUNTS.clear()
@@ -53,18 +72,33 @@ def updates(case: Case, graph: UseGraph, network: nn.Module, **settings: Any) ->
     return found
 
 
+def batches_of(sizes: Sequence[tuple[int, int]], device: torch.device) -> Iterator[Batch]:
+    """Yield batches with these numbers of images of these sides in pixels."""
+    generator = torch.Generator().manual_seed(0)
+    for number, side in sizes:
+        images = torch.randn(number, 3, side, side, generator=generator)
+        labels = torch.randint(10, (number,), generator=generator)
+        yield Batch(images.to(device), labels.to(device))
+
+
 def both(
     case: Case, network: Callable[[], nn.Module], tables: bool, settings: dict[str, Any]
 ) -> tuple[Found, Found]:
-    accelerator.simulate()
+    device = accelerator.simulate()
     if tables:
         accelerator.use_kernels(of_models=False)
     accelerator.use_graphs()
     found = []
     for use in (False, "auto"):
         random.seed(0)
-        found.append(updates(case, use, network(), **settings))
+        found.append(updates(Serial(device), case, use, network(), **settings))
     return found[0], found[1]
+
+
+def assert_same_bits(one: Found, other: Found) -> None:
+    for name in ("state", "momentum", "yielded"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def compared(
@@ -76,9 +110,7 @@ def compared(
 ) -> Found:
     """Return what updates with a graph did, which have the bits of updates without one."""
     eager, found = on_forked_workers(both, case, network, tables, settings, workers=1)
-    for name in ("state", "momentum", "yielded"):
-        ours, theirs = getattr(found, name), getattr(eager, name)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert_same_bits(found, eager)
     assert found.launches[1] == eager.launches[1]
     return found
 
@@ -139,6 +171,73 @@ def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
     assert found.launches[-1] < found.launches[1]
 
 
+def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:
+    device = accelerator.simulate()
+    accelerator.use_graphs()
+    if not recorded:
+        torch_distributed._IN_GRAPHS.clear()
+    late_group.register()
+    dist.init_process_group(late_group.BACKEND)
+    try:
+        backend = RunningTorch(device)
+        return updates(backend, case, False, small()), updates(backend, case, "auto", small())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "note"), [(True, "up to the optimizer"), (False, "only NCCL's sums")]
+)
+def test_sums_over_workers_are_in_the_graph_or_follow_it(recorded: bool, note: str) -> None:
+    case = Case(span=4, accumulation=2, steps=5)
+    eager, found = on_forked_workers(over_workers, case, recorded, workers=2)
+    assert_same_bits(found, eager)
+    assert len(found.notes) == 1
+    assert note in found.notes[0]
+    assert found.launches[-1] < found.launches[1]
+
+
+SIZES = [(8, 16)] * 4 + [(8, 12)] * 4 + [(8, 16)] * 2 + [(4, 16)] * 4 + [(8, 12)]
+
+
+def test_every_shape_of_a_batch_has_its_own_graph() -> None:
+    """Image sizes and batches change in the middle and come again."""
+    found = compared(Case(span=4, steps=len(SIZES)), dropped, tables=True, sizes=SIZES)
+    is_replayed = [number < found.launches[1] / 4 for number in found.launches]
+    assert is_replayed == [False, False, True, True] * 2 + [True] * 2 + [
+        *(False, False, True, True),
+        True,
+    ]
+
+
+def measured(device: torch.device, *, graph: bool) -> tuple[Metrics, dict[str, Tensor], list[int]]:
+    """Evaluate and polish a model; return its metrics, its state, and the launches of both."""
+    model = with_span(dropped(), 4).to(device)
+    batches = list(batches_of([(8, 16)] * 6 + [(5, 16)], device))
+    launches = []
+    COUNTS.clear()
+    metrics = evaluate(model, batches, Serial(device), graph=graph)
+    launches.append(COUNTS.totals()["launches"])
+    COUNTS.clear()
+    polish(model, batches, Serial(device), graph=graph)
+    launches.append(COUNTS.totals()["launches"])
+    return metrics, {name: it.cpu() for name, it in model.state_dict().items()}, launches
+
+
+def measured_twice() -> None:
+    device = accelerator.simulate()
+    accelerator.use_graphs()
+    metrics, state, launches = measured(device, graph=True)
+    expected, plain, more = measured(device, graph=False)
+    assert metrics == expected
+    torch.testing.assert_close(state, plain, rtol=0, atol=0)
+    assert all(few < many for few, many in zip(launches, more, strict=True))
+
+
+def test_evaluation_and_polishing_replay_full_batches() -> None:
+    on_forked_workers(measured_twice, workers=1)
+
+
 class Reads(nn.Identity):
     """Reads a number of the device in every pass."""
 
@@ -187,13 +286,28 @@ def test_a_network_that_needs_the_host_runs_without_a_graph(reason: str) -> None
 
 
 def required() -> None:
-    accelerator.simulate()
+    device = accelerator.simulate()
     with pytest.raises(RecipeError, match="execution.graph"):
-        updates(Case(), True, small())
+        updates(Serial(device), Case(), True, small())
     accelerator.use_graphs()
     with pytest.raises(RecipeError, match="execution.graph"):
-        updates(Case(), True, hooked())
+        updates(Serial(device), Case(), True, hooked())
 
 
-def test_a_graph_that_is_required_and_cannot_be_is_refused() -> None:
+def test_a_graph_that_is_required_and_cannot_be_is_refused(tmp_path: Path) -> None:
     on_forked_workers(required, workers=1)
+    recipe = load_recipe(DIGITS, ["execution.graph=true"])
+    with pytest.raises(RecipeError, match="execution.graph"):
+        run(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    for device in (torch.device("cuda"), CPU):
+        with pytest.raises(RecipeError, match="execution.graph"):
+            require_graphs(True, device, protocol=True)
+        require_graphs("auto", device, protocol=True)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_graph_cannot_be_both_named_and_forbidden(mode: str) -> None:
+    assert load_recipe(DIGITS, [f"execution.compile={mode}"]).execution.graph == "auto"
+    with pytest.raises(RecipeError, match="execution"):
+        load_recipe(DIGITS, [f"execution.compile={mode}", "execution.graph=false"])

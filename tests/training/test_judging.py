@@ -62,7 +62,12 @@ class Second:
         log = RunLog(Path(), self.state)
         log.trackers.append(SimpleNamespace(record=self.events.append))
         evaluator = Evaluator(
-            state=self.state, pipeline=pipeline, backend=backend, views=1, average_samples=None
+            graph=False,
+            state=self.state,
+            pipeline=pipeline,
+            backend=backend,
+            views=1,
+            average_samples=None,
         )
         self.judge = Judge(
             evaluator=evaluator,

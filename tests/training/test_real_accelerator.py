@@ -5,13 +5,26 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import test_accelerator
+import test_graph
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
-from test_accelerator import CPU, Case, difference, plain_counts, small, updates
+from test_accelerator import (
+    CPU,
+    HALF,
+    OVERFLOWS,
+    Case,
+    difference,
+    plain_counts,
+    sgd,
+    small,
+    updates,
+)
 from torch import nn
 from torch.profiler import profile, supported_activities
 
@@ -19,6 +32,7 @@ from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.models import build
+from largebatch.optim import kernels as lars_kernels
 
 DEVICE = accelerator.current()
 
@@ -107,6 +121,49 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
     assert counts["launches"] > 0
     assert ours == pytest.approx(theirs, rel=tolerance)
     assert deviation(network, expected) < tolerance
+
+
+@needs_accelerator
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        pytest.param(replace(test_graph.TABLED, optimizer=sgd), {}, id="SGD"),
+        pytest.param(replace(test_graph.TABLED, span=4, accumulation=3), {}, id="accumulated"),
+        pytest.param(replace(HALF, init_scale=OVERFLOWS, steps=6), {}, id="fp16, skipped"),
+        pytest.param(
+            Case(span=4, steps=len(test_graph.SIZES)),
+            {"sizes": test_graph.SIZES, "skip_nonfinite": True},
+            id="sizes change",
+        ),
+    ],
+)
+def test_updates_in_graphs_have_the_bits_of_updates_without(
+    case: Case, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, and where Triton works with one graph for an update."""
+    if DEVICE.type not in accelerator.GRAPHS:
+        pytest.skip("this accelerator has no graphs")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    eager, found = (
+        test_graph.updates(Serial(DEVICE), case, use, test_graph.dropped(), **settings)
+        for use in (False, True)
+    )
+    test_graph.assert_same_bits(found, eager)
+    assert len(found.notes) == 1
+    if lars_kernels.works(DEVICE):
+        assert found.notes == ["an update is one CUDA graph"]
+
+
+@needs_accelerator
+def test_evaluation_and_polishing_in_graphs_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    (metrics, state, _), (expected, plain, _) = (
+        test_graph.measured(DEVICE, graph=graph) for graph in (True, False)
+    )
+    assert metrics == expected
+    torch.testing.assert_close(state, plain, rtol=0, atol=0)
 
 
 @needs_accelerator
