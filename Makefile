@@ -29,7 +29,8 @@ TRITON := triton==3.9.0
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
-# Arguments of benchmarks.speed.gpu, such as: resnet50 roofline --seconds 300; the default is all parts.
+# Arguments of benchmarks.speed.gpu, such as: graph, or resnet50 roofline --seconds 300; the default is
+# all parts.
 BENCH_PARTS ?=
 
 # Hides NVIDIA's and AMD's GPUs, which several workers of a test would share; bench-gpu runs the

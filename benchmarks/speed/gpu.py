@@ -53,6 +53,8 @@ class Part:
 
     def missing(self) -> str | None:
         """Return the reason why this part cannot run; None if it can."""
+        if "--folder" in self.words and "LARGEBATCH_DATA" not in os.environ:
+            return "not run, LARGEBATCH_DATA is not set"
         absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
         return f"not run, not installed: {', '.join(absent)}" if absent else None
 
@@ -60,6 +62,52 @@ class Part:
 TESTS = "pytest -q -rs --dist loadfile"
 TINY_NETWORK = "--model test_resnet --rounds 2 --steps 1 --batch 2 --pixels 32 --matrix 64 --modes"
 TINY_LAYER = "--batches 4 --layers 64x8 --spans 2 --rounds 2 --steps 1"
+
+
+def resnet50(batch: int, share: float) -> Part:
+    """Return the part of ResNet-50 at a device batch."""
+    name = "resnet50" if batch == 256 else f"resnet50_{batch}"
+    words = f"--seconds {share / 4:g} --prepares {share / 2:g} --batch {batch} --name {name}"
+    return Part(name, share, f"resnet50 {words}", f"resnet50 --name {name} {TINY_NETWORK}")
+
+
+def whole_run(name: str, share: float, words: str, tiny: str) -> Part:
+    """Return the part of a recipe that is run by the command."""
+    words, tiny = f"{words} --name {name}", f"{tiny} --name {name} --workers 1 --seeds 1"
+    return Part(name, share, f"quickstart {words}", f"quickstart {tiny}")
+
+
+TINY_RUN = (
+    "--images 60 20 --set data.train_samples=60 data.val_samples=20 batch.global_batch=20"
+    " 'duration={steps: 3}' schedule.warmup=null polish=null"
+)
+GRAPH = (
+    resnet50(28, 130),
+    whole_run(
+        "run_airbench",
+        90,
+        "cifar10_airbench_2000 --folder cifar10 --seconds 60 --workers 1 --set precision=bf16",
+        f"cifar10_airbench_2000 --folder cifar10 {TINY_RUN} batch.bn_span=20",
+    ),
+    whole_run(
+        "run_resnet9_fashion_mnist",
+        50,
+        "fashion_mnist_resnet9_1920 --folder fashion_mnist --seconds 20 --workers 1"
+        " --set precision=bf16",
+        f"fashion_mnist_resnet9_1920 --folder fashion_mnist {TINY_RUN} batch.bn_span=10",
+    ),
+    whole_run(
+        "run_resnet9_cifar10",
+        50,
+        "cifar10_resnet9_1600 --folder cifar10 --seconds 20 --workers 1",
+        f"cifar10_resnet9_1600 --folder cifar10 {TINY_RUN} batch.bn_span=10",
+    ),
+    Part("loop", 40, "loop --seconds 15", "loop --rounds 1 --steps 1"),
+    resnet50(256, 140),
+    resnet50(40, 80),
+    resnet50(64, 80),
+)
+"""Updates and whole runs in CUDA graphs: `make bench-gpu BENCH_PARTS=graph`, in 660 seconds."""
 
 PARTS = (
     Part(
@@ -79,18 +127,6 @@ PARTS = (
     ),
     Part("lars", 50, "lars --seconds 15", "lars --rounds 2"),
     Part(
-        "resnet50",
-        160,
-        "resnet50 --seconds 25 --modes default",
-        f"resnet50 {TINY_NETWORK}",
-    ),
-    Part(
-        "resnet50_28",
-        140,
-        "resnet50 --seconds 20 --modes default --batch 28 --name resnet50_28",
-        f"resnet50 --name resnet50_28 {TINY_NETWORK}",
-    ),
-    Part(
         "norm",
         70,
         "norm --channels-last --precision bf16 --rounds 50 --seconds 15 --batch 256 --spans 32 8"
@@ -98,6 +134,7 @@ PARTS = (
         "norm --channels-last --precision bf16 --rounds 2 --model test_resnet --batch 4 --size 32"
         " --spans 4 2 --layers 64x4 --layer-spans 2",
     ),
+    *GRAPH,
     Part(
         "polish",
         60,
@@ -113,7 +150,6 @@ PARTS = (
         packages=("pytest", "xdist", "hypothesis"),
     ),
     Part("apex", 180, "with_apex --seconds 15", "with_apex --rounds 2"),
-    Part("loop", 60, "loop --seconds 20", "loop --rounds 1 --steps 1"),
     Part(
         "input_gpu",
         120,
@@ -129,7 +165,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [part.name for part in PARTS]
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}")
+    groups = {"graph": [part.name for part in GRAPH]}
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join([*groups, *names])}"
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -137,6 +176,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=660, help="time limit of all parts")
     args = parser.parse_args()
+    args.parts = [name for part in args.parts for name in groups.get(part, [part])]
     if unknown := sorted(set(args.parts) - set(names)):
         parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(names)}")
     if not (args.rehearse or accelerator.count()):

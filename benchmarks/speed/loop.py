@@ -7,7 +7,8 @@ steps as long as in practice, where the ratio counts, and LeNet-5 on one image, 
 added count. On a GPU the first is ResNet-50 at 224 pixels. The bare loop has train()'s
 BatchNorm layers, whose spans are the whole batch, and never moves their running statistics, so that
 train() is timed with that work; the cost of the layers themselves is the third loop ("bare loop,
-nn.BatchNorm2d"; norm.py). LeNet-5 has no BatchNorm. Writes
+nn.BatchNorm2d"; norm.py). LeNet-5 has no BatchNorm. On a GPU both loops are also measured as CUDA
+graphs; elsewhere these are the loops themselves. Writes
 benchmarks/results/loop_<hardware>_<date>.json.
 """
 
@@ -24,16 +25,25 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD
 
-from benchmarks.speed.measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
+from benchmarks.speed.measuring import (
+    Step,
+    add_seconds,
+    in_graph,
+    paired_ratio,
+    spread,
+    take_turns,
+    write,
+)
 from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import Spans, with_span
+from largebatch.optim.sgd import build_sgd
 from largebatch.training.loop import cross_entropy, step_seeds, train
 
-RATE = 1e-3
+RATE, MOMENTUM = 1e-3, 0.9
 
 
 def main() -> None:
@@ -67,32 +77,44 @@ def compare(
     labels = torch.randint(10, (batch,), generator=generator).to(backend.device)
     plain = bare_loop(copy.deepcopy(model), images, labels)
     with_span(model, batch)
-    bare = bare_loop(copy.deepcopy(model), images, labels)
-    updates = train(
-        model,
-        SGD(model.parameters(), lr=RATE),
-        itertools.repeat(Batch(images, labels)),
-        lambda _: RATE,
-        cross_entropy(smoothing=0.0, off_target="all"),
-        Reducer(model.named_parameters(), backend),
-        Spans(model, backend),
-        GradScaler(backend.device.type, enabled=False),
-        steps=range(10**9),
-        accumulation=1,
-        global_batch=batch,
-        seed=step_seeds(0, 0),
-    )
 
-    def ours() -> None:
-        next(updates)
+    def bare() -> Step:
+        return bare_loop(copy.deepcopy(model), images, labels)
 
-    rivals = {"train()": ours, "bare loop": bare, "bare loop, nn.BatchNorm2d": plain}
+    def ours(*, graph: bool) -> Step:
+        trained = copy.deepcopy(model)
+        weights = {"params": list(trained.parameters()), "weight_decay": 0.0}
+        updates = train(
+            trained,
+            build_sgd([weights], lr=RATE, momentum=MOMENTUM, nesterov=False, scaled=False),
+            itertools.repeat(Batch(images, labels)),
+            lambda _: RATE,
+            cross_entropy(smoothing=0.0, off_target="all"),
+            Reducer(trained.named_parameters(), backend),
+            Spans(trained, backend),
+            GradScaler(backend.device.type, enabled=False),
+            steps=range(10**9),
+            accumulation=1,
+            global_batch=batch,
+            seed=step_seeds(0, 0),
+            graph=graph and backend.device.type in accelerator.GRAPHS,
+        )
+        return lambda: next(updates)
+
+    rivals = {
+        "train()": ours(graph=False),
+        "bare loop": bare(),
+        "bare loop, nn.BatchNorm2d": plain,
+        "train(), graph": ours(graph=True),
+        "bare loop, graph": in_graph(bare(), backend.device),
+    }
     times = take_turns(rivals, rounds=rounds, steps=steps, seconds=seconds)
     added = [one - other for one, other in zip(times["train()"], times["bare loop"], strict=True)]
     return {
         "model": f"{name}, {batch} images of {pixels} pixels",
         "seconds a step": {name: spread(values) for name, values in times.items()},
         "ratio": paired_ratio(times["train()"], times["bare loop"]),
+        "ratio in graphs": paired_ratio(times["train(), graph"], times["bare loop, graph"]),
         "ratio to nn.BatchNorm2d": paired_ratio(
             times["train()"], times["bare loop, nn.BatchNorm2d"]
         ),
@@ -102,7 +124,7 @@ def compare(
 
 def bare_loop(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Step:
     """Make the training step of a PyTorch tutorial."""
-    optimizer = SGD(model.parameters(), lr=RATE)
+    optimizer = SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
 
     def step() -> None:
         model.train()

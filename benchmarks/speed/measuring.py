@@ -8,19 +8,15 @@ import argparse
 import importlib.metadata
 import json
 import math
-import multiprocessing
 import os
 import platform
 import random
 import re
-import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -112,6 +108,26 @@ def on_device(step: Step, device: torch.device, *, steps: int = 3) -> dict[str, 
     }
     total = {key: sum(it[key] for it in kernels.values()) for key in ("milliseconds", "launches")}
     return {**total, "kernels": dict(list(kernels.items())[:25])}
+
+
+def in_graph(step: Step, device: torch.device) -> Step:
+    """Capture a step of a plain loop as a CUDA graph, on a device that has graphs."""
+    if device.type not in accelerator.GRAPHS:
+        return step
+    accelerator.synchronize(device)
+    with accelerator.on(accelerator.stream(device)):
+        for _ in range(WARM_UP):
+            step()
+    accelerator.synchronize(device)
+    module = torch.get_device_module(device)
+    graph = module.CUDAGraph()
+    with module.graph(graph):
+        step()
+
+    def replay(_: Step = step) -> None:  # the graph's tensors belong to the step
+        graph.replay()
+
+    return replay
 
 
 def rehearse_kernels() -> None:
@@ -233,23 +249,3 @@ def newest(name: str, folder: Path, *, machine: str | None = None) -> Path | Non
     """
     found = folder.glob(f"{name}_{machine or hardware()}_*.json")
     return max((path for path in found if path.stem.rsplit("_", 2)[0] == name), default=None)
-
-
-@contextmanager
-def few_processes(number: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes of one thread each; kill them if anything fails or asks to stop.
-
-    They import the package once, so that a change of its files does not reach into what runs.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.default_int_handler)
-    pool = ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        yield pool
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.kill()  # a run that is asked to stop would finish its step and write a report
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)

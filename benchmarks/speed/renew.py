@@ -29,7 +29,7 @@ COMMANDS = {
     "polish": "--rounds 9",
     "polish_error": "",
     "audit_cost": "--rounds 5 --batch 4 --pixels 128",
-    "quickstart": "--seeds 5 --workers 2",
+    "quickstart": "--seeds 5 --workers 2 --starts 5",
     "index": "--rounds 3",
     "input_pipeline": "--rounds 9",
 }

@@ -1,12 +1,12 @@
 """Compare train() on ResNet-50 at 224 pixels in bf16 with timm's training loop and a plain one.
 
     python -m benchmarks.speed.resnet50 [--rounds 20] [--steps 10] [--batch 256] [--seconds 300]
-        [--modes default reduce-overhead]
+        [--modes default] [--prepares 90]
 
     ours     train() with LARS, a BatchNorm span of the whole batch, in pairs with what follows it;
-             compiled in each of the modes
+             compiled in each of the modes; each of these also as one CUDA graph an update
     timm     the loop of timm's train.py with its model, loss and Lars; compiled in the first mode
-    plain    nn.BatchNorm2d and SGD(fused=True): no norms
+    plain    nn.BatchNorm2d and SGD(fused=True): no norms; also in a graph captured by hand
     floor    plain without BatchNorm and ReLU: convolutions, pooling and the update
 
 All are channels last, under autocast, with label smoothing 0.1 and convolutions chosen by trial, on
@@ -16,7 +16,9 @@ first updates: weights, gradients, momentum and activations. The share of the pe
 operations of the model, forward and backward, against a matrix product measured in the same rounds.
 Of each rival, the time of the device in an update, its launches and its slowest kernels are
 recorded. A rival that cannot run is named with its error, and the command fails when the others are
-measured. Writes benchmarks/results/<name>_<hardware>_<date>.json.
+measured; none is prepared later than --prepares seconds after the start. Without a GPU nothing is
+captured: graphs are then the steps themselves.
+Writes benchmarks/results/<name>_<hardware>_<date>.json.
 """
 
 import argparse
@@ -24,7 +26,9 @@ import functools
 import gc
 import itertools
 import json
+import math
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -38,6 +42,7 @@ from benchmarks.speed.measuring import (
     WARM_UP,
     Step,
     add_seconds,
+    in_graph,
     on_device,
     paired_ratio,
     rehearse_kernels,
@@ -78,18 +83,19 @@ def main() -> None:
     device = accelerator.current()
     data = synthetic(device, args)
     plain(args.model, data)()  # convolutions are chosen, and what that takes is no rival's memory
-    steps, memory, failed = prepare(rivals(data, args), device)
+    steps, memory, failed = prepare(rivals(data, args), device, seconds=args.prepares)
     steps[PRODUCT] = matrix_product(device, args.matrix)
     times = take_turns(steps, rounds=args.rounds, steps=args.steps, seconds=args.seconds)
     product = times.pop(PRODUCT)
     peak = [2 * args.matrix**3 / seconds for seconds in product]
-    work = args.batch * operations_per_image(data, args)
+    work = args.batch * operations_per_image(network(args.model, device), data[0][:2])
     compared = pairs(args.modes)
     of_device = {name: on_device(steps[name], device) for name in times}
     result: dict[str, Any] = {
         "settings": vars(args),
         "images a second": {
             name: spread([args.batch / seconds for seconds in values])
+            | paired_ratio([args.batch] * len(values), values)
             for name, values in times.items()
         },
         "ratios": {
@@ -133,7 +139,8 @@ def arguments() -> argparse.Namespace:
     add_seconds(parser)
     parser.add_argument("--batch", type=int, default=default_batch())
     parser.add_argument("--pixels", type=int, default=224)
-    parser.add_argument("--modes", nargs="*", default=["default", "reduce-overhead"])
+    parser.add_argument("--modes", nargs="*", default=["default"])
+    parser.add_argument("--prepares", type=float, default=math.inf, help="seconds to compile in")
     parser.add_argument("--matrix", type=int, default=8192, help="rows of the matrices")
     parser.add_argument("--name", default="resnet50", help="name of the result")
     return parser.parse_args()
@@ -141,16 +148,18 @@ def arguments() -> argparse.Namespace:
 
 def default_batch() -> int:
     """Return 256, or the largest power of two that fits the device's memory."""
-    memory = torch.accelerator.get_memory_info()[1] if accelerator.count() else 2**34
+    memory = accelerator.memory_bytes() if accelerator.count() else 2**34
     return min(256, 1 << max(0, (memory // IMAGE_BYTES).bit_length() - 1))
 
 
 def pairs(modes: list[str]) -> list[tuple[str, str]]:
     """Return the names of the rivals."""
     found = [("ours", "timm"), ("ours", "plain"), ("timm", "plain")]
+    found += [("ours, graph", other) for other in ("ours", "plain", "plain, graph")]
     for mode in modes:
-        found += [(f"ours, compiled: {mode}", other) for other in ("ours", "timm")]
-        found.append((f"ours, compiled: {mode}", f"timm, compiled: {modes[0]}"))
+        compiled, timms = f"ours, compiled: {mode}", f"timm, compiled: {modes[0]}"
+        found += [(compiled, other) for other in ("ours", "timm", timms)]
+        found += [(f"{compiled}, graph", other) for other in ("plain", "plain, graph", timms)]
     return found
 
 
@@ -166,25 +175,35 @@ def rivals(data: Data, args: argparse.Namespace) -> dict[str, Callable[[], Step]
     """Return a builder of each rival's step, on its own model."""
     made: dict[str, Callable[[], Step]] = {
         "plain": functools.partial(plain, args.model, data),
+        "plain, graph": lambda: in_graph(plain(args.model, data), data[0].device),
         "floor": functools.partial(plain, args.model, data, bare=True),
         "timm": functools.partial(timms, args.model, data),
         "ours": functools.partial(ours, args.model, data),
+        "ours, graph": functools.partial(ours, args.model, data, graph=True),
     }
+    for mode in args.modes:
+        name, build_step = (
+            f"ours, compiled: {mode}",
+            functools.partial(ours, args.model, data, mode),
+        )
+        made |= {name: build_step, f"{name}, graph": functools.partial(build_step, graph=True)}
     for mode in args.modes[:1]:
         made[f"timm, compiled: {mode}"] = functools.partial(timms, args.model, data, mode)
-    for mode in args.modes:
-        made[f"ours, compiled: {mode}"] = functools.partial(ours, args.model, data, mode)
     return made
 
 
 def prepare(
-    made: dict[str, Callable[[], Step]], device: torch.device
+    made: dict[str, Callable[[], Step]], device: torch.device, *, seconds: float = math.inf
 ) -> tuple[dict[str, Step], dict[str, float], dict[str, str]]:
     """Return the working steps, their peak memory, and the errors of the others."""
     steps: dict[str, Step] = {}
     memory: dict[str, float] = {}
     failed: dict[str, str] = {}
+    end = time.monotonic() + seconds
     for name, make in made.items():
+        if time.monotonic() > end:
+            failed[name] = f"not prepared in the first {seconds:g} seconds"
+            continue
         gc.collect()  # what the rival before it has left
         before = allocated(device)
         try:
@@ -210,7 +229,7 @@ def allocated(device: torch.device) -> int:
     return int(module.memory_allocated(device))
 
 
-def ours(name: str, data: Data, mode: str | None = None) -> Step:
+def ours(name: str, data: Data, mode: str | None = None, *, graph: bool = False) -> Step:
     """Return an update of train(), as in a recipe."""
     images, labels = data
     backend = Serial(images.device)
@@ -234,6 +253,7 @@ def ours(name: str, data: Data, mode: str | None = None) -> Step:
         accumulation=1,
         global_batch=len(images),
         seed=step_seeds(0, 0),
+        graph=graph and images.device.type in accelerator.GRAPHS,
     )
     return lambda: next(updates)
 
@@ -312,10 +332,9 @@ def network(name: str, device: torch.device) -> nn.Module:
     return model
 
 
-def operations_per_image(data: Data, args: argparse.Namespace) -> float:
+def operations_per_image(model: nn.Module, images: Tensor) -> float:
     """Return the floating-point operations of convolutions and matrix products, both passes."""
-    images = data[0][:2]
-    model = network(args.model, images.device).train()
+    model.train()
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
     return float(counter.get_total_flops()) / len(images)

@@ -33,14 +33,26 @@ MEASURED = {
     "norm": (*_BATCHNORM, *_KERNELS),
     "polish": (*_BATCHNORM, "polish"),
     "polish_error": (*_BATCHNORM, "polish"),
-    "quickstart": (*_UPDATE, *_LARS, "data/augment.py", "data/order.py", "polish"),
+    "quickstart": (
+        *_UPDATE,
+        *_LARS,
+        "data/augment.py",
+        "data/order.py",
+        "polish",
+        "runs/launch.py",
+    ),
     "reduction": (
         "distributed/horovod.py",
         "distributed/reducer.py",
         "distributed/torch_distributed.py",
     ),
-    "resnet50": (*_UPDATE, *_LARS, *_KERNELS),
-    "resnet50_28": (*_UPDATE, *_LARS, *_KERNELS),
+    **dict.fromkeys(
+        ["resnet50", "resnet50_28", "resnet50_40", "resnet50_64"], (*_UPDATE, *_LARS, *_KERNELS)
+    ),
+    **dict.fromkeys(
+        ["run_airbench", "run_resnet9_cifar10", "run_resnet9_fashion_mnist"],
+        (*_UPDATE, *_LARS, *_KERNELS, *_INPUT, "polish"),
+    ),
     "roofline": (*_BATCHNORM, *_KERNELS),
     "sweep": _KERNELS,
 }

@@ -86,13 +86,13 @@ EXAMPLES = {
         "train digits_96 --out runs/seed-2 --resume",
         "train mine.yaml --data images --time-limit 8h --resume auto --out a",
     ),
+    "resume": ("resume runs/mine", "resume runs/mine --time-limit 8h"),
+    "predict": ("predict runs/mine photo.jpg", "predict runs/mine photos --top 1 --out found.csv"),
     "evaluate": ("evaluate runs/mine", "evaluate runs/mine --data images --training --json"),
     "polish": (
         "polish runs/mine --out runs/polished",
         "polish --model dla34 --weights w.pth --data d --out w.safetensors",
     ),
-    "resume": ("resume runs/mine",),
-    "predict": ("predict runs/mine photographs",),
     "check": ("check mine.yaml", "check mine.yaml --set batch.global_batch=8192 --json"),
     "plan": (
         "plan digits_96 --workers 2",

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.errors import CheckpointError
-from largebatch.report.page import make_page, write_overview
-from largebatch.report.run import read_run
 from largebatch.storage import write_whole
 from largebatch.tracking.events import REPORT
 
@@ -25,6 +23,9 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     `out` is the run folder unless it is given. Raises CheckpointError where the run folder holds no
     readable log, or `out` cannot be written; MissingPackageError without matplotlib.
     """
+    from largebatch.report.page import make_page, write_overview  # jinja2, after the training
+    from largebatch.report.run import read_run
+
     run, out = read_run(run_folder), out or run_folder
     if out.suffix == ".html" and not out.is_dir():
         raise CheckpointError(f"{out}: --out of one run names a folder, which holds the page")

@@ -118,13 +118,16 @@ class Start:
     data: dict[str, Any] = field(default_factory=dict)
     """Image preparation of its weights, as keys of a recipe's data section; empty if unknown."""
 
+    image_size: int | None = None
+    """Size in pixels that the model's library prepares images in; None for other models."""
+
     has_batchnorm: bool = True
 
 
 TIMM = "timm:"
 """Before the name of weights that timm downloads."""
 
-_KEYS = ("image_size", "eval_resize", "mean", "std", "interpolation")
+_COLORS = {"mean", "std", "interpolation"}
 
 
 def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
@@ -143,19 +146,25 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
     elif weights is not None and name is None:
         path, recipe = _of_ours(path)
         section = recipe.model.model_dump(include={"name", "arguments"}, exclude_unset=True)
-        data = recipe.data.model_dump(mode="json", include=set(_KEYS))
+        data = recipe.data.model_dump(mode="json", include=_COLORS)
     name = str(section["name"])
     require_known(name)
+    known = is_timms(name) or name.startswith(zoo.TORCHVISION)
+    prepared = zoo.preparation(name) if known else {}
     if weights is not None:
-        if is_timms(name) or name.startswith(zoo.TORCHVISION):
-            data = data or zoo.preparation(name)
+        data = data or prepared
         section |= {"weights": str(path), "head_std": 0.01}
     model = Model.model_validate(section)
     built = build(name, num_classes=classes, arguments=model.arguments)
     if weights is not None:
         load_initial(path, built, drawn=True)
     normalized = any(isinstance(layer, _BatchNorm) for layer in built.modules())
-    return Start(model=model, data=data, has_batchnorm=normalized)
+    return Start(
+        model=model,
+        data=data,
+        image_size=prepared.get("image_size"),
+        has_batchnorm=normalized,
+    )
 
 
 def _download(name: str) -> Path:

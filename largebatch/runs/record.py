@@ -7,6 +7,7 @@ from pathlib import Path
 
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.wrappers import failures_named
+from largebatch.report import write_report
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
@@ -90,13 +91,6 @@ def _finish(
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
         session.log.emit(Finish(time=now(), summary=summary))
     return summary
-
-
-def write_report(folder: Path) -> None:
-    """Write the report; its libraries are imported after the training."""
-    from largebatch import report
-
-    report.write_report(folder)
 
 
 def _draw(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """`make bench-gpu` at tiny sizes on the CPU: what it writes, and what becomes of its parts."""
 
-import argparse
 import fcntl
 import json
 import os
@@ -41,7 +40,11 @@ def written(name: str, folder: Path) -> dict[str, Any]:
 def test_resnet50_names_a_failing_rival_and_measures_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="could not run: timm, compiled: turbo, ours, compiled: t"):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler for turbo")
+
+    monkeypatch.setattr("largebatch.models.compiled.compile_model", fail)
+    with pytest.raises(SystemExit, match="could not run: ours, compiled: turbo, ours, compiled: t"):
         measured("resnet50", f"{PARTS['resnet50'].tiny} turbo", tmp_path, monkeypatch)
     result = written("resnet50", tmp_path)
     assert set(result) >= {
@@ -53,16 +56,21 @@ def test_resnet50_names_a_failing_rival_and_measures_the_others(
         "sources",
         "settings",
     }
-    assert set(result["failed"]) == {"timm, compiled: turbo", "ours, compiled: turbo"}
+    compiled = {"timm, compiled: turbo", "ours, compiled: turbo", "ours, compiled: turbo, graph"}
+    assert set(result["failed"]) == compiled
     assert all("turbo" in error for error in result["failed"].values())
-    assert set(result["images a second"]) == {"plain", "floor", "timm", "ours"}
+    rivals = {"plain", "plain, graph", "floor", "timm", "ours", "ours, graph"}
+    assert set(result["images a second"]) == rivals
     assert result["images a second"]["ours"]["median"] > 0
     assert {name: ratio["n"] for name, ratio in result["ratios"].items()} == {
         "ours / timm": 2,
         "ours / plain": 2,
         "timm / plain": 2,
+        "ours, graph / ours": 2,
+        "ours, graph / plain": 2,
+        "ours, graph / plain, graph": 2,
     }
-    assert set(result["share of the peak"]) == {"plain", "floor", "timm", "ours"}
+    assert set(result["share of the peak"]) == rivals
     assert result["peak memory in bytes"] == {}  # the CPU's is not counted
     assert not any(result["device"].values())
 
@@ -101,7 +109,7 @@ def test_resnet50_runs_on_an_accelerator(tmp_path: Path) -> None:
     result = on_forked_workers(on_the_simulated_device, "resnet50", tmp_path, workers=1)
     assert result["machine"].endswith(" x simulated")
     assert not result["failed"]
-    assert set(result["peak memory in bytes"]) == {"plain", "floor", "timm", "ours"}
+    assert set(result["peak memory in bytes"]) >= {"plain", "plain, graph", "ours", "ours, graph"}
 
 
 @pytest.mark.long
@@ -121,7 +129,7 @@ def test_no_round_starts_after_the_time_limit(capsys: pytest.CaptureFixture[str]
 def test_the_operations_of_resnet50_are_those_of_its_layers() -> None:
     """4.089e9 multiply-adds forward; twice as many backward, but none for the image's gradient."""
     images = torch.empty(2, 3, 224, 224, device="meta")
-    found = resnet50.operations_per_image((images, images), argparse.Namespace(model="resnet50"))
+    found = resnet50.operations_per_image(resnet50.network("resnet50", images.device), images)
     first = 64 * 3 * 7 * 7 * 112 * 112
     assert found == pytest.approx(2 * (3 * 4.089e9 - first), rel=1e-3)
 

@@ -16,8 +16,11 @@ from benchmarks.studies.figures import save_svg
 from benchmarks.studies.learning_rates import tables as learning_rates
 from benchmarks.studies.optimizers import tables as optimizers
 from benchmarks.studies.polishing import tables as polishing
+from benchmarks.studies.polishing_gpu import tables as polishing_gpu
 from benchmarks.studies.recipes import tables as recipes
 from benchmarks.studies.staleness import tables as staleness
+from largebatch.lab.studies.study import load_study
+from largebatch.lab.studies.trained import cells_of
 
 
 def result(name: str) -> dict[str, Any]:
@@ -102,3 +105,26 @@ def test_the_critical_batch_is_where_a_fifth_more_epochs_are_needed() -> None:
     assert optimizers.critical_batch({500: 1.0, 2000: 1.0}) is None
     assert optimizers.epochs_to(0.5, [(1.0, 0.4), (2.0, 0.6), (3.0, 0.45)]) == 1.5
     assert optimizers.epochs_to(0.7, [(1.0, 0.4), (2.0, 0.6)]) is None
+
+
+def test_the_study_on_a_gpu_compares_the_ends_of_each_recipe_by_seed(tmp_path: Path) -> None:
+    study = load_study(Path(polishing_gpu.__file__).with_name("study.yaml"))
+    cells = cells_of(study, tmp_path)
+    assert len(cells) * study.seeds == 9 * 3 * 20
+    for cell in cells[:3]:
+        assert {setting for setting, _ in polishing_gpu.ENDS.values()} >= {cell.variant}
+        for seed in (1, 2, 3):
+            ends = [{"top1": 0.80 + seed / 100}, {"top1": 0.80 + seed / 50}]
+            diverged = seed == 3 and cell.variant == "affine"
+            record = {"seed": seed, "top1": 0.1, "diverged": diverged, "evaluations": ends}
+            path = tmp_path / cell.name / f"seed-{seed}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record))
+    rows = {row["end"]: row for row in polishing_gpu.rows(polishing_gpu.read(tmp_path))}
+    assert rows["as trained"]["top1"].mean == pytest.approx(82)
+    assert rows["as trained"]["gain"] is None
+    assert rows["clean"]["gain"].mean == pytest.approx(0)
+    low, high = ttest_1samp([1.0, 2.0, 3.0], 0).confidence_interval(1 - 0.05 / 4)
+    for end in ("statistics", "clean, statistics"):
+        assert rows[end]["gain"][:3] == pytest.approx((2, low, high))
+    assert rows["affine"]["gain"].mean == pytest.approx((1 + 2 - 73) / 3)

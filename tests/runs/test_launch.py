@@ -225,7 +225,7 @@ def test_workers_share_the_imports_of_the_command_and_pages_are_imported_after_t
         for part in (before, after)
     )
     assert [imports.count(name) for name in ("torch", "sympy")] == [1, 1]
-    pages = {"jinja2", "matplotlib.figure", "largebatch.report"}
+    pages = {"jinja2", "matplotlib.figure", "largebatch.report.page"}
     assert pages <= set(later)
     unused = {
         "timm",

@@ -19,6 +19,7 @@ import pytest
 from largebatch.errors import CheckpointError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.keys import Tracking
+from largebatch.runs.folder import check_folder
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     EVENTS,
@@ -144,6 +145,8 @@ sys.stdin.read()
     for resume in (False, True):
         with pytest.raises(CheckpointError, match="another run is writing to this folder"):
             JsonLines(path, resume=resume)
+        with pytest.raises(CheckpointError, match="another run is writing to this folder"):
+            check_folder(path.parent, resume=resume)  # before what else the folder lacks or holds
     owner.kill()
     owner.communicate()
     with pytest.raises(CheckpointError, match="another run has started here"):

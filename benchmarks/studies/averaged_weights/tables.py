@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.speed.measuring import RESULTS, newest
-from benchmarks.studies.averaged_weights.passes import SHARED
 from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.style import COLOURS, INK, MUTED, RULE
@@ -23,6 +22,15 @@ if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
 
 NAME = "averaged_weights"
+SHARED = (
+    "EMA 0.999, peak",
+    "SWA, peak",
+    "Schedule-Free SGD, end",
+    "Schedule-Free AdamW, end",
+    "soup of 3, end",
+)
+"""Averages that several workers, and augmented images, were measured with."""
+
 TITLES = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 ROWS = {
     "SWA, peak": "SWA",
@@ -191,7 +199,7 @@ def _on_workers(name: str, workers: int, found: list[Any]) -> str:
 def main() -> None:
     path = newest(NAME, RESULTS, machine="*")
     if path is None:
-        raise SystemExit("no results: python -m benchmarks.studies.averaged_weights.run")
+        raise SystemExit("no results of averaged_weights")
     study = json.loads(path.read_text(encoding="utf-8"))
     drawn = partial(draw, study=study)
     save_svg(Path(path).parent / f"{NAME}.svg", drawn, size=(480, 640))

@@ -294,7 +294,7 @@ def main() -> None:
     """Draw the figures and print the tables."""
     path = newest("polishing_study", RESULTS, machine="*")
     if path is None:
-        raise SystemExit("no results: python -m benchmarks.studies.polishing.run")
+        raise SystemExit("no results of polishing_study")
     study = json.loads(path.read_text(encoding="utf-8"))
     draw_all(study, path.parent)
     print("| cell | arm | top-1, % | against the control, points |\n|---|---|---|---|")

@@ -90,8 +90,8 @@ def survey(
     own = "cifar_resnet20" if (image_size or size) <= SMALL else "resnet18"
     start = start or Start(model=Model(name=own))
     prepared = start.data
-    size = image_size or min(size, prepared.get("image_size", size))
-    if prepared and prepared["eval_resize"] is None:
+    size = image_size or _accepted(size, start, classes=len(train.classes))
+    if "eval_resize" in prepared and prepared["eval_resize"] is None:
         resize = None
     elif resize is not None:
         resize = round(size * prepared.get("eval_resize", 256) / prepared.get("image_size", 224))
@@ -120,6 +120,15 @@ def survey(
         seconds=(time.perf_counter() - begun) / len(samples),
         start=start,
     )
+
+
+def _accepted(size: int, start: Start, *, classes: int) -> int:
+    """Return an image size; the model's own if it does not take it, as vision transformers."""
+    try:
+        require_accepted(start.model, classes=classes, image_sizes=[size])
+    except RecipeError:
+        return start.image_size or size
+    return size
 
 
 def _triple(values: torch.Tensor) -> Triple:

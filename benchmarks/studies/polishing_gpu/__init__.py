@@ -1,0 +1,1 @@
+"""The gains of Final Polishing, way by way."""
