@@ -38,7 +38,7 @@ def test_the_command_trains_on_one_worker(
 ) -> None:
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
-    train = shlex.split(blocks("console")[0].splitlines()[0][2:].replace("--workers 2", ""))
+    train = shlex.split(blocks("sh")[0].splitlines()[0].replace("--workers 2", ""))
     try:
         assert main([*train[1:], "--max-steps", "2"]) == 0
         assert main(["export", "runs/squares", "--import", "nets", "--out", "exported"]) == 0
