@@ -54,8 +54,8 @@ def test_the_command_trains_on_one_worker(
 
 @pytest.mark.long
 def test_the_commands_train_and_evaluate_on_two_workers(place: Path) -> None:
-    (console,) = blocks("console")
-    train, evaluate = (shlex.split(line[2:]) for line in console.splitlines())
+    (commands,) = blocks("sh")
+    train, evaluate = map(shlex.split, commands.splitlines())
     assert train[0] == evaluate[0] == "largebatch"
     trained = output_of(sys.executable, "-m", *train, cwd=place)
     assert "report: runs/squares" in trained
