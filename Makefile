@@ -56,7 +56,7 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(VENV)/.installed
 	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
 	$(ON_CPUS) $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
-	@echo "open the report in a browser; next: README.md"
+	@echo "open the report in a browser, or look at report.png beside it; next: README.md"
 
 # -E: rebuild all pages, because generated pages change with the package and not with a file.
 docs: $(VENV)/.installed-for-docs

@@ -1,4 +1,4 @@
-"""A run folder -> one self-contained page; several of them -> a page that compares them.
+"""A run folder -> charts and one self-contained page; several of them -> a page that compares them.
 
 A run that was interrupted, failed or was killed has a report of what it recorded.
 """
@@ -18,12 +18,12 @@ COMPARISON = "compare.html"  # unless another name is given
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
-    """Write report.html into `out`; return the page.
+    """Write report.html and its overview, report.png, into `out`; return the page.
 
     `out` is the run folder unless it is given. Raises CheckpointError where the run folder holds no
     readable log, or `out` cannot be written; MissingPackageError without matplotlib.
     """
-    from largebatch.report.page import make_page  # jinja2, after the training
+    from largebatch.report.page import make_page, write_overview  # jinja2, after the training
     from largebatch.report.run import read_run
 
     run, out = read_run(run_folder), out or run_folder
@@ -32,6 +32,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     page = out / REPORT
     content = make_page(run).encode()
     try:
+        write_overview(run, out)
         write_whole(page, content)
     except OSError as error:
         raise CheckpointError(

@@ -1,7 +1,8 @@
-"""The report of one run: what its page says and shows."""
+"""The report of one run: what its page says and shows, and its overview as a PNG file."""
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
@@ -23,12 +24,12 @@ from largebatch.report.pages import (
     columns_over,
 )
 from largebatch.report.run import INPUT_BOUND, Run, images_per_second, shares, short_commit
-from largebatch.report.style import COLOURS
+from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
 from largebatch.report.verdict import Verdict, verdict
-from largebatch.tracking.events import Mistakes
+from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
-    from largebatch.report.style import Canvas
+    from largebatch.report.style import Canvas, Figure
 
 _NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
 
@@ -335,3 +336,35 @@ def _environment(run: Run) -> dict[str, str]:
             **summary.versions,
         }
     return facts
+
+
+def write_overview(run: Run, folder: Path) -> None:
+    """Write the six numbers and the first four charts as report.png, for a quick look."""
+    shown = [*charts_of(run).values()][:4]
+    save_png(
+        folder / OVERVIEW,
+        lambda figure: _draw_overview(figure, run, shown),
+        size=(1120, 700),
+        pixels=1600,
+    )
+
+
+def _draw_overview(figure: "Figure", run: Run, shown: list[Chart]) -> None:
+    grid = figure.add_gridspec(2, 1, height_ratios=[1, 4.2])
+    head, body = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+    left = MARGIN / 1120
+    head.text(left, 0.82, run.name, size=21, weight="bold", va="top")
+    head.text(1 - left, 0.79, _subtitle(run), color=MUTED, ha="right", va="top")
+    for place, number in enumerate(headlines(run)):
+        x = left + place * (1 - left) / 6
+        head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
+        head.text(x, 0.2, number.label, color=MUTED, va="top")
+    if not shown:
+        body.add_subplot().set_axis_off()  # the layout needs one
+        return
+    quarters = body.add_gridspec(-(-len(shown) // 2), min(2, len(shown)))
+    for place, chart in enumerate(shown):
+        fills_row = len(shown) % 2 and chart is shown[-1]
+        quarter = body.add_subfigure(quarters[-1, :] if fills_row else quarters[place])
+        write_title(quarter, chart.title)
+        chart.draw(quarter)

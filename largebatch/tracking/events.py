@@ -21,7 +21,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.storage import write_whole
 
 RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", "checkpoints"
-REPORT, TRACE = "report.html", "trace.json"
+REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
 """Names of the files of a run folder."""
 
 StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]

@@ -11,6 +11,7 @@ import matplotlib as mpl
 import pytest
 from fake_runs import FakeRun
 from html_pages import Parsed
+from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.report import write_report
@@ -56,6 +57,9 @@ def test_every_kind_of_run_has_a_page_that_loads_nothing_and_figures_of_what_it_
     page = write_report(folder)
     assert page == folder / "report.html"
     drawn = charts_of(read_run(folder))
+    with Image.open(folder / "report.png") as image:
+        image.verify()
+        assert image.width == 1600
     text = page.read_text(encoding="utf-8")
     found = Parsed(text)
     assert not {tag for tag, _ in found.tags} & {"script", "link", "img", "iframe", "object"}
@@ -280,6 +284,7 @@ def test_sections_that_a_run_does_not_have_are_absent(tmp_path: Path) -> None:
     (folder / "recipe.yaml").unlink()
     page = write_report(folder).read_text(encoding="utf-8")
     assert Parsed(page).headings[1:] == ["Environment"]
+    assert [path.name for path in folder.glob("*.png")] == ["report.png"]
 
 
 def test_a_report_of_a_folder_that_is_only_read_is_written_elsewhere(
@@ -289,12 +294,12 @@ def test_a_report_of_a_folder_that_is_only_read_is_written_elsewhere(
     before = {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
     assert main(["report", str(folder), "--out", str(out)]) == DONE
     assert capsys.readouterr().out == f"{out}/report.html\n"
-    assert {path.name for path in out.iterdir()} == {"report.html"}
+    assert {path.name for path in out.iterdir()} == {"report.html", "report.png"}
     assert {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("largebatch.report.write_whole", refuse)
+    monkeypatch.setattr("largebatch.report.page.save_png", refuse)
     assert main(["report", str(folder)]) == USER
     assert f"{folder}: " in capsys.readouterr().err

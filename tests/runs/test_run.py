@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
+from PIL import Image
 from short_runs import SMALL, STATISTICS, a_recipe, log
 
 from largebatch import load_recipe, run
@@ -111,7 +112,7 @@ def test_dali_trains_as_torchvision_does(finished: dict[str, Path], tmp_path: Pa
 def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
     folder = finished["one"]
     assert {path.name for path in folder.iterdir()} >= {
-        *("recipe.yaml", "log.jsonl", "summary.json", "report.html", "checkpoints"),
+        *("recipe.yaml", "log.jsonl", "summary.json", "report.html", "report.png", "checkpoints"),
     }
     content = summary(folder)
     assert content["status"] == "finished"
@@ -122,6 +123,8 @@ def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
     assert content["versions"]["torch"] == importlib.metadata.version("torch")
     assert 0 < content["images_per_second"] < 1e6
     assert load_recipe(folder / "recipe.yaml").duration.epochs == 4
+    with Image.open(folder / "report.png") as image:
+        assert image.width >= 400
 
 
 def test_every_stage_reports_what_it_changed(finished: dict[str, Path]) -> None:
